@@ -1,0 +1,47 @@
+# The verbs of the project. `make up` and `make test` work on a fresh machine with Python 3.11+ and nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup up test test-long check format proto bench train clean
+
+help: ## list the verbs
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# torch comes first and alone: its pinned version then satisfies every range that follows.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+setup: $(STAMP) ## install into .venv, nothing more
+
+up: $(STAMP) ## start coordinator, one prefill and one decode worker with the built-in model (ARGS="--model DIR")
+	@exec $(BIN)/baton up $(ARGS)
+
+test: $(STAMP) ## the whole suite, under 10 minutes on 2 cores (ARGS="-k name")
+	$(BIN)/python -m pytest -m "not long and not gpu" $(ARGS)
+
+test-long: $(STAMP) ## every combination and repetition
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+check: $(STAMP) ## ruff, mypy strict, import rules, buf lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	cd proto && ../$(BIN)/buf lint
+	$(BIN)/python -m pytest -q tests/arch
+
+format: $(STAMP) ## rewrite imports and layout
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(STAMP) ## generate baton/v1 from proto/
+	$(BIN)/python tools/generate_proto.py
+
+clean: ## remove what the verbs made
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,147 @@
+"""One config model: file < environment < flags. Units are in the names; an unknown key is an error that names the
+nearest known one.
+
+Each process has one frozen dataclass. Its fields are the whole surface: the command line, the environment names
+(`BATON_` and the field in capitals) and the keys of the TOML file are all derived from them. Field metadata `help` is
+the text that `--help` prints; `choices`, `low` and `high` are checked here, whatever the source.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, TypeVar, get_type_hints
+
+from baton.core.errors import StartupError
+
+Config = TypeVar("Config")
+
+
+def option(
+    default: object, help: str, *, choices: tuple[str, ...] = (), low: float | None = None, high: float | None = None
+) -> Any:
+    """A dataclass field that is also a command-line option."""
+    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What decides the arithmetic and the memory of a worker."""
+
+    model: str = option("builtin", "checkpoint directory, ORG/NAME on the hub, or `builtin`")
+    device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
+    dtype: str = option("auto", "weights and KV", choices=("auto", "bfloat16", "float32"))
+    exact: bool = option(False, "row-invariant float32: the same bits whatever the batch, chunk or cache")
+    threads: int = option(0, "compute threads of a worker; 0: all cores it may run on", low=0, high=1024)
+    block_size: int = option(16, "tokens in a KV block", low=1, high=1024)
+    kv_memory_gib: float = option(0.0, "memory for KV blocks of a worker; 0: chosen from free memory", low=0)
+    max_model_len: int = option(0, "longest prompt + output in tokens; 0: the model's own limit", low=0)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig(EngineConfig):
+    """A prefill or decode worker."""
+
+    worker_id: str = option("", "name of the worker in the cluster; default ROLE-HOST-PID")
+    coordinator: str = option("127.0.0.1:8101", "the coordinator's control address")
+    host: str = option("127.0.0.1", "address this worker listens on for its peers")
+    step_tokens: int = option(512, "most tokens computed in one step", low=1, high=1 << 20)
+    max_running: int = option(64, "most sequences in one decode step", low=1, high=65536)
+    edge_timeout_s: float = option(5.0, "longest one KV operation may take", low=0.1)
+    connect_timeout_s: float = option(10.0, "longest a peer may take to connect", low=0.1)
+    log_level: str = option("info", "least severe message logged", choices=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorConfig:
+    """The front of the cluster."""
+
+    model: str = option("builtin", "checkpoint directory, ORG/NAME on the hub, or `builtin`")
+    served_model_name: str = option("", "name clients use; default the directory's or `builtin`")
+    host: str = option("127.0.0.1", "address of HTTP and public gRPC")
+    port: int = option(8100, "HTTP port; 0: any free one", low=0, high=65535)
+    grpc_port: int = option(8102, "public gRPC port; 0: any free one", low=0, high=65535)
+    control_host: str = option("127.0.0.1", "address workers dial")
+    control_port: int = option(8101, "port workers dial; 0: any free one", low=0, high=65535)
+    max_model_len: int = option(0, "longest prompt + output in tokens; 0: the model's own limit", low=0)
+    max_queued_requests: int = option(1024, "requests that may wait before callers get 503", low=1)
+    max_queued_tokens: int = option(1 << 20, "prompt tokens that may wait before callers get 503", low=1)
+    request_timeout_s: float = option(600.0, "longest a request may take in all", low=0.1)
+    lease_s: float = option(3.0, "silence after which a worker counts as lost", low=0.2)
+    drain_timeout_s: float = option(30.0, "longest running requests may take to finish at shutdown", low=0)
+    max_body_mib: float = option(4.0, "largest request body", low=0.001)
+    ready_file: str = option("", "file that gets the bound addresses as JSON once all ports are open")
+    log_level: str = option("info", "least severe message logged", choices=("debug", "info", "warning", "error"))
+
+
+def resolve(
+    cls: type[Config], *, file: Mapping[str, object], env: Mapping[str, str], flags: Mapping[str, object]
+) -> Config:
+    """The config from its three sources, the later ones winning.
+
+    `file` holds TOML values, `env` the whole environment (only `BATON_*` is read), `flags` what the command line set.
+
+    Raises:
+        StartupError: an unknown key (with the nearest name), a value of the wrong type or out of its range.
+    """
+    known: dict[str, Field[Any]] = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    types = get_type_hints(cls)
+    values: dict[str, object] = {}
+    for name, value in file.items():
+        if name not in known:
+            raise StartupError(f"unknown key {name!r} in the config file{_nearest(name, known)}")
+        values[name] = _checked(known[name], types[name], value, f"config file key {name!r}")
+    for name, f in known.items():
+        variable = "BATON_" + name.upper()
+        if variable in env:
+            values[name] = _checked(f, types[name], _parse(types[name], env[variable], variable), variable)
+    for name, value in flags.items():
+        if name not in known:
+            raise StartupError(f"unknown option {name!r}{_nearest(name, known)}")
+        values[name] = _checked(known[name], types[name], value, "--" + name.replace("_", "-"))
+    return cls(**values)
+
+
+def differences(config: object) -> dict[str, object]:
+    """The fields of `config` that are not at their defaults."""
+    changed: dict[str, object] = {}
+    for f in fields(config):  # type: ignore[arg-type]
+        value = getattr(config, f.name)
+        if f.default is MISSING or value != f.default:
+            changed[f.name] = value
+    return changed
+
+
+def _nearest(name: str, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _parse(kind: type, text: str, where: str) -> object:
+    if kind is bool:
+        if text.lower() in ("1", "true", "yes", "on"):
+            return True
+        if text.lower() in ("0", "false", "no", "off", ""):
+            return False
+        raise StartupError(f"{where} must be true or false, not {text!r}")
+    try:
+        return kind(text)
+    except ValueError:
+        raise StartupError(f"{where} must be {kind.__name__}, not {text!r}") from None
+
+
+def _checked(f: Field[Any], kind: type, value: object, where: str) -> object:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise StartupError(f"{where} must be {kind.__name__}, not {value!r}")
+    choices, low, high = f.metadata.get("choices"), f.metadata.get("low"), f.metadata.get("high")
+    if choices and value not in choices:
+        raise StartupError(f"{where} must be one of {', '.join(choices)}, not {value!r}")
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if value != value or (low is not None and value < low):
+            raise StartupError(f"{where} must be at least {low}, not {value!r}")
+        if high is not None and value > high:
+            raise StartupError(f"{where} must be at most {high}, not {value!r}")
+    return value

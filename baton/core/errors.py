@@ -1,0 +1,106 @@
+"""The error tree. Every error a client can meet is one of these; `baton.rpc.status` maps them to HTTP and gRPC.
+
+    BatonError
+      InvalidRequest          bad field; names it                    (400, INVALID_ARGUMENT)
+        ContextLengthExceeded prompt and output do not fit
+      NotFound                unknown model or request               (404, NOT_FOUND)
+      DuplicateRequest        the id is in flight                    (409, ALREADY_EXISTS)
+      TooLarge                body over its cap                      (413, RESOURCE_EXHAUSTED)
+      QuotaExceeded           a tenant's own limit                   (429, RESOURCE_EXHAUSTED)
+      Unavailable             no worker, full, draining              (503, UNAVAILABLE)
+        WorkerLost            the worker that held it died
+      HandoffError            KV could not change hands              (503, UNAVAILABLE)
+        LayoutMismatch        the two ends differ in a named field
+        StaleHandle           forged, expired or replayed handle
+      KVCorrupt               a checksum did not match               (500, DATA_LOSS)
+      DeadlineExceeded        names the stage                        (504, DEADLINE_EXCEEDED)
+      Cancelled               the client left                        (499, CANCELLED)
+      JoinRefused             a worker does not fit the cluster      (-, FAILED_PRECONDITION)
+      StartupError            one plain line, exit code not 0        (-, -)
+      InvariantError          our bug: the books do not balance      (500, INTERNAL)
+"""
+
+from __future__ import annotations
+
+
+class BatonError(Exception):
+    """`code` is the machine-readable string, `param` the field at fault, `retry_after_s` when to try again."""
+
+    code = "internal_error"
+
+    def __init__(
+        self, message: str, *, code: str | None = None, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or type(self).code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class InvalidRequest(BatonError):
+    code = "invalid_value"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class NotFound(BatonError):
+    code = "not_found"
+
+
+class DuplicateRequest(BatonError):
+    code = "duplicate_request"
+
+
+class TooLarge(BatonError):
+    code = "request_too_large"
+
+
+class QuotaExceeded(BatonError):
+    code = "rate_limit_exceeded"
+
+
+class Unavailable(BatonError):
+    code = "overloaded"
+
+
+class WorkerLost(Unavailable):
+    code = "worker_lost"
+
+
+class HandoffError(BatonError):
+    code = "handoff_failed"
+
+
+class LayoutMismatch(HandoffError):
+    code = "layout_mismatch"
+
+
+class StaleHandle(HandoffError):
+    code = "stale_handle"
+
+
+class KVCorrupt(BatonError):
+    code = "kv_corrupt"
+
+
+class DeadlineExceeded(BatonError):
+    code = "deadline_exceeded"
+
+
+class Cancelled(BatonError):
+    code = "cancelled"
+
+
+class JoinRefused(BatonError):
+    code = "join_refused"
+
+
+class StartupError(BatonError):
+    code = "startup_error"
+
+
+class InvariantError(BatonError):
+    code = "internal_error"

@@ -1,0 +1,1 @@
+"""Faster kernels, each beside its plain twin."""

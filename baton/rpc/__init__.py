@@ -1,0 +1,1 @@
+"""The wire: codec between core and protobuf, the error table, sessions of workers."""

@@ -1,0 +1,1 @@
+"""The front: admission, routing, journal, text, HTTP and gRPC."""

@@ -1,0 +1,86 @@
+"""What the front ends hand to the pipeline and what they get back: values, the same for HTTP and gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from baton.core.request import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A validated request: token ids in, everything a client may choose, nothing it may not.
+
+    `stop` are strings that end the text before them; `eos_token_ids` is empty under ignore_eos. `deadline_s` is the
+    time the whole request may take, in seconds.
+    """
+
+    request_id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    eos_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    deadline_s: float = 600.0
+    tenant: str = ""
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Seconds a request spent in each stage; 0 where a stage did not happen."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    reserve_s: float = 0.0
+    transfer_s: float = 0.0
+    decode_queue_s: float = 0.0
+    decode_s: float = 0.0
+    first_token_s: float = 0.0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New text and the new token ids it came from. Text may lag behind ids (half a code point, a possible stop
+    string). The last delta, and only it, has `finish_reason`, `usage` and `timeline`."""
+
+    text: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
+    usage: Usage | None = None
+    timeline: Timeline | None = None
+
+
+class Generator(Protocol):
+    """What a front end needs of the pipeline."""
+
+    def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
+        """Yields at least one delta, the last with a finish reason. Nothing is yielded before the first token, so a
+        front end can still answer with a status code.
+
+        Raises:
+            BatonError: refused, lost or past its deadline; also in the middle of the stream.
+
+        Closing the generator (aclose, or cancelling the task) aborts the request on both pools.
+        """
+        ...
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether a request would find both pools, and one line that says why not."""
+        ...
+
+    def workers(self) -> list[dict[str, object]]:
+        """The `/workers` table."""
+        ...

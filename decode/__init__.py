@@ -1,0 +1,1 @@
+"""The decode tier: continuous batching over received KV."""

@@ -1,0 +1,1 @@
+"""The `baton` command, the local cluster, launch scripts and the benchmark."""

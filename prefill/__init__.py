@@ -1,0 +1,1 @@
+"""The prefill tier: computes prompts and ships their KV."""

@@ -1,0 +1,209 @@
+"""A plain Llama for training, whose state dict carries Hugging Face's names, and its export."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from builtin_data import BOS_ID, END_ID, PAD_ID, VOCAB_SIZE
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of one model; fields carry the meaning of Hugging Face's config of the same name."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 4096
+    vocab_size: int = VOCAB_SIZE
+
+
+TARGET = Shape(320, 896, 5, 4, 2, 64)
+DRAFT = Shape(128, 320, 2, 4, 2, 32)
+
+
+class Norm(nn.Module):
+    """RMSNorm, computed in float32, returned in the compute type."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float()
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
+
+
+def linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A product in the compute type of float32 master weights."""
+    return F.linear(x.to(dtype), weight.to(dtype))
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        width, kv_width = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, width, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+        rows, length, _ = x.shape
+        shape = self.shape
+        groups = shape.num_attention_heads // shape.num_key_value_heads
+        weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
+        heads = linear(x, weight, dtype).view(rows, length, -1, shape.head_dim).transpose(1, 2)
+        q, k, v = heads.split([shape.num_attention_heads] + [shape.num_key_value_heads] * 2, dim=1)
+        q, k = rotate(q, cos, sin, dtype), rotate(k, cos, sin, dtype)
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return linear(y.transpose(1, 2).reshape(rows, length, -1), self.o_proj.weight, dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rotary positions in the half-split form."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(dtype)
+
+
+class Mlp(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        x = x.to(dtype)
+        gate, up = linear(x, self.gate_proj.weight, dtype), linear(x, self.up_proj.weight, dtype)
+        return linear(F.silu(gate.float()) * up.float(), self.down_proj.weight, dtype)
+
+
+class Layer(nn.Module):
+    """One block: attention, then MLP, each on its normed input."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = Mlp(shape)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, dtype).float()
+        return x + self.mlp(self.post_attention_layernorm(x), dtype).float()
+
+
+class Llama(nn.Module):
+    """The whole model with tied embeddings; `dtype` is the type of its products, weights stay float32."""
+
+    def __init__(self, shape: Shape, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.shape, self.dtype = shape, dtype
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
+        half = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
+        angles = torch.outer(torch.arange(shape.max_position_embeddings).float(), half)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+        self.apply(self._initialise)
+
+    def _initialise(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        for name, child in module.named_children():
+            if name in ("o_proj", "down_proj") and isinstance(child, nn.Linear):
+                nn.init.normal_(child.weight, std=0.02 / (2 * self.shape.num_hidden_layers) ** 0.5)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """The last hidden states, normed."""
+        x = self.embed_tokens(ids)
+        cos, sin = self.get_buffer("cos")[: ids.shape[1]], self.get_buffer("sin")[: ids.shape[1]]
+        for layer in self.layers:
+            x = layer(x, cos, sin, self.dtype)
+        return self.norm(x)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """Logits of every position, in float32."""
+        return linear(self.hidden(ids), self.embed_tokens.weight, self.dtype).float()
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy."""
+        return F.cross_entropy(self.logits(ids).flatten(0, 1), targets.flatten())
+
+    def parameter_count(self) -> int:
+        """Parameters, the tied embedding counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+
+def config_of(shape: Shape) -> dict[str, object]:
+    """The model's config.json."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_hidden_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": shape.max_position_embeddings,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_theta": shape.rope_theta,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "use_cache": True,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": END_ID,
+        "pad_token_id": PAD_ID,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def write_json(path: Path, value: object) -> None:
+    """Plain indented JSON with a final newline."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def export(model: Llama, folder: Path) -> None:
+    """Writes config, generation config and bf16 weights; the tied head is not stored twice."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", config_of(model.shape))
+    generation = {"bos_token_id": BOS_ID, "eos_token_id": END_ID, "pad_token_id": PAD_ID}
+    write_json(folder / "generation_config.json", generation)
+    tensors = {f"model.{name}": p.detach().to(torch.bfloat16).contiguous() for name, p in model.named_parameters()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_exported(folder: Path, shape: Shape, dtype: torch.dtype = torch.float32) -> Llama:
+    """The shipped weights again, for measuring what users get."""
+    from safetensors.torch import load_file
+
+    model = Llama(shape, dtype)
+    weights = {name.removeprefix("model."): tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    model.load_state_dict(weights)
+    return model.eval()
