@@ -1,0 +1,266 @@
+"""What a Hugging Face `config.json` says about a model, checked and reduced to what Baton needs.
+
+Every field that could make a later step fail or allocate without bound is checked here, so that a bad directory ends
+in one plain line that names the field. Both spellings are read: `rope_theta`/`rope_scaling`/`torch_dtype` (before
+transformers 5) and `rope_parameters`/`dtype` (since).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from baton.core.errors import StartupError
+from baton.core.kv_layout import DTYPE_BYTES, KVLayout, LayerKV
+
+Architecture = Literal["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+DType = Literal["float32", "bfloat16", "float16"]
+
+_BY_MODEL_TYPE: dict[str, Architecture] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Rope:
+    """Llama 3.1's stretch of the rotary frequencies: wavelengths above original/low_freq_factor are divided by
+    `factor`, those below original/high_freq_factor stay, between them a linear blend."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One dense decoder-only transformer. `windows[i]` is layer i's sliding window in positions, 0 for none."""
+
+    architecture: Architecture
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3Rope | None
+    windows: tuple[int, ...]
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    torch_dtype: DType | None
+
+    def kv_layout(self, block_size: int, dtype: DType) -> KVLayout:
+        """The KV cache of this model: one attention entry per layer, all KV heads."""
+        return KVLayout(
+            block_size,
+            tuple(LayerKV(self.num_kv_heads, self.head_dim, dtype, window=window) for window in self.windows),
+        )
+
+
+def parse_config_json(text: str | bytes) -> dict[str, Any]:
+    """The object in a `config.json`. Raises StartupError if it is not UTF-8 JSON with an object at the top."""
+    try:
+        config = json.loads(text)
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise StartupError(f"config.json is not JSON: {str(error)[:200]}") from None
+    if not isinstance(config, dict):
+        raise StartupError("config.json must hold an object")
+    return config
+
+
+def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Reads a `config.json`; raises StartupError with one line that names the field at fault."""
+    if "auto_map" in config:
+        raise StartupError("config.json: auto_map asks for code from the model directory, which Baton never runs")
+    if config.get("quantization_config") is not None:
+        raise StartupError("config.json: quantization_config is not supported (give a bf16, fp16 or fp32 checkpoint)")
+    architecture = _architecture(config)
+    if config.get("hidden_act", "silu") != "silu":
+        raise StartupError(f"config.json: hidden_act must be silu, not {config['hidden_act']!r:.60}")
+    num_layers = _int(config, "num_hidden_layers", high=1_000)
+    hidden_size = _int(config, "hidden_size", high=1 << 17)
+    vocab_size = _int(config, "vocab_size", high=1 << 22)
+    num_heads = _int(config, "num_attention_heads", high=4_096)
+    num_kv_heads = _int(config, "num_key_value_heads", high=4_096, default=num_heads)
+    if num_heads % num_kv_heads:
+        raise StartupError(
+            f"config.json: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+        )
+    rope = _rope(config)
+    max_positions = _int(config, "max_position_embeddings", high=1 << 27)
+    biased = _bool(config, "attention_bias")
+    llama_like = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=_int(config, "intermediate_size", high=1 << 20),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_head_dim(config, hidden_size, num_heads),
+        rms_norm_eps=_number(config, "rms_norm_eps", low=0.0, default=1e-6),
+        rope_theta=_number(rope, "rope_theta", low=1.0, default=_number(config, "rope_theta", low=1.0, default=1e4)),
+        rope_scaling=_llama3(rope, max_positions),
+        windows=_windows(config, architecture, num_layers),
+        qkv_bias=architecture == "Qwen2ForCausalLM" or (llama_like and biased),
+        o_bias=llama_like and biased,
+        mlp_bias=architecture == "LlamaForCausalLM" and _bool(config, "mlp_bias"),
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        tie_word_embeddings=_bool(config, "tie_word_embeddings"),
+        max_position_embeddings=max_positions,
+        eos_token_ids=_eos(config, vocab_size),
+        torch_dtype=_dtype(config),
+    )
+
+
+def _architecture(config: Mapping[str, Any]) -> Architecture:
+    listed = config.get("architectures") or []
+    model_type = config.get("model_type")
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        raise StartupError("config.json: architectures must be a list of names")
+    known = _BY_MODEL_TYPE.get(model_type) if isinstance(model_type, str) else None
+    name = listed[0] if listed else known
+    for architecture in _BY_MODEL_TYPE.values():
+        if name == architecture:
+            if known is not None and known != architecture:
+                raise StartupError(f"config.json: architectures says {name} but model_type says {model_type}")
+            return architecture
+    supported = ", ".join(_BY_MODEL_TYPE.values())
+    raise StartupError(f"config.json: architectures {name or model_type!r:.60} is not supported (only {supported})")
+
+
+def _head_dim(config: Mapping[str, Any], hidden_size: int, num_heads: int) -> int:
+    if config.get("head_dim") is None and hidden_size % num_heads:
+        raise StartupError(
+            f"config.json: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}"
+        )
+    head_dim = _int(config, "head_dim", high=1_024, default=hidden_size // num_heads)
+    if head_dim % 2:
+        raise StartupError(f"config.json: head_dim {head_dim} must be even (rotary embedding)")
+    return head_dim
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`rope_parameters` or the older `rope_scaling`, whichever is there, as one mapping."""
+    for field in ("rope_parameters", "rope_scaling"):
+        rope = config.get(field)
+        if rope is None:
+            continue
+        if not isinstance(rope, dict):
+            raise StartupError(f"config.json: {field} must be an object")
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ("default", "llama3"):
+            raise StartupError(f"config.json: {field}.rope_type {kind!r:.60} is not supported (only default, llama3)")
+        if _number(rope, "partial_rotary_factor", low=0.0, default=1.0) != 1.0:
+            raise StartupError(f"config.json: {field}.partial_rotary_factor must be 1")
+        return rope
+    return {}
+
+
+def _llama3(rope: Mapping[str, Any], max_positions: int) -> Llama3Rope | None:
+    if rope.get("rope_type", rope.get("type", "default")) != "llama3":
+        return None
+    scaling = Llama3Rope(
+        factor=_number(rope, "factor", low=1.0),
+        low_freq_factor=_number(rope, "low_freq_factor", low=1e-6),
+        high_freq_factor=_number(rope, "high_freq_factor", low=1e-6),
+        original_max_position_embeddings=_int(
+            rope, "original_max_position_embeddings", high=1 << 27, default=max_positions
+        ),
+    )
+    if scaling.high_freq_factor <= scaling.low_freq_factor:
+        raise StartupError("config.json: rope high_freq_factor must be greater than low_freq_factor")
+    return scaling
+
+
+def _windows(config: Mapping[str, Any], architecture: Architecture, num_layers: int) -> tuple[int, ...]:
+    """Mistral: every layer slides unless `sliding_window` is null (absent: 4,096, as in transformers). Qwen: only with
+    `use_sliding_window`, and then the layers that `layer_types` names, or without that list those from
+    `max_window_layers` up."""
+    if architecture == "LlamaForCausalLM":
+        return (0,) * num_layers
+    if architecture == "MistralForCausalLM":
+        slides = config.get("sliding_window", 4_096) is not None
+        window = _int(config, "sliding_window", high=1 << 27, default=4_096) if slides else 0
+        return (window,) * num_layers
+    if not _bool(config, "use_sliding_window") or config.get("sliding_window") is None:
+        return (0,) * num_layers
+    window = _int(config, "sliding_window", high=1 << 27)
+    types = config.get("layer_types")
+    if types is None:
+        first = _int(config, "max_window_layers", low=0, high=1_000, default=28)
+        return tuple(window if index >= first else 0 for index in range(num_layers))
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise StartupError(f"config.json: layer_types must list {num_layers} layers")
+    windows = {"full_attention": 0, "sliding_attention": window}
+    for kind in types:
+        if not isinstance(kind, str) or kind not in windows:
+            raise StartupError(f"config.json: layer_types holds {kind!r:.60} (only full_attention, sliding_attention)")
+    return tuple(windows[kind] for kind in types)
+
+
+def _eos(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    value = config.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise StartupError(f"config.json: eos_token_id {token!r:.60} is not a token id below {vocab_size}")
+    return tuple(dict.fromkeys(ids))
+
+
+def _dtype(config: Mapping[str, Any]) -> DType | None:
+    for field in ("dtype", "torch_dtype"):
+        value = config.get(field)
+        if value is None or value == "auto":
+            continue
+        for name in DTYPE_BYTES:
+            if value in (name, f"torch.{name}"):
+                return name  # type: ignore[return-value]
+        raise StartupError(f"config.json: {field} {value!r:.60} is not supported (only {', '.join(DTYPE_BYTES)})")
+    return None
+
+
+def _int(config: Mapping[str, Any], field: str, *, high: int, low: int = 1, default: int | None = None) -> int:
+    value = config.get(field)
+    if value is None:
+        value = default
+    if value is None:
+        raise StartupError(f"config.json: {field} is missing")
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise StartupError(f"config.json: {field} must be an integer from {low} to {high}, not {value!r:.60}")
+    return value
+
+
+def _number(config: Mapping[str, Any], field: str, *, low: float, default: float | None = None) -> float:
+    value = config.get(field)
+    if value is None:
+        value = default
+    if value is None:
+        raise StartupError(f"config.json: {field} is missing")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < low:
+        raise StartupError(f"config.json: {field} must be a finite number from {low} up, not {value!r:.60}")
+    return float(value)
+
+
+def _bool(config: Mapping[str, Any], field: str) -> bool:
+    value = config.get(field)
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise StartupError(f"config.json: {field} must be true or false, not {value!r:.60}")
+    return value
