@@ -1,23 +1,23 @@
 """The error tree. Every error a client can meet is one of these; `baton.rpc.status` maps them to HTTP and gRPC.
 
-    BatonError
-      InvalidRequest          bad field; names it                    (400, INVALID_ARGUMENT)
-        ContextLengthExceeded prompt and output do not fit
-      NotFound                unknown model or request               (404, NOT_FOUND)
-      DuplicateRequest        the id is in flight                    (409, ALREADY_EXISTS)
-      TooLarge                body over its cap                      (413, RESOURCE_EXHAUSTED)
-      QuotaExceeded           a tenant's own limit                   (429, RESOURCE_EXHAUSTED)
-      Unavailable             no worker, full, draining              (503, UNAVAILABLE)
-        WorkerLost            the worker that held it died
-      HandoffError            KV could not change hands              (503, UNAVAILABLE)
-        LayoutMismatch        the two ends differ in a named field
-        StaleHandle           forged, expired or replayed handle
-      KVCorrupt               a checksum did not match               (500, DATA_LOSS)
-      DeadlineExceeded        names the stage                        (504, DEADLINE_EXCEEDED)
-      Cancelled               the client left                        (499, CANCELLED)
-      JoinRefused             a worker does not fit the cluster      (-, FAILED_PRECONDITION)
-      StartupError            one plain line, exit code not 0        (-, -)
-      InvariantError          our bug: the books do not balance      (500, INTERNAL)
+BatonError
+  InvalidRequest          bad field; names it                    (400, INVALID_ARGUMENT)
+    ContextLengthExceeded prompt and output do not fit
+  NotFound                unknown model or request               (404, NOT_FOUND)
+  DuplicateRequest        the id is in flight                    (409, ALREADY_EXISTS)
+  TooLarge                body over its cap                      (413, RESOURCE_EXHAUSTED)
+  QuotaExceeded           a tenant's own limit                   (429, RESOURCE_EXHAUSTED)
+  Unavailable             no worker, full, draining              (503, UNAVAILABLE)
+    WorkerLost            the worker that held it died
+  HandoffError            KV could not change hands              (503, UNAVAILABLE)
+    LayoutMismatch        the two ends differ in a named field
+    StaleHandle           forged, expired or replayed handle
+  KVCorrupt               a checksum did not match               (500, DATA_LOSS)
+  DeadlineExceeded        names the stage                        (504, DEADLINE_EXCEEDED)
+  Cancelled               the client left                        (499, CANCELLED)
+  JoinRefused             a worker does not fit the cluster      (-, FAILED_PRECONDITION)
+  StartupError            one plain line, exit code not 0        (-, -)
+  InvariantError          our bug: the books do not balance      (500, INTERNAL)
 """
 
 from __future__ import annotations

@@ -1,0 +1,131 @@
+"""Who holds which KV block. A block is free, receiving (exclusive), or held by sequences, send pins and the cache.
+
+A block in flight goes back to free only when its transfer has ended or its edge is gone: that is what a holder of kind
+`send` or `receiving` stands for. Every reuse raises the block's generation, so a late message about an earlier use can
+be told from the present one. `check()` proves that the books balance (design, section 1.10).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from baton.core.errors import InvariantError
+from baton.core.request import SequenceId
+
+HolderKind = Literal["sequence", "send", "receiving", "cache"]
+
+
+class Holder(NamedTuple):
+    kind: HolderKind
+    sequence: SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounts:
+    """`free` includes cached blocks that nothing else refers to."""
+
+    total: int
+    free: int
+    receiving: int
+    pinned: int
+
+
+class BlockTable:
+    """The blocks of one KV pool. Complete state: `_free` (oldest first), `_holders` and `_generation` per block."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free: deque[int] = deque(range(num_blocks))
+        self._holders: list[set[Holder]] = [set() for _ in range(num_blocks)]
+        self._generation = [0] * num_blocks
+
+    def __repr__(self) -> str:
+        c = self.counts()
+        held = c.total - c.free
+        return f"<BlockTable {held} held, {c.receiving} receiving, {c.pinned} pinned, {c.free} free of {c.total}>"
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def counts(self) -> BlockCounts:
+        receiving = sum(any(h.kind == "receiving" for h in hs) for hs in self._holders)
+        pinned = sum(any(h.kind == "send" for h in hs) for hs in self._holders)
+        return BlockCounts(self.num_blocks, self.num_free, receiving, pinned)
+
+    def allocate(self, count: int, holder: Holder) -> tuple[int, ...] | None:
+        """Takes `count` free blocks for `holder` and raises their generation, or takes none and returns None."""
+        if count > len(self._free):
+            return None
+        taken = tuple(self._free.popleft() for _ in range(count))
+        for block in taken:
+            self._generation[block] += 1
+            self._holders[block].add(holder)
+        return taken
+
+    def hold(self, blocks: Iterable[int], holder: Holder) -> None:
+        """Adds a holder to blocks that are already held.
+
+        Raises:
+            InvariantError: a block is free, or receiving, or `holder` is to receive into a block that others hold.
+        """
+        for block in blocks:
+            holders = self._holders[block]
+            if not holders:
+                raise InvariantError(f"block {block} is free and cannot be held by {holder}")
+            if holder.kind == "receiving" or any(h.kind == "receiving" for h in holders):
+                raise InvariantError(f"block {block} is held by {sorted(holders)}; receiving is exclusive")
+            holders.add(holder)
+
+    def convert(self, blocks: Iterable[int], old: Holder, new: Holder) -> None:
+        """Replaces one holder by another, as when receiving has ended and the sequence takes the blocks over."""
+        for block in blocks:
+            holders = self._holders[block]
+            if old not in holders:
+                raise InvariantError(f"block {block} is not held by {old}")
+            holders.remove(old)
+            holders.add(new)
+
+    def release(self, blocks: Iterable[int], holder: Holder) -> int:
+        """Takes `holder` off the blocks; those nobody holds any more become free. Returns how many did.
+
+        Raises:
+            InvariantError: the holder does not hold one of them (a double free).
+        """
+        freed = 0
+        for block in blocks:
+            holders = self._holders[block]
+            if holder not in holders:
+                raise InvariantError(f"block {block} is not held by {holder}")
+            holders.remove(holder)
+            if not holders:
+                self._free.append(block)
+                freed += 1
+        return freed
+
+    def generations(self, blocks: Iterable[int]) -> tuple[int, ...]:
+        return tuple(self._generation[block] for block in blocks)
+
+    def holders(self, block: int) -> frozenset[Holder]:
+        return frozenset(self._holders[block])
+
+    def held_by(self, holder: Holder) -> tuple[int, ...]:
+        return tuple(b for b, holders in enumerate(self._holders) if holder in holders)
+
+    def check(self) -> None:
+        """Proves that the books balance.
+
+        Raises:
+            InvariantError: a block is both free and held, neither, free twice, or received by one of several holders.
+        """
+        free = set(self._free)
+        if len(free) != len(self._free):
+            raise InvariantError("a block is in the free list twice")
+        for block, holders in enumerate(self._holders):
+            if bool(holders) == (block in free):
+                raise InvariantError(f"block {block} is held by {sorted(holders)} and free={block in free}")
+            if len(holders) > 1 and any(h.kind == "receiving" for h in holders):
+                raise InvariantError(f"block {block} is receiving and held by {sorted(holders)}")

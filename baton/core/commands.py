@@ -1,0 +1,142 @@
+"""What coordinator and worker say to each other besides events: joining, commands, facts that must agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from baton.core.events import Load
+from baton.core.handles import Handle
+from baton.core.kv_layout import KVLayout
+from baton.core.request import GenerateRequest, SequenceId
+
+PROTOCOL_VERSION = 1
+Role = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What all workers of a cluster must have in common (`tensor_parallel` may differ)."""
+
+    model_digest: str
+    config_digest: str
+    layout: KVLayout
+    dtype: str
+    code_version: str
+    exact: bool
+    vocab_size: int
+    max_model_len: int
+    tensor_parallel: int = 1
+    protocol_version: int = PROTOCOL_VERSION
+
+    def first_difference(self, other: WorkerFacts) -> str | None:
+        """The first field in which two workers differ, with both values, or None. Protocol first: other fields of
+        another version may not mean what they seem to."""
+        names = ["protocol_version"] + [f.name for f in fields(self) if f.name not in ("protocol_version", "layout")]
+        for name in names:
+            if name == "tensor_parallel":
+                continue
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name}: {mine} and {theirs}"
+        return self.layout.first_difference(other.layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """A worker presents itself. `pids` has one entry per rank; `run_id` is empty at its first join."""
+
+    worker_id: str
+    role: Role
+    incarnation: int
+    facts: WorkerFacts
+    link_address: str = ""
+    host: str = ""
+    pids: tuple[int, ...] = ()
+    blocks_total: int = 0
+    step_tokens: int = 0
+    max_running: int = 0
+    run_id: str = ""
+    token: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    sequence: SequenceId
+    next_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    run_id: str
+    lease_s: float
+    heartbeat_s: float
+    handle_key: bytes
+    following: tuple[Following, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A decode worker that may take the KV, and the right to give it to it."""
+
+    worker_id: str
+    incarnation: int
+    link_address: str
+    handle: Handle
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Compute the prompt and hand its KV to the first target that accepts."""
+
+    request: GenerateRequest
+    targets: tuple[Target, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """New targets for parked KV, under the attempt that counts from now on."""
+
+    sequence: SequenceId
+    targets: tuple[Target, ...]
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a sequence; refuse it for `tombstone_s` seconds if it is not known (the abort overtook the offer)."""
+
+    sequence: SequenceId
+    reason: str
+    tombstone_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The coordinator has everything of these sequences."""
+
+    sequences: tuple[SequenceId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    sequence_number: int
+    load: Load | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAck:
+    sequence_number: int
+
+
+Command = Prefill | Assign | Abort | Release | Drain

@@ -1,0 +1,88 @@
+"""What a worker tells the coordinator: one StepEvents per step for all its sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.core.request import SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class StageStamps:
+    """Seconds a sequence spent in each stage of one worker; 0 where the stage did not happen there."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    reserve_s: float = 0.0
+    transfer_s: float = 0.0
+    decode_queue_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """`tokens[i]` is output `first_index + i`."""
+
+    sequence: SequenceId
+    first_index: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceEnded:
+    """The worker is done with a sequence. `reason` is a finish reason, or "error" with a code and a message."""
+
+    sequence: SequenceId
+    reason: str
+    code: str = ""
+    message: str = ""
+    stamps: StageStamps = field(default_factory=StageStamps)
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """No target took the KV; it waits at the prefill worker for others to be named."""
+
+    sequence: SequenceId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """The decode worker has acknowledged all KV of the sequence."""
+
+    sequence: SequenceId
+    decode_worker: str
+    bytes: int
+    stamps: StageStamps = field(default_factory=StageStamps)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Counters and gauges of a worker. A cached block that nothing refers to counts as free."""
+
+    blocks_total: int = 0
+    blocks_free: int = 0
+    running: int = 0
+    waiting: int = 0
+    prompt_tokens_computed: int = 0
+    tokens_generated: int = 0
+    kv_bytes_sent: int = 0
+    kv_bytes_received: int = 0
+    steps: int = 0
+    backlog_tokens: int = 0
+    leases: int = 0
+    sequences: int = 0
+    chunks_resent: int = 0
+    handles_refused: int = 0
+    stale_messages: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvents:
+    step_id: int = 0
+    tokens: tuple[TokenEvent, ...] = ()
+    ended: tuple[SequenceEnded, ...] = ()
+    parked: tuple[Parked, ...] = ()
+    handed_over: tuple[HandedOver, ...] = ()
+    load: Load | None = None

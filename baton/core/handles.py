@@ -1,0 +1,70 @@
+"""Handles: the signed right to one sequence's KV. Minted by the coordinator, checked at both ends of a hand-over.
+
+A handle binds the sequence (so the attempt), both workers with their incarnations, a nonce and a validity. Validity is
+a duration counted from receipt on each holder's own clock: clocks of hosts are never compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from dataclasses import dataclass, replace
+
+from baton.core.errors import StaleHandle
+from baton.core.request import SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    sequence: SequenceId
+    source_worker: str
+    source_incarnation: int
+    destination_worker: str
+    destination_incarnation: int
+    valid_ms: int
+    nonce: bytes
+    signature: bytes = b""
+
+
+def _digest(key: bytes, handle: Handle) -> bytes:
+    parts = [
+        handle.sequence.request_id.encode(),
+        handle.source_worker.encode(),
+        handle.destination_worker.encode(),
+        handle.nonce,
+        struct.pack(
+            "<5q",
+            handle.sequence.choice,
+            handle.sequence.attempt,
+            handle.source_incarnation,
+            handle.destination_incarnation,
+            handle.valid_ms,
+        ),
+    ]
+    framed = b"".join(struct.pack("<I", len(p)) + p for p in parts)
+    return hmac.new(key, framed, hashlib.sha256).digest()
+
+
+def sign(key: bytes, handle: Handle) -> Handle:
+    return replace(handle, signature=_digest(key, handle))
+
+
+def verify(
+    key: bytes, handle: Handle, *, sequence: SequenceId, source: str, destination: str, incarnation: int
+) -> None:
+    """Checks that `handle` gives `source` the right to hand `sequence` to this incarnation of `destination`.
+
+    Raises:
+        StaleHandle: forged, or made for another sequence, source, destination or incarnation.
+    """
+    if not hmac.compare_digest(_digest(key, handle), handle.signature):
+        raise StaleHandle(f"the handle of {sequence} is not signed by this cluster", param="signature")
+    for name, said, true in (
+        ("sequence", handle.sequence, sequence),
+        ("source_worker", handle.source_worker, source),
+        ("destination_worker", handle.destination_worker, destination),
+        ("destination_incarnation", handle.destination_incarnation, incarnation),
+    ):
+        if said != true:
+            raise StaleHandle(f"the handle of {sequence} names another {name}: {said}, not {true}", param=name)

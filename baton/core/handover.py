@@ -1,0 +1,154 @@
+"""What a prefill and a decode worker say to each other about one KV hand-over.
+
+Life of a hand-over: Offer -> Accept | Refuse; then per chunk Chunk -> Posted -> bytes on the edge -> Ack. Nothing is
+sent before Posted, and one operation at most is in flight on an edge, so no wait depends on another edge. The last
+chunk carries the first token. Either side may send AbortTransfer at any time; what was posted is still sent (or the
+edge torn down), so a posted receive never waits for ever.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from baton.core.handles import Handle
+from baton.core.kv_layout import KVLayout
+from baton.core.request import GenerateRequest, SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class LinkHello:
+    prefill_worker: str
+    prefill_incarnation: int
+    run_id: str
+    model_digest: str
+    layout: KVLayout
+    tensor_parallel: int
+    protocol_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkWelcome:
+    decode_worker: str
+    decode_incarnation: int
+    store_host: str
+    store_port: int
+    tensor_parallel: int
+    layout: KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeOpen:
+    """Build (or rebuild) an edge under a generation never used before."""
+
+    prefill_rank: int
+    decode_rank: int
+    generation: int
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeReady:
+    prefill_rank: int
+    decode_rank: int
+    generation: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    nonce: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """KV of the first `num_tokens` positions of `request` (prompt and output so far) will be sent."""
+
+    request: GenerateRequest
+    handle: Handle
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    sequence: SequenceId
+    prefix_tokens: int = 0
+    block_generations: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    sequence: SequenceId
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Announces KV of layers [start_layer, end_layer) and tokens [start_token, end_token), `num_bytes` in one
+    contiguous buffer. `first_token` is set on the last chunk. `resend` counts earlier sends of the same chunk."""
+
+    sequence: SequenceId
+    index: int
+    start_token: int
+    end_token: int
+    start_layer: int
+    end_layer: int
+    num_bytes: int
+    checksum: int
+    edge_generation: int
+    prefill_rank: int = 0
+    decode_rank: int = 0
+    first_token: int | None = None
+    last: bool = False
+    resend: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    sequence: SequenceId
+    index: int
+    edge_generation: int
+    prefill_rank: int = 0
+    decode_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """`ok` False: the checksum did not match, send the chunk once more. `complete`: all KV has arrived."""
+
+    sequence: SequenceId
+    index: int
+    ok: bool = True
+    complete: bool = False
+    prefill_rank: int = 0
+    decode_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AbortTransfer:
+    sequence: SequenceId
+    reason: str
+    tombstone_s: float = 60.0
+
+
+FromPrefill = LinkHello | EdgeOpen | Ping | Offer | Chunk | AbortTransfer
+FromDecode = LinkWelcome | EdgeReady | Ping | Accept | Refuse | Posted | Ack | AbortTransfer
+
+
+def chunk_identity(chunk: Chunk) -> bytes:
+    """What the checksum of a chunk covers besides its bytes, so that KV of another request, place or time is found
+    even when it is intact."""
+    name = chunk.sequence.request_id.encode()
+    return name + struct.pack(
+        "<9q",
+        chunk.sequence.choice,
+        chunk.sequence.attempt,
+        chunk.start_token,
+        chunk.end_token,
+        chunk.start_layer,
+        chunk.end_layer,
+        chunk.edge_generation,
+        chunk.prefill_rank,
+        chunk.decode_rank,
+    )

@@ -1,0 +1,98 @@
+"""A sequence on a worker: one request's tokens, how far they are computed, and which moves are legal.
+
+On a prefill worker:  WAITING -> PREFILLING -> PARKED -> FINISHED
+On a decode worker:   RECEIVING -> READY -> RUNNING -> FINISHED
+
+PARKED covers the time from the last chunk to the last acknowledgement: the KV stays, pinned, while it is sent.
+Any state may go to FINISHED: clients leave, deadlines pass, peers die.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.core.errors import InvariantError
+from baton.core.request import FinishReason, GenerateRequest, SequenceId, finish_reason
+
+
+class State(Enum):
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    PARKED = "parked"
+    RECEIVING = "receiving"
+    READY = "ready"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+LEGAL_MOVES: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.PREFILLING, State.FINISHED}),
+    State.PREFILLING: frozenset({State.PARKED, State.FINISHED}),
+    State.PARKED: frozenset({State.FINISHED}),
+    State.RECEIVING: frozenset({State.READY, State.FINISHED}),
+    State.READY: frozenset({State.RUNNING, State.FINISHED}),
+    State.RUNNING: frozenset({State.FINISHED}),
+    State.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Two counters are stored, `output` and `num_computed`; the rest is derived.
+
+    `output` starts as what earlier attempts produced. `num_computed` counts positions whose KV is in the blocks.
+    `step_id` is the outstanding step that computes a row of it, or None. `ending` is why it ends once that step is in.
+    """
+
+    request: GenerateRequest
+    state: State
+    arrived_at: float
+    output: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    block_ids: tuple[int, ...] = ()
+    step_id: int | None = None
+    ending: str | None = None
+
+    def __post_init__(self) -> None:
+        self.output = list(self.request.output)
+
+    @property
+    def id(self) -> SequenceId:
+        return self.request.sequence_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt) + len(self.output)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    @property
+    def finished(self) -> bool:
+        return self.state is State.FINISHED
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Token ids at positions [start, end) of prompt + output."""
+        prompt = self.request.prompt
+        if end <= len(prompt):
+            return prompt[start:end]
+        if start >= len(prompt):
+            return tuple(self.output[start - len(prompt) : end - len(prompt)])
+        return prompt[start:] + tuple(self.output[: end - len(prompt)])
+
+    def append(self, token: int) -> FinishReason | None:
+        """Adds a sampled token and says why the sequence ends with it, if it does."""
+        self.output.append(token)
+        return finish_reason(self.request, len(self.output), token)
+
+    def move(self, state: State) -> None:
+        """Goes to `state`.
+
+        Raises:
+            InvariantError: the table does not allow it.
+        """
+        if state not in LEGAL_MOVES[self.state]:
+            raise InvariantError(f"sequence {self.id} cannot go from {self.state.value} to {state.value}")
+        self.state = state

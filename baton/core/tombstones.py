@@ -1,0 +1,30 @@
+"""Sequences whose abort overtook their offer or command: they are refused until their deadline has passed."""
+
+from __future__ import annotations
+
+from baton.core.request import SequenceId
+
+
+class Tombstones:
+    """Complete state: `_until`, sequence -> instant of the caller's monotonic clock. Bounded by expiry and `limit`."""
+
+    def __init__(self, limit: int = 65536) -> None:
+        self._limit = limit
+        self._until: dict[SequenceId, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def add(self, sequence: SequenceId, now: float, duration_s: float) -> None:
+        if len(self._until) >= self._limit:
+            self.expire(now)
+        if len(self._until) >= self._limit:
+            del self._until[next(iter(self._until))]
+        self._until[sequence] = now + duration_s
+
+    def covers(self, sequence: SequenceId, now: float) -> bool:
+        until = self._until.get(sequence)
+        return until is not None and until > now
+
+    def expire(self, now: float) -> None:
+        self._until = {s: until for s, until in self._until.items() if until > now}

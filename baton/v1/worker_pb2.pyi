@@ -1,0 +1,312 @@
+from baton.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_PREFILL: _ClassVar[Role]
+    ROLE_DECODE: _ClassVar[Role]
+ROLE_UNSPECIFIED: Role
+ROLE_PREFILL: Role
+ROLE_DECODE: Role
+
+class SessionRequest(_message.Message):
+    __slots__ = ("join", "events", "heartbeat", "drained")
+    JOIN_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    join: Join
+    events: StepEvents
+    heartbeat: Heartbeat
+    drained: Drained
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., events: _Optional[_Union[StepEvents, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ...) -> None: ...
+
+class SessionResponse(_message.Message):
+    __slots__ = ("welcome", "prefill", "assign", "abort", "drain", "heartbeat_ack", "release")
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    ASSIGN_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_ACK_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    welcome: Welcome
+    prefill: Prefill
+    assign: Assign
+    abort: Abort
+    drain: Drain
+    heartbeat_ack: HeartbeatAck
+    release: Release
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
+
+class WorkerFacts(_message.Message):
+    __slots__ = ("model_digest", "layout", "dtype", "protocol_version", "code_version", "exact", "vocab_size", "max_model_len", "tensor_parallel", "draft_digest", "config_digest")
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CODE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    model_digest: str
+    layout: _types_pb2.KVLayout
+    dtype: str
+    protocol_version: int
+    code_version: str
+    exact: bool
+    vocab_size: int
+    max_model_len: int
+    tensor_parallel: int
+    draft_digest: str
+    config_digest: str
+    def __init__(self, model_digest: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., dtype: _Optional[str] = ..., protocol_version: _Optional[int] = ..., code_version: _Optional[str] = ..., exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., draft_digest: _Optional[str] = ..., config_digest: _Optional[str] = ...) -> None: ...
+
+class Join(_message.Message):
+    __slots__ = ("worker_id", "role", "incarnation", "facts", "link_address", "host", "pids", "blocks_total", "token", "step_tokens", "max_running", "run_id")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    FACTS_FIELD_NUMBER: _ClassVar[int]
+    LINK_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PIDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: Role
+    incarnation: int
+    facts: WorkerFacts
+    link_address: str
+    host: str
+    pids: _containers.RepeatedScalarFieldContainer[int]
+    blocks_total: int
+    token: str
+    step_tokens: int
+    max_running: int
+    run_id: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., facts: _Optional[_Union[WorkerFacts, _Mapping]] = ..., link_address: _Optional[str] = ..., host: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., blocks_total: _Optional[int] = ..., token: _Optional[str] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., run_id: _Optional[str] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("run_id", "lease_ms", "heartbeat_ms", "handle_key", "following")
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_KEY_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWING_FIELD_NUMBER: _ClassVar[int]
+    run_id: str
+    lease_ms: int
+    heartbeat_ms: int
+    handle_key: bytes
+    following: _containers.RepeatedCompositeFieldContainer[Following]
+    def __init__(self, run_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., handle_key: _Optional[bytes] = ..., following: _Optional[_Iterable[_Union[Following, _Mapping]]] = ...) -> None: ...
+
+class Following(_message.Message):
+    __slots__ = ("sequence", "next_index")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NEXT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    sequence: _types_pb2.SequenceId
+    next_index: int
+    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., next_index: _Optional[int] = ...) -> None: ...
+
+class Target(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "link_address", "handle")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LINK_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    link_address: str
+    handle: _types_pb2.Handle
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., link_address: _Optional[str] = ..., handle: _Optional[_Union[_types_pb2.Handle, _Mapping]] = ...) -> None: ...
+
+class Prefill(_message.Message):
+    __slots__ = ("request", "targets")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    request: _types_pb2.SequenceRequest
+    targets: _containers.RepeatedCompositeFieldContainer[Target]
+    def __init__(self, request: _Optional[_Union[_types_pb2.SequenceRequest, _Mapping]] = ..., targets: _Optional[_Iterable[_Union[Target, _Mapping]]] = ...) -> None: ...
+
+class Assign(_message.Message):
+    __slots__ = ("sequence", "targets", "attempt")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    sequence: _types_pb2.SequenceId
+    targets: _containers.RepeatedCompositeFieldContainer[Target]
+    attempt: int
+    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., targets: _Optional[_Iterable[_Union[Target, _Mapping]]] = ..., attempt: _Optional[int] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("sequence", "reason", "tombstone_ms")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    TOMBSTONE_MS_FIELD_NUMBER: _ClassVar[int]
+    sequence: _types_pb2.SequenceId
+    reason: str
+    tombstone_ms: int
+    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., reason: _Optional[str] = ..., tombstone_ms: _Optional[int] = ...) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("sequences",)
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedCompositeFieldContainer[_types_pb2.SequenceId]
+    def __init__(self, sequences: _Optional[_Iterable[_Union[_types_pb2.SequenceId, _Mapping]]] = ...) -> None: ...
+
+class Drain(_message.Message):
+    __slots__ = ("timeout_ms",)
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    timeout_ms: int
+    def __init__(self, timeout_ms: _Optional[int] = ...) -> None: ...
+
+class Drained(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("sequence_number", "load")
+    SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    sequence_number: int
+    load: Load
+    def __init__(self, sequence_number: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
+class HeartbeatAck(_message.Message):
+    __slots__ = ("sequence_number",)
+    SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    sequence_number: int
+    def __init__(self, sequence_number: _Optional[int] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("blocks_total", "blocks_free", "running", "waiting", "prompt_tokens_computed", "tokens_generated", "kv_bytes_sent", "kv_bytes_received", "steps", "backlog_tokens", "leases", "sequences", "speculation", "chunks_resent", "handles_refused", "stale_messages")
+    BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_GENERATED_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    BACKLOG_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_RESENT_FIELD_NUMBER: _ClassVar[int]
+    HANDLES_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    STALE_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    blocks_total: int
+    blocks_free: int
+    running: int
+    waiting: int
+    prompt_tokens_computed: int
+    tokens_generated: int
+    kv_bytes_sent: int
+    kv_bytes_received: int
+    steps: int
+    backlog_tokens: int
+    leases: int
+    sequences: int
+    speculation: _types_pb2.SpeculationCounters
+    chunks_resent: int
+    handles_refused: int
+    stale_messages: int
+    def __init__(self, blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., steps: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., leases: _Optional[int] = ..., sequences: _Optional[int] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., chunks_resent: _Optional[int] = ..., handles_refused: _Optional[int] = ..., stale_messages: _Optional[int] = ...) -> None: ...
+
+class StepEvents(_message.Message):
+    __slots__ = ("step_id", "tokens", "ended", "parked", "handed_over", "load", "block_news")
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    PARKED_FIELD_NUMBER: _ClassVar[int]
+    HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_NEWS_FIELD_NUMBER: _ClassVar[int]
+    step_id: int
+    tokens: _containers.RepeatedCompositeFieldContainer[TokenEvent]
+    ended: _containers.RepeatedCompositeFieldContainer[SequenceEnded]
+    parked: _containers.RepeatedCompositeFieldContainer[Parked]
+    handed_over: _containers.RepeatedCompositeFieldContainer[HandedOver]
+    load: Load
+    block_news: BlockNews
+    def __init__(self, step_id: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceEnded, _Mapping]]] = ..., parked: _Optional[_Iterable[_Union[Parked, _Mapping]]] = ..., handed_over: _Optional[_Iterable[_Union[HandedOver, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., block_news: _Optional[_Union[BlockNews, _Mapping]] = ...) -> None: ...
+
+class TokenEvent(_message.Message):
+    __slots__ = ("sequence", "first_index", "tokens", "logprobs", "stamps", "speculation")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    STAMPS_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    sequence: _types_pb2.SequenceId
+    first_index: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprob]
+    stamps: _types_pb2.StageStamps
+    speculation: _types_pb2.SpeculationCounters
+    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., stamps: _Optional[_Union[_types_pb2.StageStamps, _Mapping]] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ...) -> None: ...
+
+class SequenceEnded(_message.Message):
+    __slots__ = ("sequence", "reason", "code", "message", "stamps", "speculation", "blamed")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    STAMPS_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    BLAMED_FIELD_NUMBER: _ClassVar[int]
+    sequence: _types_pb2.SequenceId
+    reason: str
+    code: str
+    message: str
+    stamps: _types_pb2.StageStamps
+    speculation: _types_pb2.SpeculationCounters
+    blamed: bool
+    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., reason: _Optional[str] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., stamps: _Optional[_Union[_types_pb2.StageStamps, _Mapping]] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., blamed: _Optional[bool] = ...) -> None: ...
+
+class Parked(_message.Message):
+    __slots__ = ("sequence", "reason")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    sequence: _types_pb2.SequenceId
+    reason: str
+    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class HandedOver(_message.Message):
+    __slots__ = ("sequence", "decode_worker", "bytes", "stamps")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    STAMPS_FIELD_NUMBER: _ClassVar[int]
+    sequence: _types_pb2.SequenceId
+    decode_worker: str
+    bytes: int
+    stamps: _types_pb2.StageStamps
+    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., decode_worker: _Optional[str] = ..., bytes: _Optional[int] = ..., stamps: _Optional[_Union[_types_pb2.StageStamps, _Mapping]] = ...) -> None: ...
+
+class BlockNews(_message.Message):
+    __slots__ = ("stored", "evicted", "cleared")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    stored: _containers.RepeatedScalarFieldContainer[bytes]
+    evicted: _containers.RepeatedScalarFieldContainer[bytes]
+    cleared: bool
+    def __init__(self, stored: _Optional[_Iterable[bytes]] = ..., evicted: _Optional[_Iterable[bytes]] = ..., cleared: _Optional[bool] = ...) -> None: ...

@@ -1,0 +1,286 @@
+"""Which prompt tokens a prefill worker computes next: pure, values in and values out.
+
+A request waits until all blocks of its prompt are free, in order of arrival; then its prompt is computed in chunks
+under the step's token budget, several requests per step, first come first served. With the last chunk its first token
+is sampled. From its start on a request with a hand-over also holds a send pin on its blocks, which the worker drops
+when the hand-over has ended (all of it acknowledged, or given up): so the KV outlives the computation for as long as
+somebody may still read it, and never longer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from baton.core.blocks import BlockTable, Holder
+from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
+from baton.core.events import SequenceEnded, StageStamps
+from baton.core.kv_layout import KVLayout
+from baton.core.request import GenerateRequest, SequenceId
+from baton.core.sequence import Sequence, State
+from baton.core.step import Row, StepOutcome, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """KV of positions [0, computed) of a sequence is complete; `first_token` is set with the last of them."""
+
+    sequence_id: SequenceId
+    computed: int
+    first_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """What a step changed. A sequence in `ended` is done here for good; one with a first token and no end is parked
+    until its hand-over has ended."""
+
+    progress: tuple[Progress, ...] = ()
+    ended: tuple[SequenceEnded, ...] = ()
+
+
+@dataclass(slots=True)
+class _Times:
+    started_at: float = 0.0
+    computed_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Entry:
+    sequence: Sequence
+    pinned: bool = False
+    times: _Times = field(default_factory=_Times)
+
+
+class PrefillScheduler:
+    """Complete state: `_waiting` and `_running` in order, `_entries` for both and for the parked, `blocks`, and the
+    one outstanding `_plan`."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, step_tokens: int) -> None:
+        self.layout = layout
+        self.blocks = BlockTable(num_blocks)
+        self.step_tokens = step_tokens
+        self._waiting: deque[SequenceId] = deque()
+        self._running: list[SequenceId] = []
+        self._entries: dict[SequenceId, _Entry] = {}
+        self._plan: StepPlan | None = None
+        self._next_step = 1
+        self.prompt_tokens_computed = 0
+        self.tokens_generated = 0
+
+    def __repr__(self) -> str:
+        parked = len(self._entries) - len(self._waiting) - len(self._running)
+        return (
+            f"<PrefillScheduler {len(self._running)} running, {len(self._waiting)} waiting, {parked} parked"
+            f" | {self.blocks!r} | step {self._next_step - 1}>"
+        )
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._entries)
+
+    @property
+    def backlog_tokens(self) -> int:
+        """Uncomputed tokens of all accepted requests."""
+        return sum(self._entries[i].sequence.num_uncomputed for i in (*self._waiting, *self._running))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    def submit(self, request: GenerateRequest, now: float, *, hand_over: bool) -> None:
+        """Accepts a request. With `hand_over` its blocks stay pinned until `release_send`.
+
+        Raises:
+            DuplicateRequest: this attempt is already here.
+            Unavailable: the prompt needs more blocks than the whole pool has.
+        """
+        if request.sequence_id in self._entries:
+            raise DuplicateRequest(f"sequence {request.sequence_id} is already on this worker")
+        needed = self.layout.blocks_for(request.num_prefill_tokens)
+        if needed > self.blocks.num_blocks:
+            raise Unavailable(
+                f"a prompt of {request.num_prefill_tokens} tokens needs {needed} KV blocks;"
+                f" this prefill worker has {self.blocks.num_blocks}",
+                code="prompt_exceeds_pool",
+            )
+        self._entries[request.sequence_id] = _Entry(Sequence(request, State.WAITING, now), pinned=hand_over)
+        self._waiting.append(request.sequence_id)
+
+    def begin_step(self, now: float) -> StepPlan | None:
+        """The next step, or None when there is nothing to compute (or the last step is still out)."""
+        if self._plan is not None:
+            return None
+        self._start_waiting(now)
+        rows: list[Row] = []
+        budget = self.step_tokens
+        for sequence_id in self._running:
+            if budget == 0:
+                break
+            sequence = self._entries[sequence_id].sequence
+            if sequence.ending is not None:
+                continue
+            count = min(budget, sequence.num_uncomputed)
+            start, end = sequence.num_computed, sequence.num_computed + count
+            rows.append(
+                Row(
+                    sequence_id,
+                    start,
+                    sequence.tokens(start, end),
+                    sequence.block_ids,
+                    sequence.request.sampling,
+                    num_sampled=1 if end == sequence.num_tokens else 0,
+                    output_index=len(sequence.output),
+                )
+            )
+            sequence.step_id = self._next_step
+            budget -= count
+        if not rows:
+            return None
+        self._plan = StepPlan(self._next_step, tuple(rows))
+        self._next_step += 1
+        return self._plan
+
+    def _start_waiting(self, now: float) -> None:
+        while self._waiting:
+            entry = self._entries[self._waiting[0]]
+            sequence = entry.sequence
+            blocks = self.blocks.allocate(self.layout.blocks_for(sequence.num_tokens), Holder("sequence", sequence.id))
+            if blocks is None:
+                return
+            if entry.pinned:
+                self.blocks.hold(blocks, Holder("send", sequence.id))
+            sequence.block_ids = blocks
+            sequence.move(State.PREFILLING)
+            entry.times.started_at = now
+            self._running.append(self._waiting.popleft())
+
+    def finish_step(self, outcome: StepOutcome, now: float) -> PrefillResult:
+        """Takes in what the outstanding step computed.
+
+        Raises:
+            InvariantError: the outcome is of another step.
+        """
+        plan = self._plan
+        if plan is None or plan.step_id != outcome.step_id:
+            raise InvariantError(f"outcome of step {outcome.step_id} while {plan and plan.step_id} is out")
+        self._plan = None
+        progress: list[Progress] = []
+        ended: list[SequenceEnded] = []
+        for row, sampled in zip(plan.rows, outcome.sampled, strict=True):
+            entry = self._entries[row.sequence_id]
+            sequence = entry.sequence
+            sequence.step_id = None
+            sequence.num_computed = row.end
+            self.prompt_tokens_computed += len(row.tokens)
+            if sequence.ending is not None:
+                self._leave(entry)
+                continue
+            if not row.num_sampled:
+                progress.append(Progress(sequence.id, row.end))
+                continue
+            token = sampled[0]
+            self.tokens_generated += 1
+            entry.times.computed_at = now
+            progress.append(Progress(sequence.id, row.end, first_token=token))
+            reason = sequence.append(token)
+            if reason is not None:
+                ended.append(SequenceEnded(sequence.id, reason, stamps=self.stamps(sequence.id)))
+                self._leave(entry)
+            elif entry.pinned:
+                self._running.remove(sequence.id)
+                self.blocks.release(sequence.block_ids, Holder("sequence", sequence.id))
+                sequence.move(State.PARKED)
+            else:
+                raise InvariantError(f"sequence {sequence.id} goes on after its first token but has no hand-over")
+        return PrefillResult(tuple(progress), tuple(ended))
+
+    def request(self, sequence_id: SequenceId) -> GenerateRequest:
+        return self._entries[sequence_id].sequence.request
+
+    def block_ids(self, sequence_id: SequenceId) -> tuple[int, ...]:
+        return self._entries[sequence_id].sequence.block_ids
+
+    def knows(self, sequence_id: SequenceId) -> bool:
+        return sequence_id in self._entries
+
+    def sequence_ids(self) -> tuple[SequenceId, ...]:
+        return tuple(self._entries)
+
+    def stamps(self, sequence_id: SequenceId) -> StageStamps:
+        entry = self._entries[sequence_id]
+        started = entry.times.started_at or entry.sequence.arrived_at
+        return StageStamps(
+            queue_s=started - entry.sequence.arrived_at,
+            prefill_s=max(entry.times.computed_at - started, 0.0) if entry.times.computed_at else 0.0,
+        )
+
+    def abort(self, sequence_id: SequenceId) -> bool:
+        """Ends a sequence; its blocks are free once its outstanding row is in and its send pin dropped.
+
+        False when the sequence is not known.
+        """
+        entry = self._entries.get(sequence_id)
+        if entry is None:
+            return False
+        sequence = entry.sequence
+        if sequence.ending is None and not sequence.finished:
+            sequence.ending = "aborted"
+            if sequence.step_id is None:
+                self._leave(entry)
+        return True
+
+    def release_send(self, sequence_id: SequenceId) -> None:
+        """The hand-over has ended: nobody reads the blocks any more."""
+        entry = self._entries.get(sequence_id)
+        if entry is None or not entry.pinned:
+            return
+        entry.pinned = False
+        sequence = entry.sequence
+        if sequence.block_ids:
+            self.blocks.release(sequence.block_ids, Holder("send", sequence_id))
+        if sequence.state is State.PARKED:
+            sequence.move(State.FINISHED)
+        self._forget(entry)
+
+    def _leave(self, entry: _Entry) -> None:
+        """Takes a sequence out of the queues and its own hold off the blocks."""
+        sequence = entry.sequence
+        if sequence.id in self._running:
+            self._running.remove(sequence.id)
+        elif sequence.state is State.WAITING:
+            self._waiting.remove(sequence.id)
+        if sequence.block_ids and sequence.state is not State.PARKED:
+            self.blocks.release(sequence.block_ids, Holder("sequence", sequence.id))
+        sequence.move(State.FINISHED)
+        self._forget(entry)
+
+    def _forget(self, entry: _Entry) -> None:
+        if entry.sequence.finished and not entry.pinned:
+            del self._entries[entry.sequence.id]
+
+    def check(self) -> None:
+        """Proves that the books balance.
+
+        Raises:
+            InvariantError: a block is held by nobody this scheduler knows, or a queue names an unknown sequence.
+        """
+        self.blocks.check()
+        for block in range(self.blocks.num_blocks):
+            for holder in self.blocks.holders(block):
+                if holder.sequence not in self._entries:
+                    raise InvariantError(f"block {block} is held by {holder}, which is not here")
+        for sequence_id in (*self._waiting, *self._running):
+            if sequence_id not in self._entries:
+                raise InvariantError(f"{sequence_id} is queued but not here")
+        for sequence_id, entry in self._entries.items():
+            if entry.sequence.finished and not entry.pinned:
+                raise InvariantError(f"{sequence_id} has finished and is still here")
