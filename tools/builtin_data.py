@@ -147,10 +147,10 @@ def conversations_and_snippets(corpus: Corpus, seed: int = 7) -> tuple[list[str]
     found = [item for path in corpus.train for item in functions(read_text(path))]
     rng.shuffle(found)
     half = len(found) // 2
-    snippets = [source for _, _, _, source in found[half:]][:4000]
+    snippets = [source for _, _, _, source in found[half:]][:2000]
     chats = []
     turns: list[str] = []
-    for name, arguments, doc, source in found[:half][:5000]:
+    for name, arguments, doc, source in found[:half][:2500]:
         if not turns and rng.random() < 0.3:
             turns.append(f"{SYSTEM}{rng.choice(SYSTEM_PROMPTS)}{END}")
         if rng.random() < 0.06:

@@ -1,0 +1,158 @@
+"""The training loop of the built-in pair: the target on text, the draft on text and on the target's distribution."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from builtin_data import Batches
+from builtin_model import Llama
+from builtin_optim import Optimiser
+from torch import Tensor
+
+# (until this share of the run, tokens per sequence): short first because attention is dear, long at the end.
+LENGTHS = [(0.30, 256), (0.86, 512), (0.97, 2048), (1.0, 4096)]
+WARMUP = 0.02
+DECAY_FROM = 0.35
+
+
+@dataclass
+class Run:
+    """What a training is asked for, and how far it has come. `minutes` ends the schedule early on a slow machine."""
+
+    steps: int
+    minutes: float
+    tokens_per_step: int
+    tokens_per_pass: int
+    muon_lr: float
+    adam_lr: float
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    losses: list[tuple[int, int, float, float, float]] = field(default_factory=list)
+
+    def progress(self) -> float:
+        """From 0 to 1: by steps or by time, whichever is further."""
+        by_time = self.seconds / (60 * self.minutes) if self.minutes else 0.0
+        return min(1.0, max(self.step / self.steps, by_time))
+
+    def length(self) -> int:
+        """The present length of a training sequence."""
+        return next(length for until, length in LENGTHS if self.progress() < until or until == 1.0)
+
+    def rate(self) -> float:
+        """The factor on the learning rate: a short rise, a plateau, then straight down to zero."""
+        p = self.progress()
+        return min(1.0, (p + 1e-3) / WARMUP, max(0.0, 1 - p) / (1 - DECAY_FROM))
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def text_loss(model: Llama, compiled: bool) -> Loss:
+    """Cross-entropy on text."""
+    if not compiled:
+        return model
+    torch._dynamo.config.cache_size_limit = 32
+    return torch.compile(model, dynamic=False)  # type: ignore[return-value]
+
+
+def distil_loss(draft: Llama, target: Llama, compiled: bool, hard: float = 0.1) -> Loss:
+    """The draft's cross-entropy against the target's distribution, with a small share of the text itself."""
+
+    def student(ids: Tensor, targets: Tensor, teacher: Tensor) -> Tensor:
+        logits = F.log_softmax(draft.logits(ids).flatten(0, 1), -1)
+        probabilities = torch.softmax(teacher.flatten(0, 1), -1)
+        soft = -(probabilities * (logits - probabilities.clamp_min(1e-9).log())).sum(-1).mean()
+        return soft + hard * F.nll_loss(logits, targets.flatten())
+
+    teach: Callable[[Tensor], Tensor] = target.logits
+    if compiled:
+        torch._dynamo.config.cache_size_limit = 32
+        student, teach = torch.compile(student, dynamic=False), torch.compile(teach, dynamic=False)
+
+    def loss(ids: Tensor, targets: Tensor) -> Tensor:
+        with torch.no_grad():
+            teacher = teach(ids)
+        return student(ids, targets, teacher)
+
+    return loss
+
+
+@torch.no_grad()
+def text_loss_of(model: Llama, documents: list[np.ndarray], length: int = 512, limit: int = 10**9) -> float:
+    """Mean cross-entropy in nats per token, documents cut into windows of `length` without overlap."""
+    total, count = 0.0, 0
+    for document in documents:
+        for start in range(0, len(document) - 1, length):
+            piece = torch.from_numpy(document[start : start + length + 1].astype(np.int64))[None]
+            if piece.shape[1] < 2:
+                continue
+            predicted = model.logits(piece[:, :-1]).flatten(0, 1)
+            total += F.cross_entropy(predicted, piece[0, 1:], reduction="sum").item()
+            count += piece.shape[1] - 1
+            if count >= limit:
+                return total / count
+    return total / count
+
+
+def train(
+    run: Run,
+    model: Llama,
+    loss_of: Loss,
+    batches: Batches,
+    held_out: list[np.ndarray],
+    checkpoint: Path,
+    name: str,
+) -> None:
+    """Runs to the end of the schedule; goes on from `checkpoint` when it exists, and writes it every 200 steps."""
+    optimiser = Optimiser(model, run.muon_lr, run.adam_lr)
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=False)
+        model.load_state_dict(saved["model"])
+        optimiser.load_state_dict(saved["optimiser"])
+        batches.restore(saved["batches"])
+        for key in ("step", "tokens", "seconds", "losses"):
+            setattr(run, key, saved["run"][key])
+
+    def save() -> None:
+        state = {"model": model.state_dict(), "optimiser": optimiser.state_dict()}
+        state |= {"batches": batches.state(), "run": asdict(run)}
+        torch.save(state, checkpoint.with_suffix(".tmp"))
+        checkpoint.with_suffix(".tmp").rename(checkpoint)
+
+    mean = 0.0
+    while run.progress() < 1.0:
+        began = time.perf_counter()
+        length = run.length()
+        rows = max(1, run.tokens_per_pass // length)
+        passes = max(1, run.tokens_per_step // (rows * length))
+        total = 0.0
+        for _ in range(passes):
+            ids, targets = (torch.from_numpy(part.astype(np.int64)) for part in batches.next(rows, length))
+            loss = loss_of(ids, targets) / passes
+            loss.backward()
+            total += loss.item()
+        optimiser.step(run.rate())
+        run.step += 1
+        run.tokens += passes * rows * length
+        run.seconds += time.perf_counter() - began
+        mean = total if mean == 0 else 0.95 * mean + 0.05 * total
+        if run.step % 200 == 0 or run.progress() >= 1.0:
+            held = text_loss_of(model, held_out, limit=20_000)
+            run.losses.append((run.step, run.tokens, run.seconds, mean, held))
+            save()
+        if run.step % 20 == 0 or run.progress() >= 1.0:
+            speed = run.tokens / run.seconds
+            held_text = f" held out {run.losses[-1][4]:.3f}" if run.losses else ""
+            print(
+                f"{name} step {run.step} progress {run.progress():.3f} length {length} epoch {batches.epoch} "
+                f"loss {mean:.3f}{held_text} {speed:.0f} tokens/s",
+                flush=True,
+            )
+    save()
