@@ -1,0 +1,164 @@
+"""The one error table: what every `BatonError` looks like over HTTP and over gRPC.
+
+A row is found by walking the error's class upwards, so a new subclass answers like its parent until it gets its own
+row. grpc is imported only when a gRPC answer is built: the HTTP front end reads the same table without it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from baton.core import errors
+from baton.core.errors import BatonError
+
+if TYPE_CHECKING:
+    import grpc
+    from google.rpc.status_pb2 import Status
+
+DOMAIN = "baton"
+MAX_MESSAGE_CHARS = 500
+_HIDDEN = "internal error; the server's log has the details"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`retry`: True tells a client to try again after a while, False that it would be in vain, None leaves it open.
+    `hide` keeps the message in the log: it speaks of our insides."""
+
+    http: int
+    grpc: str
+    type: str = "invalid_request_error"
+    retry: bool | None = None
+    hide: bool = False
+
+
+TABLE: dict[type[BatonError], Row] = {
+    errors.InvalidRequest: Row(400, "INVALID_ARGUMENT"),
+    errors.NotFound: Row(404, "NOT_FOUND"),
+    errors.DuplicateRequest: Row(409, "ALREADY_EXISTS", retry=False),
+    errors.TooLarge: Row(413, "RESOURCE_EXHAUSTED"),
+    errors.QuotaExceeded: Row(429, "RESOURCE_EXHAUSTED", "rate_limit_error", retry=True),
+    errors.Unavailable: Row(503, "UNAVAILABLE", "server_error", retry=True),
+    errors.HandoffError: Row(503, "UNAVAILABLE", "server_error", retry=True),
+    errors.KVCorrupt: Row(500, "DATA_LOSS", "server_error"),
+    errors.DeadlineExceeded: Row(504, "DEADLINE_EXCEEDED", "server_error", retry=False),
+    errors.Cancelled: Row(499, "CANCELLED"),
+    errors.JoinRefused: Row(500, "FAILED_PRECONDITION", "server_error", retry=False, hide=True),
+    errors.StartupError: Row(500, "INTERNAL", "server_error", retry=False, hide=True),
+    BatonError: Row(500, "INTERNAL", "server_error", retry=False, hide=True),
+}
+
+
+def row(error: BaseException) -> Row:
+    """The row of the nearest class in the table; anything that is not a BatonError is our bug."""
+    for cls in type(error).__mro__:
+        if cls in TABLE:
+            return TABLE[cls]
+    return TABLE[BatonError]
+
+
+def printable(text: str, limit: int) -> str:
+    """`text` on one line, control and format characters escaped, at most `limit` characters."""
+    head = text[: limit + 1]
+    clean = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in head)
+    return clean if len(clean) <= limit else clean[: limit - 3] + "..."
+
+
+def public_message(error: BaseException) -> str:
+    if row(error).hide or not isinstance(error, BatonError):
+        return _HIDDEN
+    return printable(error.message, MAX_MESSAGE_CHARS)
+
+
+def public_code(error: BaseException) -> str:
+    return error.code if isinstance(error, BatonError) else BatonError.code
+
+
+def retry_after_s(error: BaseException) -> float | None:
+    """Seconds to wait before the next try; None where another try has no point or no known time."""
+    named = error.retry_after_s if isinstance(error, BatonError) else None
+    if named is not None:
+        return max(named, 0.0)
+    return 1.0 if row(error).retry else None
+
+
+# ------------------------------------------------------------------------------------------------------------- HTTP
+
+
+def http_status(error: BaseException) -> int:
+    return row(error).http
+
+
+def error_body(message: str, *, type: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's envelope, always with all four keys."""
+    return {"error": {"message": message, "type": type, "param": param, "code": code}}
+
+
+def http_body(error: BaseException) -> dict[str, Any]:
+    param = error.param if isinstance(error, BatonError) else None
+    return error_body(
+        public_message(error),
+        type=row(error).type,
+        param=None if param is None else printable(param, 200),
+        code=public_code(error),
+    )
+
+
+def http_headers(error: BaseException) -> dict[str, str]:
+    """`retry-after` in whole seconds, at least 1, and `x-should-retry` where the status alone would mislead."""
+    headers: dict[str, str] = {}
+    wait = retry_after_s(error)
+    if wait is not None:
+        headers["retry-after"] = str(max(1, math.ceil(wait)))
+    retry = row(error).retry
+    if retry is not None:
+        headers["x-should-retry"] = "true" if retry else "false"
+    return headers
+
+
+# ------------------------------------------------------------------------------------------------------------- gRPC
+
+
+def grpc_code(error: BaseException) -> grpc.StatusCode:
+    import grpc
+
+    return grpc.StatusCode[row(error).grpc]
+
+
+def grpc_status(error: BaseException) -> Status:
+    """A `google.rpc.Status`: ErrorInfo always, BadRequest where a field is at fault, RetryInfo where it may help."""
+    from google.protobuf import any_pb2, duration_pb2
+    from google.rpc import error_details_pb2, status_pb2
+
+    details: list[Any] = [error_details_pb2.ErrorInfo(reason=_reason(public_code(error)), domain=DOMAIN)]
+    param = error.param if isinstance(error, BatonError) else None
+    message = public_message(error)
+    if param is not None:
+        violation = error_details_pb2.BadRequest.FieldViolation(field=printable(param, 200), description=message)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    wait = retry_after_s(error)
+    if wait is not None:
+        delay = duration_pb2.Duration(seconds=int(wait), nanos=int(wait % 1 * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    packed = []
+    for detail in details:
+        wrapped = any_pb2.Any()
+        wrapped.Pack(detail)
+        packed.append(wrapped)
+    return status_pb2.Status(code=grpc_code(error).value[0], message=message, details=packed)
+
+
+def grpc_trailing_metadata(error: BaseException) -> tuple[tuple[str, bytes | str], ...]:
+    """What goes beside the code: the details, and how long a retrying client should hold back."""
+    metadata: list[tuple[str, bytes | str]] = [("grpc-status-details-bin", grpc_status(error).SerializeToString())]
+    wait, retry = retry_after_s(error), row(error).retry
+    if retry and wait is not None:
+        metadata.append(("grpc-retry-pushback-ms", str(math.ceil(wait * 1000))))
+    return tuple(metadata)
+
+
+def _reason(code: str) -> str:
+    return re.sub(r"[^A-Z0-9_]", "_", code.upper())
