@@ -1,0 +1,206 @@
+"""Token ids in, text out, a little at a time.
+
+    ids -> drop what decodes to nothing -> text that later ids cannot change -> hold back a possible stop string -> out
+
+What is given out, joined, is the beginning of `tokenizer.decode(all ids, skip_special_tokens=True)`, and all of it
+with `finish()`. Two decoders:
+
+- byte-level (GPT-2, Llama 3, Qwen): a token is a string of bytes; an incremental UTF-8 decoder gives exactly what
+  decoding everything at once gives, and keeps back at most three bytes of an unfinished code point.
+- any other: groups of tokens through the tokenizer itself, each after the group before it, so that rules about the
+  beginning of a text apply once. A group ends where later tokens cannot change it. With byte fallback (Llama 2) a run
+  of `<0x..>` tokens is decoded as a whole, one bad byte spoils all of it, so the run is given out when it has ended.
+
+The result does not depend on how the ids were split over calls, and each token is decoded a bounded number of times.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tokenizers import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_MAX_UNSETTLED = 16
+
+
+class Decoder(Protocol):
+    """One text in the making. `push` gives the text that one more token settles, `flush` what is left at the end."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class Vocabulary:
+    """What decoding needs to know of a tokenizer, found out once and shared by every stream of a model."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+        kinds = _decoder_kinds(decoder)
+        self.byte_level = kinds == ["ByteLevel"]
+        self.byte_fallback = "ByteFallback" in kinds
+        self._bytes: list[bytes | None] = [None] * self.size
+        self._from_char = _byte_level_alphabet()
+
+    def token(self, token_id: int) -> str | None:
+        """The token as the decoder sees it, None if it decodes to nothing: special, or past the vocabulary."""
+        if token_id >= self.size or token_id < 0 or token_id in self._special:
+            return None
+        token: str | None = self.tokenizer.id_to_token(token_id)
+        return token
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a byte-level token."""
+        if not 0 <= token_id < self.size:
+            return b""
+        known = self._bytes[token_id]
+        if known is None:
+            token = self.token(token_id) or ""
+            try:
+                known = bytes(self._from_char[c] for c in token)
+            except KeyError:  # an added token spelled with characters that stand for no byte
+                known = token.encode()
+            self._bytes[token_id] = known
+        return known
+
+    def decoder(self) -> Decoder:
+        return _ByteLevel(self) if self.byte_level else _Grouped(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """`stopped` is the stop string that ended the text; `consumed` counts the ids of this push up to the one that
+    completed it, all of them otherwise."""
+
+    text: str
+    stopped: str | None = None
+    consumed: int = 0
+
+
+class TextStream:
+    """The text of one choice. Modified by `push` and `finish`; after a stop string it takes nothing more."""
+
+    def __init__(self, vocabulary: Vocabulary, stop: Iterable[str] = ()) -> None:
+        self._decoder = vocabulary.decoder()
+        self._stop = tuple(dict.fromkeys(stop))
+        self._held = ""
+        self.stopped: str | None = None
+
+    def push(self, token_ids: Sequence[int]) -> TextPiece:
+        """The text that these ids settle, without a stop string and what follows it."""
+        if self.stopped is not None:
+            return TextPiece("", self.stopped, 0)
+        push = self._decoder.push
+        if not self._stop:
+            return TextPiece("".join([push(i) for i in token_ids]), None, len(token_ids))
+        out: list[str] = []
+        for count, token_id in enumerate(token_ids, 1):
+            fresh = push(token_id)
+            if fresh:
+                out.append(self._release(fresh))
+                if self.stopped is not None:
+                    return TextPiece("".join(out), self.stopped, count)
+        return TextPiece("".join(out), None, len(token_ids))
+
+    def finish(self) -> str:
+        """What was held back, at the end of the ids. It may still complete a stop string: see `stopped`."""
+        if self.stopped is not None:
+            return ""
+        rest = self._release(self._decoder.flush())
+        if self.stopped is None:
+            rest, self._held = rest + self._held, ""
+        return rest
+
+    def _release(self, fresh: str) -> str:
+        """Adds text and takes what can go out: up to a stop string, else all but a tail that may begin one."""
+        text = self._held + fresh
+        found = [(at, -len(stop), stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        if found:
+            at, _, self.stopped = min(found)
+            self._held = ""
+            return text[:at]
+        keep = _longest_tail(text, self._stop)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _longest_tail(text: str, stops: tuple[str, ...]) -> int:
+    """Length of the longest end of `text` that is a proper beginning of a stop string."""
+    best = 0
+    for stop in stops:
+        for length in range(min(len(stop) - 1, len(text)), best, -1):
+            if text.endswith(stop[:length]):
+                best = length
+                break
+    return best
+
+
+class _ByteLevel:
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._bytes = vocabulary.token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._utf8.decode(self._bytes(token_id))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _Grouped:
+    """State: `_before`, the last group given out, whose text is known; `_group`, ids not given out yet."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._before: list[int] = []
+        self._before_text = ""
+        self._group: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        token = self._vocabulary.token(token_id)
+        if token is None:
+            return ""
+        self._group.append(token_id)
+        if self._vocabulary.byte_fallback:
+            return "" if _is_byte(token) else self._take()
+        text = self._text()
+        return "" if text.endswith(_REPLACEMENT) and len(self._group) < _MAX_UNSETTLED else self._take(text)
+
+    def flush(self) -> str:
+        return self._take() if self._group else ""
+
+    def _text(self) -> str:
+        text: str = self._vocabulary.tokenizer.decode(self._before + self._group, skip_special_tokens=True)
+        return text
+
+    def _take(self, text: str | None = None) -> str:
+        fresh = (self._text() if text is None else text)[len(self._before_text) :]
+        self._before, self._group = self._group, []
+        self._before_text = self._vocabulary.tokenizer.decode(self._before, skip_special_tokens=True)
+        return fresh
+
+
+def _is_byte(token: str) -> bool:
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+def _decoder_kinds(decoder: dict[str, object]) -> list[str]:
+    children = decoder.get("decoders")
+    if decoder.get("type") == "Sequence" and isinstance(children, list):
+        return [kind for child in children for kind in _decoder_kinds(child)]
+    return [str(decoder.get("type"))]
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Byte-level vocabularies write a byte as itself where it prints in Latin-1, else as a character from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

@@ -1,0 +1,185 @@
+"""Incremental text: equal to decoding everything at once, never half a code point, stop strings across any split."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from coordinator.text_stream import TextStream, Vocabulary
+from tests.support import tokenizers_kit as kit
+
+KINDS = {"byte_level": kit.byte_level, "byte_fallback": kit.byte_fallback, "metaspace": kit.metaspace}
+VOCABULARIES = {name: Vocabulary(make()) for name, make in KINDS.items()}
+
+
+def split(ids: list[int], cuts: list[int]) -> list[list[int]]:
+    edges = sorted({0, len(ids), *(c % (len(ids) + 1) for c in cuts)})
+    return [ids[a:b] for a, b in pairwise(edges)]
+
+
+def stream(vocabulary: Vocabulary, parts: list[list[int]], stop: tuple[str, ...] = ()) -> list[str]:
+    text = TextStream(vocabulary, stop)
+    return [*(text.push(part).text for part in parts), text.finish()]
+
+
+def ids_for(name: str) -> st.SearchStrategy[list[int]]:
+    size = VOCABULARIES[name].size
+    bytes_only = st.integers(3, 258) if name == "byte_fallback" else st.integers(4, 259)
+    return st.lists(st.one_of(st.integers(0, size + 20), bytes_only), max_size=60)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_joined_text_equals_decoding_all_ids_at_once(name: str, data: st.DataObject) -> None:
+    vocabulary = VOCABULARIES[name]
+    ids = data.draw(ids_for(name))
+    parts = split(ids, data.draw(st.lists(st.integers(0, 60), max_size=8)))
+    whole = vocabulary.tokenizer.decode(ids, skip_special_tokens=True)
+    assert "".join(stream(vocabulary, parts)) == whole
+    assert "".join(stream(vocabulary, [[i] for i in ids])) == whole
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_valid_text_never_shows_a_replacement_character(name: str, text: str) -> None:
+    vocabulary = VOCABULARIES[name]
+    if "\ufffd" in text:
+        return
+    ids = vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
+    pieces = stream(vocabulary, [[i] for i in ids])
+    assert "".join(pieces) == vocabulary.tokenizer.decode(ids)
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_an_emoji_arrives_whole_and_as_soon_as_it_is_whole() -> None:
+    vocabulary = VOCABULARIES["byte_level"]
+    table = {vocabulary.token_bytes(i): i for i in range(vocabulary.size)}
+    ids = [table[bytes([b])] for b in "😀".encode()]
+    text = TextStream(vocabulary)
+    assert [text.push([i]).text for i in ids] == ["", "", "", "😀"]
+    assert text.finish() == ""
+
+
+def test_an_unfinished_code_point_shows_only_at_the_end() -> None:
+    vocabulary = VOCABULARIES["byte_level"]
+    table = {vocabulary.token_bytes(i): i for i in range(vocabulary.size)}
+    text = TextStream(vocabulary)
+    assert text.push([table[b"\xf0"], table[b"\x9f"]]).text == ""
+    assert text.finish() == "\ufffd"
+
+
+def test_ids_past_the_vocabulary_and_special_ones_decode_to_nothing() -> None:
+    for vocabulary in VOCABULARIES.values():
+        assert "".join(stream(vocabulary, [[vocabulary.size, vocabulary.size + 5, 2**31 - 1, 2**31 + 1]])) == ""
+    assert "".join(stream(VOCABULARIES["byte_level"], [[0, 1, 2, 3]])) == ""
+
+
+def byte_ids(vocabulary: Vocabulary, text: str) -> list[int]:
+    ids: list[int] = vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_a_stop_string_is_found_across_tokens_and_calls(size: int) -> None:
+    vocabulary = VOCABULARIES["byte_level"]
+    ids = byte_ids(vocabulary, "Hello world\n\nUser: more")
+    text = TextStream(vocabulary, ("User:", "\n\nUser"))
+    shown = ""
+    consumed = 0
+    for at in range(0, len(ids), size):
+        piece = text.push(ids[at : at + size])
+        shown += piece.text
+        consumed += piece.consumed
+        assert "Hello world".startswith(shown)
+        if piece.stopped:
+            break
+    assert (shown, text.stopped) == ("Hello world", "\n\nUser")
+    assert "\n\nUser" in vocabulary.tokenizer.decode(ids[:consumed])
+    assert "\n\nUser" not in vocabulary.tokenizer.decode(ids[: consumed - 1])
+    assert text.push(ids).text == "" and text.finish() == ""
+
+
+def test_a_tail_that_only_began_a_stop_string_comes_out_at_the_end() -> None:
+    vocabulary = VOCABULARIES["byte_level"]
+    text = TextStream(vocabulary, ("STOP",))
+    assert text.push(byte_ids(vocabulary, "a ST")).text == "a "
+    assert text.finish() == "ST"
+    assert text.stopped is None
+
+
+def test_the_earliest_stop_string_wins_then_the_longest() -> None:
+    vocabulary = VOCABULARIES["byte_level"]
+    for stops in (("cd", "bc", "bcd"), ("bcd", "bc", "cd")):
+        text = TextStream(vocabulary, stops)
+        for i in byte_ids(vocabulary, "abcde"):
+            text.push([i])
+        assert text.stopped == "bc"
+    fallback = VOCABULARIES["byte_fallback"]
+    text = TextStream(fallback, ("é", "éü"))  # one run of byte tokens, given out as a whole
+    text.push(byte_ids(fallback, "oéü!"))
+    assert text.stopped == "éü"
+
+
+def test_a_stop_string_in_the_last_run_of_bytes_is_found_by_finish() -> None:
+    vocabulary = VOCABULARIES["byte_fallback"]
+    text = TextStream(vocabulary, ("é",))
+    assert text.push(byte_ids(vocabulary, "oé")).stopped is None
+    assert (text.finish(), text.stopped) == ("", "é")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.text("ab\n中é", max_size=40),
+    stops=st.lists(st.text("ab\n中é", min_size=1, max_size=4), max_size=4),
+    cuts=st.lists(st.integers(0, 60), max_size=8),
+)
+def test_stop_strings_do_not_depend_on_the_split(text: str, stops: list[str], cuts: list[int]) -> None:
+    vocabulary = VOCABULARIES["byte_level"]
+    ids = byte_ids(vocabulary, text)
+    one_by_one, in_parts = (TextStream(vocabulary, stops) for _ in range(2))
+    first = "".join(one_by_one.push([i]).text for i in ids) + one_by_one.finish()
+    second = "".join(in_parts.push(part).text for part in split(ids, cuts)) + in_parts.finish()
+    assert (first, one_by_one.stopped) == (second, in_parts.stopped)
+    if not any(stop in text for stop in stops):
+        assert first == text
+    else:
+        assert text.startswith(first) and text.startswith(first + (one_by_one.stopped or "?"))
+        assert not any(stop in first for stop in stops)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_four_thousand_tokens_cost_linear_time(name: str) -> None:
+    vocabulary = VOCABULARIES[name]
+
+    def run(count: int, token_id: int) -> float:
+        text = TextStream(vocabulary, ("never seen",))
+        start = time.perf_counter()
+        for _ in range(count):
+            text.push([token_id])
+        text.finish()
+        return time.perf_counter() - start
+
+    for token_id in (5, 200, vocabulary.size - 1):  # among them one that is an invalid byte for ever
+        run(64, token_id)
+        assert run(4096, token_id) < 0.5
+
+
+def test_vocabulary_reads_the_decoder_kind() -> None:
+    assert VOCABULARIES["byte_level"].byte_level
+    assert VOCABULARIES["byte_fallback"].byte_fallback and not VOCABULARIES["byte_fallback"].byte_level
+    wrapped = kit.renamed(
+        kit.byte_level(),
+        decoder={
+            "type": "Sequence",
+            "decoders": [{"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}],
+        },
+    )
+    assert Vocabulary(wrapped).byte_level
+    assert isinstance(wrapped, Tokenizer)
