@@ -1,0 +1,229 @@
+"""Core values <-> protobuf: the only place where the two meet.
+
+A core dataclass and its message have the same field names, so one walk over the fields serves all. The exceptions are
+few: durations are seconds (`x_s`, float) in the core and milliseconds (`x_ms`, int) on the wire, the request's
+sampling and identity are grouped otherwise, and enum and literal names differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any
+
+from google.protobuf.message import Message
+
+from baton.core import commands, events, handles, handover, kv_layout, request
+from baton.core.errors import InvalidRequest
+from baton.v1 import kv_pb2, types_pb2, worker_pb2
+
+_ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
+
+_MESSAGES: dict[type, type[Message]] = {
+    request.SequenceId: types_pb2.SequenceId,
+    request.SamplingParams: types_pb2.SamplingParams,
+    request.GenerateRequest: types_pb2.SequenceRequest,
+    handles.Handle: types_pb2.Handle,
+    kv_layout.LayerKV: types_pb2.LayerLayout,
+    kv_layout.KVLayout: types_pb2.KVLayout,
+    events.StageStamps: types_pb2.StageStamps,
+    events.TokenEvent: worker_pb2.TokenEvent,
+    events.SequenceEnded: worker_pb2.SequenceEnded,
+    events.Parked: worker_pb2.Parked,
+    events.HandedOver: worker_pb2.HandedOver,
+    events.Load: worker_pb2.Load,
+    events.StepEvents: worker_pb2.StepEvents,
+    commands.WorkerFacts: worker_pb2.WorkerFacts,
+    commands.Join: worker_pb2.Join,
+    commands.Following: worker_pb2.Following,
+    commands.Welcome: worker_pb2.Welcome,
+    commands.Target: worker_pb2.Target,
+    commands.Prefill: worker_pb2.Prefill,
+    commands.Assign: worker_pb2.Assign,
+    commands.Abort: worker_pb2.Abort,
+    commands.Release: worker_pb2.Release,
+    commands.Drain: worker_pb2.Drain,
+    commands.Drained: worker_pb2.Drained,
+    commands.Heartbeat: worker_pb2.Heartbeat,
+    commands.HeartbeatAck: worker_pb2.HeartbeatAck,
+    handover.LinkHello: kv_pb2.LinkHello,
+    handover.LinkWelcome: kv_pb2.LinkWelcome,
+    handover.EdgeOpen: kv_pb2.EdgeOpen,
+    handover.EdgeReady: kv_pb2.EdgeReady,
+    handover.Ping: kv_pb2.Ping,
+    handover.Offer: kv_pb2.Offer,
+    handover.Accept: kv_pb2.Accept,
+    handover.Refuse: kv_pb2.Refuse,
+    handover.Chunk: kv_pb2.Chunk,
+    handover.Posted: kv_pb2.Posted,
+    handover.Ack: kv_pb2.Ack,
+    handover.AbortTransfer: kv_pb2.AbortTransfer,
+}
+_CORE = {message: core for core, message in _MESSAGES.items()}
+
+# Field of the oneof `message` that carries a value, per envelope.
+_ENVELOPES: dict[type[Message], dict[type, str]] = {
+    worker_pb2.SessionRequest: {
+        commands.Join: "join",
+        events.StepEvents: "events",
+        commands.Heartbeat: "heartbeat",
+        commands.Drained: "drained",
+    },
+    worker_pb2.SessionResponse: {
+        commands.Welcome: "welcome",
+        commands.Prefill: "prefill",
+        commands.Assign: "assign",
+        commands.Abort: "abort",
+        commands.Drain: "drain",
+        commands.HeartbeatAck: "heartbeat_ack",
+        commands.Release: "release",
+    },
+    kv_pb2.LinkRequest: {
+        handover.LinkHello: "hello",
+        handover.Offer: "offer",
+        handover.Chunk: "chunk",
+        handover.AbortTransfer: "abort",
+        handover.EdgeOpen: "edge_open",
+        handover.Ping: "ping",
+    },
+    kv_pb2.LinkResponse: {
+        handover.LinkWelcome: "welcome",
+        handover.Accept: "accept",
+        handover.Refuse: "refuse",
+        handover.Posted: "posted",
+        handover.Ack: "ack",
+        handover.AbortTransfer: "abort",
+        handover.EdgeReady: "edge_ready",
+        handover.Ping: "pong",
+    },
+}
+
+
+def wrap(envelope: type[Message], value: object) -> Any:
+    """`value` in the right arm of a stream's envelope."""
+    return envelope(**{_ENVELOPES[envelope][type(value)]: to_message(value)})
+
+
+def unwrap(message: Message) -> Any:
+    """The core value in an envelope.
+
+    Raises:
+        InvalidRequest: the envelope is empty, or a value in it cannot be.
+    """
+    arm = message.WhichOneof("message")
+    if arm is None:
+        raise InvalidRequest(f"{type(message).__name__} carries nothing this version knows", param="message")
+    return from_message(getattr(message, arm))
+
+
+def to_message(value: Any) -> Any:
+    """The protobuf twin of a core value."""
+    if isinstance(value, request.GenerateRequest):
+        return _request_message(value)
+    message = _MESSAGES[type(value)]
+    known = message.DESCRIPTOR.fields_by_name
+    out: dict[str, Any] = {}
+    for name in _field_names(type(value)):  # type: ignore[arg-type]
+        item = getattr(value, name)
+        if item is None:
+            continue
+        if name not in known:
+            name, item = name.removesuffix("_s") + "_ms", max(0, round(item * 1000))
+        out[name] = _wire(name, item)
+    return message(**out)
+
+
+def from_message(message: Any) -> Any:
+    """The core twin of a protobuf message.
+
+    Raises:
+        InvalidRequest: an enum or identity that cannot be.
+    """
+    core = _CORE[type(message)]
+    if core is request.GenerateRequest:
+        return _request_value(message)
+    known = message.DESCRIPTOR.fields_by_name
+    out: dict[str, Any] = {}
+    for name in _field_names(core):
+        if name in known:
+            out[name] = _value(name, known[name], message)
+        else:
+            out[name] = getattr(message, name.removesuffix("_s") + "_ms") / 1000
+    return core(**out)
+
+
+@cache
+def _field_names(core: type) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(core)) if is_dataclass(core) else core._fields  # type: ignore[attr-defined]
+
+
+def _wire(name: str, item: Any) -> Any:
+    if name == "role":
+        return _ROLES[item]
+    if type(item) in _MESSAGES:
+        return to_message(item)
+    if isinstance(item, tuple) and item and type(item[0]) in _MESSAGES:
+        return [to_message(i) for i in item]
+    return item
+
+
+def _value(name: str, field: Any, message: Any) -> Any:
+    item = getattr(message, name)
+    if name == "role":
+        for role, number in _ROLES.items():
+            if number == item:
+                return role
+        raise InvalidRequest(f"unknown role {item}", param="role")
+    if field.is_repeated:
+        return tuple(from_message(i) for i in item) if field.message_type is not None else tuple(item)
+    if field.has_presence and not message.HasField(name):
+        if field.message_type is None or _CORE[type(item)] is events.Load:
+            return 0.0 if name.endswith("_s") else None
+        if _CORE[type(item)] is not events.StageStamps:
+            raise InvalidRequest(f"{type(message).__name__} has no {name}", param=name)
+    return from_message(item) if field.message_type is not None else item
+
+
+def _request_message(value: request.GenerateRequest) -> types_pb2.SequenceRequest:
+    s = value.sampling
+    return types_pb2.SequenceRequest(
+        sequence=to_message(value.sequence_id),
+        prompt=value.prompt,
+        output=value.output,
+        max_tokens=value.max_tokens,
+        sampling=types_pb2.SamplingParams(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, seed=s.seed),
+        eos_token_ids=value.eos_token_ids,
+        deadline_ms=max(0, round(value.deadline_s * 1000)),
+        tenant=value.tenant,
+        priority=value.priority,
+        cache_salt=value.cache_salt,
+    )
+
+
+def _request_value(message: types_pb2.SequenceRequest) -> request.GenerateRequest:
+    """Every hop checks what it takes in: a field that this version does not serve is refused by name, not ignored."""
+    s, neutral = message.sampling, request.SamplingParams()
+    for field, _ in s.ListFields():
+        if field.name not in ("temperature", "top_p", "top_k", "seed"):
+            raise InvalidRequest(f"sampling field {field.name} is not served by this version", param=field.name)
+    if not message.prompt or message.max_tokens < 1:
+        raise InvalidRequest("a sequence needs a prompt and at least one token to generate", param="prompt")
+    return request.GenerateRequest(
+        request_id=message.sequence.request_id,
+        choice=message.sequence.choice,
+        attempt=message.sequence.attempt,
+        prompt=tuple(message.prompt),
+        output=tuple(message.output),
+        max_tokens=message.max_tokens,
+        sampling=request.SamplingParams(
+            temperature=s.temperature if s.HasField("temperature") else neutral.temperature,
+            top_p=s.top_p if s.HasField("top_p") else neutral.top_p,
+            top_k=s.top_k if s.HasField("top_k") else neutral.top_k,
+            seed=s.seed if s.HasField("seed") else neutral.seed,
+        ),
+        eos_token_ids=tuple(message.eos_token_ids),
+        deadline_s=message.deadline_ms / 1000,
+        tenant=message.tenant,
+        priority=message.priority,
+        cache_salt=message.cache_salt,
+    )

@@ -1,0 +1,66 @@
+"""The link between a prefill and a decode worker as a stream of hand-over messages (core.handover)."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from baton.core.errors import HandoffError
+from baton.core.handover import LinkHello, LinkWelcome
+from baton.rpc.streams import SERVER_OPTIONS, MessageStream, dial, serve_stream
+from baton.v1 import kv_pb2, kv_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True)
+class DialledLink:
+    stream: MessageStream
+    welcome: LinkWelcome
+    channel: grpc.aio.Channel
+
+    async def close(self) -> None:
+        self.stream.end("closed here")
+        await self.channel.close()
+
+
+async def dial_link(address: str, hello: LinkHello, timeout_s: float) -> DialledLink:
+    """Dials a decode worker's link service.
+
+    Raises:
+        LinkLost: nobody answered in time.
+        BatonError: refused, with the field that does not fit.
+    """
+    channel, stream, welcome = await dial(
+        address, lambda c: kv_pb2_grpc.KVLinkStub(c).Link, kv_pb2.LinkRequest, hello, timeout_s
+    )
+    if not isinstance(welcome, LinkWelcome):
+        await channel.close()
+        raise HandoffError(f"{address} answered a link hello with {type(welcome).__name__}")
+    return DialledLink(stream, welcome, channel)
+
+
+LinkHandler = Callable[[MessageStream, LinkHello], Awaitable[None]]
+
+
+class _Servicer(kv_pb2_grpc.KVLinkServicer):  # type: ignore[misc]
+    def __init__(self, handler: LinkHandler) -> None:
+        self._handler = handler
+
+    async def Link(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
+        async def handle(stream: MessageStream, first: object) -> None:
+            if not isinstance(first, LinkHello):
+                raise HandoffError(f"a link begins with a hello, not {type(first).__name__}")
+            await self._handler(stream, first)
+
+        await serve_stream(context, kv_pb2.LinkResponse, handle)
+
+
+async def serve_links(host: str, handler: LinkHandler) -> tuple[grpc.aio.Server, int]:
+    """Starts a link service on a free port of `host` and returns the server and the port."""
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    kv_pb2_grpc.add_KVLinkServicer_to_server(_Servicer(handler), server)
+    port = server.add_insecure_port(f"{host}:0")
+    await server.start()
+    return server, port

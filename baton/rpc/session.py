@@ -1,0 +1,187 @@
+"""A worker's session with the coordinator, seen from the worker.
+
+The worker dials, and redials for ever, keeping its weights. Within one run of the coordinator and one lease nothing is
+lost: after a redial the coordinator names the next index it waits for per sequence, and the worker says the rest again
+from its output log. When the coordinator has been silent for a lease, or another run answers, the worker ends its
+sequences: nobody waits for them any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from baton.core.commands import (
+    Abort,
+    Assign,
+    Command,
+    Drain,
+    Drained,
+    Heartbeat,
+    HeartbeatAck,
+    Join,
+    Prefill,
+    Release,
+    Welcome,
+)
+from baton.core.errors import BatonError, InvariantError, JoinRefused
+from baton.core.events import Load, SequenceEnded, StepEvents
+from baton.core.output_log import OutputLog
+from baton.rpc.streams import LinkLost, MessageStream, dial
+from baton.v1 import worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger("baton.session")
+
+
+class SessionOwner(Protocol):
+    """What the session needs of its worker."""
+
+    def join(self, run_id: str) -> Join: ...
+
+    def load(self) -> Load: ...
+
+    def welcome(self, welcome: Welcome) -> None: ...
+
+    def command(self, command: Command) -> None: ...
+
+    def abandon(self, reason: str) -> None:
+        """Ends every sequence: the coordinator that wanted them is gone."""
+        ...
+
+
+class WorkerSession:
+    """Complete state: the outgoing queue, the output log, the run it belongs to and when it last heard from it."""
+
+    def __init__(self, address: str, owner: SessionOwner, clock: Callable[[], float] = time.monotonic) -> None:
+        self._address = address
+        self._owner = owner
+        self._clock = clock
+        self._outgoing: asyncio.Queue[StepEvents | Drained] = asyncio.Queue()
+        self._connected = False
+        self._last_heard = clock()
+        self._lease_s = 3.0
+        self.run_id = ""
+        self.log = OutputLog()
+
+    def post(self, events: StepEvents) -> None:
+        """Tells the coordinator. Safe at any time: while no stream stands, the log keeps what was said."""
+        self.log.record(events)
+        if self._connected:
+            self._outgoing.put_nowait(events)
+
+    async def run(self) -> None:
+        """Keeps a session up until cancelled.
+
+        Raises:
+            JoinRefused: this worker does not fit the cluster; the message names the field.
+        """
+        watchdog = asyncio.create_task(self._watch_lease(), name="lease watchdog")
+        delay = 0.1
+        try:
+            while True:
+                started = self._clock()
+                try:
+                    await self._one_session()
+                    log.warning("session with %s ended; dialling again", self._address)
+                except LinkLost as e:
+                    log.info("no coordinator: %s", e.message)
+                except BatonError as e:
+                    if e.code == "join_refused":
+                        raise JoinRefused(e.message) from e
+                    log.warning("session with %s failed: %s", self._address, e.message)
+                if self._clock() - started > 2.0:
+                    delay = 0.1
+                await asyncio.sleep(delay)
+                delay = min(delay * 2, 1.0)
+        finally:
+            watchdog.cancel()
+
+    async def drained(self, timeout_s: float) -> None:
+        """Says that this worker has nothing left, and waits until that was written."""
+        if self._connected:
+            self._outgoing.put_nowait(Drained())
+            deadline = self._clock() + timeout_s
+            while not self._outgoing.empty() and self._connected and self._clock() < deadline:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+
+    async def _one_session(self) -> None:
+        channel, stream, welcome = await dial(
+            self._address,
+            lambda c: worker_pb2_grpc.WorkerControlStub(c).Session,
+            worker_pb2.SessionRequest,
+            self._owner.join(self.run_id),
+            timeout_s=5.0,
+        )
+        try:
+            if not isinstance(welcome, Welcome):
+                raise InvariantError(f"{self._address} answered a join with {type(welcome).__name__}")
+            self._begin(welcome)
+            async with asyncio.TaskGroup() as group:
+                sender = group.create_task(self._send(stream), name="session sender")
+                beat = group.create_task(self._beat(stream, welcome.heartbeat_s), name="session heartbeat")
+                try:
+                    await self._receive(stream)
+                finally:
+                    sender.cancel()
+                    beat.cancel()
+        except* LinkLost:
+            pass
+        finally:
+            self._connected = False
+            stream.end("closed here")
+            await channel.close()
+
+    def _begin(self, welcome: Welcome) -> None:
+        self._last_heard = self._clock()
+        self._lease_s = welcome.lease_s
+        if self.run_id and self.run_id != welcome.run_id:
+            self._owner.abandon("another coordinator answers")
+            self.log.clear()
+        self.run_id = welcome.run_id
+        while not self._outgoing.empty():
+            self._outgoing.get_nowait()
+        again, unknown = self.log.since(welcome.following)
+        lost = tuple(
+            SequenceEnded(s, "error", "worker_lost", "this worker does not know the sequence") for s in unknown
+        )
+        self._owner.welcome(welcome)
+        self._connected = True
+        self._outgoing.put_nowait(again)
+        if lost:
+            self._outgoing.put_nowait(StepEvents(ended=lost))
+
+    async def _send(self, stream: MessageStream) -> None:
+        while True:
+            await stream.send(await self._outgoing.get())
+
+    async def _beat(self, stream: MessageStream, interval_s: float) -> None:
+        number = 0
+        while True:
+            number += 1
+            await stream.send(Heartbeat(number, self._owner.load()))
+            await asyncio.sleep(interval_s)
+
+    async def _receive(self, stream: MessageStream) -> None:
+        while (message := await stream.receive()) is not None:
+            self._last_heard = self._clock()
+            if isinstance(message, HeartbeatAck):
+                continue
+            if isinstance(message, Release):
+                self.log.release(message.sequences)
+            elif isinstance(message, Prefill | Assign | Abort | Drain):
+                self._owner.command(message)
+            else:
+                raise InvariantError(f"the coordinator sent {type(message).__name__}")
+
+    async def _watch_lease(self) -> None:
+        abandoned_at = -1.0
+        while True:
+            await asyncio.sleep(0.2)
+            silent_since = self._last_heard
+            if self._clock() - silent_since > self._lease_s and abandoned_at != silent_since:
+                abandoned_at = silent_since
+                self._owner.abandon(f"the coordinator was silent for {self._lease_s:g} s")

@@ -1,0 +1,155 @@
+"""A bidirectional gRPC stream of core values, the same from both ends.
+
+Reading ends with None when the other end is gone for whatever reason; the reason is in `ended`. Writing to a stream
+that has ended raises LinkLost. Nothing here waits without a limit: keepalive pings find a peer whose host is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from baton.core.errors import BatonError, InvalidRequest, Unavailable
+from baton.rpc import codec
+
+MAX_MESSAGE_BYTES = 16 << 20
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
+SERVER_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+]
+
+
+class LinkLost(Unavailable):
+    code = "link_lost"
+
+
+class MessageStream:
+    """One end of a stream. `call` is a grpc.aio call (client) or servicer context (server): both read and write.
+
+    One task reads; any task may send.
+    """
+
+    def __init__(self, call: Any, envelope: type, peer: str) -> None:
+        self._call = call
+        self._envelope = envelope
+        self._writing = asyncio.Lock()
+        self.peer = peer
+        self.ended: str | None = None
+
+    async def send(self, value: object, timeout_s: float = 5.0) -> None:
+        """Writes one value.
+
+        Raises:
+            LinkLost: the stream has ended, or the peer has not taken the message in time.
+        """
+        if self.ended is not None:
+            raise LinkLost(f"the stream to {self.peer} has ended: {self.ended}")
+        try:
+            async with asyncio.timeout(timeout_s), self._writing:
+                await self._call.write(codec.wrap(self._envelope, value))
+        except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError, TimeoutError) as e:
+            self.end(_reason(e))
+            raise LinkLost(f"the stream to {self.peer} has ended: {self.ended}") from e
+
+    async def receive(self) -> Any | None:
+        """The next value, or None when the stream has ended.
+
+        Raises:
+            InvalidRequest: the peer sent something that cannot be; the caller closes the stream.
+        """
+        try:
+            message = await self._call.read()
+        except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as e:
+            self.end(_reason(e))
+            return None
+        if message is grpc.aio.EOF:
+            self.end("closed by the peer")
+            return None
+        return codec.unwrap(message)
+
+    def end(self, reason: str) -> None:
+        if self.ended is None:
+            self.ended = reason
+            cancel = getattr(self._call, "cancel", None)
+            if cancel is not None:
+                cancel()
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, grpc.RpcError) and hasattr(error, "code"):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__
+
+
+async def dial(
+    address: str, method: Callable[[grpc.aio.Channel], Any], envelope: type, hello: object, timeout_s: float
+) -> tuple[grpc.aio.Channel, MessageStream, Any]:
+    """Opens a stream, sends `hello` and returns the channel, the stream and the first answer.
+
+    Raises:
+        LinkLost: nobody answered in time.
+        BatonError: the peer refused with a status; the code and text are the peer's.
+    """
+    channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    try:
+        call = method(channel)()
+        stream = MessageStream(call, envelope, address)
+        async with asyncio.timeout(timeout_s):
+            await stream.send(hello, timeout_s)
+            answer = await stream.receive()
+            if answer is None:
+                code = await call.code()
+                if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
+                    raise BatonError(await call.details(), code="join_refused")
+                raise LinkLost(f"{address} did not answer: {stream.ended}")
+    except TimeoutError as e:
+        await channel.close()
+        raise LinkLost(f"{address} did not answer within {timeout_s:g} s") from e
+    except BaseException:
+        await channel.close()
+        raise
+    return channel, stream, answer
+
+
+async def serve_stream(
+    context: grpc.aio.ServicerContext, envelope: type, handle: Callable[[MessageStream, Any], Awaitable[None]]
+) -> None:
+    """Reads the first message and lets `handle(stream, first)` run the stream to its end.
+
+    A BatonError that `handle` raises before its first answer is the refusal the peer sees.
+    """
+    stream = MessageStream(context, envelope, context.peer())
+    try:
+        async with asyncio.timeout(10.0):
+            first = await stream.receive()
+    except (TimeoutError, InvalidRequest) as e:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(e) or "no first message within 10 s")
+    if first is None:
+        return
+    try:
+        await handle(stream, first)
+    except BatonError as e:
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, e.message)
+    finally:
+        if stream.ended is None:
+            stream.ended = "closed here"
