@@ -1,0 +1,144 @@
+"""The command line of every process, derived from its config dataclass.
+
+    @config_command(WorkerConfig, name="prefill", help="A prefill worker.")
+    def command(config: WorkerConfig) -> int | None: ...
+
+    if __name__ == "__main__":
+        run_main(command)
+
+Each field becomes one option (a bool becomes `--exact/--no-exact`). Precedence is file < environment < flags. Nothing
+here imports torch or grpc, so `--help` is instant.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_type_hints
+
+import click
+
+from baton.core.config import differences, resolve
+from baton.core.errors import BatonError, StartupError
+
+Config = TypeVar("Config")
+
+EXIT_STARTUP_ERROR = 3
+"""The exit code of a process that could not start and said why in one line."""
+
+_CONFIG_FILE = "config_file"
+_PRINT_CONFIG = "print_config"
+
+
+def config_command(
+    cls: type[Config], *, name: str, help: str
+) -> Callable[[Callable[[Config], int | None]], click.Command]:
+    """A decorator: turns `fn(config)` into a click command whose options are the fields of `cls`."""
+
+    def decorate(fn: Callable[[Config], int | None]) -> click.Command:
+        def callback(**given: Any) -> int | None:
+            path, show = given.pop(_CONFIG_FILE), given.pop(_PRINT_CONFIG)
+            flags = {key: value for key, value in given.items() if value is not None}
+            config = resolve(cls, file=read_config_file(path), env=os.environ, flags=flags)
+            if show:
+                click.echo(describe(config))
+                return 0
+            return fn(config)
+
+        command = click.Command(name, params=_parameters(cls), callback=callback, help=help)
+        command.context_settings = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+        return command
+
+    return decorate
+
+
+def run_main(command: click.Command, argv: Sequence[str] | None = None, *, prog_name: str | None = None) -> NoReturn:
+    """Runs `command` and exits with what it returns; an error at start is one plain line on stderr and code 3."""
+    try:
+        code = command.main(args=argv, prog_name=prog_name, standalone_mode=False)
+    except click.ClickException as exception:
+        exception.show()
+        sys.exit(exception.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except StartupError as error:
+        sys.stdout.flush()
+        print(error_line(error), file=sys.stderr, flush=True)
+        sys.exit(EXIT_STARTUP_ERROR)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def error_line(error: BatonError) -> str:
+    """`error: ...`, always a single line."""
+    return "error: " + " ".join(error.message.split())
+
+
+def read_config_file(path: str | None) -> Mapping[str, object]:
+    """The keys of a TOML file, or none without a path.
+
+    Raises:
+        StartupError: no such file, or it is not TOML.
+    """
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise StartupError(f"config file {path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise StartupError(f"config file {path} is not TOML: {error}") from None
+
+
+def describe(config: object) -> str:
+    """The values that are not defaults, as TOML, one a line; what `--print-config` shows."""
+    changed = differences(config)
+    if not changed:
+        return "# every value is at its default"
+    return "\n".join(f"{key} = {_toml(value)}" for key, value in changed.items())
+
+
+def as_flags(config: object, names: Sequence[str]) -> list[str]:
+    """The command line that gives another process these fields of `config`."""
+    flags: list[str] = []
+    for name in names:
+        value, flag = getattr(config, name), name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", str(value)]
+    return flags
+
+
+def _parameters(cls: type[Any]) -> list[click.Parameter]:
+    types = get_type_hints(cls)
+    parameters: list[click.Parameter] = [_parameter(f, types[f.name]) for f in fields(cls)]
+    parameters.append(
+        click.Option(["--config", _CONFIG_FILE], metavar="FILE", help="TOML file with any of these settings")
+    )
+    parameters.append(
+        click.Option(["--print-config", _PRINT_CONFIG], is_flag=True, help="print the values not at defaults, and exit")
+    )
+    return parameters
+
+
+def _parameter(f: Field[Any], kind: type) -> click.Option:
+    flag = "--" + f.name.replace("_", "-")
+    shown = {True: "on", False: "off", "": "none"}.get(f.default, f.default) if kind in (bool, str) else f.default
+    text = f"{f.metadata['help']}  [default: {shown}; BATON_{f.name.upper()}]"
+    if kind is bool:
+        return click.Option([f"{flag}/--no-{flag[2:]}", f.name], default=None, help=text)
+    choices = f.metadata.get("choices")
+    type_ = click.Choice(choices) if choices else {int: click.INT, float: click.FLOAT}.get(kind, click.STRING)
+    return click.Option([flag, f.name], type=type_, default=None, help=text)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return str(value)

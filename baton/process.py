@@ -1,0 +1,65 @@
+"""What a process owes its parent: to die with it, even when the parent is killed with SIGKILL."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PARENT_VARIABLE = "BATON_PARENT_PID"
+"""Names the parent a child was started by, so that the child sees it even if the parent died before it could look."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """The kernel kills this process when its parent ends; when the parent is gone already, it exits now.
+
+    `parent` is the pid the caller was started by; by default `BATON_PARENT_PID`, which the launcher and its agent set
+    and which is taken out of the environment here. Without either only a parent that dies from now on is noticed.
+    Linux only; elsewhere it does nothing. Call it from the main thread, before any work.
+    """
+    named = os.environ.pop(PARENT_VARIABLE, "")
+    if sys.platform != "linux":
+        return
+    expected = parent if parent is not None else int(named) if named.isdigit() else os.getppid()
+    set_death_signal()
+    if os.getppid() != expected:
+        os._exit(1)
+
+
+def set_death_signal() -> None:
+    """Asks the kernel for SIGKILL when the parent ends. Safe between fork and exec; it survives exec."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def descendants(pid: int) -> list[int]:
+    """The living processes below `pid`, nearest first. A worker runs in a session of its own, so a process group does
+    not reach it; this does."""
+    found: list[int] = []
+    queue = [pid]
+    while queue:
+        for child in _children(queue.pop(0)):
+            found.append(child)
+            queue.append(child)
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    children: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return children
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/children") as file:
+                children += [int(word) for word in file.read().split()]
+        except OSError:
+            continue
+    return children
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
