@@ -1,0 +1,87 @@
+"""A step plan as tensors: all rows packed one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.core.errors import InvariantError
+from baton.core.kv_layout import KVLayout
+from baton.core.step import Row, StepPlan
+from baton.engine.sampler import Draw
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One row in the packed batch: packed index `first`, absolute positions [start, end), the sequence's blocks."""
+
+    first: int
+    start: int
+    end: int
+    block_ids: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """T tokens with their absolute `positions` and KV `slots`; logits are wanted at packed indexes `sampled` [S], and
+    `draws` [S] says how each is sampled. `tokens` and `positions` may be longer than `slots`: then by padding, whose
+    results nobody reads and whose KV is not stored."""
+
+    spans: tuple[Span, ...]
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    sampled: Tensor
+    draws: tuple[Draw, ...]
+
+
+def make_batch(
+    plan: StepPlan, layout: KVLayout, vocab_size: int, max_model_len: int, device: torch.device, min_tokens: int = 1
+) -> Batch:
+    """Packs a plan. Raises InvariantError if a row does not fit the model (the scheduler's bug, not the client's)."""
+    spans: list[Span] = []
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    sampled: list[int] = []
+    draws: list[Draw] = []
+    size = layout.block_size
+    for row in plan.rows:
+        _check(row, size, vocab_size, max_model_len)
+        spans.append(Span(len(tokens), row.start, row.end, row.block_ids))
+        tokens.extend(row.tokens)
+        positions.extend(range(row.start, row.end))
+        slots.extend(row.block_ids[p // size] * size + p % size for p in range(row.start, row.end))
+        sampled.extend(range(len(tokens) - row.num_sampled, len(tokens)))
+        for index in range(row.output_index, row.output_index + row.num_sampled):
+            draws.append(Draw(row.sampling, row.sequence_id.choice, index))
+    padding = [0] * max(0, min_tokens - len(tokens))
+
+    def tensor(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(device)
+
+    return Batch(
+        tuple(spans),
+        tensor(tokens + padding),
+        tensor(positions + padding),
+        tensor(slots),
+        tensor(sampled),
+        tuple(draws),
+    )
+
+
+def _check(row: Row, block_size: int, vocab_size: int, max_model_len: int) -> None:
+    if not row.tokens or row.start < 0 or row.end > max_model_len:
+        raise InvariantError(f"{row.sequence_id}: positions {row.start}..{row.end} outside 0..{max_model_len}")
+    if not 0 <= row.num_sampled <= len(row.tokens):
+        raise InvariantError(f"{row.sequence_id}: {row.num_sampled} samples of {len(row.tokens)} tokens")
+    if len(row.block_ids) * block_size < row.end:
+        raise InvariantError(f"{row.sequence_id}: {len(row.block_ids)} blocks do not cover {row.end} positions")
+    if min(row.tokens) < 0 or max(row.tokens) >= vocab_size:
+        raise InvariantError(f"{row.sequence_id}: token id outside the vocabulary of {vocab_size}")

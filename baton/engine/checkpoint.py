@@ -1,0 +1,205 @@
+"""A Hugging Face checkpoint directory: which tensor is in which safetensors file, and reading slices of them.
+
+`Checkpoint.open` reads headers only; `verify` compares them with what the model expects; `read` maps one tensor (or a
+slice of it) and refuses NaN and Inf. Everything wrong with a directory is a StartupError of one line that names the
+file and, where there is one, the tensor. Only safetensors are read: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from baton.core.errors import StartupError
+from baton.core.model_config import ModelConfig, parse_config_json, parse_model_config
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_MAX_HEADER_BYTES = 100 << 20
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_IGNORED_SUFFIX = ".rotary_emb.inv_freq"  # old exports carry the rotary frequencies, which follow from the config
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """The tensors of a checkpoint by name. Files are opened once and stay mapped while the object lives."""
+
+    def __init__(self, model_dir: Path, tensors: dict[str, StoredTensor], handles: dict[Path, Any]) -> None:
+        self.model_dir = model_dir
+        self.tensors = tensors
+        self._handles = handles
+
+    @classmethod
+    def open(cls, model_dir: Path) -> Checkpoint:
+        tensors: dict[str, StoredTensor] = {}
+        handles: dict[Path, Any] = {}
+        weight_map = _weight_map(model_dir)
+        for file in weight_files(model_dir):
+            handles[file] = _open_file(file)
+            for name in handles[file].keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
+                if name.endswith(_IGNORED_SUFFIX):
+                    continue
+                if name in tensors:
+                    raise StartupError(f"{file.name}: tensor {name} is also in {tensors[name].file.name}")
+                if weight_map is not None and weight_map.get(name) != file.name:
+                    said = weight_map.get(name, "nowhere")
+                    raise StartupError(f"{_INDEX}: tensor {name} is in {file.name}, but the index says {said}")
+                part = handles[file].get_slice(name)
+                dtype = _DTYPES.get(part.get_dtype())
+                if dtype is None:
+                    raise StartupError(f"{file.name}: tensor {name} has unsupported dtype {part.get_dtype()}")
+                tensors[name] = StoredTensor(file, dtype, tuple(part.get_shape()))
+        for name, file_name in (weight_map or {}).items():
+            if name not in tensors and not name.endswith(_IGNORED_SUFFIX):
+                raise StartupError(f"{file_name}: tensor {name} is missing, but {_INDEX} says it is there")
+        return cls(model_dir, tensors, handles)
+
+    def verify(self, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None) -> None:
+        """Compares names, shapes and dtypes with what the config implies (`dtype` None: any, but one for all)."""
+        for name, shape in expected.items():
+            stored = self.tensors.get(name)
+            if stored is None:
+                raise StartupError(f"{self.model_dir}: tensor {name} is missing")
+            if stored.shape != shape:
+                found, asked = list(stored.shape), list(shape)
+                raise StartupError(f"{stored.file.name}: tensor {name} has shape {found}, config.json asks for {asked}")
+        for name, stored in self.tensors.items():
+            if name not in expected:
+                raise StartupError(f"{stored.file.name}: tensor {name} does not belong to this model")
+            dtype = dtype or stored.dtype
+            if stored.dtype != dtype:
+                raise StartupError(f"{stored.file.name}: tensor {name} is {stored.dtype}, not {dtype} as it should be")
+
+    def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        """One tensor, or rows (dimension 0) or columns (dimension 1) of it, as stored. StartupError on NaN or Inf."""
+        stored = self.tensors[name]
+        part = self._handles[stored.file].get_slice(name)
+        try:
+            tensor: Tensor = part[rows] if len(stored.shape) == 1 else part[rows, columns]
+        except SafetensorError as error:
+            raise StartupError(f"{stored.file.name}: tensor {name}: {_one_line(error)}") from None
+        if tensor.numel() and not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
+            raise StartupError(f"{stored.file.name}: tensor {name} holds NaN or infinite values")
+        return tensor
+
+
+def read_model_config(model_dir: Path) -> ModelConfig:
+    """Reads and checks `config.json` of a checkpoint directory."""
+    if not model_dir.is_dir():
+        raise StartupError(f"{model_dir}: no such model directory")
+    return parse_model_config(parse_config_json(_read_small(model_dir / "config.json")))
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """The safetensors files that make up the checkpoint, sorted by name, each a regular file inside the directory."""
+    weight_map = _weight_map(model_dir)
+    if weight_map is not None:
+        return [_regular_file(model_dir, name) for name in sorted(set(weight_map.values()))]
+    if (model_dir / _SINGLE).exists() or (model_dir / _SINGLE).is_symlink():
+        return [_regular_file(model_dir, _SINGLE)]
+    if not model_dir.is_dir():
+        raise StartupError(f"{model_dir}: no such model directory")
+    if any(path.suffix in (".bin", ".pt", ".pth") for path in model_dir.iterdir()):
+        raise StartupError(f"{model_dir}: only pickled weights (.bin, .pt) are there; Baton reads safetensors only")
+    raise StartupError(f"{model_dir}: neither {_SINGLE} nor {_INDEX} is there")
+
+
+def model_digest(model_dir: Path) -> str:
+    """xxh3_128 over config.json and all weight bytes, as 32 hex digits: equal exactly for equal checkpoints."""
+    digest = xxhash.xxh3_128()
+    for file in [model_dir / "config.json", *weight_files(model_dir)]:
+        digest.update(f"{file.name}:{file.stat().st_size}\n".encode())
+        with file.open("rb") as stream:
+            while piece := stream.read(4 << 20):
+                digest.update(piece)
+    return digest.hexdigest()
+
+
+def _weight_map(model_dir: Path) -> dict[str, str] | None:
+    """Tensor name to file name from the index, or None if there is no index."""
+    index = model_dir / _INDEX
+    if not index.exists():
+        return None
+    try:
+        content = json.loads(_read_small(index), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise StartupError(f"{_INDEX}: {_one_line(error)}") from None
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise StartupError(f"{_INDEX}: weight_map is missing or empty")
+    for name, file_name in weight_map.items():
+        if (
+            not isinstance(file_name, str)
+            or Path(file_name).name != file_name
+            or not file_name.endswith(".safetensors")
+        ):
+            raise StartupError(f"{_INDEX}: tensor {name} is mapped to {file_name!r:.80}, not a .safetensors file name")
+    return weight_map
+
+
+def _regular_file(model_dir: Path, name: str) -> Path:
+    """The path of a file in the directory. A link may only point inside it, or into the blobs of the same repository
+    in a huggingface_hub cache (…/snapshots/REVISION/name -> ../../blobs/…)."""
+    path = model_dir / name
+    try:
+        mode = path.stat().st_mode
+        target = path.resolve(strict=True)
+    except OSError as error:
+        raise StartupError(f"{name}: {error.strerror} (in {model_dir})") from None
+    if not stat.S_ISREG(mode):
+        raise StartupError(f"{name}: not a regular file (in {model_dir})")
+    home = model_dir.resolve()
+    roots = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(target.is_relative_to(root) for root in roots):
+        raise StartupError(f"{name}: a link that leaves the model directory {model_dir}")
+    return path
+
+
+def _open_file(file: Path) -> Any:
+    """A safetensors handle. The library checks offsets, sizes and shapes; a name given twice it lets through."""
+    try:
+        handle = safe_open(file, framework="pt")
+        with file.open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            json.loads(stream.read(min(size, _MAX_HEADER_BYTES)), object_pairs_hook=_unique)
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise StartupError(f"{file.name}: damaged safetensors file: {_one_line(error)}") from None
+    return handle
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = dict(pairs)
+    if len(keys) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"tensor {twice} is listed twice")
+    return keys
+
+
+def _read_small(path: Path) -> bytes:
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise StartupError(f"{path.name}: not a regular file (in {path.parent})")
+        return path.read_bytes()
+    except OSError as error:
+        raise StartupError(f"{path.name}: {error.strerror} (in {path.parent})") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,54 @@
+"""What this machine computes on: device, dtype, and how much memory the KV cache may take by default."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal, cast
+
+import torch
+
+from baton.core.errors import StartupError
+
+ComputeDType = Literal["float32", "bfloat16"]
+
+_CPU_KV_BYTES = 4 << 30
+_CPU_KV_SHARE = 0.125
+_CUDA_KV_SHARE = 0.85
+
+
+def choose_device(wanted: str) -> torch.device:
+    """ "auto" is CUDA if there is one. Raises StartupError for CUDA without a GPU."""
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise StartupError(f"device must be auto, cpu or cuda, not {wanted!r:.60}")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise StartupError("device cuda: torch finds no CUDA device")
+    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def choose_dtype(wanted: str, device: torch.device, exact: bool) -> ComputeDType:
+    """ "auto" is bfloat16 on CUDA and on CPUs that multiply it in hardware, else float32; exact mode is float32."""
+    if wanted not in ("auto", "bfloat16", "float32"):
+        raise StartupError(f"dtype must be auto, bfloat16 or float32, not {wanted!r:.60}")
+    if exact:
+        if wanted == "bfloat16":
+            raise StartupError("exact mode computes in float32: leave dtype at auto or float32")
+        if device.type != "cpu":
+            raise StartupError("exact mode runs on CPU only")
+        return "float32"
+    if wanted == "auto":
+        return "bfloat16" if device.type == "cuda" or cpu_multiplies_bfloat16() else "float32"
+    return cast(ComputeDType, wanted)
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether the CPU has avx512_bf16 or AMX."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def default_kv_bytes(device: torch.device) -> int:
+    """CPU: an eighth of the machine's memory, 4 GiB at most (pages are taken from the system only as blocks are used).
+    CUDA: 85 % of what is free once the weights are there."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * _CUDA_KV_SHARE)
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(_CPU_KV_BYTES, int(physical * _CPU_KV_SHARE))

@@ -1,0 +1,49 @@
+"""The paged KV cache of one rank, and how many blocks fit in memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton.core.errors import StartupError
+from baton.core.kv_layout import KVLayout
+
+
+class KVPool:
+    """K and V of every layer, in blocks: `layers[i]` is (K, V), each [num_blocks, block_size, kv_heads, head_dim].
+
+    Blocks 0..num_blocks-1 belong to the scheduler. One more block of zeros lies behind them in the same storage; padded
+    block tables point at it (`zero_block`), and `storage[i]` shows the tensors with it. Memory is not initialised (the
+    operating system hands out pages as blocks are first used); attention never reads positions that were not written.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.zero_block = num_blocks
+        self.storage: list[tuple[Tensor, Tensor]] = []
+        for layer in layout.layers:
+            shape = (num_blocks + 1, layout.block_size, layer.num_kv_heads, layer.head_dim)
+            dtype = getattr(torch, layer.dtype)
+            pair = (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
+            for tensor in pair:
+                tensor[self.zero_block].zero_()
+            self.storage.append(pair)
+        self.layers = [(keys[:num_blocks], values[:num_blocks]) for keys, values in self.storage]
+
+    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Stores keys and values [T, kv_heads, head_dim] at `slots` [T] (block id * block_size + offset)."""
+        for tensor, new in zip(self.storage[layer], (keys, values), strict=True):
+            tensor.view(-1, *tensor.shape[2:]).index_copy_(0, slots, new)
+
+
+def plan_blocks(layout: KVLayout, kv_memory_bytes: int, max_model_len: int | None) -> int:
+    """How many blocks fit in `kv_memory_bytes`. Raises StartupError if that is less than `max_model_len` tokens."""
+    num_blocks = kv_memory_bytes // layout.bytes_per_block
+    needed = layout.blocks_for(max_model_len or 1)
+    if num_blocks < needed:
+        need_mib, have_mib = needed * layout.bytes_per_block / 2**20, kv_memory_bytes / 2**20
+        raise StartupError(
+            f"KV memory of {have_mib:.1f} MiB is too small: {max_model_len or 1} tokens need {need_mib:.1f} MiB"
+        )
+    return num_blocks

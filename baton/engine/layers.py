@@ -1,0 +1,108 @@
+"""The pieces of a decoder layer that know nothing of sequences: linear, norm, rotary embedding, activation.
+
+Shapes: T tokens, H heads, D head size. Two sets of arithmetic behind the same names: the fast one, and the exact one
+whose result for a row has the same bits whatever rows it is computed with (design, section 1.6).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.core.model_config import Llama3Rope, ModelConfig
+from baton.engine.weights import Projection
+
+Linear = Callable[[Tensor], Tensor]
+Norm = Callable[[Tensor], Tensor]
+
+
+class PlainLinear:
+    """x @ weight.T + bias by torch's own kernels: any device, and the twin of PackedLinear."""
+
+    def __init__(self, projection: Projection) -> None:
+        self._weight, self._bias = projection.weight, projection.bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+
+class PackedLinear:
+    """The same with the weight reordered once into oneDNN's blocked form: a third faster when few rows are computed,
+    because reading the weight is all it waits for. CPU only."""
+
+    def __init__(self, projection: Projection) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(projection.weight.contiguous(), None)
+        self._bias = projection.bias
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        return y
+
+
+def make_linear(projection: Projection) -> Linear:
+    """Packed where oneDNN can take the dtype, else plain."""
+    weight = projection.weight
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+        return PlainLinear(projection)
+    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return PlainLinear(projection)
+    return PackedLinear(projection)
+
+
+class RMSNorm:
+    """x / rms(x) * weight over the last dimension, computed in float32."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self._weight, self._eps = weight, eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
+
+
+class Rotary:
+    """Rotary position embedding (Su et al. 2021) in the "rotate half" order of Hugging Face checkpoints.
+
+    Holds cos and signed sin for every position: [positions, 1, D]; the sine of the first half is negated.
+    """
+
+    def __init__(self, config: ModelConfig, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(config))
+        cos, sin = angles.cos(), angles.sin()
+        self._cos = torch.cat([cos, cos], dim=-1).unsqueeze(1).to(dtype=dtype, device=device)
+        self._sin = torch.cat([-sin, sin], dim=-1).unsqueeze(1).to(dtype=dtype, device=device)
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of positions [T], each [T, 1, D]."""
+        return self._cos[positions], self._sin[positions]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns x [T, H, D] by the angles of its positions."""
+    swapped = torch.roll(x, x.shape[-1] // 2, dims=-1)
+    return (x * cos).add_(swapped.mul_(sin))
+
+
+def inverse_frequencies(config: ModelConfig) -> Tensor:
+    """One frequency per pair of dimensions, [D / 2], with Llama 3.1's stretch where the config asks for it."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
+    frequencies = 1.0 / (config.rope_theta**exponents)
+    return frequencies if config.rope_scaling is None else _stretch(frequencies, config.rope_scaling)
+
+
+def _stretch(frequencies: Tensor, scaling: Llama3Rope) -> Tensor:
+    wavelengths = 2 * math.pi / frequencies
+    original = scaling.original_max_position_embeddings
+    blend = (original / wavelengths - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blended = (1 - blend) * frequencies / scaling.factor + blend * frequencies
+    stretched = torch.where(wavelengths > original / scaling.low_freq_factor, frequencies / scaling.factor, blended)
+    return torch.where(wavelengths < original / scaling.high_freq_factor, frequencies, stretched)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, for gate and up side by side in the last dimension."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

@@ -1,0 +1,121 @@
+"""Choosing tokens: a pure function of (logits, parameters, seed, choice, output index) (design, section 1.4).
+
+token = argmax over surviving candidates of (logit + T * g), ties to the lowest id, in float64. That is a draw from
+softmax(logit / T) over the survivors, because g is Gumbel noise (the Gumbel-max trick). The noise of a token depends
+on (seed, choice, output index, token id) alone, so every subset of the vocabulary, every worker and a draft model see
+the same. T = 0 is the plain argmax and draws nothing.
+
+Who survives. Order all tokens by logit, largest first, equal logits by lowest id.
+1. top_k > 0 keeps the first top_k of that order.
+2. top_p < 1 keeps, of those, the shortest prefix whose probability, softmax(logit / T) renormalised over what step 1
+   kept, is at least top_p; at least one token. Weights are exp((logit - max) / T) in float64, summed in that order.
+
+Noise. Philox-4x32-10, key = seed (low word, high word), counter = (token id >> 2, output index, choice, 0), word
+token id & 3 of the four: x. v = (x + 0.5) * 2**-32, g = -log(-log1p(-v)); v is never 0 or 1, so g is finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.core.request import SamplingParams
+from baton.engine.philox import philox4x32
+
+Floats = NDArray[np.float64]
+Ids = NDArray[np.int64]
+
+_FIRST_GUESS = 64  # candidates looked at first by top-p; most distributions have their mass in fewer
+_GROWTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What decides one token besides its logits."""
+
+    sampling: SamplingParams
+    choice: int
+    output_index: int
+
+
+@torch.no_grad()
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """One token per row of logits [S, vocab] (float32). A row's token does not depend on the other rows."""
+    if not draws:
+        return []
+    tokens: list[int] = torch.argmax(logits, dim=-1).tolist()
+    noisy = [index for index, draw in enumerate(draws) if not draw.sampling.greedy]
+    if noisy:
+        rows = logits[noisy].cpu().numpy()
+        for index, row in zip(noisy, rows, strict=True):
+            ids, values = noised_logits(row, draws[index])
+            tokens[index] = int(ids[np.argmax(values)])
+    return tokens
+
+
+def noised_logits(logits: NDArray[np.float32], draw: Draw) -> tuple[Ids, Floats]:
+    """Surviving token ids in rising order and logit + T * g of each; for T = 0 all ids and their plain logits."""
+    params = draw.sampling
+    if params.greedy:
+        return np.arange(len(logits)), logits.astype(np.float64)
+    ids = survivors(logits, params)
+    return ids, logits[ids] + params.temperature * gumbel(ids, draw)
+
+
+def gumbel(ids: Ids, draw: Draw) -> Floats:
+    """The noise of each token id at this draw."""
+    seed = draw.sampling.seed
+    key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
+    blocks, where = np.unique(ids >> 2, return_inverse=True)
+    words = philox4x32((blocks, draw.output_index, draw.choice, 0), key)
+    v = (words[where, ids & 3] + 0.5) * 2.0**-32
+    noise: Floats = -np.log(-np.log1p(-v))
+    return noise
+
+
+def survivors(logits: NDArray[np.float32], params: SamplingParams) -> Ids:
+    """Ids that top_k and top_p leave, in rising order. Never sorts the whole vocabulary unless top_p needs it all."""
+    vocab = len(logits)
+    kept = min(params.top_k, vocab) if params.top_k > 0 else vocab
+    if params.top_p >= 1.0:
+        return np.arange(vocab) if kept == vocab else np.sort(_leading(logits, kept))
+    if kept < vocab:
+        ranked = _leading(logits, kept)
+        weights = _weights(logits[ranked], params.temperature, logits[ranked[0]])
+        total = np.cumsum(weights)[-1]
+        return np.sort(ranked[: _prefix(weights, params.top_p * total)])
+    total = _weights(logits, params.temperature, logits.max()).sum()
+    count = min(_FIRST_GUESS, vocab)
+    while True:
+        ranked = _leading(logits, count)
+        weights = _weights(logits[ranked], params.temperature, logits[ranked[0]])
+        length = _prefix(weights, params.top_p * total)
+        if length <= count or count == vocab:
+            return np.sort(ranked[:length])
+        count = min(count * _GROWTH, vocab)
+
+
+def _leading(logits: NDArray[np.float32], count: int) -> Ids:
+    """The first `count` ids of the order above."""
+    if count == len(logits):
+        candidates = np.arange(count)
+    else:
+        threshold = np.partition(logits, len(logits) - count)[len(logits) - count]
+        candidates = np.flatnonzero(logits >= threshold)
+    order = np.lexsort((candidates, -logits[candidates]))
+    return candidates[order[:count]]
+
+
+def _weights(logits: NDArray[np.float32], temperature: float, largest: np.float32) -> Floats:
+    weights: Floats = np.exp((logits.astype(np.float64) - np.float64(largest)) / temperature)
+    return weights
+
+
+def _prefix(weights: Floats, mass: float) -> int:
+    """Length of the shortest prefix whose sum is at least `mass`; len(weights) + 1 if the whole falls short."""
+    return int(np.searchsorted(np.cumsum(weights), mass, side="left")) + 1

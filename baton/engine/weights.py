@@ -1,0 +1,140 @@
+"""The tensors of a model under their Hugging Face names, and one rank's share of them, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.core.errors import StartupError
+from baton.core.model_config import ModelConfig
+from baton.engine.checkpoint import Checkpoint
+from baton.engine.tp import TPGroup
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+NORM = "model.norm.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A linear layer's weight [out, in] and bias [out]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. `qkv` stacks the rows of q, k, v; `gate_up` those of gate and up."""
+
+    attention_norm: Tensor
+    qkv: Projection
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    attention_out: Projection
+    mlp_norm: Tensor
+    gate_up: Projection
+    down: Projection
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a checkpoint of this config holds."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    tensors: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, hidden), NORM: (hidden,)}
+    if not config.tie_word_embeddings:
+        tensors[HEAD] = (config.vocab_size, hidden)
+    linears = (
+        ("self_attn.q_proj", queries, hidden, config.qkv_bias),
+        ("self_attn.k_proj", keys, hidden, config.qkv_bias),
+        ("self_attn.v_proj", keys, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, queries, config.o_bias),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias),
+    )
+    for index in range(config.num_layers):
+        layer = f"model.layers.{index}"
+        tensors[f"{layer}.input_layernorm.weight"] = (hidden,)
+        tensors[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+        if config.qk_norm:
+            tensors[f"{layer}.self_attn.q_norm.weight"] = (config.head_dim,)
+            tensors[f"{layer}.self_attn.k_norm.weight"] = (config.head_dim,)
+        for name, out, into, biased in linears:
+            tensors[f"{layer}.{name}.weight"] = (out, into)
+            if biased:
+                tensors[f"{layer}.{name}.bias"] = (out,)
+    return tensors
+
+
+class WeightReader:
+    """Reads one rank's share of a verified checkpoint in the dtype and on the device it is computed in."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, config: ModelConfig, group: TPGroup, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        expected = expected_tensors(config)
+        if config.tie_word_embeddings and HEAD in checkpoint.tensors:
+            expected[HEAD] = expected[EMBEDDING]
+        checkpoint.verify(expected, getattr(torch, config.torch_dtype) if config.torch_dtype else None)
+        self._checkpoint = checkpoint
+        self._config = config
+        self._group = group
+        self._dtype = dtype
+        self._device = device
+        if HEAD in checkpoint.tensors and config.tie_word_embeddings:
+            self._check_tied()
+
+    def embedding(self) -> Tensor:
+        """[vocab, hidden], whole on every rank."""
+        return self._read(EMBEDDING)
+
+    def head(self) -> Tensor:
+        """[vocab, hidden]; a checkpoint with tied embeddings has the embedding itself here."""
+        return self._read(EMBEDDING if self._config.tie_word_embeddings else HEAD)
+
+    def final_norm(self) -> Tensor:
+        return self._read(NORM)
+
+    def layer(self, index: int) -> LayerWeights:
+        config, name = self._config, f"model.layers.{index}"
+        heads, kv_heads = self._heads(config.num_heads), self._heads(config.num_kv_heads)
+        inner = self._group.part(config.intermediate_size)
+        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+        return LayerWeights(
+            attention_norm=self._read(f"{name}.input_layernorm.weight"),
+            qkv=self._stacked([(f"{attention}.{p}_proj", heads if p == "q" else kv_heads) for p in "qkv"]),
+            q_norm=self._read(f"{attention}.q_norm.weight") if config.qk_norm else None,
+            k_norm=self._read(f"{attention}.k_norm.weight") if config.qk_norm else None,
+            attention_out=self._row_parallel(f"{attention}.o_proj", heads),
+            mlp_norm=self._read(f"{name}.post_attention_layernorm.weight"),
+            gate_up=self._stacked([(f"{mlp}.gate_proj", inner), (f"{mlp}.up_proj", inner)]),
+            down=self._row_parallel(f"{mlp}.down_proj", inner),
+        )
+
+    def _heads(self, total: int) -> slice:
+        part, size = self._group.part(total), self._config.head_dim
+        return slice(part.start * size, part.stop * size)
+
+    def _stacked(self, parts: list[tuple[str, slice]]) -> Projection:
+        """Column-parallel layers that read the same input, their output rows under each other."""
+        weight = torch.cat([self._read(f"{name}.weight", rows) for name, rows in parts])
+        if f"{parts[0][0]}.bias" not in self._checkpoint.tensors:
+            return Projection(weight, None)
+        return Projection(weight, torch.cat([self._read(f"{name}.bias", rows) for name, rows in parts]))
+
+    def _row_parallel(self, name: str, columns: slice) -> Projection:
+        """A layer whose input is split over ranks; its bias is added by rank 0 alone, before the sum."""
+        weight = self._read(f"{name}.weight", columns=columns)
+        has_bias = f"{name}.bias" in self._checkpoint.tensors and self._group.rank == 0
+        return Projection(weight, self._read(f"{name}.bias") if has_bias else None)
+
+    def _read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        return self._checkpoint.read(name, rows, columns).to(dtype=self._dtype, device=self._device)
+
+    def _check_tied(self) -> None:
+        if not torch.equal(self._checkpoint.read(HEAD), self._checkpoint.read(EMBEDDING)):
+            file = self._checkpoint.tensors[HEAD].file.name
+            raise StartupError(f"{file}: tensor {HEAD} differs from {EMBEDDING}, but config.json ties them")

@@ -1,0 +1,102 @@
+"""Drives a runner as a small scheduler would: several sequences, chunked prefill, then one token a step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.core.request import SamplingParams, SequenceId
+from baton.core.step import Row, StepPlan
+from baton.engine.runner import EngineOptions, Runner, load_runner
+from baton.engine.sampler import Draw, sample
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def tiny_runner(model_dir: Path, **options: Any) -> Runner:
+    defaults: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_memory_bytes": 8 << 20}
+    return load_runner(EngineOptions(model_dir=model_dir, **{**defaults, **options}))
+
+
+def random_tokens(count: int, seed: int = 0, vocab_size: int = 320) -> list[int]:
+    return random.Random(seed).choices(range(vocab_size), k=count)
+
+
+def block_ids(runner: Runner, seed: int = 0) -> Iterator[int]:
+    """All blocks of the pool in random order: nothing may depend on which blocks a sequence has."""
+    blocks = list(range(runner.num_blocks))
+    random.Random(seed).shuffle(blocks)
+    return iter(blocks)
+
+
+@dataclass
+class Job:
+    """One sequence. `tokens` is the prompt and then what was generated; `logits` those each was sampled from."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    sampling: SamplingParams = GREEDY
+    chunk: int = 1 << 30
+    blocks: tuple[int, ...] = ()
+    tokens: list[int] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+    computed: int = 0
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]
+
+    @property
+    def done(self) -> bool:
+        return len(self.output) >= self.max_tokens
+
+    def next_row(self, name: str) -> Row:
+        count = min(self.chunk, len(self.tokens) - self.computed)
+        last = self.computed + count == len(self.tokens)
+        return Row(
+            SequenceId(name),
+            self.computed,
+            tuple(self.tokens[self.computed : self.computed + count]),
+            self.blocks,
+            self.sampling,
+            num_sampled=int(last),
+            output_index=len(self.output),
+        )
+
+
+def run(runner: Runner, jobs: Sequence[Job], seed: int = 0) -> None:
+    """Runs all jobs in one continuous batch to their ends."""
+    free = block_ids(runner, seed)
+    for job in jobs:
+        job.tokens = list(job.prompt)
+        job.blocks = tuple(next(free) for _ in range(runner.layout.blocks_for(len(job.prompt) + job.max_tokens)))
+    step_id = 0
+    while active := [job for job in jobs if not job.done]:
+        rows = tuple(job.next_row(str(index)) for index, job in enumerate(active))
+        results = runner.step_logits(StepPlan(step_id, rows))
+        for job, row, logits in zip(active, rows, results, strict=True):
+            job.computed = row.end
+            if row.num_sampled:
+                job.logits.append(logits[0])
+                job.tokens += sample(logits, [Draw(job.sampling, row.sequence_id.choice, row.output_index)])
+        step_id += 1
+
+
+def all_logits(runner: Runner, tokens: Sequence[int], chunks: Sequence[int], seed: int = 0) -> Tensor:
+    """Logits [len(tokens), vocab] of a sequence computed alone in chunks of the given lengths (cycled)."""
+    free = block_ids(runner, seed)
+    blocks = tuple(next(free) for _ in range(runner.layout.blocks_for(len(tokens))))
+    parts: list[Tensor] = []
+    start = 0
+    while start < len(tokens):
+        count = min(chunks[len(parts) % len(chunks)], len(tokens) - start)
+        row = Row(SequenceId("x"), start, tuple(tokens[start : start + count]), blocks, GREEDY, num_sampled=count)
+        parts += runner.step_logits(StepPlan(len(parts), (row,)))
+        start += count
+    return torch.cat(parts)
