@@ -28,8 +28,8 @@ class DecodeResult:
 @dataclass(slots=True)
 class _Times:
     reserved_at: float
-    received_at: float = 0.0
-    running_at: float = 0.0
+    received_at: float | None = None
+    running_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -38,6 +38,8 @@ class _Entry:
     times: _Times
     # Output index from which tokens are still to be told; the first event repeats the token that prefill sampled.
     untold: int = field(default=0)
+    # KV is still being written into the blocks of an aborted sequence.
+    in_flight: bool = False
 
 
 class DecodeScheduler:
@@ -111,10 +113,10 @@ class DecodeScheduler:
         """
         entry = self._entries[sequence_id]
         sequence = entry.sequence
-        entry.times.received_at = now
-        sequence.num_computed = sequence.num_tokens
         self.blocks.convert(sequence.block_ids, Holder("receiving", sequence_id), Holder("sequence", sequence_id))
         sequence.move(State.READY)
+        sequence.num_computed = sequence.num_tokens
+        entry.times.received_at = now
         self._ready.append(sequence_id)
         reason = sequence.append(first_token)
         if sequence.ending is not None or reason is not None:
@@ -161,11 +163,13 @@ class DecodeScheduler:
         """Takes in the tokens of the outstanding step.
 
         Raises:
-            InvariantError: the outcome is of another step.
+            InvariantError: the outcome is of another step, or has more or fewer tokens than it.
         """
         plan = self._plan
         if plan is None or plan.step_id != outcome.step_id:
             raise InvariantError(f"outcome of step {outcome.step_id} while {plan and plan.step_id} is out")
+        if [len(tokens) for tokens in outcome.sampled] != [row.num_sampled for row in plan.rows]:
+            raise InvariantError(f"the outcome of step {plan.step_id} does not have the tokens that its rows sample")
         self._plan = None
         tokens: list[TokenEvent] = []
         ended: list[SequenceEnded] = []
@@ -205,13 +209,15 @@ class DecodeScheduler:
 
     def abort(self, sequence_id: SequenceId, *, in_flight: bool = False) -> bool:
         """Ends a sequence. Its blocks are free at once, unless a row of it is out, or `in_flight`: KV is being written
-        into them. Then the next finish_step, or `receive_ended`, frees them. False when the sequence is not known."""
+        into them. Then the next finish_step, or `receive_ended`, frees them, and a second abort does not. False when
+        the sequence is not known."""
         entry = self._entries.get(sequence_id)
         if entry is None:
             return False
         sequence = entry.sequence
         sequence.ending = sequence.ending or "aborted"
-        if sequence.step_id is None and not in_flight:
+        entry.in_flight = sequence.state is State.RECEIVING and (in_flight or entry.in_flight)
+        if sequence.step_id is None and not entry.in_flight:
             self._leave(entry)
         return True
 
@@ -222,15 +228,17 @@ class DecodeScheduler:
             self._leave(entry)
 
     def stamps(self, sequence_id: SequenceId) -> StageStamps:
-        return self._stamps(self._entries[sequence_id], 0.0)
+        return self._stamps(self._entries[sequence_id], None)
 
-    def _stamps(self, entry: _Entry, now: float) -> StageStamps:
-        times = entry.times
-        return StageStamps(
-            transfer_s=max(times.received_at - times.reserved_at, 0.0) if times.received_at else 0.0,
-            decode_queue_s=max(times.running_at - times.received_at, 0.0) if times.running_at else 0.0,
-            decode_s=max(now - times.running_at, 0.0) if times.running_at and now else 0.0,
-        )
+    def _stamps(self, entry: _Entry, now: float | None) -> StageStamps:
+        received, running = entry.times.received_at, entry.times.running_at
+        if received is None:
+            return StageStamps()
+        transfer_s = received - entry.times.reserved_at
+        if running is None:
+            return StageStamps(transfer_s=transfer_s)
+        decode_s = 0.0 if now is None else now - running
+        return StageStamps(transfer_s=transfer_s, decode_queue_s=running - received, decode_s=decode_s)
 
     def _leave(self, entry: _Entry) -> None:
         sequence = entry.sequence
@@ -248,13 +256,16 @@ class DecodeScheduler:
         """Proves that the books balance.
 
         Raises:
-            InvariantError: a block is held by a sequence that is not here, or a queue names an unknown sequence.
+            InvariantError: a block is not held by exactly the sequence here that owns it, or a queue and the states
+                disagree.
         """
         self.blocks.check()
-        for block in range(self.blocks.num_blocks):
-            for holder in self.blocks.holders(block):
-                if holder.sequence not in self._entries:
-                    raise InvariantError(f"block {block} is held by {holder}, which is not here")
-        for sequence_id in (*self._ready, *self._running):
-            if sequence_id not in self._entries:
-                raise InvariantError(f"{sequence_id} is queued but not here")
+        held: set[tuple[int, Holder]] = set()
+        for sequence_id, entry in self._entries.items():
+            receiving = entry.sequence.state is State.RECEIVING
+            holder = Holder("receiving" if receiving else "sequence", sequence_id)
+            held |= {(block, holder) for block in entry.sequence.block_ids}
+        self.blocks.check_held(held)
+        for queue, state in ((self._ready, State.READY), (self._running, State.RUNNING)):
+            if sorted(queue) != sorted(i for i, e in self._entries.items() if e.sequence.state is state):
+                raise InvariantError(f"the {state.value} queue and the sequences' states disagree: {list(queue)}")

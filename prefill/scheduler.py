@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from baton.core.blocks import BlockTable, Holder
-from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
+from baton.core.errors import DuplicateRequest, HandoffError, InvalidRequest, InvariantError, Unavailable
 from baton.core.events import SequenceEnded, StageStamps
 from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, SequenceId
@@ -23,17 +23,19 @@ from baton.core.step import Row, StepOutcome, StepPlan
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """KV of positions [0, computed) of a sequence is complete; `first_token` is set with the last of them."""
+    """KV of positions [0, computed) of a sequence is complete; `first_token`, the output `output_index`, is set with
+    the last of them."""
 
     sequence_id: SequenceId
     computed: int
     first_token: int | None = None
+    output_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillResult:
     """What a step changed. A sequence in `ended` is done here for good; one with a first token and no end is parked
-    until its hand-over has ended."""
+    until its hand-over has ended. Aborted ones are in neither: whoever aborted knows."""
 
     progress: tuple[Progress, ...] = ()
     ended: tuple[SequenceEnded, ...] = ()
@@ -41,8 +43,8 @@ class PrefillResult:
 
 @dataclass(slots=True)
 class _Times:
-    started_at: float = 0.0
-    computed_at: float = 0.0
+    started_at: float | None = None
+    computed_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -101,10 +103,13 @@ class PrefillScheduler:
 
         Raises:
             DuplicateRequest: this attempt is already here.
+            InvalidRequest: there is no token to compute.
             Unavailable: the prompt needs more blocks than the whole pool has.
         """
         if request.sequence_id in self._entries:
             raise DuplicateRequest(f"sequence {request.sequence_id} is already on this worker")
+        if not request.num_prefill_tokens:
+            raise InvalidRequest("prompt must have at least one token", param="prompt")
         needed = self.layout.blocks_for(request.num_prefill_tokens)
         if needed > self.blocks.num_blocks:
             raise Unavailable(
@@ -167,11 +172,13 @@ class PrefillScheduler:
         """Takes in what the outstanding step computed.
 
         Raises:
-            InvariantError: the outcome is of another step.
+            InvariantError: the outcome is of another step, or has more or fewer tokens than it.
         """
         plan = self._plan
         if plan is None or plan.step_id != outcome.step_id:
             raise InvariantError(f"outcome of step {outcome.step_id} while {plan and plan.step_id} is out")
+        if [len(tokens) for tokens in outcome.sampled] != [row.num_sampled for row in plan.rows]:
+            raise InvariantError(f"the outcome of step {plan.step_id} does not have the tokens that its rows sample")
         self._plan = None
         progress: list[Progress] = []
         ended: list[SequenceEnded] = []
@@ -190,7 +197,7 @@ class PrefillScheduler:
             token = sampled[0]
             self.tokens_generated += 1
             entry.times.computed_at = now
-            progress.append(Progress(sequence.id, row.end, first_token=token))
+            progress.append(Progress(sequence.id, row.end, token, row.output_index))
             reason = sequence.append(token)
             if reason is not None:
                 ended.append(SequenceEnded(sequence.id, reason, stamps=self.stamps(sequence.id)))
@@ -200,7 +207,10 @@ class PrefillScheduler:
                 self.blocks.release(sequence.block_ids, Holder("sequence", sequence.id))
                 sequence.move(State.PARKED)
             else:
-                raise InvariantError(f"sequence {sequence.id} goes on after its first token but has no hand-over")
+                message = "the sequence goes on after its first token and its hand-over has been given up"
+                stamps = self.stamps(sequence.id)
+                ended.append(SequenceEnded(sequence.id, "error", HandoffError.code, message, stamps))
+                self._leave(entry)
         return PrefillResult(tuple(progress), tuple(ended))
 
     def request(self, sequence_id: SequenceId) -> GenerateRequest:
@@ -208,6 +218,9 @@ class PrefillScheduler:
 
     def block_ids(self, sequence_id: SequenceId) -> tuple[int, ...]:
         return self._entries[sequence_id].sequence.block_ids
+
+    def hands_over(self, sequence_id: SequenceId) -> bool:
+        return self._entries[sequence_id].pinned
 
     def knows(self, sequence_id: SequenceId) -> bool:
         return sequence_id in self._entries
@@ -217,11 +230,10 @@ class PrefillScheduler:
 
     def stamps(self, sequence_id: SequenceId) -> StageStamps:
         entry = self._entries[sequence_id]
-        started = entry.times.started_at or entry.sequence.arrived_at
-        return StageStamps(
-            queue_s=started - entry.sequence.arrived_at,
-            prefill_s=max(entry.times.computed_at - started, 0.0) if entry.times.computed_at else 0.0,
-        )
+        arrived, started, computed = entry.sequence.arrived_at, entry.times.started_at, entry.times.computed_at
+        if started is None:
+            return StageStamps()
+        return StageStamps(queue_s=started - arrived, prefill_s=0.0 if computed is None else computed - started)
 
     def abort(self, sequence_id: SequenceId) -> bool:
         """Ends a sequence; its blocks are free once its outstanding row is in and its send pin dropped.
@@ -271,16 +283,18 @@ class PrefillScheduler:
         """Proves that the books balance.
 
         Raises:
-            InvariantError: a block is held by nobody this scheduler knows, or a queue names an unknown sequence.
+            InvariantError: a block is not held by exactly the sequences here that need it, a queue and the states
+                disagree, or a finished sequence is still here.
         """
         self.blocks.check()
-        for block in range(self.blocks.num_blocks):
-            for holder in self.blocks.holders(block):
-                if holder.sequence not in self._entries:
-                    raise InvariantError(f"block {block} is held by {holder}, which is not here")
-        for sequence_id in (*self._waiting, *self._running):
-            if sequence_id not in self._entries:
-                raise InvariantError(f"{sequence_id} is queued but not here")
+        held: set[tuple[int, Holder]] = set()
         for sequence_id, entry in self._entries.items():
             if entry.sequence.finished and not entry.pinned:
                 raise InvariantError(f"{sequence_id} has finished and is still here")
+            computing = entry.sequence.state is State.PREFILLING
+            holds = [Holder("send", sequence_id)] * entry.pinned + [Holder("sequence", sequence_id)] * computing
+            held |= {(block, holder) for block in entry.sequence.block_ids for holder in holds}
+        self.blocks.check_held(held)
+        for queue, state in ((self._waiting, State.WAITING), (self._running, State.PREFILLING)):
+            if sorted(queue) != sorted(i for i, e in self._entries.items() if e.sequence.state is state):
+                raise InvariantError(f"the {state.value} queue and the sequences' states disagree: {list(queue)}")

@@ -54,7 +54,8 @@ class BlockTable:
     def counts(self) -> BlockCounts:
         receiving = sum(any(h.kind == "receiving" for h in hs) for hs in self._holders)
         pinned = sum(any(h.kind == "send" for h in hs) for hs in self._holders)
-        return BlockCounts(self.num_blocks, self.num_free, receiving, pinned)
+        cached = sum(bool(hs) and all(h.kind == "cache" for h in hs) for hs in self._holders)
+        return BlockCounts(self.num_blocks, self.num_free + cached, receiving, pinned)
 
     def allocate(self, count: int, holder: Holder) -> tuple[int, ...] | None:
         """Takes `count` free blocks for `holder` and raises their generation, or takes none and returns None."""
@@ -70,41 +71,62 @@ class BlockTable:
         """Adds a holder to blocks that are already held.
 
         Raises:
-            InvariantError: a block is free, or receiving, or `holder` is to receive into a block that others hold.
+            InvariantError: a block is free, or receiving, or held by `holder` already, or `holder` is to receive into a
+                block that others hold. Nothing has changed then.
         """
+        blocks = self._distinct(blocks)
         for block in blocks:
             holders = self._holders[block]
             if not holders:
                 raise InvariantError(f"block {block} is free and cannot be held by {holder}")
             if holder.kind == "receiving" or any(h.kind == "receiving" for h in holders):
                 raise InvariantError(f"block {block} is held by {sorted(holders)}; receiving is exclusive")
-            holders.add(holder)
+            if holder in holders:
+                raise InvariantError(f"block {block} is already held by {holder}")
+        for block in blocks:
+            self._holders[block].add(holder)
 
     def convert(self, blocks: Iterable[int], old: Holder, new: Holder) -> None:
-        """Replaces one holder by another, as when receiving has ended and the sequence takes the blocks over."""
+        """Replaces one holder by another, as when receiving has ended and the sequence takes the blocks over.
+
+        Raises:
+            InvariantError: `old` does not hold a block, `new` already does, or is to receive into a block that others
+                hold. Nothing has changed then.
+        """
+        blocks = self._distinct(blocks)
         for block in blocks:
             holders = self._holders[block]
             if old not in holders:
                 raise InvariantError(f"block {block} is not held by {old}")
-            holders.remove(old)
-            holders.add(new)
+            if new in holders:
+                raise InvariantError(f"block {block} is already held by {new}")
+            if new.kind == "receiving" and len(holders) > 1:
+                raise InvariantError(f"block {block} is held by {sorted(holders)}; receiving is exclusive")
+        for block in blocks:
+            self._holders[block].remove(old)
+            self._holders[block].add(new)
 
     def release(self, blocks: Iterable[int], holder: Holder) -> int:
         """Takes `holder` off the blocks; those nobody holds any more become free. Returns how many did.
 
         Raises:
-            InvariantError: the holder does not hold one of them (a double free).
+            InvariantError: the holder does not hold one of them (a double free). Nothing has changed then.
         """
-        freed = 0
+        blocks = self._distinct(blocks)
         for block in blocks:
-            holders = self._holders[block]
-            if holder not in holders:
+            if holder not in self._holders[block]:
                 raise InvariantError(f"block {block} is not held by {holder}")
-            holders.remove(holder)
-            if not holders:
-                self._free.append(block)
-                freed += 1
-        return freed
+        freed = [block for block in blocks if len(self._holders[block]) == 1]
+        for block in blocks:
+            self._holders[block].remove(holder)
+        self._free.extend(freed)
+        return len(freed)
+
+    def _distinct(self, blocks: Iterable[int]) -> tuple[int, ...]:
+        blocks = tuple(blocks)
+        if len(set(blocks)) != len(blocks) or any(not 0 <= block < self.num_blocks for block in blocks):
+            raise InvariantError(f"blocks {blocks} are not distinct blocks of a pool of {self.num_blocks}")
+        return blocks
 
     def generations(self, blocks: Iterable[int]) -> tuple[int, ...]:
         return tuple(self._generation[block] for block in blocks)
@@ -129,3 +151,15 @@ class BlockTable:
                 raise InvariantError(f"block {block} is held by {sorted(holders)} and free={block in free}")
             if len(holders) > 1 and any(h.kind == "receiving" for h in holders):
                 raise InvariantError(f"block {block} is receiving and held by {sorted(holders)}")
+
+    def check_held(self, expected: set[tuple[int, Holder]]) -> None:
+        """Proves that the holders, apart from the cache, are exactly `expected`.
+
+        Raises:
+            InvariantError: a block is held by somebody else, or not held by whom it should be.
+        """
+        held = {(b, holder) for b, holders in enumerate(self._holders) for holder in holders if holder.kind != "cache"}
+        if held != expected:
+            raise InvariantError(
+                f"held and not expected: {sorted(held - expected)}; not held: {sorted(expected - held)}"
+            )

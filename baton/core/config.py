@@ -9,6 +9,7 @@ the text that `--help` prints; `choices`, `low` and `high` are checked here, wha
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, TypeVar, get_type_hints
@@ -133,14 +134,19 @@ def _parse(kind: type, text: str, where: str) -> object:
 
 def _checked(f: Field[Any], kind: type, value: object, where: str) -> object:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise StartupError(f"{where} must be {kind.__name__}, not {value!r}")
     choices, low, high = f.metadata.get("choices"), f.metadata.get("low"), f.metadata.get("high")
     if choices and value not in choices:
         raise StartupError(f"{where} must be one of {', '.join(choices)}, not {value!r}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if value != value or (low is not None and value < low):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise StartupError(f"{where} must be a finite number, not {value!r}")
+        if low is not None and value < low:
             raise StartupError(f"{where} must be at least {low}, not {value!r}")
         if high is not None and value > high:
             raise StartupError(f"{where} must be at most {high}, not {value!r}")

@@ -51,18 +51,34 @@ def sign(key: bytes, handle: Handle) -> Handle:
 
 
 def verify(
-    key: bytes, handle: Handle, *, sequence: SequenceId, source: str, destination: str, incarnation: int
+    key: bytes,
+    handle: Handle,
+    *,
+    sequence: SequenceId,
+    source: str,
+    destination: str,
+    incarnation: int,
+    source_incarnation: int | None = None,
 ) -> None:
     """Checks that `handle` gives `source` the right to hand `sequence` to this incarnation of `destination`.
+
+    Whoever knows which incarnation of the source speaks passes it, so that a restarted source cannot use old handles.
 
     Raises:
         StaleHandle: forged, or made for another sequence, source, destination or incarnation.
     """
-    if not hmac.compare_digest(_digest(key, handle), handle.signature):
+    try:
+        signed = hmac.compare_digest(_digest(key, handle), handle.signature)
+    except (struct.error, UnicodeError, TypeError, AttributeError):  # a field that `sign` could not have signed
+        signed = False
+    if not signed:
         raise StaleHandle(f"the handle of {sequence} is not signed by this cluster", param="signature")
+    if source_incarnation is None:
+        source_incarnation = handle.source_incarnation
     for name, said, true in (
         ("sequence", handle.sequence, sequence),
         ("source_worker", handle.source_worker, source),
+        ("source_incarnation", handle.source_incarnation, source_incarnation),
         ("destination_worker", handle.destination_worker, destination),
         ("destination_incarnation", handle.destination_incarnation, incarnation),
     ):

@@ -19,22 +19,24 @@ class Lease:
 
 
 class LeaseTable:
-    """Holders and when they expire. Complete state: `_leases`. Times are seconds of the caller's monotonic clock."""
+    """Holders and when they expire. Complete state: `_leases`, and `_newest`, the highest incarnation seen of each
+    holder, which outlives its lease: an older one stays fenced. Times are seconds of the caller's monotonic clock."""
 
     def __init__(self, duration_s: float) -> None:
-        if duration_s <= 0:
+        if not duration_s > 0:
             raise InvariantError(f"a lease of {duration_s} s can never be held")
         self.duration_s = duration_s
         self._leases: dict[str, Lease] = {}
+        self._newest: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._leases)
 
     def grant(self, holder: str, incarnation: int, now: float) -> bool:
-        """Gives or replaces a lease; False when a newer incarnation holds it (the caller is fenced)."""
-        held = self._leases.get(holder)
-        if held is not None and held.incarnation > incarnation:
+        """Gives or replaces a lease; False when a newer incarnation has held it (the caller is fenced)."""
+        if self._newest.setdefault(holder, incarnation) > incarnation:
             return False
+        self._newest[holder] = incarnation
         self._leases[holder] = Lease(holder, incarnation, now + self.duration_s)
         return True
 

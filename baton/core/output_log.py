@@ -9,22 +9,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from baton.core.commands import Following
+from baton.core.errors import InvariantError
 from baton.core.events import HandedOver, Parked, SequenceEnded, StepEvents, TokenEvent
 from baton.core.request import SequenceId
 
 
 @dataclass(slots=True)
 class _Record:
-    first_index: int
+    # Index of tokens[0]; None until a token has been said.
+    first_index: int | None = None
     tokens: list[int] = field(default_factory=list)
     ended: SequenceEnded | None = None
     parked: Parked | None = None
     handed_over: HandedOver | None = None
 
+    @property
+    def done(self) -> bool:
+        return self.ended is not None or self.handed_over is not None
+
 
 class OutputLog:
-    """Complete state: `_records`, oldest first. At most `limit` ended sequences are kept for a coordinator that never
-    releases them."""
+    """Complete state: `_records`, oldest first. At most `limit` ended or handed over sequences are kept for a
+    coordinator that never releases them."""
 
     def __init__(self, limit: int = 4096) -> None:
         self._limit = limit
@@ -34,19 +40,29 @@ class OutputLog:
         return len(self._records)
 
     def record(self, events: StepEvents) -> None:
+        """Keeps what is about to be said. A token event may repeat what was said before.
+
+        Raises:
+            InvariantError: the tokens leave a gap after those of the sequence so far, or begin before them.
+        """
         for event in events.tokens:
-            record = self._records.setdefault(event.sequence, _Record(event.first_index))
+            record = self._records.setdefault(event.sequence, _Record())
+            if record.first_index is None:
+                record.first_index = event.first_index
             known = event.first_index - record.first_index
-            record.tokens[known:] = event.tokens
+            if not 0 <= known <= len(record.tokens):
+                raise InvariantError(f"tokens of {event.sequence} from {event.first_index} leave a gap")
+            record.tokens[known : known + len(event.tokens)] = event.tokens
         for ended in events.ended:
-            self._records.setdefault(ended.sequence, _Record(0)).ended = ended
+            record = self._records.setdefault(ended.sequence, _Record())
+            record.ended, record.parked = ended, None
         for parked in events.parked:
-            self._records.setdefault(parked.sequence, _Record(0)).parked = parked
+            self._records.setdefault(parked.sequence, _Record()).parked = parked
         for over in events.handed_over:
-            record = self._records.setdefault(over.sequence, _Record(0))
+            record = self._records.setdefault(over.sequence, _Record())
             record.handed_over, record.parked = over, None
         if len(self._records) > self._limit:
-            done = [s for s, r in self._records.items() if r.ended is not None]
+            done = [s for s, r in self._records.items() if r.done]
             for sequence in done[: len(self._records) - self._limit]:
                 del self._records[sequence]
 
@@ -62,8 +78,9 @@ class OutputLog:
             if record is None:
                 unknown.append(item.sequence)
                 continue
-            start = max(item.next_index, record.first_index)
-            rest = tuple(record.tokens[start - record.first_index :])
+            first = record.first_index or 0
+            start = max(item.next_index, first)
+            rest = tuple(record.tokens[start - first :])
             if rest:
                 tokens.append(TokenEvent(item.sequence, start, rest))
             if record.ended is not None:

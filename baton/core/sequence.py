@@ -48,7 +48,7 @@ class Sequence:
     request: GenerateRequest
     state: State
     arrived_at: float
-    output: list[int] = field(default_factory=list)
+    output: list[int] = field(init=False)
     num_computed: int = 0
     block_ids: tuple[int, ...] = ()
     step_id: int | None = None

@@ -16,11 +16,12 @@ class Tombstones:
         return len(self._until)
 
     def add(self, sequence: SequenceId, now: float, duration_s: float) -> None:
+        until = max(now + duration_s, self._until.pop(sequence, now))
         if len(self._until) >= self._limit:
             self.expire(now)
         if len(self._until) >= self._limit:
             del self._until[next(iter(self._until))]
-        self._until[sequence] = now + duration_s
+        self._until[sequence] = until
 
     def covers(self, sequence: SequenceId, now: float) -> bool:
         until = self._until.get(sequence)

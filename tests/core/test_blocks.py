@@ -1,0 +1,137 @@
+"""Rules of the block table, one by one. `test_blocks_machine` looks for what these do not name."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.core.blocks import BlockTable, Holder
+from baton.core.errors import InvariantError
+from baton.core.request import SequenceId
+
+A, B = SequenceId("a"), SequenceId("b")
+SEQ_A, SEQ_B, SEND_A = Holder("sequence", A), Holder("sequence", B), Holder("send", A)
+RECEIVING_A, RECEIVING_B, CACHE = Holder("receiving", A), Holder("receiving", B), Holder("cache", A)
+
+
+def test_allocate_takes_all_or_nothing() -> None:
+    table = BlockTable(3)
+    assert table.allocate(4, SEQ_A) is None
+    assert table.num_free == 3
+    assert sorted(table.allocate(3, SEQ_A) or ()) == [0, 1, 2]
+
+
+def test_every_reuse_raises_the_generation() -> None:
+    table = BlockTable(1)
+    seen = []
+    for _ in range(3):
+        blocks = table.allocate(1, SEQ_A)
+        assert blocks is not None
+        seen += table.generations(blocks)
+        table.release(blocks, SEQ_A)
+    assert seen == [1, 2, 3]
+
+
+def test_block_is_free_only_when_its_last_holder_lets_go() -> None:
+    table = BlockTable(2)
+    blocks = table.allocate(2, SEQ_A) or ()
+    table.hold(blocks, SEND_A)
+    assert table.release(blocks, SEQ_A) == 0
+    assert table.num_free == 0
+    assert table.release(blocks, SEND_A) == 2
+
+
+@pytest.mark.parametrize("blocks", [(0,), (0, 0), (-1,), (5,)])
+def test_release_of_what_is_not_held_is_refused_and_changes_nothing(blocks: tuple[int, ...]) -> None:
+    table = BlockTable(3)
+    table.allocate(1, SEQ_B)
+    kept = table.allocate(1, SEQ_A) or ()
+    with pytest.raises(InvariantError):
+        table.release((*kept, *blocks), SEQ_A)
+    assert table.held_by(SEQ_A) == kept
+    table.check()
+
+
+def test_double_free_is_refused() -> None:
+    table = BlockTable(1)
+    blocks = table.allocate(1, SEQ_A) or ()
+    table.release(blocks, SEQ_A)
+    with pytest.raises(InvariantError, match="not held"):
+        table.release(blocks, SEQ_A)
+
+
+@pytest.mark.parametrize(("first", "second"), [(RECEIVING_A, SEQ_B), (RECEIVING_A, CACHE), (SEQ_A, RECEIVING_B)])
+def test_receiving_shares_a_block_with_nobody(first: Holder, second: Holder) -> None:
+    table = BlockTable(1)
+    blocks = table.allocate(1, first) or ()
+    with pytest.raises(InvariantError, match="exclusive"):
+        table.hold(blocks, second)
+    assert table.holders(blocks[0]) == {first}
+
+
+def test_shared_block_does_not_become_receiving() -> None:
+    table = BlockTable(1)
+    blocks = table.allocate(1, SEQ_A) or ()
+    table.hold(blocks, CACHE)
+    with pytest.raises(InvariantError, match="exclusive"):
+        table.convert(blocks, SEQ_A, RECEIVING_A)
+    table.check()
+
+
+def test_free_block_cannot_be_held() -> None:
+    with pytest.raises(InvariantError, match="free"):
+        BlockTable(1).hold([0], SEQ_A)
+
+
+def test_holder_cannot_hold_a_block_twice() -> None:
+    table = BlockTable(1)
+    blocks = table.allocate(1, SEQ_A) or ()
+    with pytest.raises(InvariantError, match="already"):
+        table.hold(blocks, SEQ_A)
+
+
+def test_convert_neither_loses_nor_merges_holders() -> None:
+    table = BlockTable(1)
+    blocks = table.allocate(1, SEQ_A) or ()
+    table.hold(blocks, SEND_A)
+    with pytest.raises(InvariantError, match="already"):
+        table.convert(blocks, SEQ_A, SEND_A)
+    assert table.holders(blocks[0]) == {SEQ_A, SEND_A}
+
+
+def test_cached_block_that_nothing_refers_to_counts_as_free() -> None:
+    table = BlockTable(3)
+    blocks = table.allocate(2, SEQ_A) or ()
+    table.hold(blocks, CACHE)
+    table.release(blocks[:1], SEQ_A)
+    assert table.counts().free == 2
+    assert table.num_free == 1
+
+
+def test_state_reads_as_one_line() -> None:
+    table = BlockTable(4)
+    table.allocate(1, RECEIVING_A)
+    table.hold(table.allocate(1, SEQ_B) or (), Holder("send", B))
+    assert repr(table) == "<BlockTable 2 held, 1 receiving, 1 pinned, 2 free of 4>"
+
+
+@pytest.mark.parametrize("spoil", ["forget", "free_twice", "free_held", "share_receiving"])
+def test_check_finds_books_that_do_not_balance(spoil: str) -> None:
+    table = BlockTable(2)
+    table.allocate(1, RECEIVING_A)
+    {
+        "forget": lambda: table._free.clear(),
+        "free_twice": lambda: table._free.append(1),
+        "free_held": lambda: table._free.append(0),
+        "share_receiving": lambda: table._holders[0].add(SEQ_B),
+    }[spoil]()
+    with pytest.raises(InvariantError):
+        table.check()
+
+
+@pytest.mark.parametrize("expected", [set(), {(0, SEQ_A), (1, SEQ_A)}, {(0, SEQ_B)}])
+def test_check_held_finds_a_leak_and_a_loss(expected: set[tuple[int, Holder]]) -> None:
+    table = BlockTable(2)
+    table.allocate(1, SEQ_A)
+    table.check_held({(0, SEQ_A)})
+    with pytest.raises(InvariantError):
+        table.check_held(expected)

@@ -1,0 +1,113 @@
+"""BlockTable against a plain dict: whatever is asked of it, in whatever order, it does the same or refuses the same."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from baton.core.blocks import BlockTable, Holder
+from baton.core.errors import InvariantError
+from baton.core.request import SequenceId
+
+HOLDERS = [Holder(kind, SequenceId(name)) for kind in ("sequence", "send", "receiving", "cache") for name in "ab"]
+holders = st.sampled_from(HOLDERS)
+picks = st.lists(st.integers(-1, 8), max_size=5)
+
+
+class BlockTableMachine(RuleBasedStateMachine):
+    @initialize(num_blocks=st.integers(1, 8))
+    def start(self, num_blocks: int) -> None:
+        self.table = BlockTable(num_blocks)
+        self.held: dict[int, set[Holder]] = {block: set() for block in range(num_blocks)}
+        self.generation = dict.fromkeys(self.held, 0)
+
+    def refuses(self, allowed: bool, method: str, *args: object) -> bool:
+        """Calls `method`, which must raise exactly when the model does not allow it."""
+        if allowed:
+            getattr(self.table, method)(*args)
+            return False
+        with pytest.raises(InvariantError):
+            getattr(self.table, method)(*args)
+        return True
+
+    def sane(self, blocks: list[int]) -> bool:
+        return len(set(blocks)) == len(blocks) and all(block in self.held for block in blocks)
+
+    @rule(count=st.integers(0, 9), holder=holders)
+    def allocate(self, count: int, holder: Holder) -> None:
+        free = {block for block, held in self.held.items() if not held}
+        taken = self.table.allocate(count, holder)
+        assert (taken is None) == (count > len(free))
+        for block in taken or ():
+            assert block in free
+            self.held[block] = {holder}
+            self.generation[block] += 1
+        assert taken is None or len(set(taken)) == count
+
+    @rule(blocks=picks, holder=holders)
+    def hold(self, blocks: list[int], holder: Holder) -> None:
+        allowed = self.sane(blocks) and all(
+            self.held[b]
+            and holder not in self.held[b]
+            and "receiving" not in {holder.kind, *(h.kind for h in self.held[b])}
+            for b in blocks
+        )
+        if not self.refuses(allowed, "hold", blocks, holder):
+            for block in blocks:
+                self.held[block].add(holder)
+
+    @rule(blocks=picks, old=holders, new=holders)
+    def convert(self, blocks: list[int], old: Holder, new: Holder) -> None:
+        allowed = self.sane(blocks) and all(
+            old in self.held[b] and new not in self.held[b] and (new.kind != "receiving" or self.held[b] == {old})
+            for b in blocks
+        )
+        if not self.refuses(allowed, "convert", blocks, old, new):
+            for block in blocks:
+                self.held[block] = self.held[block] - {old} | {new}
+
+    @rule(blocks=picks, holder=holders)
+    def release(self, blocks: list[int], holder: Holder) -> None:
+        allowed = self.sane(blocks) and all(holder in self.held[b] for b in blocks)
+        if not self.refuses(allowed, "release", blocks, holder):
+            for block in blocks:
+                self.held[block].discard(holder)
+
+    @precondition(lambda self: any(self.held.values()))
+    @rule(data=st.data())
+    def release_one_that_is_held(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from([b for b, held in self.held.items() if held]))
+        holder = data.draw(st.sampled_from(sorted(self.held[block])))
+        self.held[block].discard(holder)
+        assert self.table.release([block], holder) == (not self.held[block])
+
+    @invariant()
+    def books_balance_and_agree_with_the_model(self) -> None:
+        self.table.check()
+        assert {b: set(self.table.holders(b)) for b in self.held} == self.held
+        assert self.table.generations(self.held) == tuple(self.generation.values())
+        assert self.table.num_free == sum(not held for held in self.held.values())
+        for holder in HOLDERS:
+            assert self.table.held_by(holder) == tuple(b for b, held in self.held.items() if holder in held)
+
+    @invariant()
+    def counts_agree_with_the_model(self) -> None:
+        kinds = [{h.kind for h in held} for held in self.held.values()]
+        counts = self.table.counts()
+        assert counts.free == sum(k <= {"cache"} for k in kinds)
+        assert counts.receiving == sum("receiving" in k for k in kinds)
+        assert counts.pinned == sum("send" in k for k in kinds)
+
+    def teardown(self) -> None:
+        for block, held in getattr(self, "held", {}).items():
+            for holder in held:
+                self.table.release([block], holder)
+        if hasattr(self, "table"):
+            self.table.check()
+            assert self.table.num_free == self.table.num_blocks
+
+
+BlockTableMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TestBlockTable = BlockTableMachine.TestCase

@@ -1,0 +1,138 @@
+"""One config model: file < environment < flags, strict about names, types and ranges whatever the source."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import Field, fields
+from typing import Any, get_type_hints
+
+import pytest
+
+from baton.core.config import CoordinatorConfig, EngineConfig, WorkerConfig, differences, resolve
+from baton.core.errors import StartupError
+
+FIELDS = [(cls, f) for cls in (WorkerConfig, CoordinatorConfig) for f in fields(cls)]
+NUMBERS = [(cls, f) for cls, f in FIELDS if isinstance(f.default, (int, float)) and not isinstance(f.default, bool)]
+
+
+def config(cls: type[Any] = WorkerConfig, file: Any = (), env: Any = (), flags: Any = ()) -> Any:
+    return resolve(cls, file=dict(file), env=dict(env), flags=dict(flags))
+
+
+def name_of(value: object) -> str:
+    return f"{value.__name__}" if isinstance(value, type) else value.name if isinstance(value, Field) else str(value)
+
+
+def other_value(f: Field[Any]) -> Any:
+    """A legal value that is not the default."""
+    if isinstance(f.default, bool):
+        return not f.default
+    if f.metadata["choices"]:
+        return next(choice for choice in f.metadata["choices"] if choice != f.default)
+    return "elsewhere" if isinstance(f.default, str) else f.default + 1
+
+
+@pytest.mark.parametrize(("cls", "f"), FIELDS, ids=name_of)
+def test_every_field_can_be_set_from_every_source(cls: type[Any], f: Field[Any]) -> None:
+    value = other_value(f)
+    for source in (
+        {"file": {f.name: value}},
+        {"env": {"BATON_" + f.name.upper(): str(value)}},
+        {"flags": {f.name: value}},
+    ):
+        made = config(cls, **source)
+        assert getattr(made, f.name) == value
+        assert type(getattr(made, f.name)) is type(f.default)
+        assert differences(made) == {f.name: value}
+
+
+@pytest.mark.parametrize(("cls", "f"), FIELDS, ids=name_of)
+def test_every_default_is_legal_typed_and_explained(cls: type[Any], f: Field[Any]) -> None:
+    assert config(cls, flags={f.name: f.default}) == cls()
+    assert type(f.default) is get_type_hints(cls)[f.name]
+    assert f.metadata["help"]
+
+
+@pytest.mark.parametrize(("cls", "f"), FIELDS, ids=name_of)
+@pytest.mark.parametrize("source", ["file", "flags"])
+def test_wrong_type_is_refused_by_name(cls: type[Any], f: Field[Any], source: str) -> None:
+    wrong = [None, [1], {}] + ([5, True] if isinstance(f.default, str) else ["5"])
+    wrong += [1, 0.0] if isinstance(f.default, bool) else [True, False]
+    wrong += [1.0] if type(f.default) is int else []
+    for value in wrong:
+        with pytest.raises(StartupError, match=f.name if source == "file" else f.name.replace("_", "-")):
+            config(cls, **{source: {f.name: value}})
+
+
+@pytest.mark.parametrize(("cls", "f"), NUMBERS, ids=name_of)
+def test_number_out_of_range_is_refused(cls: type[Any], f: Field[Any]) -> None:
+    low, high = f.metadata["low"], f.metadata["high"]
+    assert low is not None
+    assert getattr(config(cls, flags={f.name: type(f.default)(low)}), f.name) == low
+    with pytest.raises(StartupError, match=f"at least {low}"):
+        config(cls, flags={f.name: low - 1})
+    if high is not None:
+        assert getattr(config(cls, flags={f.name: high}), f.name) == high
+        with pytest.raises(StartupError, match=f"at most {high}"):
+            config(cls, flags={f.name: high + 1})
+
+
+@pytest.mark.parametrize(("cls", "f"), [(c, f) for c, f in NUMBERS if isinstance(f.default, float)], ids=name_of)
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "1e999"])
+def test_number_that_is_not_finite_is_refused(cls: type[Any], f: Field[Any], text: str) -> None:
+    for source in ({"env": {"BATON_" + f.name.upper(): text}}, {"file": {f.name: float(text)}}):
+        with pytest.raises(StartupError, match="finite"):
+            config(cls, **source)
+
+
+def test_integer_too_large_for_a_float_is_refused() -> None:
+    with pytest.raises(StartupError, match="finite"):
+        config(file={"kv_memory_gib": 10**400})
+
+
+@pytest.mark.parametrize(("cls", "f"), [(c, f) for c, f in FIELDS if not isinstance(f.default, str)], ids=name_of)
+def test_environment_text_that_does_not_parse_is_refused(cls: type[Any], f: Field[Any]) -> None:
+    variable = "BATON_" + f.name.upper()
+    with pytest.raises(StartupError, match=variable):
+        config(cls, env={variable: "lots"})
+
+
+@pytest.mark.parametrize("text", ["1", "true", "YES", "on", "0", "False", "no", "off", ""])
+def test_environment_switches_read_as_people_write_them(text: str) -> None:
+    assert config(env={"BATON_EXACT": text}).exact is (text.lower() in ("1", "true", "yes", "on"))
+
+
+def test_file_gives_way_to_environment_and_both_to_flags() -> None:
+    file, env, flags = {"threads": 1, "block_size": 1, "host": "f"}, {"BATON_THREADS": "2", "BATON_BLOCK_SIZE": "2"}, {}
+    flags["threads"] = 3
+    made = config(file=file, env=env, flags=flags)
+    assert (made.threads, made.block_size, made.host) == (3, 2, "f")
+
+
+def test_foreign_environment_is_left_alone() -> None:
+    assert config(env={"HOME": "/", "THREADS": "9", "BATON_PORT": "8100"}) == WorkerConfig()
+
+
+@pytest.mark.parametrize("source", ["file", "flags"])
+@pytest.mark.parametrize(("cls", "f"), FIELDS, ids=name_of)
+def test_unknown_key_is_refused_with_the_nearest_name(cls: type[Any], f: Field[Any], source: str) -> None:
+    typo = f.name[:-1] + "zz"
+    nearest = difflib.get_close_matches(typo, [g.name for g in fields(cls)], n=1)
+    with pytest.raises(StartupError, match=repr(typo)) as caught:
+        config(cls, **{source: {typo: f.default}})
+    assert all(f"did you mean {name!r}" in caught.value.message for name in nearest)
+    assert "did you mean" not in caught.value.message or nearest
+
+
+def test_unknown_key_like_nothing_gets_no_guess() -> None:
+    with pytest.raises(StartupError, match=r"unknown key 'qqqq' in the config file$"):
+        config(file={"qqqq": 1})
+
+
+def test_choice_out_of_the_list_is_refused_with_the_list() -> None:
+    with pytest.raises(StartupError, match="--dtype must be one of auto, bfloat16, float32, not 'int8'"):
+        config(flags={"dtype": "int8"})
+
+
+def test_workers_share_the_engine_options() -> None:
+    assert {f.name for f in fields(EngineConfig)} < {f.name for f in fields(WorkerConfig)}

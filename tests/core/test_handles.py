@@ -1,0 +1,99 @@
+"""A handle is the right to one hand-over: whatever is changed in it, it is refused as stale and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.core.errors import StaleHandle
+from baton.core.handles import Handle, sign, verify
+from baton.core.request import SequenceId
+from tests.support.builders import make_handle
+
+KEY = b"k" * 32
+HANDLE = sign(KEY, make_handle())
+EXPECTED: dict[str, Any] = {
+    "sequence": HANDLE.sequence,
+    "source": "p0",
+    "destination": "d0",
+    "incarnation": 2,
+    "source_incarnation": 1,
+}
+
+# Any text, also lone surrogates that UTF-8 refuses, and integers beyond 64 bits.
+texts = st.text(st.characters(exclude_categories=()), max_size=8)
+integers = st.one_of(st.integers(-3, 3), st.integers(-(2**70), 2**70))
+values = {
+    "sequence": st.builds(SequenceId, texts, integers, integers),
+    "source_worker": texts,
+    "source_incarnation": integers,
+    "destination_worker": texts,
+    "destination_incarnation": integers,
+    "valid_ms": integers,
+    "nonce": st.binary(max_size=20),
+    "signature": st.one_of(
+        st.binary(max_size=40),
+        st.integers(0, 31).map(lambda n: HANDLE.signature[:n]),
+        st.integers(0, 255).map(lambda bit: flip(HANDLE.signature, bit)),
+    ),
+}
+
+
+def flip(data: bytes, bit: int) -> bytes:
+    return (int.from_bytes(data) ^ 1 << bit).to_bytes(len(data))
+
+
+mutations = st.sampled_from(sorted(values)).flatmap(lambda name: st.tuples(st.just(name), values[name]))
+
+
+def test_signed_handle_is_good_where_it_was_made_for() -> None:
+    verify(KEY, HANDLE, **EXPECTED)
+
+
+def test_source_incarnation_is_checked_only_by_whom_knows_it() -> None:
+    verify(KEY, HANDLE, **{**EXPECTED, "source_incarnation": None})
+
+
+@settings(max_examples=1000)
+@given(mutations)
+def test_handle_changed_anywhere_is_stale(mutation: tuple[str, Any]) -> None:
+    name, value = mutation
+    if value == getattr(HANDLE, name):
+        return
+    with pytest.raises(StaleHandle):
+        verify(KEY, replace(HANDLE, **{name: value}), **EXPECTED)
+
+
+@given(st.binary(min_size=1, max_size=64).filter(lambda key: key != KEY))
+def test_handle_of_another_cluster_is_stale(key: bytes) -> None:
+    with pytest.raises(StaleHandle, match="not signed"):
+        verify(key, HANDLE, **EXPECTED)
+
+
+@pytest.mark.parametrize(
+    ("expected", "value", "field"),
+    [
+        ("sequence", SequenceId("r", 0, 2), "sequence"),
+        ("source", "p1", "source_worker"),
+        ("source_incarnation", 2, "source_incarnation"),
+        ("destination", "d1", "destination_worker"),
+        ("incarnation", 3, "destination_incarnation"),
+    ],
+)
+def test_good_handle_shown_at_the_wrong_place_is_stale(expected: str, value: object, field: str) -> None:
+    with pytest.raises(StaleHandle) as caught:
+        verify(KEY, HANDLE, **{**EXPECTED, expected: value})
+    assert caught.value.param == field
+
+
+def test_bytes_do_not_slide_between_neighbouring_fields() -> None:
+    one, two = make_handle(source_worker="ab", destination_worker="c"), make_handle(source_worker="a")
+    assert sign(KEY, one).signature != sign(KEY, replace(two, destination_worker="bc")).signature
+
+
+def test_every_field_is_signed() -> None:
+    assert {f.name for f in fields(Handle)} == set(values)

@@ -1,0 +1,117 @@
+"""A stream may break anywhere: what was said, plus what is said again, is the whole history."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.commands import Following
+from baton.core.errors import InvariantError
+from baton.core.events import HandedOver, Parked, StepEvents, TokenEvent
+from baton.core.output_log import OutputLog
+from baton.core.request import SequenceId
+from tests.support.builders import said
+
+A, B = SequenceId("a"), SequenceId("b")
+sizes = st.lists(st.integers(1, 3), min_size=1, max_size=8)
+
+
+def log_of(first_index: int, pieces: list[int], limit: int = 4096) -> tuple[OutputLog, list[StepEvents]]:
+    """A log to which `pieces` tokens at a time were told of A, numbered by their index, and its end with the last."""
+    log, history, index = OutputLog(limit), [], first_index
+    for number, piece in enumerate(pieces):
+        tokens = range(index, index + piece)
+        history.append(said(A, index, *tokens, ended="stop" if number == len(pieces) - 1 else ""))
+        log.record(history[-1])
+        index += piece
+    return log, history
+
+
+@given(first=st.integers(0, 5), pieces=sizes, skip=st.integers(0, 30))
+def test_resend_from_any_index_is_the_suffix(first: int, pieces: list[int], skip: int) -> None:
+    log, _ = log_of(first, pieces)
+    events, unknown = log.since([Following(A, skip)])
+    told = [token for event in events.tokens for token in event.tokens]
+    assert told == list(range(max(first, skip), first + sum(pieces)))
+    assert all(event.first_index == max(first, skip) for event in events.tokens)
+    assert [e.reason for e in events.ended] == ["stop"]
+    assert unknown == ()
+
+
+@given(first=st.integers(0, 5), pieces=sizes, broken_after=st.integers(0, 8))
+def test_stream_broken_anywhere_plus_resend_is_the_whole_history(
+    first: int, pieces: list[int], broken_after: int
+) -> None:
+    log, history = log_of(first, pieces)
+    heard = {
+        e.first_index + i: t for step in history[:broken_after] for e in step.tokens for i, t in enumerate(e.tokens)
+    }
+    again, _ = log.since([Following(A, first + len(heard))])
+    rest = {e.first_index + i: t for e in again.tokens for i, t in enumerate(e.tokens)}
+    assert not heard.keys() & rest.keys()
+    assert heard | rest == {index: index for index in range(first, first + sum(pieces))}
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), max_size=10))
+def test_repeats_change_nothing_and_gaps_are_refused(repeats: list[tuple[int, int]]) -> None:
+    log, _ = log_of(0, [3])
+    length = 3
+    for start, count in repeats:
+        if start > length:
+            with pytest.raises(InvariantError, match="gap"):
+                log.record(said(A, start, *range(start, start + count)))
+            continue
+        log.record(said(A, start, *range(start, start + count)))
+        length = max(length, start + count)
+    assert log.since([Following(A, 0)])[0].tokens == (TokenEvent(A, 0, tuple(range(length))),)
+
+
+def test_tokens_before_the_first_are_refused() -> None:
+    log, _ = log_of(5, [2])
+    with pytest.raises(InvariantError, match="gap"):
+        log.record(said(A, 4, 4))
+
+
+def test_resumed_sequence_that_parks_before_its_first_token_keeps_its_indices() -> None:
+    log = OutputLog()
+    log.record(StepEvents(parked=(Parked(A, "no_free_blocks"),)))
+    log.record(said(A, 7, 70))
+    events, _ = log.since([Following(A, 7)])
+    assert events.tokens == (TokenEvent(A, 7, (70,)),)
+    assert [p.sequence for p in events.parked] == [A]
+
+
+def test_hand_over_and_end_replace_the_parking() -> None:
+    log = OutputLog()
+    log.record(StepEvents(parked=(Parked(A, "full"), Parked(B, "full"))))
+    log.record(StepEvents(handed_over=(HandedOver(A, "d0", 64),)))
+    log.record(said(B, 0, ended="error"))
+    events, _ = log.since([Following(A, 0), Following(B, 0)])
+    assert events.parked == ()
+    assert (len(events.handed_over), len(events.ended)) == (1, 1)
+
+
+def test_unknown_and_released_sequences_are_named_as_lost() -> None:
+    log, _ = log_of(0, [2])
+    log.release([A, B])
+    assert log.since([Following(A, 0), Following(B, 0)]) == (StepEvents(), (A, B))
+
+
+@pytest.mark.parametrize("end", ["ended", "handed_over"])
+def test_log_is_bounded_when_nothing_is_ever_released(end: str) -> None:
+    log = OutputLog(limit=3)
+    for number in range(50):
+        sequence = SequenceId(str(number))
+        over = (HandedOver(sequence, "d0", 1),) if end == "handed_over" else ()
+        log.record(said(sequence, 0, 1, ended="stop" if end == "ended" else ""))
+        log.record(StepEvents(handed_over=over))
+        assert len(log) <= 4
+    assert len(log.since([Following(SequenceId("49"), 0)])[0].tokens) == 1
+
+
+def test_live_sequences_are_never_dropped() -> None:
+    log = OutputLog(limit=2)
+    for number in range(5):
+        log.record(said(SequenceId(str(number)), 0, 1))
+    assert len(log) == 5

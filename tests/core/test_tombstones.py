@@ -1,0 +1,58 @@
+"""An abort that overtook its offer is remembered until its deadline, in bounded memory."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.request import SequenceId
+from baton.core.tombstones import Tombstones
+
+A, B, C = SequenceId("a"), SequenceId("b"), SequenceId("c")
+
+
+def test_tombstone_covers_its_attempt_until_its_deadline() -> None:
+    stones = Tombstones()
+    stones.add(A, now=1.0, duration_s=2.0)
+    assert stones.covers(A, now=2.999)
+    assert not stones.covers(A, now=3.0)
+    assert not stones.covers(A._replace(attempt=2), now=2.0)
+
+
+def test_second_abort_never_shortens_the_first() -> None:
+    stones = Tombstones()
+    stones.add(A, now=0.0, duration_s=60.0)
+    stones.add(A, now=1.0, duration_s=1.0)
+    assert stones.covers(A, now=59.0)
+
+
+def test_expired_tombstones_make_room_before_live_ones() -> None:
+    stones = Tombstones(limit=2)
+    stones.add(A, now=0.0, duration_s=60.0)
+    stones.add(B, now=0.0, duration_s=1.0)
+    stones.add(C, now=2.0, duration_s=60.0)
+    assert stones.covers(A, now=3.0)
+    assert stones.covers(C, now=3.0)
+
+
+def test_adding_again_drops_nobody_else() -> None:
+    stones = Tombstones(limit=2)
+    for sequence in (A, B, B):
+        stones.add(sequence, now=0.0, duration_s=60.0)
+    assert stones.covers(A, now=1.0)
+
+
+def test_expire_forgets_what_is_over() -> None:
+    stones = Tombstones()
+    stones.add(A, now=0.0, duration_s=1.0)
+    stones.expire(now=1.0)
+    assert len(stones) == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), max_size=60), st.integers(1, 5))
+def test_memory_is_bounded_and_the_latest_is_kept(adds: list[tuple[int, int]], limit: int) -> None:
+    stones = Tombstones(limit)
+    for now, (name, duration) in enumerate(adds):
+        stones.add(SequenceId(str(name)), float(now), duration + 0.5)
+        assert len(stones) <= limit
+        assert stones.covers(SequenceId(str(name)), float(now))

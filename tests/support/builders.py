@@ -1,0 +1,108 @@
+"""Values of the core with sensible defaults, so that a test says only what it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from baton.core.commands import WorkerFacts
+from baton.core.events import SequenceEnded, StepEvents, TokenEvent
+from baton.core.handles import Handle
+from baton.core.handover import Chunk
+from baton.core.kv_layout import KVLayout, LayerKV
+from baton.core.request import GenerateRequest, SamplingParams, SequenceId
+from baton.core.step import StepOutcome, StepPlan
+from decode.scheduler import DecodeScheduler
+from prefill.scheduler import PrefillScheduler
+
+EOS = 0
+
+
+def make_request(
+    name: str = "r",
+    prompt: int | Iterable[int] = 4,
+    max_tokens: int = 8,
+    *,
+    output: Iterable[int] = (),
+    eos: Iterable[int] = (EOS,),
+    choice: int = 0,
+    attempt: int = 1,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> GenerateRequest:
+    """A request. A `prompt` given as a length holds the ids 1000, 1001, and so on."""
+    return GenerateRequest(
+        request_id=name,
+        prompt=tuple(range(1000, 1000 + prompt)) if isinstance(prompt, int) else tuple(prompt),
+        max_tokens=max_tokens,
+        sampling=SamplingParams(temperature=temperature, seed=seed),
+        eos_token_ids=tuple(eos),
+        output=tuple(output),
+        choice=choice,
+        attempt=attempt,
+    )
+
+
+def make_layout(block_size: int = 4, *, layers: int = 2, heads: int = 2, head_dim: int = 8) -> KVLayout:
+    return KVLayout(block_size, tuple(LayerKV(heads, head_dim, "float32") for _ in range(layers)))
+
+
+def make_prefill(num_blocks: int = 8, *, block_size: int = 4, step_tokens: int = 8) -> PrefillScheduler:
+    return PrefillScheduler(make_layout(block_size), num_blocks, step_tokens)
+
+
+def make_decode(num_blocks: int = 8, *, block_size: int = 4, max_running: int = 8) -> DecodeScheduler:
+    return DecodeScheduler(make_layout(block_size), num_blocks, max_running)
+
+
+def make_outcome(plan: StepPlan, token: int | Callable[[SequenceId], int] = 7) -> StepOutcome:
+    """What an engine answers to `plan`: `token` for every position that is sampled."""
+    draw = token if callable(token) else lambda _: token
+    return StepOutcome(plan.step_id, tuple((draw(row.sequence_id),) * row.num_sampled for row in plan.rows))
+
+
+def make_facts(**changes: object) -> WorkerFacts:
+    values: dict[str, object] = {
+        "model_digest": "m",
+        "config_digest": "c",
+        "layout": make_layout(),
+        "dtype": "float32",
+        "code_version": "0.1.0",
+        "exact": False,
+        "vocab_size": 100,
+        "max_model_len": 64,
+    }
+    return WorkerFacts(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def make_handle(**changes: object) -> Handle:
+    values: dict[str, object] = {
+        "sequence": SequenceId("r", 0, 1),
+        "source_worker": "p0",
+        "source_incarnation": 1,
+        "destination_worker": "d0",
+        "destination_incarnation": 2,
+        "valid_ms": 5000,
+        "nonce": b"0123456789abcdef",
+    }
+    return Handle(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def make_chunk(**changes: object) -> Chunk:
+    values: dict[str, object] = {
+        "sequence": SequenceId("r", 0, 1),
+        "index": 0,
+        "start_token": 0,
+        "end_token": 8,
+        "start_layer": 0,
+        "end_layer": 2,
+        "num_bytes": 64,
+        "checksum": 0,
+        "edge_generation": 1,
+    }
+    return Chunk(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def said(sequence: SequenceId, first_index: int, *tokens: int, ended: str = "") -> StepEvents:
+    """The events of a step that said `tokens` of one sequence and perhaps its end."""
+    ends = (SequenceEnded(sequence, ended),) if ended else ()
+    return StepEvents(tokens=(TokenEvent(sequence, first_index, tokens),) if tokens else (), ended=ends)
