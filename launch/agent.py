@@ -1,0 +1,158 @@
+"""`python -m launch.agent`: torchrun with four repairs, the same flags otherwise.
+
+1. torchrun's store listens on every address and anybody may write to it. `--rdzv-backend baton` (the default here)
+   binds it to `--master-addr` only, and on one node to a port the kernel picks, so parallel jobs cannot collide.
+2. torchrun exits with 1 and a traceback of its own whatever happened. The agent exits with its worker's code and adds
+   one line, so the worker's own last words stay the last in the log.
+3. `kill -9` of torchrun orphans its workers. The agent names itself as their parent (`baton.process`) and they die
+   with it; the agent in turn dies with the launcher.
+4. `python -m` puts the directory it is called from first on the path, where a user's own `decode.py` would shadow a
+   tier: the workers get PYTHONSAFEPATH.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from baton.options import EXIT_STARTUP_ERROR
+from baton.process import PARENT_VARIABLE, die_with_parent
+
+_STORE_TIMEOUT_S = 600
+
+
+def main() -> NoReturn:
+    die_with_parent()
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    os.environ["PYTHONSAFEPATH"] = "1"
+    level = os.environ.get("LOGLEVEL")
+    os.environ["LOGLEVEL"] = level or "CRITICAL"
+
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    if level is None:
+        del os.environ["LOGLEVEL"]  # torch's loggers read it at import; the workers keep their own
+    _register_rendezvous()
+    args = parse_args(_with_defaults(sys.argv[1:]))  # type: ignore[no-untyped-call]
+    _name_the_store(args)
+    try:
+        run(args)  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        sys.exit(_report(error))
+    except SignalException as error:
+        sys.exit(128 + int(error.sigval))
+    except OSError as error:
+        print(f"error: rendezvous at {args.rdzv_endpoint}: {error.strerror or error}", file=sys.stderr)
+        sys.exit(EXIT_STARTUP_ERROR)
+    sys.exit(0)
+
+
+def _with_defaults(argv: list[str]) -> list[str]:
+    """Our rendezvous unless the caller names another one; the flags come before the module's own."""
+    if any(word.startswith(("--rdzv-backend", "--rdzv_backend", "--standalone")) for word in argv):
+        return argv
+    return ["--rdzv-backend", "baton", *argv]
+
+
+def _name_the_store(args: Any) -> None:
+    """`--master-addr`, `--master-port` and `--node-rank` mean the same as for torchrun's static rendezvous."""
+    if args.rdzv_backend != "baton":
+        return
+    if not args.rdzv_endpoint:
+        host = f"[{args.master_addr}]" if ":" in args.master_addr else args.master_addr
+        args.rdzv_endpoint = f"{host}:{args.master_port or 0}"
+    args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, f"rank={args.node_rank}")))
+    args.node_rank = 0
+
+
+def _report(error: Any) -> int:
+    """One line about the rank that failed first; returns the exit code to pass on."""
+    rank, failure = error.get_first_failure()
+    code = int(failure.exitcode)
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if code != EXIT_STARTUP_ERROR:
+        print(f"agent: rank {rank} (pid {failure.pid}) {how}", file=sys.stderr, flush=True)
+    return code if code > 0 else 128 - code
+
+
+def _register_rendezvous() -> None:
+    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousParameters,
+        RendezvousStoreInfo,
+        rendezvous_handler_registry,
+    )
+
+    class NamedAddressRendezvous(RendezvousHandler):
+        """One store at one named address, kept by node 0; a job has one round, its workers reuse the agent's store."""
+
+        def __init__(self, host: str, port: int, rank: int, nodes: int, run_id: str) -> None:
+            self._address, self._rank, self._nodes, self._run_id = (host, port), rank, nodes, run_id
+            self._store: Store | None = None
+
+        def get_backend(self) -> str:
+            return "baton"
+
+        @property
+        def use_agent_store(self) -> bool:
+            return True
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            if self._store is None:
+                self._store = self._open()
+            host, port = self._address
+            return RendezvousInfo(
+                PrefixStore(self._run_id, self._store), self._rank, self._nodes, RendezvousStoreInfo(host, port)
+            )
+
+        def _open(self) -> Store:
+            host, port = self._address
+            timeout = timedelta(seconds=_STORE_TIMEOUT_S)
+            if self._rank != 0:
+                return TCPStore(host, port, self._nodes, False, timeout)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(128)
+            port = listener.getsockname()[1]
+            self._address = (host, port)
+            return TCPStore(
+                host, port, self._nodes, True, timeout, False, master_listen_fd=listener.detach(), use_libuv=True
+            )
+
+        def is_closed(self) -> bool:
+            return False
+
+        def set_closed(self) -> None:
+            pass
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def get_run_id(self) -> str:
+            return self._run_id
+
+        def shutdown(self) -> bool:
+            return True
+
+    def create(parameters: RendezvousParameters) -> RendezvousHandler:
+        host, _, port = parameters.endpoint.strip().rpartition(":")
+        rank = int(parameters.config.get("rank", 0))
+        if parameters.max_nodes > 1 and not int(port):
+            raise OSError("a job over several nodes needs --master-addr and --master-port of node 0")
+        return NamedAddressRendezvous(host.strip("[]"), int(port), rank, parameters.max_nodes, parameters.run_id)
+
+    rendezvous_handler_registry.register("baton", create)
+
+
+if __name__ == "__main__":
+    main()

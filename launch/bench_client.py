@@ -1,0 +1,181 @@
+"""A closed loop against an OpenAI-compatible server: each of `concurrency` clients sends its next request when the last
+one has ended. Arrival is noted as soon as bytes come off the socket, before they are parsed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import orjson
+
+from launch.bench_load import Job, Load
+from launch.bench_stats import Record
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where requests go. `base` ends in /v1."""
+
+    base: str
+    model: str
+    api_key: str
+    timeout_s: float
+    extra: dict[str, Any]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+def base_url(url: str) -> str:
+    """`host:port`, `http://host:port` and `http://host:port/v1` all mean the same."""
+    url = (url if "//" in url else f"http://{url}").rstrip("/")
+    return url if url.endswith("/v1") else f"{url}/v1"
+
+
+async def first_model(base: str, api_key: str) -> str:
+    """The first of GET /v1/models.
+
+    Raises:
+        OSError: no usable answer.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        async with httpx.AsyncClient(timeout=CONNECT_TIMEOUT_S, headers=headers, trust_env=False) as client:
+            answer = await client.get(f"{base}/models")
+            answer.raise_for_status()
+            return str(answer.json()["data"][0]["id"])
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+        raise OSError(f"GET {base}/models: {describe(error)}") from None
+
+
+async def run_load(
+    target: Target, load: Load, first: int, count: int, concurrency: int, done: Callable[[Record], None]
+) -> list[Record]:
+    """Sends the jobs `first` .. `first + count - 1`; `done` is called after each. Failures are records too."""
+    indices = iter(range(first, first + count))
+    records: list[Record] = []
+
+    async def client(session: httpx.AsyncClient) -> None:
+        for index in indices:
+            record = await send(session, target, load.job(index))
+            records.append(record)
+            done(record)
+
+    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+    timeout = httpx.Timeout(target.timeout_s, connect=CONNECT_TIMEOUT_S)
+    async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=target.headers, trust_env=False) as session:
+        await asyncio.gather(*(client(session) for _ in range(min(concurrency, count))))
+    return records
+
+
+async def send(session: httpx.AsyncClient, target: Target, job: Job) -> Record:
+    body = {
+        "model": target.model,
+        "prompt": job.prompt,
+        "max_tokens": job.max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "ignore_eos": True,
+        **target.extra,
+    }
+    content = orjson.dumps(body)
+    headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+    stream = _Stream()
+    sent = time.perf_counter()
+    try:
+        async with asyncio.timeout(target.timeout_s):
+            async with session.stream("POST", f"{target.base}/completions", content=content, headers=headers) as answer:
+                if answer.status_code != 200:
+                    return Record(sent, error=_refusal(answer.status_code, await answer.aread()))
+                async for chunk in answer.aiter_raw():
+                    stream.feed(time.perf_counter(), chunk)
+        return stream.record(sent, time.perf_counter())
+    except TimeoutError:
+        return Record(sent, error=f"no end within {target.timeout_s:g} s")
+    except (httpx.HTTPError, OSError, ValueError) as error:
+        return Record(sent, error=describe(error))
+
+
+class _Stream:
+    """Server-sent events of one completion, as they arrive."""
+
+    def __init__(self) -> None:
+        self._partial = b""
+        self._text: list[float] = []
+        self._choices: list[float] = []
+        self._finished_at: float | None = None
+        self._usage: dict[str, Any] | None = None
+        self._error: str | None = None
+        self._done = False
+
+    def feed(self, now: float, chunk: bytes) -> None:
+        lines = (self._partial + chunk).split(b"\n")
+        self._partial = lines.pop()
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._event(now, line[5:].strip())
+
+    def record(self, sent: float, ended: float) -> Record:
+        if self._error is None and not self._done:
+            self._error = "stream ended without [DONE]"
+        # Tokens that decode to nothing (half a character, ids past the vocabulary) carry no text; without any text at
+        # all the events themselves are what arrived.
+        arrivals = self._text or self._choices
+        if self._error is None and not arrivals:
+            self._error = "stream without a token"
+        if self._error is not None:
+            return Record(sent, error=self._error)
+        usage = self._usage or {}
+        counted = isinstance(usage.get("completion_tokens"), int)
+        return Record(
+            sent,
+            tuple(arrivals),
+            ended,
+            finished=max(arrivals[-1], self._finished_at or 0.0),
+            prompt_tokens=int(usage.get("prompt_tokens") or 0),
+            output_tokens=int(usage["completion_tokens"]) if counted else len(self._choices),
+            counted=counted,
+        )
+
+    def _event(self, now: float, data: bytes) -> None:
+        if data == b"[DONE]":
+            self._done = True
+            return
+        event = orjson.loads(data)
+        if event.get("error"):
+            self._error = _message(event["error"])
+            return
+        if event.get("usage"):
+            self._usage = event["usage"]
+        for choice in itertools.islice(event.get("choices") or (), 1):
+            self._choices.append(now)
+            if choice.get("text"):
+                self._text.append(now)
+            if choice.get("finish_reason"):
+                self._finished_at = now
+
+
+def describe(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _refusal(status: int, body: bytes) -> str:
+    try:
+        return f"status {status}: {_message(orjson.loads(body)['error'])}"
+    except (ValueError, LookupError, TypeError):
+        return f"status {status}"
+
+
+def _message(error: Any) -> str:
+    text = error.get("message", error) if isinstance(error, dict) else error
+    return " ".join(str(text).split())[:200]

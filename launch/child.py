@@ -1,0 +1,111 @@
+"""One life of one child process: started in a session of its own, its output in a log file, dying with the launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.process import PARENT_VARIABLE, descendants, set_death_signal
+
+TAIL_LINES = 15
+_TAIL_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """What to run. `cores` empty means not pinned; `environment` is added to the launcher's own."""
+
+    name: str
+    command: tuple[str, ...]
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cores: tuple[int, ...] = ()
+
+
+class Child:
+    """A running process. Must be made on the main thread: the kernel ties its death to the thread that forked it."""
+
+    def __init__(self, spec: ChildSpec) -> None:
+        self.spec = spec
+        launcher, cores = os.getpid(), spec.cores
+
+        def before_exec() -> None:
+            set_death_signal()
+            if os.getppid() != launcher:
+                os._exit(1)
+            if cores:
+                os.sched_setaffinity(0, cores)
+
+        with spec.log.open("ab") as log:
+            log.write(f"$ {shlex.join(spec.command)}\n".encode())
+            log.flush()
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                spec.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **spec.environment, "PYTHONSAFEPATH": "1", PARENT_VARIABLE: str(launcher)},
+                start_new_session=True,
+                preexec_fn=before_exec,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def pids(self) -> set[int]:
+        """Itself and everything below it."""
+        return {self.pid, *descendants(self.pid)}
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self, wait_s: float = 5.0) -> None:
+        """SIGKILL to it and everything below it, then reaps it."""
+        if self.poll() is None:
+            for pid in (*descendants(self.pid), self.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(wait_s)
+
+    def tail(self, lines: int = TAIL_LINES) -> list[str]:
+        """The last lines this life wrote."""
+        return self._lines()[-lines:]
+
+    def error_line(self) -> str | None:
+        """The first `error: ...` this life wrote, without the word: the root cause comes before what it broke."""
+        for line in self._lines():
+            if line.startswith("error: "):
+                return line.removeprefix("error: ").strip()
+        return None
+
+    def _lines(self) -> list[str]:
+        try:
+            with self.spec.log.open("rb") as log:
+                log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, log.tell() - _TAIL_BYTES))
+                return log.read().decode("utf-8", "replace").splitlines()
+        except OSError:
+            return []
+
+
+def describe_exit(code: int) -> str:
+    """`exit code 1`, or the signal behind a code below 0 (subprocess) or above 128 (a shell, the agent)."""
+    number = -code if code < 0 else code - 128
+    with contextlib.suppress(ValueError):
+        if number > 0:
+            return f"killed by {signal.Signals(number).name}"
+    return f"exit code {code}"

@@ -1,0 +1,72 @@
+"""The `baton` command. Each subcommand loads what it needs when it runs, so `--help` is instant."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from typing import NoReturn
+
+import click
+
+from baton.core.errors import StartupError
+from baton.options import config_command, run_main
+from launch.bench import bench_command
+from launch.up_config import UpConfig
+
+DEFAULT_URL = "http://127.0.0.1:8100"
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+def baton() -> None:
+    """Serves large language models with prefill and decode on separate pools."""
+
+
+@config_command(
+    UpConfig,
+    name="up",
+    help="Start a cluster on this machine: a coordinator, prefill and decode workers. Ctrl-C drains and ends it.",
+)
+def up_command(config: UpConfig) -> int:
+    from launch.up import up
+
+    return up(config)
+
+
+@baton.command("ps")
+@click.argument("url", default=DEFAULT_URL)
+def ps_command(url: str) -> int:
+    """Show the workers of the cluster at URL."""
+    from launch.cluster_api import get_workers
+    from launch.ps import print_workers
+
+    try:
+        print_workers(get_workers(url))
+    except OSError as error:
+        raise StartupError(f"no cluster answers at {url}: {error}") from None
+    return 0
+
+
+@baton.command("version")
+def version_command() -> int:
+    """Print the versions of baton and of what it stands on."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    for package in ("baton-serve", "torch", "grpcio", "fastapi", "tokenizers"):
+        try:
+            click.echo(f"{package:<12} {version(package)}")
+        except PackageNotFoundError:
+            click.echo(f"{package:<12} not installed")
+    click.echo(f"{'python':<12} {platform.python_version()}")
+    return 0
+
+
+baton.add_command(up_command)
+baton.add_command(bench_command)
+
+
+def main() -> NoReturn:
+    run_main(baton, sys.argv[1:], prog_name="baton")
+
+
+if __name__ == "__main__":
+    main()

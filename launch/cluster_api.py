@@ -1,0 +1,53 @@
+"""What the launcher and `baton ps` ask a running coordinator."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One line of GET /workers; `fields` is the whole of it."""
+
+    id: str
+    role: str
+    state: str
+    pids: tuple[int, ...]
+    fields: dict[str, Any]
+
+
+def get_workers(url: str, timeout_s: float = TIMEOUT_S) -> list[WorkerView]:
+    """GET /workers.
+
+    Raises:
+        OSError: no answer, or not the expected one.
+    """
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    if not parts.hostname:
+        raise OSError(f"{url!r} is no address")
+    connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout_s)
+    try:
+        connection.request("GET", "/workers")
+        answer = connection.getresponse()
+        body = answer.read()
+    except http.client.HTTPException as error:
+        raise OSError(f"GET /workers: {error!r}") from None
+    finally:
+        connection.close()
+    if answer.status != 200:
+        raise OSError(f"GET /workers: status {answer.status}")
+    try:
+        return [_view(fields) for fields in json.loads(body)["workers"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise OSError(f"GET /workers: unexpected answer ({error!r})") from None
+
+
+def _view(fields: dict[str, Any]) -> WorkerView:
+    pids = tuple(int(pid) for pid in fields.get("pids", ()))
+    return WorkerView(str(fields["id"]), str(fields["role"]), str(fields["state"]), pids, fields)

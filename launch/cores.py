@@ -1,0 +1,71 @@
+"""Which cores and how many threads each worker gets. Pure.
+
+Two processes that both use two threads on two cores slow each other several times over, so every worker gets cores of
+its own; with fewer cores than workers they share in turn, one thread each. The coordinator is never pinned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The cores a worker may run on and its number of compute threads."""
+
+    cores: tuple[int, ...]
+    threads: int
+
+    def __str__(self) -> str:
+        cores = f"core {self.cores[0]}" if len(self.cores) == 1 else f"cores {_ranges(self.cores)}"
+        return f"{cores}, {self.threads} thread{'' if self.threads == 1 else 's'}"
+
+
+def place(workers: int, cores: Sequence[int], threads: int = 0) -> tuple[Placement, ...]:
+    """One placement per worker, in order. `threads` 0 means as many as the worker has cores.
+
+    Left-over cores go to the first workers. An explicit `threads` takes that many cores for each worker, their own if
+    there are enough, else shared in turn.
+    """
+    if not cores:
+        raise ValueError("no cores to place workers on")
+    if workers <= 0:
+        return ()
+    available = tuple(cores)
+    if threads > 0:
+        width = min(threads, len(available))
+        return tuple(Placement(_slice(available, index * width, width), threads) for index in range(workers))
+    if len(available) < workers:
+        return tuple(Placement((available[index % len(available)],), 1) for index in range(workers))
+    share, extra = divmod(len(available), workers)
+    placements: list[Placement] = []
+    start = 0
+    for index in range(workers):
+        width = share + (1 if index < extra else 0)
+        placements.append(Placement(available[start : start + width], width))
+        start += width
+    return tuple(placements)
+
+
+def assign_gpus(workers: int, gpus: Sequence[str]) -> tuple[str, ...]:
+    """The device each worker sees, in turn; empty strings without devices."""
+    return tuple(gpus[index % len(gpus)] if gpus else "" for index in range(workers))
+
+
+def _slice(cores: tuple[int, ...], start: int, width: int) -> tuple[int, ...]:
+    return tuple(sorted({cores[(start + offset) % len(cores)] for offset in range(width)}))
+
+
+def _ranges(cores: tuple[int, ...]) -> str:
+    """`0-3,8`"""
+    parts: list[str] = []
+    first = last = cores[0]
+    for core in (*cores[1:], None):
+        if core is not None and core == last + 1:
+            last = core
+            continue
+        parts.append(str(first) if first == last else f"{first}-{last}")
+        if core is not None:
+            first = last = core
+    return ",".join(parts)

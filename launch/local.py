@@ -1,0 +1,187 @@
+"""A cluster on this machine: coordinator first, then every worker as its own torchrun job; then it watches.
+
+Life of a local cluster:
+
+1. start     the coordinator starts and writes its addresses to a ready-file once all ports are open
+2. load      every worker starts on its own cores, loads, and joins: GET /workers shows its pid as ready
+3. ready     one line with the address; from here a member that dies is started again with backoff
+4. stop      SIGINT, SIGTERM or SIGHUP: SIGTERM to the coordinator only, which drains the workers over their sessions;
+             all exit 0. Past drain_timeout_s + 5 s, or at a second signal, what is left is killed
+
+A startup error before a member ever joined stops everything at once and is the last line. Whatever happens, nothing
+is left running: the children die with this process even under SIGKILL (`baton.process`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import time
+from pathlib import Path
+
+from baton.core.errors import StartupError
+from launch.child import describe_exit
+from launch.cluster_api import get_workers
+from launch.console import Console
+from launch.plan import Addresses, Plan
+from launch.restart import Backoff
+from launch.signals import Signals
+from launch.supervisor import Supervised
+
+TICK_S = 0.2
+REMIND_S = 10.0
+COORDINATOR_START_TIMEOUT_S = 60.0
+STOP_GRACE_S = 5.0
+
+
+class LocalCluster:
+    """Its whole state: the members, the bound addresses once known, and whether `ready` was announced."""
+
+    def __init__(self, plan: Plan, console: Console, backoff: Backoff | None = None) -> None:
+        self._plan = plan
+        self._console = console
+        self._addresses: Addresses | None = None
+        self._announced = False
+        self._coordinator = Supervised("coordinator", lambda: plan.coordinator(self._addresses), console, backoff)
+        self._workers = [
+            Supervised(name, lambda name=name: plan.worker(name, self._bound()), console, backoff)  # type: ignore[misc]
+            for name in plan.placements
+        ]
+
+    def run(self) -> int:
+        """Until a signal; returns the exit code.
+
+        Raises:
+            StartupError: the cluster cannot come up; nothing is left running.
+        """
+        with Signals() as signals:
+            try:
+                self._start_coordinator()
+                reminded = time.monotonic()
+                while not signals.stops:
+                    self._tick()
+                    if not self._announced and time.monotonic() - reminded >= REMIND_S:
+                        reminded = time.monotonic()
+                        self._remind()
+                    signals.wait(TICK_S)
+                return self._stop(signals)
+            finally:
+                for member in (*self._workers, self._coordinator):
+                    if member.child is not None:
+                        member.child.kill()
+
+    def _tick(self) -> None:
+        if self._coordinator.restart_at is not None and time.monotonic() >= self._coordinator.restart_at:
+            self._start_coordinator("   again, on the same ports")
+        else:
+            self._coordinator.tick()
+        if self._coordinator.child is not None and not self._coordinator.joined:
+            self._look_for_ready_file()
+        for worker in self._workers:
+            if worker.ever_started:
+                worker.tick()
+            elif self._coordinator.joined:
+                worker.start(f"   {self._plan.placements[worker.name]}")
+        if self._coordinator.joined:
+            self._look_for_joined()
+        if not self._announced:
+            self._announce_when_ready()
+
+    def _start_coordinator(self, note: str = "") -> None:
+        self._plan.ready_file.unlink(missing_ok=True)
+        self._coordinator.start(note)
+
+    def _look_for_ready_file(self) -> None:
+        try:
+            addresses = Addresses(**json.loads(self._plan.ready_file.read_text()))
+        except (OSError, ValueError, TypeError):
+            if self._console.elapsed_s() > COORDINATOR_START_TIMEOUT_S and self._addresses is None:
+                raise StartupError(
+                    f"the coordinator opened no ports within {COORDINATOR_START_TIMEOUT_S:.0f} s; "
+                    f"its log is {self._plan.run_dir / 'coordinator.log'}"
+                ) from None
+            return
+        self._addresses = addresses
+        self._coordinator.mark_joined(f"up         http {addresses.http}   grpc {addresses.grpc}")
+        for worker in self._workers:
+            worker.joined = False  # they redial; GET /workers will tell
+
+    def _look_for_joined(self) -> None:
+        waiting = [worker for worker in self._workers if worker.child is not None and not worker.joined]
+        if not waiting:
+            return
+        try:
+            views = {view.id: view for view in get_workers(self._bound().url)}
+        except OSError:
+            return
+        for worker in waiting:
+            view = views.get(worker.name)
+            if view and view.state == "ready" and worker.child and worker.child.pids().intersection(view.pids):
+                worker.mark_joined("joined")
+
+    def _announce_when_ready(self) -> None:
+        if not all(worker.joined for worker in self._workers):
+            if self._console.elapsed_s() > self._plan.config.start_timeout_s:
+                late = ", ".join(worker.name for worker in self._workers if not worker.joined)
+                raise StartupError(
+                    f"not ready after {self._plan.config.start_timeout_s:.0f} s, still waiting for {late}; "
+                    f"logs are in {self._plan.run_dir}, --start-timeout-s allows more"
+                )
+            return
+        self._announced = True
+        addresses = self._bound()
+        known = {"http": addresses.http, "grpc": addresses.grpc, "control": addresses.control, "url": addresses.url}
+        write_json(self._plan.run_dir / "cluster.json", {**known, "pid": os.getpid()})
+        self._console.stage("ready", f"{addresses.url}   try:")
+        self._console.plain(example_curl(addresses.url, self._plan.served_name))
+
+    def _remind(self) -> None:
+        late = [m.name for m in (self._coordinator, *self._workers) if not m.joined]
+        self._console.stage("waiting", f"for {', '.join(late)}; logs in {self._plan.run_dir}")
+
+    def _stop(self, signals: Signals) -> int:
+        """Drains through the coordinator; kills what cannot be drained. Returns the exit code."""
+        limit = self._plan.config.drain_timeout_s + STOP_GRACE_S
+        deadline = time.monotonic() + limit
+        self._console.stage("stopping", f"draining for up to {limit:.0f} s; a second Ctrl-C ends it at once")
+        coordinator = self._coordinator.child
+        draining = [(w.name, w.child) for w in self._workers if w.child and w.joined and self._coordinator.joined]
+        for worker in self._workers:
+            if worker.child is not None and (worker.name, worker.child) not in draining:
+                worker.child.kill()  # still loading, or nobody to drain it: it has no request
+        if coordinator is not None:
+            coordinator.terminate()
+            if self._coordinator.joined:
+                draining.append(("coordinator", coordinator))
+        while any(child.poll() is None for _, child in draining) and signals.stops < 2 and time.monotonic() < deadline:
+            if coordinator is not None and coordinator.poll() is not None:
+                deadline = min(deadline, time.monotonic() + STOP_GRACE_S)
+                coordinator = None
+            signals.wait(TICK_S)
+        failed = False
+        for name, child in draining:
+            code = child.poll()
+            if code != 0:
+                failed = True
+                how = "was still running and is killed" if code is None else f"ended with {describe_exit(code)}"
+                self._console.stage(name, f"{how}; log {child.spec.log}")
+        self._console.stage("stopped", "some did not end well" if failed else "all ended well")
+        return 130 if signals.stops >= 2 else int(failed)
+
+    def _bound(self) -> Addresses:
+        if self._addresses is None:
+            raise AssertionError("a worker needs the coordinator's address")
+        return self._addresses
+
+
+def write_json(path: Path, value: object) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(value) + "\n")
+    partial.replace(path)
+
+
+def example_curl(url: str, model: str) -> str:
+    body = json.dumps({"model": model, "prompt": "def read_lines(path):", "max_tokens": 64})
+    return f"curl -s {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"

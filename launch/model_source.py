@@ -1,0 +1,96 @@
+"""From what `--model` says to a checkpoint directory on this machine.
+
+`builtin` is package data; a directory is used as it is; ORG/NAME comes from the hub (or its cache, when the hub cannot
+be reached). Only safetensors, JSON and templates are fetched: never pickles, never code.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from baton.core.errors import StartupError
+
+ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja")
+HUB_TIMEOUT_S = 5.0
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def resolve_model(model: str) -> Path:
+    """The checkpoint directory, absolute.
+
+    Raises:
+        StartupError: nothing usable is there; one line that names it.
+    """
+    if model == "builtin":
+        return _with_config(builtin_directory("target"), "the built-in model")
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _with_config(path.resolve(), f"model directory {model}")
+    if path.exists():
+        raise StartupError(f"model {model} is a file; a checkpoint directory is needed")
+    if _HUB_NAME.fullmatch(model):
+        return _with_config(_from_hub(model), f"hub model {model}")
+    raise StartupError(f"model directory {model} does not exist")
+
+
+def served_name(model: str) -> str:
+    """What clients call the model when nobody says otherwise: the hub's name, or the directory's."""
+    if model == "builtin" or (_HUB_NAME.fullmatch(model) and not Path(model).exists()):
+        return model
+    return Path(model).expanduser().resolve().name
+
+
+def builtin_directory(which: str) -> Path:
+    """`target` or `draft` of the built-in pair. Does not check that it is there."""
+    spec = find_spec("baton.builtin")
+    if spec is None or not spec.submodule_search_locations:
+        raise StartupError("this installation has no built-in model; name a checkpoint with --model")
+    return Path(next(iter(spec.submodule_search_locations))) / which
+
+
+def _with_config(path: Path, what: str) -> Path:
+    if not (path / "config.json").is_file():
+        raise StartupError(f"{what} has no config.json, so it is no checkpoint ({path})")
+    return path
+
+
+def _from_hub(name: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        # One short request first: the download itself would retry for minutes without a network.
+        huggingface_hub.HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+        cached_only = False
+    except GatedRepoError:
+        raise StartupError(f"hub model {name} is gated; accept its licence there and set HF_TOKEN") from None
+    except RepositoryNotFoundError:
+        raise StartupError(f"there is no model {name}, neither as a directory here nor on the hub") from None
+    except Exception as error:
+        cached_only, reason = True, _first_line(error)
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                name,
+                allow_patterns=list(ALLOWED_FILES),
+                ignore_patterns=["*/*"],
+                etag_timeout=HUB_TIMEOUT_S,
+                local_files_only=cached_only,
+            )
+        )
+    except LocalEntryNotFoundError as error:
+        if cached_only:
+            raise StartupError(
+                f"model {name} is neither a directory nor in the hub's cache, and the hub does not answer ({reason})"
+            ) from None
+        raise StartupError(f"hub model {name} could not be fetched: {_first_line(error)}") from None
+    except Exception as error:
+        raise StartupError(f"hub model {name} could not be fetched: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

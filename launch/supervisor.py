@@ -1,0 +1,77 @@
+"""One member of the cluster over all its lives: started, watched, started again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from baton.core.errors import StartupError
+from launch.child import Child, ChildSpec, describe_exit
+from launch.console import Console
+from launch.restart import Backoff, GiveUp, RestartPolicy
+
+
+class Supervised:
+    """Its whole state: the present `child` or the time of the next one, whether this life has `joined`, the policy.
+
+    `spec` is asked anew for every life, since ports become known only after the first.
+    """
+
+    def __init__(self, name: str, spec: Callable[[], ChildSpec], console: Console, backoff: Backoff | None) -> None:
+        self.name = name
+        self.joined = False
+        self.child: Child | None = None
+        self._spec = spec
+        self._console = console
+        self._policy = RestartPolicy(backoff)
+        self._restart_at: float | None = None
+        self._started_at = 0.0
+
+    @property
+    def ever_started(self) -> bool:
+        return self.child is not None or self._restart_at is not None
+
+    @property
+    def restart_at(self) -> float | None:
+        return self._restart_at
+
+    def start(self, note: str = "") -> None:
+        spec = self._spec()
+        self.joined, self._restart_at = False, None
+        self._started_at = time.monotonic()
+        self.child = Child(spec)
+        self._console.stage(self.name, f"starting   pid {self.child.pid}{note}   log {spec.log}")
+
+    def mark_joined(self, what: str) -> None:
+        now = time.monotonic()
+        self.joined = True
+        self._policy.joined(now)
+        self._console.stage(self.name, f"{what}   ({now - self._started_at:.1f} s)")
+
+    def tick(self) -> None:
+        """Notices a death and starts the next life when it is due.
+
+        Raises:
+            StartupError: it cannot come up, so neither can the cluster.
+        """
+        now = time.monotonic()
+        if self.child is not None:
+            code = self.child.poll()
+            if code is not None:
+                self._died(self.child, code, now)
+        elif self._restart_at is not None and now >= self._restart_at:
+            self.start("   again")
+
+    def _died(self, child: Child, code: int, now: float) -> None:
+        child.kill(0)  # what it may have left below itself, and the reaping
+        self.child, self.joined = None, False
+        error, log = child.error_line(), child.spec.log
+        verdict = self._policy.died(code, now)
+        if isinstance(verdict, GiveUp) and error:
+            raise StartupError(f"{self.name}: {error}")
+        self._console.stage(self.name, f"died: {describe_exit(code)}; the end of {log}:")
+        self._console.quote(child.tail())
+        if isinstance(verdict, GiveUp):
+            raise StartupError(f"{self.name} ended with {describe_exit(code)} before it joined; its log is {log}")
+        self._restart_at = verdict.at
+        self._console.stage(self.name, f"starting again in {verdict.wait_s:.0f} s")

@@ -1,0 +1,67 @@
+"""What `baton up` can be told. Fields that a coordinator or a worker knows too are handed on to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.core.config import option
+from baton.core.errors import StartupError
+
+
+@dataclass(frozen=True, slots=True)
+class UpConfig:
+    """A cluster on this machine: one coordinator, some prefill and some decode workers."""
+
+    model: str = option("builtin", "checkpoint directory, ORG/NAME on the hub, or `builtin`")
+    served_model_name: str = option("", "name clients use; default the directory's or `builtin`")
+    draft: str = option("", "checkpoint directory of a draft model for speculative decoding")
+    prefill: int = option(1, "prefill workers", low=1, high=256)
+    decode: int = option(1, "decode workers", low=1, high=256)
+    prefill_tp: int = option(1, "tensor-parallel ranks of a prefill worker", low=1, high=64)
+    decode_tp: int = option(1, "tensor-parallel ranks of a decode worker", low=1, high=64)
+    host: str = option("127.0.0.1", "address of HTTP and public gRPC")
+    port: int = option(8100, "HTTP port; 0: any free one", low=0, high=65535)
+    grpc_port: int = option(8102, "public gRPC port; 0: any free one", low=0, high=65535)
+    control_port: int = option(0, "port workers dial, on loopback; 0: any free one", low=0, high=65535)
+    device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
+    dtype: str = option("auto", "weights and KV", choices=("auto", "bfloat16", "float32"))
+    exact: bool = option(False, "row-invariant float32: the same bits whatever the batch, chunk or cache")
+    threads: int = option(0, "compute threads of a worker; 0: the cores divided among the workers", low=0, high=1024)
+    max_model_len: int = option(0, "longest prompt + output in tokens; 0: the model's own limit", low=0)
+    kv_memory_gib: float = option(0.0, "memory for KV blocks of a worker; 0: chosen from free memory", low=0)
+    block_size: int = option(16, "tokens in a KV block", low=1, high=1024)
+    step_tokens: int = option(512, "most tokens computed in one step", low=1, high=1 << 20)
+    max_running: int = option(64, "most sequences in one decode step", low=1, high=65536)
+    drain_timeout_s: float = option(30.0, "longest running requests may take to finish at shutdown", low=0)
+    start_timeout_s: float = option(900.0, "longest the cluster may take to become ready", low=1)
+    run_dir: str = option("", "directory for logs; default a fresh one in the user's cache directory")
+    log_level: str = option("info", "least severe message logged", choices=("debug", "info", "warning", "error"))
+
+
+COORDINATOR_FIELDS = ("host", "port", "grpc_port", "control_port", "max_model_len", "drain_timeout_s", "log_level")
+WORKER_FIELDS = (
+    "device",
+    "dtype",
+    "exact",
+    "block_size",
+    "kv_memory_gib",
+    "max_model_len",
+    "step_tokens",
+    "max_running",
+    "log_level",
+)
+
+
+def check_supported(config: UpConfig) -> None:
+    """Refuses what this release does not do, rather than ignore it.
+
+    Raises:
+        StartupError: names the option.
+    """
+    for name in ("prefill_tp", "decode_tp"):
+        ranks = getattr(config, name)
+        if ranks > 1:
+            flag = "--" + name.replace("_", "-")
+            raise StartupError(f"{flag} {ranks}: it comes with tensor-parallel pools and is not in this release; use 1")
+    if config.draft:
+        raise StartupError(f"--draft {config.draft}: it comes with speculation and is not in this release")
