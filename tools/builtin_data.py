@@ -65,7 +65,7 @@ def is_table(text: str) -> bool:
 
 
 def load_corpus() -> Corpus:
-    """Lists the running interpreter's standard library without tests, tables, documentation blobs and build settings."""
+    """Lists the running interpreter's standard library without tests, tables, documentation and build settings."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for path in sorted(root.rglob("*.py")):
@@ -129,8 +129,9 @@ def functions(text: str) -> Iterator[tuple[str, list[str], str, str]]:
 def request_for(name: str, arguments: list[str], doc: str, rng: random.Random) -> str:
     """A user's words that the function's source would answer."""
     listed = ", ".join(arguments)
+    wanted = f" with arguments {listed}" if listed else ""
     asks = [
-        f"Write a Python function `{name}` with arguments {listed}." if listed else f"Write a Python function `{name}`.",
+        f"Write a Python function `{name}`{wanted}.",
         f"Write a function {name}({listed}).",
         f"Implement {name}({listed}) in Python.",
         f"Write a Python function called {name}.",
@@ -142,7 +143,7 @@ def request_for(name: str, arguments: list[str], doc: str, rng: random.Random) -
 
 
 def conversations_and_snippets(corpus: Corpus, seed: int = 7) -> tuple[list[str], list[str]]:
-    """Chats (already with their markers, without the leading `<|bos|>`) and bare functions, of the training files only."""
+    """Chats (with their markers, without the leading `<|bos|>`) and bare functions, of the training files only."""
     rng = random.Random(seed)
     found = [item for path in corpus.train for item in functions(read_text(path))]
     rng.shuffle(found)

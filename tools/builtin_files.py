@@ -24,10 +24,8 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Writes what `AutoTokenizer.from_pretrained(folder)` needs."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    added = {
-        str(i): {"content": token, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
-        for i, token in enumerate(SPECIAL_TOKENS)
-    }
+    plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    added = {str(i): {"content": token, **plain} for i, token in enumerate(SPECIAL_TOKENS)}
     config = {
         "added_tokens_decoder": added,
         "bos_token": BOS,

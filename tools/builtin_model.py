@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from builtin_data import BOS_ID, END_ID, PAD_ID, VOCAB_SIZE
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 
@@ -51,6 +51,22 @@ def linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return F.linear(x.to(dtype), weight.to(dtype))
 
 
+class Past:
+    """One layer's keys and values while sampling: first a whole prompt, then one token at a time."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Everything so far, the new tokens included."""
+        if self.keys is not None and self.values is not None:
+            assert keys.shape[2] == 1, "after the prompt, one token at a time"
+            keys, values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
+        self.keys, self.values = keys, values
+        return keys, values
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions."""
 
@@ -63,16 +79,21 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(width, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, past: Past | None = None) -> Tensor:
         rows, length, _ = x.shape
         shape = self.shape
         groups = shape.num_attention_heads // shape.num_key_value_heads
         weight = torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight])
         heads = linear(x, weight, dtype).view(rows, length, -1, shape.head_dim).transpose(1, 2)
-        q, k, v = heads.split([shape.num_attention_heads] + [shape.num_key_value_heads] * 2, dim=1)
+        q, k, v = torch.split(heads, [shape.num_attention_heads] + [shape.num_key_value_heads] * 2, dim=1)
         q, k = rotate(q, cos, sin, dtype), rotate(k, cos, sin, dtype)
+        if past is not None:
+            k, v = past.extend(k, v)
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        y = short_attention(q, k, v) if length <= 512 else F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if past is not None or length > 512:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1)
+        else:
+            y = short_attention(q, k, v)
         return linear(y.transpose(1, 2).reshape(rows, length, -1), self.o_proj.weight, dtype)
 
 
@@ -115,9 +136,10 @@ class Layer(nn.Module):
         self.post_attention_layernorm = Norm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = Mlp(shape)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, dtype).float()
-        return x + self.mlp(self.post_attention_layernorm(x), dtype).float()
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, past: Past | None = None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, dtype, past).float()
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x), dtype).float()
+        return out
 
 
 class Llama(nn.Module):
@@ -142,17 +164,14 @@ class Llama(nn.Module):
             if name in ("o_proj", "down_proj") and isinstance(child, nn.Linear):
                 nn.init.normal_(child.weight, std=0.02 / (2 * self.shape.num_hidden_layers) ** 0.5)
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """The last hidden states, normed."""
+    def logits(self, ids: Tensor, past: list[Past] | None = None, start: int = 0) -> Tensor:
+        """Logits of every position, in float32. With `past`, `ids` begin at position `start`."""
         x = self.embed_tokens(ids)
-        cos, sin = self.get_buffer("cos")[: ids.shape[1]], self.get_buffer("sin")[: ids.shape[1]]
-        for layer in self.layers:
-            x = layer(x, cos, sin, self.dtype)
-        return self.norm(x)
-
-    def logits(self, ids: Tensor) -> Tensor:
-        """Logits of every position, in float32."""
-        return linear(self.hidden(ids), self.embed_tokens.weight, self.dtype).float()
+        here = slice(start, start + ids.shape[1])
+        cos, sin = self.get_buffer("cos")[here], self.get_buffer("sin")[here]
+        for number, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, self.dtype, None if past is None else past[number])
+        return linear(self.norm(x), self.embed_tokens.weight, self.dtype).float()
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy."""
@@ -161,6 +180,12 @@ class Llama(nn.Module):
     def parameter_count(self) -> int:
         """Parameters, the tied embedding counted once."""
         return sum(p.numel() for p in self.parameters())
+
+
+def shrunk(embedding: Tensor, size: int) -> Tensor:
+    """An embedding in fewer dimensions: its principal components, so that tokens keep their neighbours."""
+    directions: Tensor = torch.linalg.eigh(embedding.T @ embedding).eigenvectors[:, -size:]
+    return embedding.matmul(directions)
 
 
 def config_of(shape: Shape) -> dict[str, object]:
@@ -209,9 +234,7 @@ def export(model: Llama, folder: Path) -> None:
 
 def load_exported(folder: Path, shape: Shape, dtype: torch.dtype = torch.float32) -> Llama:
     """The shipped weights again, for measuring what users get."""
-    from safetensors.torch import load_file
-
     model = Llama(shape, dtype)
-    weights = {name.removeprefix("model."): tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
-    model.load_state_dict(weights)
+    stored = load_file(folder / "model.safetensors")
+    model.load_state_dict({name.removeprefix("model."): tensor.float() for name, tensor in stored.items()})
     return model.eval()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 def orthogonalise(update: Tensor, steps: int = 5) -> Tensor:
     """The nearest (semi-)orthogonal matrix, roughly, by a quintic Newton-Schulz iteration in bf16."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = update.to(torch.bfloat16)
+    x: Tensor = update.to(torch.bfloat16)
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
     x = x / (x.norm() + 1e-7)

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from builtin_data import Batches, held_out_documents, load_corpus, train_tokenizer, training_documents
 from builtin_files import write_tokenizer
-from builtin_model import DRAFT, TARGET, Llama, export, load_exported
-from builtin_train import Run, distil_loss, text_loss, train
+from builtin_model import DRAFT, TARGET, Llama, export, load_exported, shrunk
+from builtin_sample import target_documents
+from builtin_train import TEXT_SHARE, Run, distil_loss, first_then, text_loss, train
 from tokenizers import Tokenizer
 
 PACKAGE = Path(__file__).resolve().parent.parent / "baton" / "builtin"
@@ -27,9 +28,10 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/builtin"), help="where checkpoints are kept")
     parser.add_argument("--steps", type=int, default=0, help="length of the schedule (0: the default of the stage)")
     parser.add_argument("--minutes", type=float, default=0.0, help="end the schedule after this time at the latest")
-    parser.add_argument("--tokens-per-step", type=int, default=8192)
+    parser.add_argument("--tokens-per-step", type=int, default=0, help="0: the default of the stage")
     parser.add_argument("--tokens-per-pass", type=int, default=4096, help="tokens in one forward and backward pass")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--written-tokens", type=int, default=300_000, help="text by the target, to distil on")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile (no C++ compiler needed)")
     arguments = parser.parse_args()
@@ -57,17 +59,24 @@ def train_stage(arguments: argparse.Namespace) -> None:
     compiled = not arguments.no_compile
     if arguments.stage == "target":
         model = Llama(TARGET)
-        loss = text_loss(model, compiled)
         rates = (0.02, 0.004)
         steps = arguments.steps or 2200
+        step_tokens = arguments.tokens_per_step or 8192
     else:
         model = Llama(DRAFT)
         target = load_exported(arguments.out / "target", TARGET, torch.bfloat16)
-        loss = distil_loss(model, target, compiled)
+        model.embed_tokens.weight.data.copy_(shrunk(target.embed_tokens.weight.data, DRAFT.hidden_size))
+        written = target_documents(target, documents, arguments.written_tokens, 512, arguments.seed)
+        print(f"{len(written)} documents of {len(written[0])} tokens by the target", flush=True)
+        documents = documents + written
         rates = (0.02, 0.006)
-        steps = arguments.steps or 1500
+        steps = arguments.steps or 2500
+        step_tokens = arguments.tokens_per_step or 4096
     print(f"{model.parameter_count()} parameters", flush=True)
-    run = Run(steps, arguments.minutes, arguments.tokens_per_step, arguments.tokens_per_pass, *rates)
+    run = Run(steps, arguments.minutes, step_tokens, arguments.tokens_per_pass, *rates)
+    loss = text_loss(model, compiled)
+    if arguments.stage == "draft":
+        loss = first_then(run, TEXT_SHARE, loss, distil_loss(model, target, compiled))
     batches = Batches(documents, arguments.seed)
     train(run, model, loss, batches, held_out, arguments.work / f"{arguments.stage}.pt", arguments.stage)
     export(model, arguments.out / arguments.stage)
