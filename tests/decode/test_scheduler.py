@@ -1,0 +1,210 @@
+"""Which sequences a decode worker advances: the rules one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
+from baton.core.events import StageStamps, TokenEvent
+from baton.core.request import GenerateRequest, SequenceId
+from baton.core.step import StepOutcome
+from decode.scheduler import DecodeResult, DecodeScheduler
+from tests.support.builders import EOS, make_decode, make_outcome, make_request
+
+A = SequenceId("a")
+
+
+def ready(scheduler: DecodeScheduler, request: GenerateRequest, first_token: int = 5) -> SequenceId:
+    scheduler.reserve(request, 0.0)
+    assert scheduler.received(request.sequence_id, first_token, 0.0) is None
+    return request.sequence_id
+
+
+def step(scheduler: DecodeScheduler, token: int = 7) -> DecodeResult:
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None
+    return scheduler.finish_step(make_outcome(plan, token), 0.0)
+
+
+def test_first_event_repeats_the_token_that_prefill_sampled() -> None:
+    scheduler = make_decode()
+    ready(scheduler, make_request("a"), first_token=5)
+    assert step(scheduler, 6).tokens == (TokenEvent(A, 0, (5, 6)),)
+    assert step(scheduler, 7).tokens == (TokenEvent(A, 2, (7,)),)
+
+
+def test_resumed_attempt_goes_on_at_its_index() -> None:
+    scheduler = make_decode()
+    a = ready(scheduler, make_request("a", (1, 2, 3), output=(4, 5), attempt=2), first_token=6)
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None
+    assert (plan.rows[0].start, plan.rows[0].tokens, plan.rows[0].output_index) == (5, (6,), 3)
+    assert scheduler.finish_step(make_outcome(plan, 7), 0.0).tokens == (TokenEvent(a, 2, (6, 7)),)
+
+
+def test_sequence_holds_blocks_for_every_token_it_may_generate() -> None:
+    scheduler = make_decode(num_blocks=8, block_size=4)
+    assert len(scheduler.reserve(make_request("a", prompt=5, max_tokens=8), 0.0)) == 4
+    assert scheduler.blocks.counts().receiving == 4
+
+
+def test_accepted_sequence_runs_to_its_length_without_another_block() -> None:
+    scheduler = make_decode(num_blocks=3, block_size=4)
+    ready(scheduler, make_request("a", prompt=4, max_tokens=8))
+    results = [step(scheduler) for _ in range(7)]
+    assert [e.reason for r in results for e in r.ended] == ["length"]
+    assert sum(len(e.tokens) for r in results for e in r.tokens) == 8
+    assert scheduler.blocks.num_free == 3
+
+
+def test_sequences_join_and_leave_between_steps() -> None:
+    scheduler = make_decode(num_blocks=9, max_running=2)
+    for name in "abc":
+        ready(scheduler, make_request(name))
+    assert repr(scheduler).startswith("<DecodeScheduler 0 running, 3 ready, 0 receiving | ")
+    assert [e.sequence.request_id for e in step(scheduler).tokens] == ["a", "b"]
+    scheduler.abort(A)
+    assert [e.sequence.request_id for e in step(scheduler).tokens] == ["b", "c"]
+
+
+def test_end_of_sequence_stops_it() -> None:
+    scheduler = make_decode()
+    ready(scheduler, make_request("a"))
+    assert [e.reason for e in step(scheduler, EOS).ended] == ["stop"]
+    assert (scheduler.num_sequences, scheduler.blocks.num_free) == (0, 8)
+
+
+@pytest.mark.parametrize(("token", "max_tokens", "reason"), [(EOS, 8, "stop"), (5, 1, "length")])
+def test_sequence_whose_first_token_ends_it_never_runs(token: int, max_tokens: int, reason: str) -> None:
+    scheduler = make_decode()
+    scheduler.reserve(make_request("a", max_tokens=max_tokens), 0.0)
+    ended = scheduler.received(A, token, 0.0)
+    assert ended is not None and ended.reason == reason
+    assert (scheduler.has_work, scheduler.blocks.num_free) == (False, 8)
+
+
+@pytest.mark.parametrize("claim", [False, True])
+@pytest.mark.parametrize("phase", ["receiving", "ready", "running", "in a step"])
+def test_abort_frees_everything_whatever_the_phase(phase: str, claim: bool) -> None:
+    scheduler = make_decode()
+    if phase == "receiving":
+        scheduler.reserve(make_request("a"), 0.0)
+    else:
+        ready(scheduler, make_request("a"))
+    if phase == "running":
+        step(scheduler)
+    plan = scheduler.begin_step(0.0) if phase == "in a step" else None
+    assert scheduler.abort(A, in_flight=claim)
+    if phase == "receiving":
+        scheduler.receive_ended(A)
+    if plan is not None:
+        assert scheduler.finish_step(make_outcome(plan), 0.0) == DecodeResult()
+    assert (scheduler.num_sequences, scheduler.blocks.num_free, scheduler.has_work) == (0, 8, False)
+
+
+def test_blocks_being_written_are_not_free_until_the_write_has_ended() -> None:
+    scheduler = make_decode(num_blocks=3)
+    scheduler.reserve(make_request("a"), 0.0)
+    scheduler.abort(A, in_flight=True)
+    assert not scheduler.receiving(A)
+    with pytest.raises(Unavailable):
+        scheduler.reserve(make_request("b"), 0.0)
+    scheduler.receive_ended(A)
+    assert scheduler.blocks.num_free == 3
+
+
+def test_second_abort_does_not_free_what_is_being_written() -> None:
+    scheduler = make_decode(num_blocks=3)
+    scheduler.reserve(make_request("a"), 0.0)
+    scheduler.abort(A, in_flight=True)
+    scheduler.abort(A)
+    assert (scheduler.knows(A), scheduler.blocks.num_free) == (True, 0)
+
+
+def test_aborted_sequence_whose_last_chunk_still_arrives_is_over() -> None:
+    scheduler = make_decode()
+    scheduler.reserve(make_request("a"), 0.0)
+    scheduler.abort(A, in_flight=True)
+    ended = scheduler.received(A, 5, 0.0)
+    assert ended is not None and ended.reason == "aborted"
+    assert (scheduler.num_sequences, scheduler.blocks.num_free) == (0, 8)
+
+
+def test_kv_that_arrives_twice_is_refused_and_spoils_nothing() -> None:
+    scheduler = make_decode()
+    ready(scheduler, make_request("a"))
+    with pytest.raises(InvariantError):
+        scheduler.received(A, 9, 0.0)
+    assert step(scheduler, 6).tokens == (TokenEvent(A, 0, (5, 6)),)
+
+
+def test_reused_blocks_have_a_new_generation() -> None:
+    scheduler = make_decode(num_blocks=3)
+    scheduler.reserve(make_request("a"), 0.0)
+    before = scheduler.generations(A)
+    scheduler.abort(A)
+    scheduler.reserve(make_request("a", attempt=2), 0.0)
+    after = scheduler.generations(A._replace(attempt=2))
+    assert all(new > old for new, old in zip(after, before, strict=True))
+
+
+def test_same_attempt_is_refused_and_the_next_is_welcome() -> None:
+    scheduler = make_decode()
+    scheduler.reserve(make_request(), 0.0)
+    with pytest.raises(DuplicateRequest, match="r/0#1"):
+        scheduler.reserve(make_request(), 0.0)
+    scheduler.reserve(make_request(attempt=2), 0.0)
+    assert scheduler.num_waiting == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code", "message"),
+    [(29, "exceeds_pool", "37 tokens need 10 KV blocks; this decode worker has 8"), (9, "no_free_blocks", "5 KV")],
+)
+def test_refusal_tells_full_now_from_never(prompt: int, code: str, message: str) -> None:
+    scheduler = make_decode(num_blocks=8)
+    scheduler.reserve(make_request("a", prompt=12), 0.0)
+    with pytest.raises(Unavailable, match=message) as caught:
+        scheduler.reserve(make_request("b", prompt), 0.0)
+    assert caught.value.code == code
+    assert scheduler.sequence_ids() == (A,)
+
+
+@pytest.mark.parametrize("sampled", [(), ((),), ((7, 8),), ((7,), (7,))])
+def test_outcome_with_other_tokens_than_the_plan_samples_is_refused(sampled: tuple[tuple[int, ...], ...]) -> None:
+    scheduler = make_decode()
+    ready(scheduler, make_request("a"))
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None
+    with pytest.raises(InvariantError):
+        scheduler.finish_step(StepOutcome(plan.step_id, sampled), 0.0)
+    assert scheduler.finish_step(make_outcome(plan), 0.0).tokens
+
+
+def test_outcome_of_another_step_is_refused() -> None:
+    with pytest.raises(InvariantError, match="outcome of step 1 while None is out"):
+        make_decode().finish_step(StepOutcome(1, ()), 0.0)
+
+
+def test_stamps_count_from_any_zero_of_the_clock() -> None:
+    scheduler = make_decode()
+    scheduler.reserve(make_request("a", max_tokens=2), -4.0)
+    assert scheduler.stamps(A) == StageStamps()
+    scheduler.received(A, 5, -3.0)
+    assert scheduler.stamps(A) == StageStamps(transfer_s=1.0)
+    plan = scheduler.begin_step(-1.0)
+    assert plan is not None
+    result = scheduler.finish_step(make_outcome(plan), 0.0)
+    assert result.ended[0].stamps == StageStamps(transfer_s=1.0, decode_queue_s=2.0, decode_s=1.0)
+
+
+@pytest.mark.parametrize("spoil", ["hold", "queue"])
+def test_check_finds_a_lost_hold_and_a_lost_place_in_the_queue(spoil: str) -> None:
+    scheduler = make_decode()
+    ready(scheduler, make_request("a"))
+    {
+        "hold": lambda: setattr(scheduler._entries[A].sequence, "block_ids", ()),
+        "queue": lambda: scheduler._ready.clear(),
+    }[spoil]()
+    with pytest.raises(InvariantError):
+        scheduler.check()

@@ -1,0 +1,176 @@
+"""What a prefill worker computes next: the rules one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.core.errors import DuplicateRequest, InvalidRequest, InvariantError, Unavailable
+from baton.core.events import StageStamps
+from baton.core.step import StepOutcome
+from prefill.scheduler import PrefillResult, PrefillScheduler, Progress
+from tests.support.builders import EOS, make_outcome, make_prefill, make_request
+
+
+def step(scheduler: PrefillScheduler, token: int = 7) -> PrefillResult:
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None
+    return scheduler.finish_step(make_outcome(plan, token), 0.0)
+
+
+def test_prompt_is_computed_in_chunks_under_the_budget() -> None:
+    scheduler = make_prefill(step_tokens=3)
+    scheduler.submit(make_request("a", 8), 0.0, hand_over=True)
+    computed = [step(scheduler).progress[0] for _ in range(3)]
+    a = make_request("a").sequence_id
+    assert computed == [Progress(a, 3), Progress(a, 6), Progress(a, 8, first_token=7)]
+    assert repr(scheduler).startswith("<PrefillScheduler 0 running, 0 waiting, 1 parked | <BlockTable 2 held, ")
+
+
+def test_what_one_prompt_leaves_of_a_step_goes_to_the_next() -> None:
+    scheduler = make_prefill(step_tokens=8)
+    for name in "abc":
+        scheduler.submit(make_request(name, 5), 0.0, hand_over=True)
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None
+    assert [(r.sequence_id.request_id, r.start, r.end, r.num_sampled) for r in plan.rows] == [
+        ("a", 0, 5, 1),
+        ("b", 0, 3, 0),
+    ]
+
+
+def test_resumed_attempt_computes_prompt_and_output_and_samples_the_next_index() -> None:
+    scheduler = make_prefill(step_tokens=16)
+    scheduler.submit(make_request("a", (1, 2, 3), output=(4, 5), attempt=2), 0.0, hand_over=True)
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None
+    assert (plan.rows[0].tokens, plan.rows[0].output_index) == ((1, 2, 3, 4, 5), 2)
+    assert scheduler.finish_step(make_outcome(plan, 6), 0.0).progress[0].output_index == 2
+
+
+def test_request_waits_until_all_its_blocks_are_free() -> None:
+    scheduler = make_prefill(num_blocks=3, step_tokens=16)
+    a, b = make_request("a", 8), make_request("b", 8)
+    for request in (a, b):
+        scheduler.submit(request, 0.0, hand_over=True)
+    step(scheduler)
+    assert scheduler.begin_step(0.0) is None
+    scheduler.release_send(a.sequence_id)
+    assert step(scheduler).progress[0].sequence_id == b.sequence_id
+
+
+def test_first_token_that_ends_the_sequence_ends_it_here() -> None:
+    scheduler = make_prefill()
+    scheduler.submit(make_request("a", max_tokens=1), 0.0, hand_over=False)
+    scheduler.submit(make_request("b"), 0.0, hand_over=False)
+    assert [e.reason for e in step(scheduler, EOS).ended] == ["stop", "stop"]
+    scheduler.submit(make_request("a", max_tokens=1), 0.0, hand_over=False)
+    assert [e.reason for e in step(scheduler).ended] == ["length"]
+    assert scheduler.num_sequences == 0
+
+
+def test_pin_outlives_abort_and_end() -> None:
+    scheduler = make_prefill(num_blocks=2)
+    ended, aborted = make_request("ended"), make_request("aborted")
+    for request in (ended, aborted):
+        scheduler.submit(request, 0.0, hand_over=True)
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None
+    scheduler.abort(aborted.sequence_id)
+    scheduler.finish_step(make_outcome(plan, EOS), 0.0)
+    assert scheduler.blocks.num_free == 0
+    for request in (ended, aborted):
+        scheduler.release_send(request.sequence_id)
+    assert scheduler.blocks.num_free == 2
+
+
+@pytest.mark.parametrize("phase", ["waiting", "between steps", "in a step", "parked"])
+def test_abort_frees_everything_whatever_the_phase(phase: str) -> None:
+    scheduler = make_prefill(step_tokens=4 if phase == "parked" else 2)
+    request = make_request()
+    scheduler.submit(request, 0.0, hand_over=True)
+    if phase in ("between steps", "parked"):
+        step(scheduler)
+    plan = scheduler.begin_step(0.0) if phase == "in a step" else None
+    assert scheduler.abort(request.sequence_id)
+    scheduler.release_send(request.sequence_id)
+    if plan is not None:
+        assert scheduler.blocks.num_free < scheduler.blocks.num_blocks
+        assert scheduler.finish_step(make_outcome(plan), 0.0) == PrefillResult()
+    scheduler.check()
+    assert (scheduler.num_sequences, scheduler.blocks.num_free) == (0, 8)
+    assert not scheduler.has_work
+
+
+def test_sequence_that_goes_on_without_hand_over_ends_with_an_error_and_harms_nobody() -> None:
+    scheduler = make_prefill()
+    scheduler.submit(make_request("alone"), 0.0, hand_over=False)
+    scheduler.submit(make_request("other"), 0.0, hand_over=True)
+    result = step(scheduler)
+    assert [(e.sequence.request_id, e.reason, e.code) for e in result.ended] == [("alone", "error", "handoff_failed")]
+    assert scheduler.sequence_ids() == (make_request("other").sequence_id,)
+    scheduler.check()
+
+
+def test_same_attempt_is_refused_and_the_next_is_welcome() -> None:
+    scheduler = make_prefill()
+    scheduler.submit(make_request(), 0.0, hand_over=True)
+    with pytest.raises(DuplicateRequest, match="r/0#1"):
+        scheduler.submit(make_request(), 0.0, hand_over=True)
+    scheduler.submit(make_request(attempt=2), 0.0, hand_over=True)
+    assert scheduler.num_waiting == 2
+
+
+def test_prompt_that_can_never_fit_is_refused_with_both_numbers() -> None:
+    with pytest.raises(Unavailable, match="33 tokens needs 9 KV blocks; this prefill worker has 8") as caught:
+        make_prefill(num_blocks=8).submit(make_request(prompt=33), 0.0, hand_over=True)
+    assert caught.value.code == "prompt_exceeds_pool"
+
+
+def test_empty_prompt_is_refused() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        make_prefill().submit(make_request(prompt=0), 0.0, hand_over=True)
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("sampled", [(), ((),), ((7, 8),), ((7,), (7,))])
+def test_outcome_with_other_tokens_than_the_plan_samples_is_refused(sampled: tuple[tuple[int, ...], ...]) -> None:
+    scheduler = make_prefill()
+    scheduler.submit(make_request(), 0.0, hand_over=True)
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None
+    with pytest.raises(InvariantError):
+        scheduler.finish_step(StepOutcome(plan.step_id, sampled), 0.0)
+    assert scheduler.finish_step(make_outcome(plan), 0.0).progress
+
+
+def test_outcome_of_another_step_is_refused() -> None:
+    scheduler = make_prefill()
+    with pytest.raises(InvariantError, match="outcome of step 1 while None is out"):
+        scheduler.finish_step(StepOutcome(1, ()), 0.0)
+
+
+def test_stamps_count_from_any_zero_of_the_clock() -> None:
+    scheduler = make_prefill()
+    request = make_request(max_tokens=1)
+    scheduler.submit(request, -3.0, hand_over=False)
+    assert scheduler.stamps(request.sequence_id) == StageStamps()
+    plan = scheduler.begin_step(-1.0)
+    assert plan is not None
+    result = scheduler.finish_step(make_outcome(plan), 0.0)
+    assert result.ended[0].stamps == StageStamps(queue_s=2.0, prefill_s=1.0)
+
+
+@pytest.mark.parametrize("spoil", ["pin", "hold", "queue"])
+def test_check_finds_a_lost_hold_and_a_lost_place_in_the_queue(spoil: str) -> None:
+    scheduler = make_prefill()
+    request = make_request()
+    scheduler.submit(request, 0.0, hand_over=True)
+    scheduler.begin_step(0.0)
+    entry = scheduler._entries[request.sequence_id]
+    {
+        "pin": lambda: setattr(entry, "pinned", False),
+        "hold": lambda: setattr(entry.sequence, "block_ids", ()),
+        "queue": lambda: scheduler._running.clear(),
+    }[spoil]()
+    with pytest.raises(InvariantError):
+        scheduler.check()
