@@ -33,6 +33,7 @@ class LinkWelcome:
     decode_incarnation: int
     store_host: str
     store_port: int
+    store_nonce: str
     tensor_parallel: int
     layout: KVLayout
 

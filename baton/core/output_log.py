@@ -61,10 +61,8 @@ class OutputLog:
         for over in events.handed_over:
             record = self._records.setdefault(over.sequence, _Record())
             record.handed_over, record.parked = over, None
-        if len(self._records) > self._limit:
-            done = [s for s, r in self._records.items() if r.done]
-            for sequence in done[: len(self._records) - self._limit]:
-                del self._records[sequence]
+        while len(self._records) > self._limit:
+            del self._records[next(iter(self._records))]
 
     def since(self, following: Iterable[Following]) -> tuple[StepEvents, tuple[SequenceId, ...]]:
         """What to say again, and the sequences named that this worker does not know (they are lost here)."""

@@ -184,6 +184,14 @@ def _value(name: str, field: Any, message: Any) -> Any:
     return from_message(item) if field.message_type is not None else item
 
 
+_MASK_64 = (1 << 64) - 1
+
+
+def _signed(pattern: int) -> int:
+    """A 64-bit pattern as the int64 that the wire carries."""
+    return pattern - (1 << 64) if pattern >> 63 else pattern
+
+
 def _request_message(value: request.GenerateRequest) -> types_pb2.SequenceRequest:
     s = value.sampling
     return types_pb2.SequenceRequest(
@@ -191,7 +199,7 @@ def _request_message(value: request.GenerateRequest) -> types_pb2.SequenceReques
         prompt=value.prompt,
         output=value.output,
         max_tokens=value.max_tokens,
-        sampling=types_pb2.SamplingParams(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, seed=s.seed),
+        sampling=types_pb2.SamplingParams(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, seed=_signed(s.seed)),
         eos_token_ids=value.eos_token_ids,
         deadline_ms=max(0, round(value.deadline_s * 1000)),
         tenant=value.tenant,
@@ -219,7 +227,7 @@ def _request_value(message: types_pb2.SequenceRequest) -> request.GenerateReques
             temperature=s.temperature if s.HasField("temperature") else neutral.temperature,
             top_p=s.top_p if s.HasField("top_p") else neutral.top_p,
             top_k=s.top_k if s.HasField("top_k") else neutral.top_k,
-            seed=s.seed if s.HasField("seed") else neutral.seed,
+            seed=s.seed & _MASK_64,
         ),
         eos_token_ids=tuple(message.eos_token_ids),
         deadline_s=message.deadline_ms / 1000,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from baton.core.commands import (
@@ -30,6 +30,7 @@ from baton.core.commands import (
 from baton.core.errors import BatonError, InvariantError, JoinRefused
 from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.output_log import OutputLog
+from baton.core.request import SequenceId
 from baton.rpc.streams import LinkLost, MessageStream, dial
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
@@ -47,8 +48,8 @@ class SessionOwner(Protocol):
 
     def command(self, command: Command) -> None: ...
 
-    def abandon(self, reason: str) -> None:
-        """Ends every sequence: the coordinator that wanted them is gone."""
+    def abandon(self, reason: str, keep: Collection[SequenceId] = ()) -> None:
+        """Ends every sequence but those to keep: nobody waits for them any more."""
         ...
 
 
@@ -149,6 +150,7 @@ class WorkerSession:
             SequenceEnded(s, "error", "worker_lost", "this worker does not know the sequence") for s in unknown
         )
         self._owner.welcome(welcome)
+        self._owner.abandon("the coordinator no longer follows them", {f.sequence for f in welcome.following})
         self._connected = True
         self._outgoing.put_nowait(again)
         if lost:

@@ -62,20 +62,22 @@ class LinkHello(_message.Message):
     def __init__(self, prefill_worker: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., run_id: _Optional[str] = ..., model_digest: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., tensor_parallel: _Optional[int] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class LinkWelcome(_message.Message):
-    __slots__ = ("decode_worker", "decode_incarnation", "store_host", "store_port", "tensor_parallel", "layout")
+    __slots__ = ("decode_worker", "decode_incarnation", "store_host", "store_port", "tensor_parallel", "layout", "store_nonce")
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STORE_HOST_FIELD_NUMBER: _ClassVar[int]
     STORE_PORT_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    STORE_NONCE_FIELD_NUMBER: _ClassVar[int]
     decode_worker: str
     decode_incarnation: int
     store_host: str
     store_port: int
     tensor_parallel: int
     layout: _types_pb2.KVLayout
-    def __init__(self, decode_worker: _Optional[str] = ..., decode_incarnation: _Optional[int] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ...) -> None: ...
+    store_nonce: str
+    def __init__(self, decode_worker: _Optional[str] = ..., decode_incarnation: _Optional[int] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., store_nonce: _Optional[str] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("nonce",)

@@ -1,0 +1,184 @@
+"""What both kinds of worker have around their scheduler: the session, the step loop, deadlines, tombstones, drain.
+
+One event loop owns all state; the engine computes on one thread of its own. Between two steps nothing touches the
+scheduler but this loop, so no lock is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from baton.core.commands import Abort, Command, Drain, Join, Welcome
+from baton.core.config import WorkerConfig
+from baton.core.deadlines import Deadlines
+from baton.core.events import Load, SequenceEnded, StepEvents
+from baton.core.request import GenerateRequest, SequenceId
+from baton.core.step import StepOutcome, StepPlan
+from baton.core.tombstones import Tombstones
+from baton.rpc.session import WorkerSession
+
+log = logging.getLogger("baton.worker")
+HOUSEKEEPING_S = 0.1
+
+
+class Tier(Protocol):
+    """What a prefill or decode worker adds."""
+
+    def join(self, run_id: str) -> Join: ...
+
+    def load(self) -> Load: ...
+
+    def begin_step(self, now: float) -> StepPlan | None: ...
+
+    def finish_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> StepEvents: ...
+
+    def command(self, command: Command) -> None:
+        """A command other than Abort of an unknown sequence and Drain."""
+        ...
+
+    def end(self, sequence: SequenceId, reason: str) -> bool:
+        """Ends one sequence without telling the coordinator; False when it is not here."""
+        ...
+
+    def sequence_ids(self) -> tuple[SequenceId, ...]: ...
+
+    def check(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class WorkerShell:
+    """Complete state: the session, deadlines, tombstones, the run's handle key, and whether it drains."""
+
+    def __init__(self, config: WorkerConfig, tier: Tier, step: Callable[[StepPlan], StepOutcome]) -> None:
+        self.config = config
+        self.session = WorkerSession(config.coordinator, self)
+        self.deadlines = Deadlines()
+        self.tombstones = Tombstones()
+        self.handle_key = b""
+        self.steps = 0
+        self.draining = False
+        self._tier = tier
+        self._step = step
+        self._wake = asyncio.Event()
+        self._drain = asyncio.Event()
+        self._drain_timeout_s = 0.0
+
+    async def run(self) -> None:
+        """Serves until drained.
+
+        Raises:
+            JoinRefused: this worker does not fit the cluster; the message names the field.
+            InvariantError: a bug of ours. The process must end; its supervisor starts another.
+        """
+        compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self.session.run(), name="session"),
+                    group.create_task(self._step_loop(compute), name="step loop"),
+                    group.create_task(self._housekeeping(), name="housekeeping"),
+                ]
+                await self._drained()
+                for task in tasks:
+                    task.cancel()
+        finally:
+            await self._tier.close()
+            compute.shutdown(wait=False, cancel_futures=True)
+
+    def wake(self) -> None:
+        """Something changed that may allow a step."""
+        self._wake.set()
+
+    def follow(self, request: GenerateRequest) -> None:
+        """Keeps the deadline of a sequence that came in now."""
+        self.deadlines.add(request.sequence_id, time.monotonic() + request.deadline_s)
+
+    def buried(self, sequence: SequenceId) -> bool:
+        """Whether an abort of this sequence came before the sequence."""
+        return self.tombstones.covers(sequence, time.monotonic())
+
+    def say_ended(self, sequence: SequenceId, code: str, message: str) -> None:
+        self.deadlines.forget(sequence)
+        self.session.post(StepEvents(ended=(SequenceEnded(sequence, "error", code, message),)))
+
+    # What the session asks for.
+
+    def join(self, run_id: str) -> Join:
+        return self._tier.join(run_id)
+
+    def load(self) -> Load:
+        return self._tier.load()
+
+    def welcome(self, welcome: Welcome) -> None:
+        self.handle_key = welcome.handle_key
+        log.info("joined run %s of %s", welcome.run_id, self.config.coordinator)
+
+    def command(self, command: Command) -> None:
+        match command:
+            case Abort(sequence, reason, tombstone_s):
+                self.deadlines.forget(sequence)
+                if not self._tier.end(sequence, reason):
+                    self.tombstones.add(sequence, time.monotonic(), tombstone_s)
+            case Drain(timeout_s):
+                self.draining = True
+                self._drain_timeout_s = timeout_s
+                self._drain.set()
+            case _:
+                self._tier.command(command)
+        self.wake()
+
+    def abandon(self, reason: str, keep: Collection[SequenceId] = ()) -> None:
+        sequences = [s for s in self._tier.sequence_ids() if s not in keep]
+        if sequences:
+            log.warning("ending %d sequences: %s", len(sequences), reason)
+        for sequence in sequences:
+            self._tier.end(sequence, reason)
+            self.deadlines.forget(sequence)
+        self.wake()
+
+    # The loops.
+
+    async def _step_loop(self, compute: ThreadPoolExecutor) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            plan = self._tier.begin_step(time.monotonic())
+            if plan is None:
+                self._wake.clear()
+                await self._wake.wait()  # ended by a command, a hand-over, or housekeeping
+                continue
+            outcome = await loop.run_in_executor(compute, self._step, plan)
+            self.steps += 1
+            events = self._tier.finish_step(plan, outcome, time.monotonic())
+            for ended in events.ended:
+                self.deadlines.forget(ended.sequence)
+            self.session.post(events)
+
+    async def _housekeeping(self) -> None:
+        quiet = 0
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_S)
+            now = time.monotonic()
+            for sequence in self.deadlines.expire(now):
+                if self._tier.end(sequence, "deadline"):
+                    self.say_ended(sequence, "deadline_exceeded", f"deadline passed at {self.config.worker_id}")
+            quiet = quiet + 1 if not self._tier.sequence_ids() else 0
+            if quiet == 1:
+                self._tier.check()  # the books must balance when idle; a leak is a failure
+            if quiet % 600 == 599:
+                self.tombstones.expire(now)
+            self.wake()
+
+    async def _drained(self) -> None:
+        await self._drain.wait()  # the worker serves until it is told to drain
+        log.info("draining: %d sequences", len(self._tier.sequence_ids()))
+        deadline = time.monotonic() + self._drain_timeout_s
+        while self._tier.sequence_ids() and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        self.abandon("the drain timeout has passed")
+        await self.session.drained(timeout_s=1.0)

@@ -1,0 +1,128 @@
+"""How both kinds of worker start: options, engine, worker. What torchrun runs ends up here."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NoReturn, Protocol
+
+from baton.core.commands import Role, WorkerFacts
+from baton.core.config import WorkerConfig
+from baton.core.errors import BatonError, JoinRefused, StartupError
+from baton.options import config_command, run_main
+from baton.process import die_with_parent
+
+log = logging.getLogger("baton.worker")
+
+
+class Worker(Protocol):
+    async def run(self) -> None: ...
+
+
+# (config, runner, facts, pids) -> worker. The runner is Any here so that `--help` needs no torch.
+MakeWorker = Callable[[WorkerConfig, "object", WorkerFacts, tuple[int, ...]], Worker]
+
+
+def code_version() -> str:
+    try:
+        return version("baton-serve")
+    except PackageNotFoundError:
+        return "source"
+
+
+def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | None = None) -> NoReturn:
+    """Parses the command line and serves until drained. `load` imports the tier's worker (and with it torch)."""
+
+    @config_command(WorkerConfig, name=role, help=f"A {role} worker. torchrun starts one process per rank.")
+    def command(config: WorkerConfig) -> int:
+        die_with_parent()
+        _ignore_terminal()
+        logging.basicConfig(
+            level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+        )
+        if not config.worker_id:
+            config = replace(config, worker_id=f"{role}-{socket.gethostname()}-{os.getpid()}")
+        try:
+            asyncio.run(_serve(config, load))
+        except* StartupError as group:
+            raise _first(group) from None
+        except* JoinRefused as group:
+            refusal = _first(group)
+            raise StartupError(f"{config.worker_id}: the coordinator refused this worker: {refusal.message}") from None
+        log.info("drained")
+        return 0
+
+    run_main(command, argv, prog_name=role)
+
+
+def _first(group: BaseExceptionGroup[BatonError]) -> BatonError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, BatonError)
+    return error
+
+
+def _ignore_terminal() -> None:
+    """Ctrl-C reaches every process of a terminal; only the launcher acts on it, and drains its workers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+async def _serve(config: WorkerConfig, load: Callable[[], MakeWorker]) -> None:
+    make = load()
+    from baton.engine.runner import EngineOptions, load_runner
+
+    model_dir = _model_dir(config.model)
+    started = time.monotonic()
+    threads = config.threads or len(os.sched_getaffinity(0))
+    options = EngineOptions(
+        model_dir=model_dir,
+        device=config.device,
+        dtype=config.dtype,
+        exact=config.exact,
+        threads=threads,
+        block_size=config.block_size,
+        kv_memory_bytes=round(config.kv_memory_gib * (1 << 30)) or None,
+        max_model_len=config.max_model_len or None,
+        max_num_tokens=max(config.step_tokens, config.max_running, 512),
+    )
+    runner = load_runner(options, lambda stage, seconds: log.info("stage %s: %.2f s", stage, seconds))
+    facts = WorkerFacts(
+        model_digest=runner.digest,
+        config_digest=hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest(),
+        layout=runner.layout,
+        dtype=runner.dtype_name,
+        code_version=code_version(),
+        exact=config.exact,
+        vocab_size=runner.model_config.vocab_size,
+        max_model_len=runner.max_model_len,
+    )
+    worker = make(config, runner, facts, (os.getpid(),))
+    log.info(
+        "%s: %s, %d blocks of %d tokens (%.2f GiB), %d threads, loaded in %.2f s",
+        config.worker_id,
+        runner.dtype_name,
+        runner.num_blocks,
+        runner.layout.block_size,
+        runner.num_blocks * runner.layout.bytes_per_block / (1 << 30),
+        threads,
+        time.monotonic() - started,
+    )
+    await worker.run()
+
+
+def _model_dir(model: str) -> Path:
+    path = Path(__file__).parent / "builtin" / "target" if model == "builtin" else Path(model)
+    if not (path / "config.json").is_file():
+        raise StartupError(f"model directory {path} has no config.json")
+    return path

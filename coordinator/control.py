@@ -1,0 +1,36 @@
+"""The service that workers dial."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+from baton.core.errors import StartupError
+from baton.rpc.streams import SERVER_OPTIONS, serve_stream
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from coordinator.cluster import Cluster
+
+
+class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    async def Session(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
+        await serve_stream(context, worker_pb2.SessionResponse, self._cluster.session)
+
+
+async def serve_control(cluster: Cluster, host: str, port: int) -> tuple[grpc.aio.Server, int]:
+    """Starts the service and returns it with its port.
+
+    Raises:
+        StartupError: the port is in use.
+    """
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    worker_pb2_grpc.add_WorkerControlServicer_to_server(_Servicer(cluster), server)
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError:
+        bound = 0
+    if bound == 0:
+        raise StartupError(f"control port {port} on {host} is in use; choose another with --control-port")
+    await server.start()
+    return server, bound

@@ -1,0 +1,201 @@
+"""The public gRPC API: Serving.Generate, health and reflection, over the same translator and pipeline as HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from baton.core.errors import BatonError, InvalidRequest, InvariantError, NotFound, StartupError
+from baton.rpc import status
+from baton.rpc.streams import SERVER_OPTIONS
+from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2
+from coordinator.chat import ChatMessage
+from coordinator.submission import Delta, Generator, Submission
+from coordinator.translate import Options, Translator
+
+SERVICE = serving_pb2.DESCRIPTOR.services_by_name["Serving"].full_name
+SERVED_SAMPLING = frozenset({"temperature", "top_p", "top_k", "seed", "ignore_eos"})
+# Fields this version does not serve, with the values that ask for nothing.
+NEUTRAL: dict[str, tuple[object, ...]] = {
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "frequency_penalty": (0.0,),
+    "presence_penalty": (0.0,),
+    "min_tokens": (0,),
+    "n": (1,),
+    "priority": (0,),
+    "include_stop_str_in_output": (False,),
+    "echo": (False,),
+}
+MAX_CONCURRENT_STREAMS = 4096
+
+
+class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
+    def __init__(self, generator: Generator, translator: Translator, model: str) -> None:
+        self._generator = generator
+        self._translator = translator
+        self._model = model
+
+    async def Generate(
+        self, request: serving_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[serving_pb2.GenerateResponse, None]:
+        try:
+            submission = await self._submission(request, context.time_remaining())
+            async with contextlib.aclosing(self._generator.generate(submission)) as deltas:
+                index = 0
+                async for delta in deltas:
+                    if index == 0:
+                        yield self._started(submission)
+                    yield _delta(delta, index)
+                    index += len(delta.token_ids)
+                    if delta.finish_reason is not None:
+                        yield _finished(delta)
+        except BatonError as e:
+            context.set_trailing_metadata(status.grpc_trailing_metadata(e))
+            await context.abort(status.grpc_code(e), status.public_message(e))
+
+    async def GetModelInfo(
+        self, request: serving_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
+    ) -> serving_pb2.GetModelInfoResponse:
+        text = self._translator.text
+        return serving_pb2.GetModelInfoResponse(
+            model=self._model,
+            max_model_len=text.max_model_len,
+            vocab_size=text.vocab_size,
+            eos_token_ids=text.eos_token_ids,
+        )
+
+    async def _submission(self, request: serving_pb2.GenerateRequest, remaining_s: float | None) -> Submission:
+        if request.model and request.model != self._model:
+            raise NotFound(f"the model {request.model[:200]!r} is not served here", code="model_not_found", param="model")
+        _refuse_unserved(request)
+        options, request_id = _options(request), request.request_id or secrets.token_hex(16)
+        if len(request_id) > 128 or not request_id.isascii() or not request_id.isprintable():
+            raise InvalidRequest("request_id must be at most 128 printable ASCII characters", param="request_id")
+        translate = self._translator
+        match request.WhichOneof("prompt"):
+            case "text":
+                return await translate.from_text(request_id, request.text, options, deadline_s=remaining_s)
+            case "token_ids":
+                ids = tuple(request.token_ids.ids)
+                return await translate.from_token_ids(request_id, ids, options, deadline_s=remaining_s)
+            case "messages":
+                messages = tuple(ChatMessage(m.role, m.content) for m in request.messages.messages)
+                return await translate.from_messages(request_id, messages, options, deadline_s=remaining_s)
+            case _:
+                raise InvalidRequest("one of text, token_ids and messages is needed", param="prompt")
+
+    def _started(self, submission: Submission) -> serving_pb2.GenerateResponse:
+        started = serving_pb2.Started(
+            request_id=submission.request_id, model=self._model, prompt_tokens=len(submission.prompt)
+        )
+        return serving_pb2.GenerateResponse(started=started)
+
+
+def _refuse_unserved(request: serving_pb2.GenerateRequest) -> None:
+    """A field that would change the answer and is not served is refused by name, never ignored."""
+    for message, served in (
+        (request.sampling, SERVED_SAMPLING),
+        (request, frozenset({"request_id", "model", "text", "token_ids", "messages", "max_tokens", "sampling", "stop"})),
+    ):
+        for field, value in message.ListFields():
+            if field.name in served or value in NEUTRAL.get(field.name, ()):
+                continue
+            raise InvalidRequest(f"{field.name} is not supported by this version", param=field.name)
+
+
+def _options(request: serving_pb2.GenerateRequest) -> Options:
+    s = request.sampling
+
+    def given(message: Any, name: str) -> Any:
+        return getattr(message, name) if message.HasField(name) else None
+
+    return Options(
+        max_tokens=given(request, "max_tokens"),
+        temperature=given(s, "temperature"),
+        top_p=given(s, "top_p"),
+        top_k=given(s, "top_k"),
+        seed=given(s, "seed"),
+        stop=tuple(request.stop),
+        ignore_eos=bool(given(s, "ignore_eos")),
+    )
+
+
+def _delta(delta: Delta, first_index: int) -> serving_pb2.GenerateResponse:
+    return serving_pb2.GenerateResponse(
+        delta=serving_pb2.TokenDelta(first_index=first_index, token_ids=delta.token_ids, text=delta.text)
+    )
+
+
+def _finished(delta: Delta) -> serving_pb2.GenerateResponse:
+    if delta.usage is None or delta.timeline is None or delta.finish_reason is None:
+        raise InvariantError("the last delta has no usage")
+    t = delta.timeline
+    return serving_pb2.GenerateResponse(
+        finished=serving_pb2.Finished(
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason or "",
+            prompt_tokens=delta.usage.prompt_tokens,
+            completion_tokens=delta.usage.completion_tokens,
+            cached_tokens=delta.usage.cached_tokens,
+            stages=types_pb2.StageStamps(
+                queue_s=t.queue_s,
+                prefill_s=t.prefill_s,
+                reserve_s=t.reserve_s,
+                transfer_s=t.transfer_s,
+                decode_queue_s=t.decode_queue_s,
+                decode_s=t.decode_s,
+            ),
+            first_token_s=t.first_token_s,
+            prefill_worker=t.prefill_worker,
+            decode_worker=t.decode_worker,
+        )
+    )
+
+
+class PublicServer:
+    """The public server and its health: SERVING while both pools are there."""
+
+    def __init__(self, generator: Generator, translator: Translator, model: str, max_body_bytes: int) -> None:
+        limits = [
+            ("grpc.max_receive_message_length", max_body_bytes),
+            ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
+        ]
+        options = [o for o in SERVER_OPTIONS if o[0] != "grpc.max_receive_message_length"] + limits
+        self._server = grpc.aio.server(options=options)
+        self._generator = generator
+        self._health = health.aio.HealthServicer()
+        serving_pb2_grpc.add_ServingServicer_to_server(Serving(generator, translator, model), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+
+    async def start(self, host: str, port: int) -> int:
+        """Raises StartupError when the port is in use."""
+        try:
+            bound = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError:
+            bound = 0
+        if bound == 0:
+            raise StartupError(f"gRPC port {port} on {host} is in use; choose another with --grpc-port")
+        await self._server.start()
+        return int(bound)
+
+    async def watch_health(self) -> None:
+        """Keeps the health service true, for ever."""
+        while True:
+            ready, _ = self._generator.ready()
+            state = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
+            for service in ("", SERVICE):
+                await self._health.set(service, state)
+            await asyncio.sleep(0.2)
+
+    async def stop(self, grace_s: float) -> None:
+        await self._server.stop(grace_s)

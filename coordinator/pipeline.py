@@ -1,0 +1,111 @@
+"""One request, top to bottom.
+
+1. The front end has made a Submission (validated, tokenised).
+2. `Cluster.admit` queues it or refuses it; the dispatcher places it on a pair of workers as soon as both have room.
+3. Tokens arrive in the journal: the first from prefill, the others from decode.
+4. Here the journal is read, turned into text, cut at a stop string, and handed out as deltas. A slow reader leaves
+   tokens in the journal (at most max_tokens of them) and blocks nobody.
+5. Whatever happens (finish, stop string, client gone, deadline, a lost worker), `end` tells both pools in the same
+   moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+
+from baton.core.errors import DeadlineExceeded
+from baton.core.request import GenerateRequest
+from coordinator.cluster import Cluster
+from coordinator.live import Live
+from coordinator.submission import Delta, Submission, Usage
+from coordinator.text_stream import TextStream, Vocabulary
+
+
+class Pipeline:
+    """What both front ends call (coordinator.submission.Generator)."""
+
+    def __init__(self, cluster: Cluster, vocabulary: Vocabulary) -> None:
+        self._cluster = cluster
+        self._vocabulary = vocabulary
+
+    async def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
+        """Yields deltas; see Generator."""
+        live = self._cluster.admit(_request(submission))
+        reason = "the client left"
+        try:
+            async for delta in self._deltas(live, TextStream(self._vocabulary, submission.stop)):
+                if delta.finish_reason is not None:
+                    reason = "done"
+                    # Everything is known: free both pools before the client has read the last delta.
+                    self._cluster.end(submission.request_id, "stop string" if delta.stop_reason else reason)
+                yield delta
+        except DeadlineExceeded:
+            reason = "deadline"
+            raise
+        finally:
+            self._cluster.end(submission.request_id, reason)
+
+    async def _deltas(self, live: Live, text: TextStream) -> AsyncGenerator[Delta, None]:
+        journal, read = live.journal, 0
+        while True:
+            await self._wait(live, read)
+            if live.error is not None and read == journal.next_index:
+                raise live.error
+            tokens = tuple(journal.tokens[read:])
+            piece = text.push(tokens)
+            read += piece.consumed
+            tokens = tokens[: piece.consumed]
+            if piece.stopped is not None:
+                yield self._last(live, piece.text, tokens, read, piece.stopped)
+                return
+            if journal.finish is not None and read == journal.next_index:
+                rest = text.finish()
+                yield self._last(live, piece.text + rest, tokens, read, text.stopped)
+                return
+            yield Delta(piece.text, tokens)
+
+    async def _wait(self, live: Live, read: int) -> None:
+        """Until there is something new, or the deadline.
+
+        Raises:
+            DeadlineExceeded: names the stage.
+        """
+        while live.journal.next_index == read and live.error is None:
+            live.fresh.clear()
+            try:
+                async with asyncio.timeout(live.deadline_at - time.monotonic()):
+                    await live.fresh.wait()
+            except TimeoutError:
+                took = time.monotonic() - live.started_at
+                raise DeadlineExceeded(
+                    f"the request did not finish within its {took:.1f} s (stage {live.stage})"
+                ) from None
+
+    def _last(self, live: Live, text: str, tokens: tuple[int, ...], total: int, stopped: str | None) -> Delta:
+        finish = "stop" if stopped is not None else live.journal.finish
+        usage = Usage(prompt_tokens=len(live.request.prompt), completion_tokens=total)
+        return Delta(text, tokens, finish, stopped, usage, live.timeline())
+
+    def ready(self) -> tuple[bool, str]:
+        if self._cluster.draining:
+            return False, "draining"
+        missing = self._cluster.dispatcher.missing_pool()
+        return (True, "ready") if missing is None else (False, f"no {missing} worker is ready")
+
+    def workers(self) -> list[dict[str, object]]:
+        return self._cluster.registry.table()
+
+
+def _request(submission: Submission) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=submission.request_id,
+        prompt=submission.prompt,
+        max_tokens=submission.max_tokens,
+        sampling=submission.sampling,
+        eos_token_ids=submission.eos_token_ids,
+        deadline_s=submission.deadline_s,
+        tenant=submission.tenant,
+        priority=submission.priority,
+    )

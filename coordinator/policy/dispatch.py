@@ -1,0 +1,278 @@
+"""Admission and routing: which request goes to which pair of workers, and when.
+
+The coordinator holds the queue (late dispatch): a prefill worker has at most two step budgets of uncomputed tokens, so
+what waits can still go anywhere. A request is dispatched when a prefill worker has room and a decode worker has blocks
+for its prompt and all its output: what is accepted can finish. First come first served; the head waits for blocks
+rather than being overtaken, so a long request is not starved by short ones.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from baton.core.commands import Role
+from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
+
+BACKLOG_STEPS = 2
+
+
+@dataclass(slots=True)
+class WorkerView:
+    """What routing knows of a worker. `reserved_blocks` and `backlog_tokens` count our own dispatches."""
+
+    worker_id: str
+    role: Role
+    blocks_total: int
+    block_size: int
+    step_tokens: int
+    ready: bool = True
+    reserved_blocks: int = 0
+    backlog_tokens: int = 0
+    running: int = 0
+
+    @property
+    def blocks_left(self) -> int:
+        return self.blocks_total - self.reserved_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """`prefill_tokens` are computed by prefill, `total_tokens` is the most the sequence can ever hold."""
+
+    request_id: str
+    prefill_tokens: int
+    total_tokens: int
+    needs_decode: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    request_id: str
+    prefill: str
+    decode: str | None
+    spare: str | None
+
+
+@dataclass(slots=True)
+class _Active:
+    """`prefill` is None once it is no longer needed: the KV has been handed over, or the worker is gone."""
+
+    ticket: Ticket
+    prefill: str | None
+    decode: str | None
+    prefilling: bool = True
+
+
+class Dispatcher:
+    """Complete state: the queue, the active requests with what they hold, and the view of each worker."""
+
+    def __init__(self, max_queued_requests: int, max_queued_tokens: int) -> None:
+        self._max_requests = max_queued_requests
+        self._max_tokens = max_queued_tokens
+        self._queue: OrderedDict[str, Ticket] = OrderedDict()
+        self._queued_tokens = 0
+        self._active: dict[str, _Active] = {}
+        self._workers: dict[str, WorkerView] = {}
+
+    def __repr__(self) -> str:
+        ready = sum(w.ready for w in self._workers.values())
+        return f"<Dispatcher {len(self._queue)} queued, {len(self._active)} active | {ready} workers ready>"
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
+
+    def missing_pool(self) -> Role | None:
+        """The role that no ready worker has, if any."""
+        roles = {w.role for w in self._workers.values() if w.ready}
+        return "prefill" if "prefill" not in roles else "decode" if "decode" not in roles else None
+
+    def add_worker(self, view: WorkerView) -> None:
+        self._workers[view.worker_id] = view
+
+    def remove_worker(self, worker_id: str) -> list[str]:
+        """Forgets a worker and returns the requests that needed it. Their holds on it are gone at once, for another
+        incarnation may come under the same name; those elsewhere stay until `finish`."""
+        self._workers.pop(worker_id, None)
+        hit: list[str] = []
+        for request_id, active in self._active.items():
+            if active.prefill == worker_id:
+                hit.append(request_id)
+                active.prefill, active.prefilling = None, False
+            if active.decode == worker_id:
+                hit.append(request_id)
+                active.decode = None
+        return hit
+
+    def set_ready(self, worker_id: str, ready: bool) -> None:
+        if worker_id in self._workers:
+            self._workers[worker_id].ready = ready
+
+    def submit(self, ticket: Ticket) -> None:
+        """Queues a request, or refuses it before any work was done.
+
+        Raises:
+            DuplicateRequest: the id is in flight.
+            Unavailable: a pool is missing, the queue is full, or no pair of workers could ever hold it.
+        """
+        if ticket.request_id in self._queue or ticket.request_id in self._active:
+            raise DuplicateRequest(f"request {ticket.request_id} is already in flight", param="request_id")
+        missing = self.missing_pool()
+        if missing is not None:
+            raise Unavailable(f"no {missing} worker is ready", code=f"no_{missing}_worker", retry_after_s=2)
+        if len(self._queue) >= self._max_requests or self._queued_tokens + ticket.prefill_tokens > self._max_tokens:
+            raise Unavailable(
+                f"{len(self._queue)} requests with {self._queued_tokens} prompt tokens are waiting already",
+                code="overloaded",
+                retry_after_s=self._drain_estimate_s(),
+            )
+        for role, tokens in (("prefill", ticket.prefill_tokens), ("decode", ticket.total_tokens)):
+            if role == "decode" and not ticket.needs_decode:
+                continue
+            pool = [w for w in self._workers.values() if w.role == role]
+            if not any(self._blocks(w, tokens) <= w.blocks_total for w in pool):
+                most = max(w.blocks_total * w.block_size for w in pool)
+                raise Unavailable(
+                    f"the request needs KV for {tokens} tokens; the largest {role} worker holds {most}",
+                    code="exceeds_pool",
+                )
+        self._queue[ticket.request_id] = ticket
+        self._queued_tokens += ticket.prefill_tokens
+
+    def place(self) -> list[Placement]:
+        """Takes from the queue what can start now, in order."""
+        placed: list[Placement] = []
+        while self._queue:
+            ticket = next(iter(self._queue.values()))
+            prefill = self._pick_prefill(ticket)
+            if prefill is None:
+                break
+            decode, spare = None, None
+            if ticket.needs_decode:
+                decode, spare = self._pick_decode(ticket.total_tokens, exclude=frozenset())
+                if decode is None:
+                    break
+                self._workers[decode].reserved_blocks += self._blocks(self._workers[decode], ticket.total_tokens)
+                self._workers[decode].running += 1
+            prefill.backlog_tokens += ticket.prefill_tokens
+            self._dequeue(ticket.request_id)
+            self._active[ticket.request_id] = _Active(ticket, prefill.worker_id, decode)
+            placed.append(Placement(ticket.request_id, prefill.worker_id, decode, spare))
+        return placed
+
+    def reassign(self, request_id: str, refused: frozenset[str]) -> Placement | None:
+        """Names another decode worker for parked KV, or None when none has room now."""
+        active = self._active.get(request_id)
+        if active is None or active.prefill is None:
+            return None
+        self._release_decode(active)
+        active.decode, spare = self._pick_decode(active.ticket.total_tokens, exclude=refused)
+        if active.decode is None:
+            return None
+        worker = self._workers[active.decode]
+        worker.reserved_blocks += self._blocks(worker, active.ticket.total_tokens)
+        worker.running += 1
+        return Placement(request_id, active.prefill, active.decode, spare)
+
+    def moved(self, request_id: str, decode: str) -> None:
+        """The spare took the sequence instead of the worker it was meant for."""
+        active = self._active.get(request_id)
+        if active is None or active.decode == decode:
+            return
+        self._release_decode(active)
+        active.decode = decode
+        if decode in self._workers:
+            worker = self._workers[decode]
+            worker.reserved_blocks += self._blocks(worker, active.ticket.total_tokens)
+            worker.running += 1
+
+    def prefilled(self, request_id: str) -> None:
+        """Its first token is there: prefill has nothing more to compute for it."""
+        active = self._active.get(request_id)
+        if active is not None and active.prefilling:
+            active.prefilling = False
+            worker = self._workers.get(active.prefill or "")
+            if worker is not None:
+                worker.backlog_tokens -= active.ticket.prefill_tokens
+
+    def handed_over(self, request_id: str) -> None:
+        """Decode has all KV: the prefill worker is no longer needed."""
+        self.prefilled(request_id)
+        if request_id in self._active:
+            self._active[request_id].prefill = None
+
+    def finish(self, request_id: str) -> None:
+        """The request has ended, well or not: everything it held is free."""
+        self._dequeue(request_id)
+        self.prefilled(request_id)
+        active = self._active.pop(request_id, None)
+        if active is not None:
+            self._release_decode(active)
+
+    def workers_of(self, request_id: str) -> tuple[str, ...]:
+        active = self._active.get(request_id)
+        return () if active is None else tuple(w for w in (active.prefill, active.decode) if w is not None)
+
+    def check(self) -> None:
+        """Raises InvariantError when what workers are said to hold is not what active requests hold."""
+        for worker in self._workers.values():
+            mine = [a for a in self._active.values() if a.decode == worker.worker_id]
+            blocks = sum(self._blocks(worker, a.ticket.total_tokens) for a in mine)
+            tokens = sum(
+                a.ticket.prefill_tokens for a in self._active.values() if a.prefilling and a.prefill == worker.worker_id
+            )
+            if (blocks, tokens, len(mine)) != (worker.reserved_blocks, worker.backlog_tokens, worker.running):
+                raise InvariantError(f"{worker} should hold {blocks} blocks, {tokens} tokens, {len(mine)} running")
+        if self._queued_tokens != sum(t.prefill_tokens for t in self._queue.values()):
+            raise InvariantError(f"queued tokens are not {self._queued_tokens}")
+
+    def _blocks(self, worker: WorkerView, tokens: int) -> int:
+        return -(-tokens // worker.block_size)
+
+    def _pick_prefill(self, ticket: Ticket) -> WorkerView | None:
+        """The least loaded one under its cap; an idle one takes a prompt of any length."""
+        fits = [
+            w
+            for w in self._workers.values()
+            if w.ready
+            and w.role == "prefill"
+            and (w.backlog_tokens == 0 or w.backlog_tokens + ticket.prefill_tokens <= BACKLOG_STEPS * w.step_tokens)
+            and self._blocks(w, ticket.prefill_tokens) <= w.blocks_total
+        ]
+        return min(fits, key=lambda w: (w.backlog_tokens, w.worker_id), default=None)
+
+    def _pick_decode(self, tokens: int, exclude: frozenset[str]) -> tuple[str | None, str | None]:
+        """The one with the fewest sequences among those with room, and a spare."""
+        fits = [
+            w
+            for w in self._workers.values()
+            if w.ready
+            and w.role == "decode"
+            and w.worker_id not in exclude
+            and self._blocks(w, tokens) <= w.blocks_left
+        ]
+        fits.sort(key=lambda w: (w.running, w.reserved_blocks, w.worker_id))
+        first = fits[0].worker_id if fits else None
+        return first, fits[1].worker_id if len(fits) > 1 else None
+
+    def _release_decode(self, active: _Active) -> None:
+        worker = self._workers.get(active.decode or "")
+        if worker is not None:
+            worker.reserved_blocks -= self._blocks(worker, active.ticket.total_tokens)
+            worker.running -= 1
+        active.decode = None
+
+    def _dequeue(self, request_id: str) -> None:
+        ticket = self._queue.pop(request_id, None)
+        if ticket is not None:
+            self._queued_tokens -= ticket.prefill_tokens
+
+    def _drain_estimate_s(self) -> float:
+        """A guess at when the queue has half drained: one step a tenth of a second."""
+        budget = sum(w.step_tokens for w in self._workers.values() if w.ready and w.role == "prefill") or 1
+        return max(1.0, round(self._queued_tokens / budget * 0.05))

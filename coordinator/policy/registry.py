@@ -1,0 +1,155 @@
+"""Who belongs to the cluster: joins, leases, states. Pure; the control service acts on what is decided here.
+
+A worker joins with its facts; the first one sets what all must have in common, and one that differs is refused with
+the name of the field. Its lease is renewed by its heartbeats. A broken stream alone does not end it: it may redial
+within the lease. A newer incarnation replaces an older one at once; an older one is fenced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from baton.core.commands import Join, Role, WorkerFacts
+from baton.core.errors import JoinRefused
+from baton.core.events import Load
+from baton.core.leases import LeaseTable
+
+WorkerState = Literal["joining", "ready", "draining", "lost"]
+KEEP_LOST_S = 300.0
+
+
+@dataclass(slots=True)
+class WorkerRecord:
+    """`joining` is a worker whose stream is broken and whose lease still runs."""
+
+    join: Join
+    state: WorkerState
+    since: float
+    load: Load = field(default_factory=Load)
+
+    @property
+    def worker_id(self) -> str:
+        return self.join.worker_id
+
+    @property
+    def role(self) -> Role:
+        return self.join.role
+
+
+class Registry:
+    """Complete state: `_records` by worker id, and `leases`. `config_digest` is the coordinator's own model's."""
+
+    def __init__(self, lease_s: float, config_digest: str = "") -> None:
+        self.leases = LeaseTable(lease_s)
+        self._config_digest = config_digest
+        self._records: dict[str, WorkerRecord] = {}
+
+    def __repr__(self) -> str:
+        states = [r.state for r in self._records.values()]
+        return "<Registry " + ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states)) + ">"
+
+    def get(self, worker_id: str) -> WorkerRecord | None:
+        return self._records.get(worker_id)
+
+    def records(self) -> Iterable[WorkerRecord]:
+        return sorted(self._records.values(), key=lambda r: (r.role != "prefill", r.worker_id))
+
+    def join(self, join: Join, now: float) -> WorkerRecord | None:
+        """Takes a worker in. Returns the record it replaces when that was another incarnation not yet lost.
+
+        Raises:
+            JoinRefused: it does not fit; the message names the field and both values.
+        """
+        reference = self._reference(join.worker_id)
+        if self._config_digest and join.facts.config_digest != self._config_digest:
+            raise _refused(join, f"config_digest: {self._config_digest} here and {join.facts.config_digest}")
+        if reference is not None:
+            difference = reference.first_difference(join.facts)
+            if difference is not None:
+                raise _refused(join, difference)
+        known = self._records.get(join.worker_id)
+        if known is not None and known.state != "lost" and known.role != join.role:
+            raise _refused(join, f"role: {join.worker_id} is a {known.role} worker and {join.role} joins")
+        if not self.leases.grant(join.worker_id, join.incarnation, now):
+            raise _refused(join, f"incarnation: {join.incarnation} is older than the one that holds the lease")
+        self._records[join.worker_id] = WorkerRecord(join, "ready", now)
+        if known is not None and known.state != "lost" and known.join.incarnation != join.incarnation:
+            return known
+        return None
+
+    def _reference(self, joining: str) -> WorkerFacts | None:
+        for record in self._records.values():
+            if record.state != "lost" and record.worker_id != joining:
+                return record.join.facts
+        return None
+
+    def heard(self, worker_id: str, incarnation: int, load: Load | None, now: float) -> bool:
+        """Renews a lease. False when the worker is fenced: its lease has run out or a newer incarnation is here."""
+        if not self.leases.renew(worker_id, incarnation, now):
+            return False
+        if load is not None:
+            self._records[worker_id].load = load
+        return True
+
+    def disconnected(self, worker_id: str, incarnation: int, now: float) -> bool:
+        """Its stream broke; it keeps its lease. False when it is no longer the one we know."""
+        record = self._records.get(worker_id)
+        if record is None or record.join.incarnation != incarnation or record.state == "lost":
+            return False
+        if record.state != "draining":
+            record.state, record.since = "joining", now
+        return True
+
+    def draining(self, worker_id: str, now: float) -> None:
+        record = self._records.get(worker_id)
+        if record is not None and record.state != "lost":
+            record.state, record.since = "draining", now
+
+    def left(self, worker_id: str, incarnation: int) -> None:
+        """It drained and said so: it is forgotten."""
+        record = self._records.get(worker_id)
+        if record is not None and record.join.incarnation == incarnation:
+            del self._records[worker_id]
+            self.leases.drop(worker_id, incarnation)
+
+    def expire(self, now: float) -> list[WorkerRecord]:
+        """Marks as lost, and returns, those whose lease has run out."""
+        lost: list[WorkerRecord] = []
+        for lease in self.leases.expire(now):
+            record = self._records.get(lease.holder)
+            if record is not None and record.join.incarnation == lease.incarnation:
+                record.state, record.since = "lost", now
+                lost.append(record)
+        for worker_id in [w for w, r in self._records.items() if r.state == "lost" and now - r.since > KEEP_LOST_S]:
+            del self._records[worker_id]
+        return lost
+
+    def table(self) -> list[dict[str, object]]:
+        """The `/workers` table."""
+        return [
+            {
+                "id": r.worker_id,
+                "role": r.role,
+                "state": r.state,
+                "incarnation": r.join.incarnation,
+                "pids": list(r.join.pids),
+                "address": r.join.link_address or r.join.host,
+                "blocks_total": r.load.blocks_total or r.join.blocks_total,
+                "blocks_free": r.load.blocks_free,
+                "running": r.load.running,
+                "waiting": r.load.waiting,
+                "prompt_tokens_computed": r.load.prompt_tokens_computed,
+                "tokens_generated": r.load.tokens_generated,
+                "kv_bytes_sent": r.load.kv_bytes_sent,
+                "kv_bytes_received": r.load.kv_bytes_received,
+                "steps": r.load.steps,
+                "sequences": r.load.sequences,
+            }
+            for r in self.records()
+        ]
+
+
+def _refused(join: Join, difference: str) -> JoinRefused:
+    return JoinRefused(f"{join.role} worker {join.worker_id} refused: {difference}", param=difference.split(":")[0])

@@ -1,0 +1,22 @@
+"""What torchrun starts: `torchrun ... -m decode --model DIR --coordinator HOST:PORT`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.core.commands import WorkerFacts
+from baton.core.config import WorkerConfig
+from baton.worker_main import MakeWorker, Worker, worker_main
+
+
+def _load() -> MakeWorker:
+    from decode.worker import DecodeWorker
+
+    def make(config: WorkerConfig, runner: Any, facts: WorkerFacts, pids: tuple[int, ...]) -> Worker:
+        return DecodeWorker(config, runner, facts, pids)
+
+    return make
+
+
+if __name__ == "__main__":
+    worker_main("decode", _load)

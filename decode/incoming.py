@@ -1,0 +1,269 @@
+"""Taking KV in: one handler per link, one coroutine per announced chunk.
+
+1. An offer is checked (handle, tombstone) and reserves all blocks of the sequence, or is refused with the reason.
+2. A chunk is posted: a receive into a staging buffer of our own is open before we say so. The peer's bytes never go
+   into the pool directly, so a late or wrong byte cannot touch a block.
+3. What arrived is verified (checksum over identity and bytes), scattered into the blocks, and acknowledged.
+4. With the last chunk the sequence is ready. An abort, the end of the link, or a damaged chunk ends it; its blocks are
+   free as soon as no scatter into them is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from baton.core.errors import BatonError, HandoffError
+from baton.core.handover import (
+    AbortTransfer,
+    Accept,
+    Ack,
+    Chunk,
+    EdgeOpen,
+    EdgeReady,
+    FromDecode,
+    LinkHello,
+    LinkWelcome,
+    Offer,
+    Ping,
+    Posted,
+    Refuse,
+    chunk_identity,
+)
+from baton.core.kv_layout import KVLayout
+from baton.core.request import SequenceId
+from baton.event_log import EventLog
+from baton.rpc.streams import LinkLost, MessageStream
+from baton.transfer.edge import EdgeSpec
+from baton.transfer.edge_thread import EdgeWorker
+from baton.transfer.staging import checksum, chunk_bytes, unpack
+
+log = logging.getLogger("baton.incoming")
+
+
+class IncomingOwner(Protocol):
+    """What links need of their worker."""
+
+    def welcome(self, hello: LinkHello) -> LinkWelcome:
+        """Raises JoinRefused or LayoutMismatch when the two workers do not fit."""
+        ...
+
+    def reserve(self, offer: Offer, source: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Blocks of the sequence and their generations; raises BatonError with the reason to refuse."""
+        ...
+
+    def receiving(self, sequence: SequenceId) -> bool: ...
+
+    def received(self, sequence: SequenceId, first_token: int) -> None: ...
+
+    def transfer_lost(self, sequence: SequenceId, reason: str) -> None:
+        """The link broke before all KV had arrived."""
+        ...
+
+    def transfer_aborted(self, sequence: SequenceId, reason: str, tombstone_s: float) -> None: ...
+
+    def write_ended(self, sequence: SequenceId) -> None:
+        """No scatter into the blocks of the sequence is under way any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class KVSink:
+    layout: KVLayout
+    layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class IncomingLink:
+    """One link from one prefill worker. Complete state: the stream, the edge, and the transfers that came over it."""
+
+    def __init__(
+        self, stream: MessageStream, hello: LinkHello, owner: IncomingOwner, incoming: Incoming, sink: KVSink
+    ) -> None:
+        self._stream = stream
+        self._hello = hello
+        self._owner = owner
+        self._incoming = incoming
+        self._sink = sink
+        self._edge: EdgeWorker | None = None
+        self._transfers: dict[SequenceId, tuple[int, ...]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serves the link to its end, then ends what had not arrived completely."""
+        reason = "the link broke"
+        try:
+            await self._stream.send(self._owner.welcome(self._hello))
+            while (message := await self._stream.receive()) is not None:
+                await self._on(message)
+            reason = f"the link to {self._hello.prefill_worker} ended: {self._stream.ended}"
+        except LinkLost as e:
+            reason = e.message
+        finally:
+            if self._edge is not None:
+                self._edge.abort(reason)
+            for sequence in list(self._transfers):
+                del self._transfers[sequence]
+                self._owner.transfer_lost(sequence, reason)
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=5.0)
+            if self._edge is not None:
+                await self._edge.close(timeout_s=2.0)
+
+    async def _on(self, message: object) -> None:
+        match message:
+            case Ping():
+                await self._send(message)
+            case EdgeOpen():
+                self._spawn(self._open_edge(message), "edge open")
+            case Offer():
+                await self._send(self._answer(message))
+            case Chunk():
+                self._spawn(self._take(message), f"chunk {message.index} of {message.sequence}")
+            case AbortTransfer(sequence, reason, tombstone_s):
+                self._give_up(sequence, reason, tombstone_s)
+            case _:
+                raise HandoffError(f"{self._hello.prefill_worker} sent {type(message).__name__} on a link")
+
+    def _answer(self, offer: Offer) -> Accept | Refuse:
+        sequence = offer.request.sequence_id
+        try:
+            blocks, generations = self._owner.reserve(offer, self._hello.prefill_worker)
+        except BatonError as e:
+            return Refuse(sequence, e.code, e.message)
+        self._transfers[sequence] = blocks
+        return Accept(sequence, 0, generations)
+
+    async def _open_edge(self, message: EdgeOpen) -> None:
+        if self._edge is not None:
+            self._edge.abort(f"replaced by generation {message.generation}")
+        edge = self._incoming.make_edge(message)
+        self._edge = edge
+        error = ""
+        try:
+            await edge.connect()
+        except HandoffError as e:
+            error = e.message
+        await self._send(EdgeReady(message.prefill_rank, message.decode_rank, message.generation, error))
+
+    async def _take(self, chunk: Chunk) -> None:
+        """Receives, verifies and scatters one chunk."""
+        sequence, edge, layout = chunk.sequence, self._edge, self._sink.layout
+        blocks = self._transfers.get(sequence)
+        try:
+            if blocks is None or not self._owner.receiving(sequence):
+                raise HandoffError("the sequence is not being received here")
+            if edge is None or edge.dead is not None or edge.generation != chunk.edge_generation:
+                self._incoming.stale_messages += 1
+                raise HandoffError(f"edge generation {chunk.edge_generation} does not stand")
+            tokens = chunk.end_token - chunk.start_token
+            if tokens <= 0 or chunk.num_bytes != chunk_bytes(layout, tokens):
+                raise HandoffError(f"{chunk.num_bytes} bytes cannot be KV of {tokens} tokens")
+        except HandoffError as e:
+            await self._send(AbortTransfer(sequence, e.message, 0.0))
+            return
+        buffer = torch.empty(chunk.num_bytes, dtype=torch.uint8)
+        posted = Posted(sequence, chunk.index, edge.generation, chunk.prefill_rank, chunk.decode_rank)
+        self._incoming.writing.add(sequence)
+        try:
+            await edge.recv(buffer, on_posted=lambda: self._spawn(self._send(posted), "posted"))
+            self._incoming.bytes_received += chunk.num_bytes
+            intact = await edge.run(lambda: checksum(chunk_identity(chunk), buffer)) == chunk.checksum
+            if intact and self._owner.receiving(sequence):
+                await edge.run(
+                    lambda: unpack(
+                        buffer, self._sink.layers, blocks, layout.block_size, chunk.start_token, chunk.end_token
+                    )
+                )
+        except HandoffError as e:
+            self._give_up(sequence, e.message, tombstone_s=0.0)
+            await self._send(AbortTransfer(sequence, e.message, 0.0))
+            return
+        finally:
+            self._incoming.writing.discard(sequence)
+            self._owner.write_ended(sequence)
+        if not intact:
+            log.warning("chunk %d of %s does not match its checksum", chunk.index, sequence)
+            self._incoming.chunks_damaged += 1
+        elif not self._owner.receiving(sequence):
+            return
+        complete = intact and chunk.last and chunk.first_token is not None
+        self._incoming.events.write("chunk_received", sequence=sequence, index=chunk.index, end=chunk.end_token)
+        if complete and chunk.first_token is not None:
+            self._transfers.pop(sequence, None)
+            self._owner.received(sequence, chunk.first_token)
+        await self._send(Ack(sequence, chunk.index, intact, complete))
+
+    def _give_up(self, sequence: SequenceId, reason: str, tombstone_s: float) -> None:
+        self._transfers.pop(sequence, None)
+        self._owner.transfer_aborted(sequence, reason, tombstone_s)
+
+    async def tell_abort(self, sequence: SequenceId, reason: str) -> None:
+        """This side ended a sequence whose KV is still coming."""
+        if self._transfers.pop(sequence, None) is not None:
+            await self._send(AbortTransfer(sequence, reason, 0.0))
+
+    def abort(self, sequence: SequenceId, reason: str) -> None:
+        if sequence in self._transfers:
+            self._spawn(self.tell_abort(sequence, reason), "abort")
+
+    async def _send(self, message: FromDecode) -> None:
+        try:
+            await self._stream.send(message)
+        except LinkLost as e:
+            log.info("%s not sent: %s", type(message).__name__, e.message)
+
+    def _spawn(self, work: object, name: str) -> None:
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        task.set_name(name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class Incoming:
+    """All links into a decode worker, and what they count."""
+
+    def __init__(
+        self, owner: IncomingOwner, sink: KVSink, events: EventLog, *, host: str, store_port: int, edge_timeout_s: float
+    ) -> None:
+        self._owner = owner
+        self._sink = sink
+        self._host = host
+        self._store_port = store_port
+        self._edge_timeout_s = edge_timeout_s
+        self._links: set[IncomingLink] = set()
+        self.events = events
+        self.writing: set[SequenceId] = set()
+        self.bytes_received = 0
+        self.chunks_damaged = 0
+        self.stale_messages = 0
+
+    async def handle(self, stream: MessageStream, hello: LinkHello) -> None:
+        link = IncomingLink(stream, hello, self._owner, self, self._sink)
+        self._links.add(link)
+        try:
+            await link.run()
+        finally:
+            self._links.discard(link)
+
+    def abort(self, sequence: SequenceId, reason: str) -> None:
+        for link in self._links:
+            link.abort(sequence, reason)
+
+    def make_edge(self, message: EdgeOpen) -> EdgeWorker:
+        return EdgeWorker(
+            EdgeSpec(
+                host=self._host,
+                port=self._store_port,
+                prefix=message.prefix,
+                generation=message.generation,
+                side="decode",
+                bind_host=self._host,
+                connect_timeout_s=self._edge_timeout_s,
+                operation_timeout_s=self._edge_timeout_s,
+            )
+        )

@@ -1,0 +1,183 @@
+"""The decode worker: offers in over links, steps of the engine, tokens out."""
+
+from __future__ import annotations
+
+import time
+
+import grpc.aio
+
+from baton.core.commands import Command, Join, WorkerFacts
+from baton.core.config import WorkerConfig
+from baton.core.errors import JoinRefused, StaleHandle, Unavailable
+from baton.core.events import Load, StepEvents
+from baton.core.handles import verify
+from baton.core.handover import LinkHello, LinkWelcome, Offer
+from baton.core.request import SequenceId
+from baton.core.step import StepOutcome, StepPlan
+from baton.engine.runner import Runner
+from baton.event_log import EventLog
+from baton.rpc.link import serve_links
+from baton.rpc.shell import WorkerShell
+from baton.transfer.store import EdgeStore
+from decode.incoming import Incoming, KVSink
+from decode.scheduler import DecodeScheduler
+
+
+class DecodeWorker:
+    """Complete state: the scheduler, the links into it, and the store where edges meet; the rest is the shell's."""
+
+    def __init__(self, config: WorkerConfig, runner: Runner, facts: WorkerFacts, pids: tuple[int, ...]) -> None:
+        self.config = config
+        self.facts = facts
+        self.pids = pids
+        self.incarnation = time.time_ns()
+        self.scheduler = DecodeScheduler(runner.layout, runner.num_blocks, config.max_running)
+        self.store = EdgeStore(config.host)
+        self.incoming = Incoming(
+            self,
+            KVSink(runner.layout, runner.kv.layers),
+            EventLog(config.worker_id),
+            host=config.host,
+            store_port=self.store.port,
+            edge_timeout_s=config.edge_timeout_s,
+        )
+        self.shell = WorkerShell(config, self, runner.step)
+        self.handles_refused = 0
+        self._server: grpc.aio.Server | None = None
+        self._link_port = 0
+
+    async def run(self) -> None:
+        """Serves until drained; raises as WorkerShell.run does."""
+        self._server, self._link_port = await serve_links(self.config.host, self.incoming.handle)
+        await self.shell.run()
+
+    # What the shell asks for.
+
+    def join(self, run_id: str) -> Join:
+        return Join(
+            self.config.worker_id,
+            "decode",
+            self.incarnation,
+            self.facts,
+            link_address=f"{self.config.host}:{self._link_port}",
+            host=self.config.host,
+            pids=self.pids,
+            blocks_total=self.scheduler.blocks.num_blocks,
+            step_tokens=self.config.step_tokens,
+            max_running=self.config.max_running,
+            run_id=run_id,
+        )
+
+    def load(self) -> Load:
+        scheduler = self.scheduler
+        return Load(
+            blocks_total=scheduler.blocks.num_blocks,
+            blocks_free=scheduler.blocks.num_free,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            prompt_tokens_computed=scheduler.prompt_tokens_computed,
+            tokens_generated=scheduler.tokens_generated,
+            kv_bytes_received=self.incoming.bytes_received,
+            steps=self.shell.steps,
+            sequences=scheduler.num_sequences,
+            handles_refused=self.handles_refused,
+            stale_messages=self.incoming.stale_messages,
+        )
+
+    def begin_step(self, now: float) -> StepPlan | None:
+        return self.scheduler.begin_step(now)
+
+    def finish_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> StepEvents:
+        result = self.scheduler.finish_step(outcome, now)
+        return StepEvents(plan.step_id, result.tokens, result.ended, load=self.load())
+
+    def command(self, command: Command) -> None:
+        raise Unavailable(f"a decode worker has no use for {type(command).__name__}")
+
+    def end(self, sequence: SequenceId, reason: str) -> bool:
+        if not self.scheduler.knows(sequence):
+            return False
+        self.incoming.abort(sequence, reason)
+        return self.scheduler.abort(sequence, in_flight=sequence in self.incoming.writing)
+
+    def sequence_ids(self) -> tuple[SequenceId, ...]:
+        return self.scheduler.sequence_ids()
+
+    def check(self) -> None:
+        self.scheduler.check()
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.stop(grace=0.2)
+        self.store.close()
+
+    # What the links ask for.
+
+    def welcome(self, hello: LinkHello) -> LinkWelcome:
+        for name, theirs, mine in (
+            ("protocol_version", hello.protocol_version, self.facts.protocol_version),
+            ("run_id", hello.run_id, self.shell.session.run_id),
+            ("model_digest", hello.model_digest, self.facts.model_digest),
+        ):
+            if theirs != mine:
+                raise JoinRefused(f"link refused: {name} {theirs} is not {mine}", param=name)
+        difference = self.facts.layout.first_difference(hello.layout)
+        if difference is not None:
+            raise JoinRefused(f"link refused: {difference}", param=difference.split(":")[0])
+        return LinkWelcome(
+            self.config.worker_id,
+            self.incarnation,
+            self.config.host,
+            self.store.port,
+            self.store.nonce,
+            self.facts.tensor_parallel,
+            self.facts.layout,
+        )
+
+    def reserve(self, offer: Offer, source: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        sequence = offer.request.sequence_id
+        try:
+            verify(
+                self.shell.handle_key,
+                offer.handle,
+                sequence=sequence,
+                source=source,
+                destination=self.config.worker_id,
+                incarnation=self.incarnation,
+            )
+        except StaleHandle:
+            self.handles_refused += 1
+            raise
+        if self.shell.buried(sequence):
+            raise Unavailable("the sequence was aborted", code="aborted")
+        if self.shell.draining:
+            raise Unavailable("this decode worker is draining", code="draining")
+        if offer.num_tokens != offer.request.num_prefill_tokens:
+            raise Unavailable(f"{offer.num_tokens} tokens offered of {offer.request.num_prefill_tokens}")
+        blocks = self.scheduler.reserve(offer.request, time.monotonic())
+        self.shell.follow(offer.request)
+        return blocks, self.scheduler.generations(sequence)
+
+    def receiving(self, sequence: SequenceId) -> bool:
+        return self.scheduler.receiving(sequence)
+
+    def received(self, sequence: SequenceId, first_token: int) -> None:
+        ended = self.scheduler.received(sequence, first_token, time.monotonic())
+        if ended is not None:
+            self.shell.deadlines.forget(sequence)
+            self.shell.session.post(StepEvents(ended=(ended,), load=self.load()))
+        self.shell.wake()
+
+    def transfer_lost(self, sequence: SequenceId, reason: str) -> None:
+        if self.scheduler.receiving(sequence):
+            self.shell.say_ended(sequence, "worker_lost", f"{self.config.worker_id} lost its KV source: {reason}")
+        self.transfer_aborted(sequence, reason, 0.0)
+
+    def transfer_aborted(self, sequence: SequenceId, reason: str, tombstone_s: float) -> None:
+        self.shell.deadlines.forget(sequence)
+        if not self.scheduler.abort(sequence, in_flight=sequence in self.incoming.writing) and tombstone_s > 0:
+            self.shell.tombstones.add(sequence, time.monotonic(), tombstone_s)
+        self.shell.wake()
+
+    def write_ended(self, sequence: SequenceId) -> None:
+        self.scheduler.receive_ended(sequence)

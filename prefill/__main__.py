@@ -1,0 +1,22 @@
+"""What torchrun starts: `torchrun ... -m prefill --model DIR --coordinator HOST:PORT`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.core.commands import WorkerFacts
+from baton.core.config import WorkerConfig
+from baton.worker_main import MakeWorker, Worker, worker_main
+
+
+def _load() -> MakeWorker:
+    from prefill.worker import PrefillWorker
+
+    def make(config: WorkerConfig, runner: Any, facts: WorkerFacts, pids: tuple[int, ...]) -> Worker:
+        return PrefillWorker(config, runner, facts, pids)
+
+    return make
+
+
+if __name__ == "__main__":
+    worker_main("prefill", _load)

@@ -1,0 +1,253 @@
+"""One prefill worker's link to one decode worker: a stream that orders hand-overs, and the edge that moves the bytes.
+
+The link is dialled lazily and kept. Its reader resolves what others wait for; every wait has a limit. The edge has a
+lock: from announcing a chunk to the end of its send at most one operation is in flight. Once the peer has said
+`posted` it waits for our bytes, so that stretch is never interrupted: either the bytes go, or the edge is torn down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from baton.core.errors import BatonError, HandoffError, InvalidRequest, LayoutMismatch
+from baton.core.handover import (
+    AbortTransfer,
+    Accept,
+    Ack,
+    Chunk,
+    EdgeOpen,
+    EdgeReady,
+    LinkHello,
+    Offer,
+    Ping,
+    Posted,
+    Refuse,
+)
+from baton.core.request import SequenceId
+from baton.rpc.link import DialledLink, dial_link
+from baton.rpc.streams import LinkLost
+from baton.transfer.edge import EdgeSpec, edge_prefix
+from baton.transfer.edge_thread import EdgeWorker
+
+log = logging.getLogger("baton.link")
+T = TypeVar("T")
+PING_EVERY_S = 1.0
+PING_LIMIT_S = 3.0
+
+
+class Link:
+    """Complete state: the dialled stream, the waiting futures by what they wait for, and the edge of the current
+    generation."""
+
+    def __init__(self, dialled: DialledLink, hello: LinkHello, bind_host: str, edge_timeout_s: float) -> None:
+        self._dialled = dialled
+        self._stream = dialled.stream
+        self._hello = hello
+        self._bind_host = bind_host
+        self._edge_timeout_s = edge_timeout_s
+        self._waiting: dict[tuple[object, ...], asyncio.Future[Any]] = {}
+        self._generations = itertools.count(1)
+        self._edge: EdgeWorker | None = None
+        self.edge_lock = asyncio.Lock()
+        self.decode_worker = dialled.welcome.decode_worker
+        self._tasks = [
+            asyncio.create_task(self._read(), name=f"link reader {self.decode_worker}"),
+            asyncio.create_task(self._ping(), name=f"link ping {self.decode_worker}"),
+        ]
+
+    @classmethod
+    async def dial(
+        cls, address: str, hello: LinkHello, bind_host: str, edge_timeout_s: float, connect_timeout_s: float
+    ) -> Link:
+        """Dials and compares layouts.
+
+        Raises:
+            LinkLost: nobody answered in time.
+            LayoutMismatch: the two pools keep KV in different shapes; the message names the field.
+        """
+        dialled = await dial_link(address, hello, connect_timeout_s)
+        difference = hello.layout.first_difference(dialled.welcome.layout)
+        if difference is not None:
+            await dialled.close()
+            raise LayoutMismatch(f"{address} keeps KV in another shape: {difference}", param=difference.split(":")[0])
+        return cls(dialled, hello, bind_host, edge_timeout_s)
+
+    @property
+    def lost(self) -> str | None:
+        """Why the link has ended, or None while it stands."""
+        return self._stream.ended
+
+    async def offer(self, offer: Offer, timeout_s: float) -> Accept | Refuse:
+        """Raises LinkLost or HandoffError (aborted by the peer, or no answer in time)."""
+        key = ("offer", offer.request.sequence_id)
+        answer: Accept | Refuse = await self._ask(offer, key, timeout_s, "an answer to an offer")
+        return answer
+
+    async def announce(self, chunk: Chunk, timeout_s: float) -> Posted:
+        key = ("posted", chunk.sequence, chunk.index)
+        posted: Posted = await self._ask(chunk, key, timeout_s, f"chunk {chunk.index} to be posted")
+        return posted
+
+    def expect_ack(self, sequence: SequenceId, index: int) -> asyncio.Future[Ack]:
+        """To be called before the chunk is announced, so that no answer can be missed."""
+        return self._expect(("ack", sequence, index))
+
+    async def abort(self, sequence: SequenceId, reason: str, tombstone_s: float) -> None:
+        """Tells the peer, as far as it still listens."""
+        try:
+            await self._stream.send(AbortTransfer(sequence, reason, tombstone_s))
+        except LinkLost:
+            log.info("abort of %s not sent: the link to %s is gone", sequence, self.decode_worker)
+
+    async def edge(self) -> EdgeWorker:
+        """The living edge, built or rebuilt under a new generation when there is none. Hold `edge_lock`.
+
+        Raises:
+            HandoffError: one of the ends could not build it in time.
+        """
+        if self._edge is not None and self._edge.dead is None:
+            return self._edge
+        generation = next(self._generations)
+        welcome = self._dialled.welcome
+        name = f"{self._hello.prefill_worker}@{self._hello.prefill_incarnation}"
+        prefix = edge_prefix(welcome.store_nonce, name, 0, welcome.decode_worker, 0, generation)
+        spec = EdgeSpec(
+            host=welcome.store_host,
+            port=welcome.store_port,
+            prefix=prefix,
+            generation=generation,
+            side="prefill",
+            bind_host=self._bind_host,
+            connect_timeout_s=self._edge_timeout_s,
+            operation_timeout_s=self._edge_timeout_s,
+        )
+        edge = EdgeWorker(spec)
+        ready = self._expect(("edge", generation))
+        try:
+            await self._stream.send(EdgeOpen(0, 0, generation, prefix))
+            await edge.connect()
+            answer: EdgeReady = await self._within(ready, self._edge_timeout_s, "the peer's end of an edge")
+        except BaseException:
+            ready.cancel()
+            edge.abort("the other end was not built")
+            raise
+        if answer.error:
+            edge.abort(answer.error)
+            raise HandoffError(f"{self.decode_worker} could not build its end of an edge: {answer.error}")
+        self._edge = edge
+        return edge
+
+    async def on_edge_thread(self, work: Callable[[], T]) -> T:
+        """Runs packing or hashing on the edge's own thread, never in the event loop."""
+        return await (await self.edge()).run(work)
+
+    async def send_bytes(self, buffer: torch.Tensor) -> None:
+        """Sends on the living edge; when that fails the edge is dead and the next use builds another."""
+        if self._edge is None:
+            raise HandoffError(f"no edge to {self.decode_worker} stands")
+        await self._edge.send(buffer, self._edge_timeout_s)
+
+    @property
+    def generation(self) -> int:
+        return self._edge.generation if self._edge is not None else 0
+
+    def tear_edge(self, reason: str) -> None:
+        if self._edge is not None:
+            self._edge.abort(reason)
+
+    async def close(self, reason: str = "closed here") -> None:
+        self._end(reason)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._edge is not None:
+            await self._edge.close(timeout_s=2.0)
+        await self._dialled.close()
+
+    def _expect(self, key: tuple[object, ...]) -> asyncio.Future[Any]:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[key] = future
+
+        def forget(done: asyncio.Future[Any]) -> None:
+            if self._waiting.get(key) is done:  # a resend may already wait under the same key
+                del self._waiting[key]
+
+        future.add_done_callback(forget)
+        if self.lost is not None:
+            future.set_exception(LinkLost(f"the link to {self.decode_worker} has ended: {self.lost}"))
+        return future
+
+    async def _ask(self, message: object, key: tuple[object, ...], timeout_s: float, what: str) -> Any:
+        future = self._expect(key)
+        try:
+            await self._stream.send(message)
+        except LinkLost:
+            future.cancel()
+            raise
+        return await self._within(future, timeout_s, what)
+
+    async def _within(self, future: asyncio.Future[T], timeout_s: float, what: str) -> T:
+        try:
+            return await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            raise HandoffError(f"{self.decode_worker} let {what} wait for {timeout_s:g} s") from None
+
+    async def _read(self) -> None:
+        reason = "the reader failed"
+        try:
+            while (message := await self._stream.receive()) is not None:
+                self._resolve(message)
+            reason = self._stream.ended or "closed"
+        except InvalidRequest as e:
+            reason = e.message
+        finally:
+            self._end(reason)
+
+    def _resolve(self, message: object) -> None:
+        match message:
+            case Accept(sequence=s) | Refuse(sequence=s):
+                self._answer(("offer", s), message)
+            case Posted(sequence=s, index=i):
+                self._answer(("posted", s, i), message)
+            case Ack(sequence=s, index=i):
+                self._answer(("ack", s, i), message)
+            case EdgeReady(generation=g):
+                self._answer(("edge", g), message)
+            case Ping(nonce=n):
+                self._answer(("ping", n), message)
+            case AbortTransfer(sequence=s, reason=r):
+                error = HandoffError(f"{self.decode_worker} ended the hand-over of {s}: {r}", code="peer_aborted")
+                for key in [k for k in self._waiting if len(k) > 1 and k[1] == s]:
+                    self._fail(key, error)
+
+    def _answer(self, key: tuple[object, ...], message: object) -> None:
+        future = self._waiting.get(key)
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    def _fail(self, key: tuple[object, ...], error: BatonError) -> None:
+        future = self._waiting.get(key)
+        if future is not None and not future.done():
+            future.set_exception(error)
+            future.exception()
+
+    def _end(self, reason: str) -> None:
+        self._stream.end(reason)
+        for key in list(self._waiting):
+            self._fail(key, LinkLost(f"the link to {self.decode_worker} has ended: {self.lost}"))
+        self.tear_edge(f"the link has ended: {self.lost}")
+
+    async def _ping(self) -> None:
+        for nonce in itertools.count(1):
+            await asyncio.sleep(PING_EVERY_S)
+            try:
+                await self._ask(Ping(nonce), ("ping", nonce), PING_LIMIT_S, "a ping")
+            except BatonError as e:
+                self._end(e.message)
+                return

@@ -1,0 +1,316 @@
+"""Handing KV over: one coroutine per sequence, from its first computed chunk to the last acknowledgement.
+
+1. Offer the request to the first target while the first chunk computes; a refusal goes to the next one.
+2. As KV becomes complete, pack the new part and send it: chunk, posted, bytes, ack; the next part computes meanwhile.
+3. The last part carries the first token. When decode has acknowledged all of it, the pin on the blocks is dropped.
+4. When all targets refused, or the one that had accepted is lost, the KV stays parked until the coordinator names
+   others (`assign`, under the next attempt), or the sequence is aborted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+
+from baton.core.commands import Target
+from baton.core.errors import BatonError, HandoffError, KVCorrupt
+from baton.core.events import HandedOver, Parked, StageStamps
+from baton.core.handover import Chunk, LinkHello, Offer, Refuse, chunk_identity
+from baton.core.kv_layout import KVLayout
+from baton.core.request import GenerateRequest, SequenceId
+from baton.event_log import EventLog
+from baton.transfer.staging import checksum, chunk_bytes, pack
+from prefill.link import Link
+
+log = logging.getLogger("baton.handover")
+
+
+class OutgoingOwner(Protocol):
+    """What hand-overs need of their worker."""
+
+    def parked(self, event: Parked) -> None: ...
+
+    def handed_over(self, event: HandedOver, source: SequenceId) -> None: ...
+
+    def hand_over_ended(self, sequence: SequenceId) -> None:
+        """Nobody reads the sequence's blocks any more."""
+        ...
+
+    def hand_over_failed(self, sequence: SequenceId, message: str) -> None:
+        """A bug of ours ended the hand-over; `hand_over_ended` follows."""
+        ...
+
+
+@dataclass(slots=True)
+class HandOver:
+    """One sequence on its way. `computed` and `first_token` are set by the step loop, the rest by the coroutine."""
+
+    request: GenerateRequest
+    block_ids: tuple[int, ...]
+    targets: list[Target]
+    computed: int = 0
+    first_token: int | None = None
+    progress: asyncio.Event = field(default_factory=asyncio.Event)
+    assigned: asyncio.Event = field(default_factory=asyncio.Event)
+    abort_reason: str | None = None
+    bytes_sent: int = 0
+    task: asyncio.Task[None] | None = None
+    on_edge: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KVSource:
+    """The pool that KV is read from: `layers` are (K, V) pairs as `baton.transfer.staging` describes them."""
+
+    layout: KVLayout
+    layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Outgoing:
+    """Complete state: the links by decode worker and incarnation, and the hand-overs by the sequence they began as."""
+
+    def __init__(
+        self,
+        owner: OutgoingOwner,
+        source: KVSource,
+        make_hello: Callable[[], LinkHello],
+        event_log: EventLog,
+        *,
+        bind_host: str,
+        piece_tokens: int,
+        edge_timeout_s: float,
+        connect_timeout_s: float,
+    ) -> None:
+        self._owner = owner
+        self._source = source
+        self._make_hello = make_hello
+        self._events = event_log
+        self._bind_host = bind_host
+        self._piece_tokens = piece_tokens
+        self._edge_timeout_s = edge_timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._links: dict[tuple[str, int], asyncio.Task[Link]] = {}
+        self._hand_overs: dict[SequenceId, HandOver] = {}
+        self.bytes_sent = 0
+        self.chunks_resent = 0
+
+    def __len__(self) -> int:
+        return len(self._hand_overs)
+
+    def expect(self, request: GenerateRequest, targets: Sequence[Target]) -> None:
+        """A sequence will be handed over once it has blocks."""
+        self._hand_overs[request.sequence_id] = HandOver(request, (), list(targets))
+
+    def start(self, sequence: SequenceId, block_ids: tuple[int, ...]) -> None:
+        """The first chunk is about to compute: offer."""
+        over = self._hand_overs.get(sequence)
+        if over is not None and over.task is None:
+            over.block_ids = block_ids
+            over.task = asyncio.create_task(self._run(over), name=f"hand-over {sequence}")
+
+    def current_id(self, sequence: SequenceId) -> SequenceId:
+        """The name under which a sequence is known now: `assign` may have raised its attempt."""
+        over = self._hand_overs.get(sequence)
+        return sequence if over is None else over.request.sequence_id
+
+    def advance(self, sequence: SequenceId, computed: int, first_token: int | None) -> None:
+        """KV of the first `computed` positions is complete."""
+        over = self._hand_overs.get(sequence)
+        if over is not None:
+            over.computed, over.first_token = computed, first_token
+            over.progress.set()
+
+    def assign(self, sequence: SequenceId, targets: Sequence[Target], attempt: int) -> bool:
+        """Names new targets for parked KV. False when it is not (or no longer) here."""
+        over = self._hand_overs.get(sequence)
+        if over is None:
+            return False
+        over.request = replace(over.request, attempt=attempt)
+        over.targets = list(targets)
+        over.assigned.set()
+        return True
+
+    def find(self, sequence: SequenceId) -> SequenceId | None:
+        """The sequence a hand-over began as, whichever of its attempts is asked for."""
+        if sequence in self._hand_overs:
+            return sequence
+        for origin, over in self._hand_overs.items():
+            if over.request.sequence_id == sequence:
+                return origin
+        return None
+
+    def abort(self, sequence: SequenceId, reason: str) -> None:
+        over = self._hand_overs.get(sequence)
+        if over is None or over.abort_reason is not None:
+            return
+        over.abort_reason = reason
+        if over.task is not None:
+            over.task.cancel()
+        else:
+            del self._hand_overs[sequence]
+            self._owner.hand_over_ended(sequence)
+
+    async def close(self) -> None:
+        for sequence in list(self._hand_overs):
+            self.abort(sequence, "the prefill worker stops")
+        tasks = [o.task for o in self._hand_overs.values() if o.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=5.0)
+        for dialling in list(self._links.values()):
+            if dialling.done() and not dialling.cancelled() and dialling.exception() is None:
+                await dialling.result().close()
+            dialling.cancel()
+
+    async def _run(self, over: HandOver) -> None:
+        origin = over.request.sequence_id
+        try:
+            while not await self._try_targets(over, origin):
+                over.assigned.clear()
+                await over.assigned.wait()  # ended by assign, abort, or the request's deadline
+        except asyncio.CancelledError:
+            log.info("hand-over of %s aborted: %s", origin, over.abort_reason)
+        except Exception:
+            log.exception("hand-over of %s failed", origin)
+            self._owner.hand_over_failed(origin, "internal error in a KV hand-over")
+        finally:
+            if over.on_edge is not None and not over.on_edge.done():
+                await asyncio.wait({over.on_edge}, timeout=3 * self._edge_timeout_s)
+            del self._hand_overs[origin]
+            self._owner.hand_over_ended(origin)
+
+    async def _try_targets(self, over: HandOver, origin: SequenceId) -> bool:
+        """True when a target has all KV; else the KV is parked and the coordinator was told."""
+        reason = "no target named"
+        for target in over.targets:
+            accepted = False
+            link: Link | None = None
+            try:
+                link = await self._link(target)
+                self._events.write("offer", sequence=over.request.sequence_id, to=target.worker_id)
+                num_tokens = over.request.num_prefill_tokens
+                offer = Offer(over.request, target.handle, num_tokens)
+                answer = await link.offer(offer, self._connect_timeout_s)
+                if isinstance(answer, Refuse):
+                    reason = f"{target.worker_id} refused: {answer.message}"
+                    continue
+                accepted = True
+                started = time.monotonic()
+                await self._send_all(over, link, answer.prefix_tokens, num_tokens)
+                stamps = StageStamps(transfer_s=time.monotonic() - started)
+                event = HandedOver(over.request.sequence_id, target.worker_id, over.bytes_sent, stamps)
+                self._owner.handed_over(event, source=origin)
+                return True
+            except asyncio.CancelledError:
+                if link is not None:
+                    why = over.abort_reason or "aborted"
+                    await link.abort(over.request.sequence_id, why, tombstone_s=over.request.deadline_s)
+                raise
+            except BatonError as e:
+                reason = f"{target.worker_id}: {e.message}"
+                if link is not None:
+                    await link.abort(over.request.sequence_id, reason, tombstone_s=over.request.deadline_s)
+                if accepted:  # it may have begun to decode: only another attempt may go elsewhere
+                    break
+        log.warning("KV of %s is parked: %s", over.request.sequence_id, reason)
+        self._owner.parked(Parked(over.request.sequence_id, reason))
+        return False
+
+    async def _send_all(self, over: HandOver, link: Link, sent: int, total: int) -> None:
+        index = 0
+        while sent < total:
+            while over.computed <= sent:
+                over.progress.clear()
+                await over.progress.wait()  # ended by the step loop, abort, or the request's deadline
+            end = min(over.computed, sent + self._piece_tokens)
+            await self._send_piece(over, link, index, sent, end, last=end == total)
+            sent, index = end, index + 1
+
+    async def _send_piece(self, over: HandOver, link: Link, index: int, start: int, end: int, *, last: bool) -> None:
+        """Sends one piece, and once more when its checksum did not match at the other end."""
+        for resend in range(2):
+            acknowledged = link.expect_ack(over.request.sequence_id, index)
+            try:
+                # Shielded: once posted, the peer waits for these bytes whatever becomes of the sequence.
+                over.on_edge = asyncio.create_task(
+                    self._put_on_edge(over, link, index, start, end, last, resend), name=f"chunk {index}"
+                )
+                await asyncio.shield(over.on_edge)
+                ack = await asyncio.wait_for(acknowledged, self._edge_timeout_s)
+            except TimeoutError:
+                raise HandoffError(
+                    f"{link.decode_worker} did not acknowledge chunk {index} within {self._edge_timeout_s:g} s"
+                ) from None
+            finally:
+                acknowledged.cancel()
+            if ack.ok:
+                return
+            self.chunks_resent += 1
+            log.warning("chunk %d of %s arrived damaged at %s", index, over.request.sequence_id, link.decode_worker)
+        raise KVCorrupt(f"chunk {index} of {over.request.sequence_id} arrived damaged twice at {link.decode_worker}")
+
+    async def _put_on_edge(
+        self, over: HandOver, link: Link, index: int, start: int, end: int, last: bool, resend: int
+    ) -> None:
+        layout, sequence = self._source.layout, over.request.sequence_id
+        async with link.edge_lock:
+            edge = await link.edge()
+            draft = Chunk(
+                sequence=sequence,
+                index=index,
+                start_token=start,
+                end_token=end,
+                start_layer=0,
+                end_layer=len(layout.layers),
+                num_bytes=chunk_bytes(layout, end - start),
+                checksum=0,
+                edge_generation=edge.generation,
+                first_token=over.first_token if last else None,
+                last=last,
+                resend=resend,
+            )
+
+            def fill() -> tuple[torch.Tensor, int]:
+                buffer = pack(self._source.layers, over.block_ids, layout.block_size, start, end)
+                return buffer, checksum(chunk_identity(draft), buffer)
+
+            buffer, total = await edge.run(fill)
+            try:
+                await link.announce(replace(draft, checksum=total), self._edge_timeout_s)
+                await link.send_bytes(buffer)
+            except HandoffError as e:
+                if e.code != "peer_aborted":  # else it may have posted: its receive must not wait for ever
+                    link.tear_edge(e.message)
+                raise
+        over.bytes_sent += draft.num_bytes
+        self.bytes_sent += draft.num_bytes
+        self._events.write("chunk_sent", sequence=sequence, index=index, start=start, end=end, bytes=draft.num_bytes)
+
+    async def _link(self, target: Target) -> Link:
+        """The link to a target, dialled once however many sequences ask."""
+        key = (target.worker_id, target.incarnation)
+        dialling = self._links.get(key)
+        if dialling is not None and dialling.done():
+            failed = dialling.cancelled() or dialling.exception() is not None
+            if failed or dialling.result().lost is not None:
+                if not failed:
+                    await dialling.result().close()
+                dialling = None
+        if dialling is None:
+            dialling = asyncio.create_task(
+                Link.dial(
+                    target.link_address,
+                    self._make_hello(),
+                    self._bind_host,
+                    self._edge_timeout_s,
+                    self._connect_timeout_s,
+                ),
+                name=f"dial {target.worker_id}",
+            )
+            self._links[key] = dialling
+        return await asyncio.shield(dialling)

@@ -1,0 +1,174 @@
+"""The prefill worker: commands in, steps of the engine, hand-overs out."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from baton.core.commands import PROTOCOL_VERSION, Assign, Command, Join, Prefill, WorkerFacts
+from baton.core.config import WorkerConfig
+from baton.core.errors import BatonError
+from baton.core.events import HandedOver, Load, Parked, StepEvents, TokenEvent
+from baton.core.handover import LinkHello
+from baton.core.request import SequenceId
+from baton.core.step import StepOutcome, StepPlan
+from baton.engine.runner import Runner
+from baton.event_log import EventLog
+from baton.rpc.shell import WorkerShell
+from prefill.outgoing import KVSource, Outgoing
+from prefill.scheduler import PrefillScheduler
+
+
+class PrefillWorker:
+    """Complete state: the scheduler and the hand-overs; the rest is the shell's."""
+
+    def __init__(self, config: WorkerConfig, runner: Runner, facts: WorkerFacts, pids: tuple[int, ...]) -> None:
+        self.config = config
+        self.facts = facts
+        self.pids = pids
+        self.incarnation = time.time_ns()
+        self.scheduler = PrefillScheduler(runner.layout, runner.num_blocks, config.step_tokens)
+        self.events = EventLog(config.worker_id)
+        self.outgoing = Outgoing(
+            self,
+            KVSource(runner.layout, runner.kv.layers),
+            self._hello,
+            self.events,
+            bind_host=config.host,
+            piece_tokens=config.step_tokens,
+            edge_timeout_s=config.edge_timeout_s,
+            connect_timeout_s=config.connect_timeout_s,
+        )
+        self.shell = WorkerShell(config, self, runner.step)
+
+    async def run(self) -> None:
+        """Serves until drained; raises as WorkerShell.run does."""
+        await self.shell.run()
+
+    # What the shell asks for.
+
+    def join(self, run_id: str) -> Join:
+        return Join(
+            self.config.worker_id,
+            "prefill",
+            self.incarnation,
+            self.facts,
+            host=self.config.host,
+            pids=self.pids,
+            blocks_total=self.scheduler.blocks.num_blocks,
+            step_tokens=self.config.step_tokens,
+            run_id=run_id,
+        )
+
+    def load(self) -> Load:
+        scheduler = self.scheduler
+        return Load(
+            blocks_total=scheduler.blocks.num_blocks,
+            blocks_free=scheduler.blocks.num_free,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            prompt_tokens_computed=scheduler.prompt_tokens_computed,
+            tokens_generated=scheduler.tokens_generated,
+            kv_bytes_sent=self.outgoing.bytes_sent,
+            steps=self.shell.steps,
+            backlog_tokens=scheduler.backlog_tokens,
+            sequences=scheduler.num_sequences,
+            leases=len(self.outgoing),
+            chunks_resent=self.outgoing.chunks_resent,
+        )
+
+    def begin_step(self, now: float) -> StepPlan | None:
+        plan = self.scheduler.begin_step(now)
+        if plan is not None:
+            for row in plan.rows:
+                if row.start == 0 and self.scheduler.hands_over(row.sequence_id):
+                    self.outgoing.start(row.sequence_id, row.block_ids)
+                self.events.write("chunk_begin", sequence=row.sequence_id, start=row.start, end=row.end)
+        return plan
+
+    def finish_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> StepEvents:
+        result = self.scheduler.finish_step(outcome, now)
+        current = self.outgoing.current_id
+        ended = {e.sequence for e in result.ended}
+        told = tuple(replace(e, sequence=current(e.sequence)) for e in result.ended)
+        tokens = []
+        for p in result.progress:
+            last = p.first_token is not None
+            self.events.write("chunk_computed", sequence=p.sequence_id, end=p.computed, last=last)
+            if p.first_token is not None:
+                tokens.append(TokenEvent(current(p.sequence_id), p.output_index, (p.first_token,)))
+            if p.sequence_id in ended:
+                self.outgoing.abort(p.sequence_id, "it ended with its first token")
+            else:
+                self.outgoing.advance(p.sequence_id, p.computed, p.first_token)
+        return StepEvents(plan.step_id, tuple(tokens), told, load=self.load())
+
+    def command(self, command: Command) -> None:
+        match command:
+            case Prefill():
+                self._start(command)
+            case Assign(sequence, targets, attempt):
+                if not self.outgoing.assign(sequence, targets, attempt):
+                    lost = sequence._replace(attempt=attempt)
+                    self.shell.say_ended(lost, "handoff_failed", "the parked KV is no longer here")
+
+    def end(self, sequence: SequenceId, reason: str) -> bool:
+        origin = self.outgoing.find(sequence) or sequence
+        self.outgoing.abort(origin, reason)
+        return self.scheduler.abort(origin)
+
+    def sequence_ids(self) -> tuple[SequenceId, ...]:
+        return tuple(self.outgoing.current_id(s) for s in self.scheduler.sequence_ids())
+
+    def check(self) -> None:
+        self.scheduler.check()
+
+    async def close(self) -> None:
+        await self.outgoing.close()
+
+    def _start(self, command: Prefill) -> None:
+        request = command.request
+        if self.shell.buried(request.sequence_id):
+            return
+        if self.shell.draining:
+            self.shell.say_ended(request.sequence_id, "draining", "this prefill worker is draining")
+            return
+        try:
+            hand_over = bool(command.targets)
+            self.scheduler.submit(request, time.monotonic(), hand_over=hand_over)
+        except BatonError as e:
+            self.shell.say_ended(request.sequence_id, e.code, e.message)
+            return
+        self.shell.follow(request)
+        if hand_over:
+            self.outgoing.expect(request, command.targets)
+
+    def _hello(self) -> LinkHello:
+        return LinkHello(
+            self.config.worker_id,
+            self.incarnation,
+            self.shell.session.run_id,
+            self.facts.model_digest,
+            self.facts.layout,
+            self.facts.tensor_parallel,
+            PROTOCOL_VERSION,
+        )
+
+    # What the hand-overs report.
+
+    def parked(self, event: Parked) -> None:
+        self.shell.session.post(StepEvents(parked=(event,), load=self.load()))
+
+    def handed_over(self, event: HandedOver, source: SequenceId) -> None:
+        stamps = self.scheduler.stamps(source)
+        event = replace(event, stamps=replace(stamps, transfer_s=event.stamps.transfer_s))
+        self.shell.session.post(StepEvents(handed_over=(event,), load=self.load()))
+
+    def hand_over_ended(self, sequence: SequenceId) -> None:
+        self.scheduler.release_send(sequence)
+        self.shell.deadlines.forget(sequence)
+        self.shell.wake()
+
+    def hand_over_failed(self, sequence: SequenceId, message: str) -> None:
+        self.shell.say_ended(self.outgoing.current_id(sequence), "internal_error", message)
+        self.scheduler.abort(sequence)
