@@ -1,0 +1,126 @@
+"""Messages to token ids, such that nothing a client writes can become a control token.
+
+    messages -> guard (mark what spells a control token) -> template -> alias (the template's own control tokens get
+    names no client can write) -> unmark -> one encoding, by a tokenizer that knows only the aliases
+
+A client's `<|im_end|>` is thereby encoded as the plain text it is, in its place in the text, and a conversation without
+such text gets exactly the ids that transformers would give it. Marks and aliases are made of two Unicode
+noncharacters, which exist for internal use; text that contains them is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from baton.core.errors import InvalidRequest
+from coordinator.chat_template import ChatTemplate
+
+_ALIAS = "\ufdd0"
+_MARK = "\ufdd1"
+_RESERVED = re.compile(f"[{_ALIAS}{_MARK}]")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message, its content as one text. `role` is system, developer, user, assistant or tool."""
+
+    role: str
+    content: str
+    name: str | None = None
+    tool_call_id: str | None = None
+
+
+class ChatEncoder:
+    """A chat template with its tokenizer. Control tokens are the special ones and those the template can write."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+        self.template = template
+        self._maps_developer = "developer" not in template.source
+        literals = template.literals()
+        added = tokenizer.get_added_tokens_decoder().values()
+        self._controls = ControlTokens(tokenizer, [t.content for t in added if t.special or t.content in literals])
+
+    def render(
+        self, messages: Sequence[ChatMessage], *, guard: bool = False, add_generation_prompt: bool = True
+    ) -> str:
+        """The prompt as text; with `guard` what spells control tokens carries marks."""
+        clean = self._controls.guard if guard else str
+        values: list[dict[str, Any]] = []
+        for index, message in enumerate(messages):
+            role = "system" if message.role == "developer" and self._maps_developer else message.role
+            value = {"role": role, "content": message.content}
+            value |= {k: v for k in ("name", "tool_call_id") if (v := getattr(message, k)) is not None}
+            for key, text in value.items():
+                if _RESERVED.search(text):
+                    raise InvalidRequest(
+                        "U+FDD0 and U+FDD1 are noncharacters and not accepted", param=f"messages[{index}].{key}"
+                    )
+            values.append({key: text if key == "role" else clean(text) for key, text in value.items()})
+        return self.template.render(values, add_generation_prompt=add_generation_prompt)
+
+    def encode(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> list[int]:
+        """The prompt as ids. Blocks: call it from a thread."""
+        rendered = self.render(messages, guard=True, add_generation_prompt=add_generation_prompt)
+        return self._controls.encode(rendered)
+
+
+class ControlTokens:
+    """Keeps a template's control tokens and a client's text that spells them apart, through one encoding."""
+
+    def __init__(self, tokenizer: Tokenizer, controls: Iterable[str]) -> None:
+        longest_first = sorted({c for c in controls if c}, key=lambda c: (-len(c), c))
+        either = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._starts = re.compile(f"(?=(?:{either}))(.)", re.DOTALL)
+        self._written = re.compile(f"(?:{either})(?!{_MARK})")
+        self._beginnings = {c[:n] for c in longest_first for n in range(1, len(c))}
+        self._endings = {c[n:] for c in longest_first for n in range(1, len(c))}
+        self._longest = max(map(len, longest_first), default=0)
+        self._aliases = {content: f"{_ALIAS}{index}{_ALIAS}" for index, content in enumerate(longest_first)}
+        self._tokenizer = self._with_aliases(tokenizer)
+        self._ids = self._translation(tokenizer)
+        own = (self._tokenizer.token_to_id(content) for content in longest_first)
+        self._forbidden = {i for i in own if i is not None} - set(self._ids)
+
+    def guard(self, text: str) -> str:
+        """`text` with a mark inside all that spells a control token, and at its edges where what the template puts
+        beside it could complete one (also after trimming)."""
+        core = text.strip()
+        lead, tail = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :] if core else ""
+        lengths = range(1, min(self._longest, len(core) + 1))
+        ends = [len(core) - n + 1 for n in lengths if core[-n:] in self._beginnings]
+        continues = any(core[:n] in self._endings for n in lengths)
+        continues = continues or (len(core) < self._longest and any(core in c for c in self._aliases))
+        for end in ends:  # from the last one to the first: earlier places stay right
+            core = core[:end] + _MARK + core[end:]
+        core = self._starts.sub(rf"\1{_MARK}", core)
+        return lead + (_MARK if continues and core else "") + core + tail
+
+    def encode(self, rendered: str) -> list[int]:
+        aliased = self._written.sub(lambda found: self._aliases[found[0]], rendered).replace(_MARK, "")
+        ids = self._tokenizer.encode(aliased, add_special_tokens=False).ids
+        if not self._forbidden.isdisjoint(ids):
+            raise InvalidRequest(
+                "the messages spell a control token that this tokenizer cannot write as text", param="messages"
+            )
+        ids_of = self._ids
+        return [ids_of.get(i, i) for i in ids]
+
+    def _with_aliases(self, tokenizer: Tokenizer) -> Tokenizer:
+        parts = json.loads(tokenizer.to_str())
+        for token in parts["added_tokens"]:
+            token["content"] = self._aliases.get(token["content"], token["content"])
+        parts["post_processor"] = None
+        return Tokenizer.from_str(json.dumps(parts))
+
+    def _translation(self, tokenizer: Tokenizer) -> dict[int, int]:
+        """From the ids of the tokenizer with aliases to the model's, where they differ or stand for an alias."""
+        names = {alias: content for content, alias in self._aliases.items()}
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        pairs = ((ours, tokenizer.token_to_id(names.get(token.content, token.content))) for ours, token in added)
+        return {ours: theirs for ours, theirs in pairs if theirs is not None}

@@ -1,0 +1,173 @@
+"""The HTTP front end: OpenAI's endpoints and a few about the server, over any `Generator`.
+
+A request: Guard -> route -> read_json_bytes -> parse_* -> Translator -> GenerationResponse. Whatever is wrong with it
+is raised on the way and becomes an answer in one place, `error_response`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from baton.core.errors import BatonError, InvalidRequest, NotFound
+from baton.rpc.status import printable
+from coordinator import openai_schema as schema
+from coordinator.http_body import read_json_bytes
+from coordinator.http_errors import HttpProblem, error_response, json_response
+from coordinator.http_generation import GenerationResponse
+from coordinator.http_guard import REQUEST_ID, Guard
+from coordinator.http_render import ChatRender, CompletionRender, Head, Render
+from coordinator.submission import Generator, Submission
+from coordinator.text import TextModel
+from coordinator.translate import Translator, check_messages
+
+
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """`model_name` is what clients call the model; `created` when it was made known, in Unix seconds."""
+
+    model_name: str
+    version: str = "0"
+    created: int = field(default_factory=lambda: int(time.time()))
+    request_timeout_s: float = 600.0
+    max_body_bytes: int = 16 * 1024 * 1024
+    body_timeout_s: float = 30.0
+    send_timeout_s: float = 30.0
+
+
+def create_app(generator: Generator, text_model: TextModel, settings: HttpSettings) -> FastAPI:
+    """The application. It starts nothing and owns nothing: generator and text model outlive it."""
+    app = FastAPI(title="Baton", version=settings.version, docs_url=None, redoc_url=None, redirect_slashes=False)
+    front = _Front(generator, text_model, settings)
+    for method, path, endpoint in (
+        ("POST", "/v1/completions", front.completions),
+        ("POST", "/v1/chat/completions", front.chat_completions),
+        ("GET", "/v1/models", front.models),
+        ("GET", "/v1/models/{model_id:path}", front.model),
+        ("POST", "/tokenize", front.tokenize),
+        ("POST", "/detokenize", front.detokenize),
+        ("GET", "/health", front.health),
+        ("GET", "/ready", front.ready),
+        ("GET", "/workers", front.workers),
+        ("GET", "/version", front.version),
+    ):
+        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    for error in (BatonError, HttpProblem, HTTPException):
+        app.add_exception_handler(error, _answer_error)
+    app.add_middleware(Guard)
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    return error_response(error)
+
+
+class _Front:
+    def __init__(self, generator: Generator, text: TextModel, settings: HttpSettings) -> None:
+        self._generator = generator
+        self._text = text
+        self._settings = settings
+        self._translator = Translator(text, deadline_s=settings.request_timeout_s)
+        self._fingerprint = f"baton-{settings.version}"
+
+    async def completions(self, request: Request) -> Response:
+        body = schema.parse_completion(await self._body(request))
+        self._check_model(body.model)
+        translate = self._translator
+        request_id = request.scope[REQUEST_ID]
+        if isinstance(body.prompt, str):
+            submission = await translate.from_text(request_id, body.prompt, body.options())
+        else:
+            submission = await translate.from_token_ids(request_id, body.prompt, body.options())
+        return self._generate(submission, body, CompletionRender)
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = schema.parse_chat(await self._body(request))
+        self._check_model(body.model)
+        submission = await self._translator.from_messages(request.scope[REQUEST_ID], body.chat(), body.options())
+        return self._generate(submission, body, ChatRender)
+
+    async def models(self) -> Response:
+        return json_response({"object": "list", "data": [self._model()]})
+
+    async def model(self, model_id: str) -> Response:
+        self._check_model(model_id)
+        return json_response(self._model())
+
+    async def tokenize(self, request: Request) -> Response:
+        body = schema.parse_tokenize(await self._body(request))
+        self._check_model(body.model)
+        if body.prompt is not None:
+            ids = await self._text.encode_soon(body.prompt, add_special_tokens=body.add_special_tokens)
+        else:
+            messages = body.chat()
+            check_messages(messages)
+            ids = await self._text.encode_chat_soon(messages, add_generation_prompt=body.add_generation_prompt)
+        answer: dict[str, Any] = {"count": len(ids), "max_model_len": self._text.max_model_len, "tokens": ids}
+        names = [self._text.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
+        return json_response(answer | {"token_strs": names})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = schema.parse_detokenize(await self._body(request))
+        self._check_model(body.model)
+        if len(body.tokens) > self._text.max_model_len:
+            raise InvalidRequest(f"at most {self._text.max_model_len} tokens", param="tokens")
+        if body.tokens:
+            self._translator.check_token_ids(body.tokens, param="tokens")
+        return json_response({"prompt": await self._text.decode_soon(body.tokens, skip_special_tokens=False)})
+
+    async def health(self) -> Response:
+        return json_response({"status": "ok"})
+
+    async def ready(self) -> Response:
+        ready, reason = self._generator.ready()
+        if ready:
+            return json_response({"ready": True})
+        return json_response({"ready": False, "reason": reason}, http=503, headers={"retry-after": "1"})
+
+    async def workers(self) -> Response:
+        return json_response({"workers": self._generator.workers()})
+
+    async def version(self) -> Response:
+        return json_response({"version": self._settings.version})
+
+    async def _body(self, request: Request) -> bytes:
+        settings = self._settings
+        return await read_json_bytes(request, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
+
+    def _check_model(self, name: str | None) -> None:
+        """One model is served: it need not be named."""
+        if name is not None and name != self._settings.model_name:
+            raise NotFound(f"the model '{printable(name, 100)}' does not exist", code="model_not_found", param="model")
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._settings.model_name,
+            "object": "model",
+            "created": self._settings.created,
+            "owned_by": "baton",
+            "max_model_len": self._text.max_model_len,
+        }
+
+    def _generate(self, submission: Submission, body: schema.GenerationBody, render: type[Render]) -> Response:
+        wanted = body.stream_options
+        head = Head(
+            request_id=submission.request_id,
+            model=self._settings.model_name,
+            created=int(time.time()),
+            fingerprint=self._fingerprint,
+            include_usage=bool(wanted and wanted.include_usage),
+            continuous_usage=bool(wanted and wanted.continuous_usage_stats),
+        )
+        return GenerationResponse(
+            self._generator,
+            submission,
+            render(head),
+            stream=bool(body.stream),
+            send_timeout_s=self._settings.send_timeout_s,
+        )

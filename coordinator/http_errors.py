@@ -1,0 +1,66 @@
+"""Every answer that is not a success, in OpenAI's shape. What is wrong with the request as HTTP is an `HttpProblem`;
+what is wrong with its content or the cluster is a `BatonError` and looked up in the one error table."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from baton.core.errors import BatonError
+from baton.rpc import status
+
+log = logging.getLogger("baton.http")
+
+_REASONS = {404: ("not_found", "no such path"), 405: ("method_not_allowed", "this path does not take that method")}
+
+
+class HttpProblem(Exception):
+    """Refused before it is a request to a model. `close` ends the connection with the answer."""
+
+    def __init__(self, http: int, code: str, message: str, *, param: str | None = None, close: bool = False) -> None:
+        super().__init__(message)
+        self.http = http
+        self.body = status.error_body(
+            status.printable(message, status.MAX_MESSAGE_CHARS),
+            type="invalid_request_error",
+            param=param,
+            code=code,
+        )
+        self.headers = {"connection": "close"} if close else {}
+
+
+def json_response(content: Any, *, http: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(content), http, headers, media_type="application/json")
+
+
+def error_response(error: BaseException) -> Response:
+    """The answer to any exception. What is not ours to explain is logged and stays inside."""
+    if isinstance(error, HttpProblem):
+        return json_response(error.body, http=error.http, headers=error.headers)
+    if isinstance(error, HTTPException):
+        code, message = _REASONS.get(error.status_code, ("invalid_value", "bad request"))
+        body = status.error_body(message, type="invalid_request_error", code=code)
+        return json_response(body, http=error.status_code, headers=error.headers)
+    note(error)
+    return json_response(status.http_body(error), http=status.http_status(error), headers=status.http_headers(error))
+
+
+def error_frame(error: BaseException) -> bytes:
+    """The same in the middle of a stream, as the last event but `[DONE]`."""
+    note(error)
+    return b"data: " + orjson.dumps(status.http_body(error)) + b"\n\n"
+
+
+def note(error: BaseException) -> None:
+    """Logs our own bugs, with their traceback."""
+    if status.row(error).hide:
+        log.error("internal error: %s", type(error).__name__, exc_info=None if _expected(error) else error)
+
+
+def _expected(error: BaseException) -> bool:
+    return isinstance(error, BatonError) and error.__traceback__ is None

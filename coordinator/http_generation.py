@@ -1,0 +1,151 @@
+"""One generation as an HTTP answer.
+
+    wait for the first delta -> status line (200, or the error it turned out to be) -> events, or one object at the end
+
+The answer runs as a task beside a task that waits for the client to leave; whichever ends first ends the other, so a
+client that goes away closes the generator at once, streaming or not. The generator is asked for its next delta only
+when the socket has taken the one before: a slow reader holds back its own stream and no memory, and is cut off when it
+takes nothing for `send_timeout_s`. A generator that always has something ready still gives way to other tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from baton.core.errors import Cancelled, InvariantError
+from coordinator.http_errors import error_frame, error_response
+from coordinator.http_render import DONE, Render, server_timing
+from coordinator.submission import Delta, Generator, Submission, Usage
+
+ABORT = "baton.abort"
+_TURN_S = 0.001
+_SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+log = logging.getLogger("baton.http")
+
+
+class SlowReader(Exception):
+    """The client takes nothing."""
+
+
+class GenerationResponse(Response):
+    """Runs `submission` when it is sent."""
+
+    def __init__(
+        self, generator: Generator, submission: Submission, render: Render, *, stream: bool, send_timeout_s: float
+    ) -> None:
+        super().__init__()
+        self._generator = generator
+        self._submission = submission
+        self._render = render
+        self._stream = stream
+        self._send_timeout_s = send_timeout_s
+        self._turn_ends = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = asyncio.create_task(self._answer(scope, receive, send))
+        gone = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            answer.cancel()
+            gone.cancel()
+            await asyncio.gather(answer, gone, return_exceptions=True)
+        if answer.cancelled():
+            log.info("%s: client left", self._submission.request_id)
+            return
+        error = answer.exception()
+        if isinstance(error, SlowReader):
+            log.warning("%s: client took nothing for %g s", self._submission.request_id, self._send_timeout_s)
+            if ABORT in scope:
+                scope[ABORT]()
+        elif error is not None:
+            raise error
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        deltas = self._generator.generate(self._submission)
+        self._turn_ends = asyncio.get_running_loop().time() + _TURN_S
+        try:
+            try:
+                delta = await self._next(deltas)
+                response = None if self._stream else await self._whole(delta, deltas)
+            except Exception as error:
+                response = error_response(error)
+            if response is not None:
+                await response(scope, receive, send)
+            else:
+                await self._events(delta, deltas, send)
+        finally:
+            await deltas.aclose()
+
+    async def _whole(self, delta: Delta, deltas: AsyncGenerator[Delta, None]) -> Response:
+        texts = [delta.text]
+        while delta.finish_reason is None:
+            delta = await self._next(deltas)
+            texts.append(delta.text)
+        body = self._render.whole("".join(texts), delta)
+        return Response(body, headers=server_timing(delta.timeline), media_type="application/json")
+
+    async def _events(self, delta: Delta, deltas: AsyncGenerator[Delta, None], send: Send) -> None:
+        headers = [(name.encode(), value.encode()) for name, value in _SSE_HEADERS.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        usage = self._usage_after(delta, 0)
+        body = self._render.opening(usage)
+        try:
+            while delta.finish_reason is None:
+                if delta.text:
+                    body += self._render.text(delta.text, usage)
+                if body:
+                    await self._write(send, body)
+                    body = b""
+                delta = await self._next(deltas)
+                usage = self._usage_after(delta, usage.completion_tokens)
+            body += self._render.last(delta, usage) + DONE
+        except SlowReader:
+            raise
+        except Exception as error:
+            body += error_frame(error) + DONE
+        await self._write(send, body, more=False)
+
+    async def _next(self, deltas: AsyncGenerator[Delta, None]) -> Delta:
+        """The next delta. Raises what the generator raises, and if it ends without a finish reason."""
+        loop = asyncio.get_running_loop()
+        if loop.time() > self._turn_ends:
+            await asyncio.sleep(0)
+            self._turn_ends = loop.time() + _TURN_S
+        try:
+            delta = await anext(deltas)
+        except StopAsyncIteration:
+            raise InvariantError("the generator ended without a finish reason") from None
+        if delta.finish_reason == "aborted":
+            raise Cancelled("the request was aborted")
+        if delta.finish_reason == "error":
+            raise InvariantError("the generator ended with an error")
+        return delta
+
+    def _usage_after(self, delta: Delta, tokens_before: int) -> Usage:
+        if delta.usage is not None:
+            return delta.usage
+        return Usage(len(self._submission.prompt), tokens_before + len(delta.token_ids))
+
+    async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+        except TimeoutError:
+            raise SlowReader from None
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

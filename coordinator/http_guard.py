@@ -1,0 +1,86 @@
+"""What every request passes before it is routed, as plain ASGI: size of the head, Host, and its id.
+
+The server's protocol (http_server.py) stops an endless head while it is read; here is what can be judged once it is
+complete, so that any server in front of the app gives the same answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coordinator.http_errors import HttpProblem, error_response
+
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 8 * 1024
+MAX_HEAD_BYTES = 16 * 1024
+MAX_TARGET_BYTES = 8 * 1024
+MAX_ID_CHARS = 128
+REQUEST_ID = "baton.request_id"
+
+_HOST = re.compile(rb"[A-Za-z0-9._~-]+(:[0-9]{0,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{0,5})?")
+_ID = re.compile(rb"[!-~]{1,%d}" % MAX_ID_CHARS)
+
+
+class Guard:
+    """Refuses bad heads, gives each request an id and each answer an `x-request-id`, and lets no exception out."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+        named = len(given) == 1 and _ID.fullmatch(given[0]) is not None
+        request_id = given[0] if named else b"req-" + uuid.uuid4().hex.encode()
+        scope[REQUEST_ID] = request_id.decode("ascii")
+        started = False
+
+        async def tagged(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            check_head(scope)
+            if given and not named:
+                raise HttpProblem(
+                    400,
+                    "invalid_value",
+                    f"x-request-id must be 1 to {MAX_ID_CHARS} printable ASCII characters without spaces",
+                    param="x-request-id",
+                )
+            await self._app(scope, receive, tagged)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            response = error_response(error)
+            if not started:
+                await response(scope, receive, tagged)
+
+
+def check_head(scope: Scope) -> None:
+    """Raises HttpProblem for a head that is too large, or a Host that is not one."""
+    headers = scope["headers"]
+    sizes = [len(name) + len(value) + 4 for name, value in headers]
+    if len(headers) > MAX_HEADERS or sum(sizes) > MAX_HEAD_BYTES or max(sizes, default=0) > MAX_HEADER_BYTES:
+        raise HttpProblem(
+            431,
+            "headers_too_large",
+            f"at most {MAX_HEADERS} headers, {MAX_HEADER_BYTES} bytes each, {MAX_HEAD_BYTES} together",
+            close=True,
+        )
+    if len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"") > MAX_TARGET_BYTES:
+        raise HttpProblem(414, "uri_too_long", f"the request line may have {MAX_TARGET_BYTES} bytes", close=True)
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (not hosts and scope.get("http_version") != "1.0"):
+        raise HttpProblem(400, "invalid_host", "one Host header is needed", param="host", close=True)
+    if hosts and _HOST.fullmatch(hosts[0]) is None:
+        raise HttpProblem(400, "invalid_host", "the Host header is not a host", param="host", close=True)

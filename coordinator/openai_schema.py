@@ -1,0 +1,254 @@
+"""The public request bodies as strict models, and the plain values they stand for.
+
+A body is bytes until here: parse_object -> sift (unknown, not served) -> types and sizes (pydantic, nothing coerced)
+-> `Options`, a prompt or messages. Ranges of the sampling fields are checked by translate.py, for gRPC too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StringConstraints,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
+
+from baton.core.errors import InvalidRequest
+from coordinator import openai_schema_fields as fields
+from coordinator.chat import ChatMessage
+from coordinator.openai_schema_json import parse_object
+from coordinator.translate import MAX_MESSAGES, Options
+
+MAX_PARTS = 1_024
+
+
+def _prompt(value: Any) -> str | list[int]:
+    """A text or token ids; of a list of prompts, the one it holds."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise PydanticCustomError("prompt", "must be a string or an array of token ids")
+    kinds = set(map(type, value))
+    if kinds <= {int}:
+        return value
+    if kinds in ({str}, {list}):
+        raise PydanticCustomError("prompt", "several prompts in one request are not supported yet: send one each")
+    raise PydanticCustomError("prompt", "must be a string or an array of token ids, nothing mixed")
+
+
+def _content(value: Any) -> str:
+    """A text, or the texts of its parts, one line break between two."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("content", "must be a string or an array of text parts")
+    if len(value) > MAX_PARTS:
+        raise PydanticCustomError("content", f"at most {MAX_PARTS} parts")
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise PydanticCustomError("content", "only text parts are supported")
+        if kind != "text" or part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+            raise PydanticCustomError("content", "a part must be an object with 'type': 'text' and a string 'text'")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _one_or_many(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | list):
+        raise PydanticCustomError("stop", "must be a string or an array of strings")
+    return [value] if isinstance(value, str) else value
+
+
+def _metadata(value: dict[str, str]) -> dict[str, str]:
+    if len(value) > 16 or any(len(k) > 64 or len(v) > 512 for k, v in value.items()):
+        raise PydanticCustomError("metadata", "at most 16 keys of 64 characters, values of 512")
+    return value
+
+
+_Label = Annotated[str, StringConstraints(max_length=512)]
+_Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(_Strict):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationBody(_Strict):
+    """What completions and chat share. The last block is inert."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_one_or_many)] = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    user: _Label | None = None
+    safety_identifier: _Label | None = None
+    prompt_cache_key: _Label | None = None
+    metadata: Annotated[dict[str, str], AfterValidator(_metadata)] | None = None
+
+    def options(self) -> Options:
+        return Options(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            stop=tuple(self.stop or ()),
+            ignore_eos=bool(self.ignore_eos),
+        )
+
+
+class CompletionBody(GenerationBody):
+    prompt: Annotated[str | list[int], PlainValidator(_prompt)]
+
+
+class MessageBody(_Strict):
+    role: str
+    content: Annotated[str, PlainValidator(_content)]
+    name: _Name | None = None
+    tool_call_id: _Name | None = None
+
+
+def _chat(messages: list[MessageBody]) -> list[ChatMessage]:
+    return [ChatMessage(m.role, m.content, m.name, m.tool_call_id) for m in messages]
+
+
+class ChatBody(GenerationBody):
+    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: int | None = None
+
+    def options(self) -> Options:
+        """As for completions; `max_completion_tokens` goes before its older name."""
+        if self.max_completion_tokens is None:
+            return super().options()
+        name = "max_completion_tokens"
+        return replace(super().options(), max_tokens=self.max_completion_tokens, max_tokens_param=name)
+
+    def chat(self) -> list[ChatMessage]:
+        return _chat(self.messages)
+
+
+class TokenizeBody(_Strict):
+    """Either a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+    def chat(self) -> list[ChatMessage]:
+        return _chat(self.messages or [])
+
+
+class DetokenizeBody(_Strict):
+    model: str | None = None
+    tokens: list[int]
+
+
+_Body = TypeVar("_Body", bound=_Strict)
+
+
+def parse_completion(body: bytes) -> CompletionBody:
+    """Raises InvalidRequest that names the field, as the other parse functions do."""
+    return _generation(CompletionBody, parse_object(body), fields.COMPLETION)
+
+
+def parse_chat(body: bytes) -> ChatBody:
+    return _generation(ChatBody, parse_object(body), fields.CHAT)
+
+
+def parse_tokenize(body: bytes) -> TokenizeBody:
+    given = fields.sift(parse_object(body), TokenizeBody.model_fields.keys(), fields.NOTHING)
+    parsed = _validate(TokenizeBody, _sift_messages(given))
+    if (parsed.prompt is None) == (parsed.messages is None):
+        raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")
+    return parsed
+
+
+def parse_detokenize(body: bytes) -> DetokenizeBody:
+    given = fields.sift(parse_object(body), DetokenizeBody.model_fields.keys(), fields.NOTHING)
+    return _validate(DetokenizeBody, given)
+
+
+_Gen = TypeVar("_Gen", bound=GenerationBody)
+
+
+def _generation(model: type[_Gen], raw: Mapping[str, Any], neutral: fields.Neutral) -> _Gen:
+    given = _sift_messages(fields.sift(raw, model.model_fields.keys(), neutral))
+    streaming = given.get("stream_options")
+    if isinstance(streaming, dict):
+        known = StreamOptions.model_fields.keys()
+        given["stream_options"] = fields.sift(streaming, known, fields.NOTHING, path="stream_options.")
+    parsed = _validate(model, given)
+    if parsed.stream_options is not None and not parsed.stream:
+        raise InvalidRequest("stream_options needs 'stream': true", param="stream_options")
+    return parsed
+
+
+def _sift_messages(given: dict[str, Any]) -> dict[str, Any]:
+    messages = given.get("messages")
+    if isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
+        served = MessageBody.model_fields.keys()
+        given["messages"] = [
+            fields.sift(m, served, fields.MESSAGE, path=f"messages[{i}].") if isinstance(m, dict) else m
+            for i, m in enumerate(messages)
+        ]
+    return given
+
+
+def _validate(model: type[_Body], given: dict[str, Any]) -> _Body:
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+_MUST_BE = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be an object",
+    "finite_number": "must be a finite number",
+    "float_type": "must be a number",
+    "int_type": "must be an integer",
+    "list_type": "must be an array",
+    "model_type": "must be an object",
+    "string_type": "must be a string",
+}
+
+
+def _refusal(error: ValidationError) -> InvalidRequest:
+    """The first thing at fault, without a word of the input."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    param = ""
+    for part in first["loc"]:
+        param += f"[{part}]" if isinstance(part, int) else f".{part[:64]}" if param else part[:64]
+    if first["type"] == "missing":
+        return InvalidRequest(f"'{param}' is required", code="missing_required_parameter", param=param)
+    message = _MUST_BE.get(first["type"]) or first["msg"][:200]
+    return InvalidRequest(f"'{param}': {message}", param=param)

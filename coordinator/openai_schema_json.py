@@ -1,0 +1,73 @@
+"""Bytes of a request body to a JSON object, strictly.
+
+Refused: what is not UTF-8 (a byte order mark too), not JSON, followed by something, not an object at the top, too
+deep; NaN and infinities; a key given twice (a proxy in front might read the other one); NUL and lone surrogates.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NoReturn
+
+from baton.core.errors import InvalidRequest
+
+_SUSPECT = re.compile(r"\\u(?:0000|[dD][89a-fA-F])")
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Raises InvalidRequest, with `param` where a field is at fault."""
+    if not body:
+        raise _not_json("the body is empty")
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _not_json(f"the body is not UTF-8 (byte {error.start})") from None
+    try:
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise _not_json(f"the body is not JSON: {error.msg} at character {error.pos}") from None
+    except RecursionError:
+        raise _not_json("the body is nested too deeply") from None
+    except ValueError:  # an integer of thousands of digits
+        raise _not_json("the body holds a number with too many digits") from None
+    if not isinstance(value, dict):
+        raise _not_json("the body must be a JSON object")
+    if "\0" in text or _SUSPECT.search(text):
+        _check_strings(value, "")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise InvalidRequest(f"the key {twice[:100]!r} is given twice", param=twice[:100])
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _not_json(f"{name} is not a JSON number")
+
+
+def _check_strings(value: Any, path: str) -> None:
+    if isinstance(value, str):
+        if "\0" in value:
+            raise InvalidRequest(f"{path or 'a key'} contains NUL", param=path or None)
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(f"{path or 'a key'} contains half a surrogate pair", param=path or None) from None
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            if isinstance(item, str | list | dict):
+                _check_strings(item, f"{path}[{index}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_strings(key, "")
+            _check_strings(item, f"{path}.{key}" if path else key)
+
+
+def _not_json(message: str) -> InvalidRequest:
+    return InvalidRequest(message, code="invalid_json")

@@ -1,0 +1,160 @@
+"""Text in and out of token ids for one model.
+
+Encoding may take long, so the async forms run it on a thread of their own and refuse beforehand what cannot fit: no
+token stands for more than `max_token_bytes` bytes, so a text of more than that times the context is too long whatever
+its tokens are.
+
+How special tokens in text are read:
+- chat: a client's text never becomes a control token (see chat.py);
+- a plain completion prompt is read as `tokenizers` and transformers read it: text that spells a special token is that
+  token. The client may send any token ids anyway, and people write templates by hand here. BOS is put in front by the
+  tokenizer's own rule, and not a second time where the text already begins with it.
+
+Sampling defaults are generation_config's temperature, top_p and top_k, else 1, 1 and off. `do_sample` is not looked at:
+a server's client expects sampling unless it asks for temperature 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from tokenizers import Tokenizer
+
+from baton.core.errors import ContextLengthExceeded, InvalidRequest
+from baton.core.model_config import ModelConfig
+from coordinator.chat import ChatEncoder, ChatMessage
+from coordinator.text_files import TextFiles, read_text_files
+from coordinator.text_stream import TextStream, Vocabulary
+
+INLINE_CHARS = 2_000
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+class TextModel:
+    """The text side of a model. Nothing in it changes after construction but the threads it uses."""
+
+    def __init__(self, files: TextFiles, *, max_model_len: int | None = None) -> None:
+        self.tokenizer: Tokenizer = files.tokenizer
+        self.vocabulary = Vocabulary(files.tokenizer)
+        self.vocab_size = files.config.vocab_size
+        self.max_model_len = min(max_model_len or files.config.max_position_embeddings, 1 << 30)
+        self.eos_token_ids = files.eos_token_ids
+        bos = files.special_tokens.get("bos_token")
+        self.bos_token_id: int | None = None if bos is None else files.tokenizer.token_to_id(bos)
+        self.ignored_defaults = files.ignored
+        self.defaults = SamplingDefaults(
+            temperature=float(files.sampling.get("temperature", 1.0)),
+            top_p=float(files.sampling.get("top_p", 1.0)),
+            top_k=max(0, int(files.sampling.get("top_k", 0))),
+        )
+        self.max_token_bytes = _max_token_bytes(files.tokenizer, self.vocabulary)
+        self._chat = None if files.chat_template is None else ChatEncoder(files.chat_template, files.tokenizer)
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+
+    @classmethod
+    def load(cls, directory: Path, config: ModelConfig | None = None, *, max_model_len: int | None = None) -> TextModel:
+        """Reads a model directory. Raises StartupError with one line that names the file."""
+        return cls(read_text_files(directory, config), max_model_len=max_model_len)
+
+    @property
+    def has_chat(self) -> bool:
+        return self._chat is not None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        bos = self.bos_token_id
+        if add_special_tokens and bos is not None and ids[:2] == [bos, bos]:
+            return ids[1:]
+        return ids
+
+    def encode_chat(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> list[int]:
+        """The ids of a conversation through the model's template.
+
+        Raises:
+            InvalidRequest: the model has no template, or it refuses these messages.
+        """
+        if self._chat is None:
+            raise InvalidRequest("this model has no chat template: use /v1/completions", param="messages")
+        return self._chat.encode(messages, add_generation_prompt=add_generation_prompt)
+
+    async def encode_soon(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """`encode` without holding up the event loop. Raises ContextLengthExceeded where the text cannot fit."""
+        self.check_bytes(text, param="prompt")
+        if len(text) <= INLINE_CHARS:
+            return self.encode(text, add_special_tokens=add_special_tokens)
+        return await self._off_loop(lambda: self.encode(text, add_special_tokens=add_special_tokens))
+
+    async def encode_chat_soon(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """`encode_chat` without holding up the event loop. Raises also ContextLengthExceeded."""
+        self.check_bytes(*(message.content for message in messages), param="messages")
+        return await self._off_loop(lambda: self.encode_chat(messages, add_generation_prompt=add_generation_prompt))
+
+    def check_bytes(self, *texts: str, param: str) -> None:
+        """Refuses texts of which the length alone shows that they do not fit the context."""
+        if self.max_token_bytes is None:
+            return
+        least = -(-sum(map(_utf8_length, texts)) // self.max_token_bytes)
+        if least >= self.max_model_len:
+            raise ContextLengthExceeded(
+                f"this model's context is {self.max_model_len} tokens; the prompt has at least {least}", param=param
+            )
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    async def decode_soon(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """`decode` without holding up the event loop."""
+        if len(token_ids) <= INLINE_CHARS:
+            return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._off_loop(lambda: self.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def stream(self, stop: Iterable[str] = ()) -> TextStream:
+        return TextStream(self.vocabulary, stop)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _off_loop(self, work: Callable[[], _T]) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _utf8_length(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _max_token_bytes(tokenizer: Tokenizer, vocabulary: Vocabulary) -> int | None:
+    """The most UTF-8 bytes of text one token can stand for, None where there is no such bound (a whole word or run of
+    unknown characters as one token)."""
+    parts = json.loads(tokenizer.to_str())
+    model = parts["model"]
+    if model["type"] != "BPE" or (model.get("fuse_unk") and not model.get("byte_fallback")):
+        return None
+    tokens = tokenizer.get_vocab(with_added_tokens=True)
+    widest = max((len(t) if vocabulary.byte_level else len(t.encode()) for t in tokens), default=1)
+    return widest if _keeps_length(parts.get("normalizer")) else 4 * widest
+
+
+def _keeps_length(normalizer: dict[str, object] | None) -> bool:
+    """Whether normalising never makes a text shorter."""
+    if normalizer is None or normalizer["type"] == "Prepend":
+        return True
+    if normalizer["type"] == "Replace":
+        return normalizer.get("pattern") == {"String": " "} and normalizer.get("content") == "▁"
+    children = normalizer.get("normalizers")
+    return normalizer["type"] == "Sequence" and isinstance(children, list) and all(map(_keeps_length, children))

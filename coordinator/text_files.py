@@ -1,0 +1,155 @@
+"""What a Hugging Face model directory says about text, read once at start.
+
+tokenizer.json is needed; generation_config.json, tokenizer_config.json (or the older special_tokens_map.json) and a
+chat template (chat_template.jinja, or in tokenizer_config.json) are read where present. Anything damaged ends in a
+StartupError of one line that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from baton.core.errors import StartupError
+from baton.core.model_config import ModelConfig, parse_config_json, parse_model_config
+from coordinator.chat_template import ChatTemplate
+
+MAX_TEMPLATE_CHARS = 1 << 20
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SAMPLING = {"temperature": (0.0, math.inf), "top_p": (1e-6, 1.0), "top_k": (-1, 1 << 31)}
+_NOT_SERVED = {
+    "repetition_penalty": (None, 1, 1.0),
+    "min_p": (None, 0, 0.0),
+    "typical_p": (None, 1, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "num_beams": (None, 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TextFiles:
+    """`sampling` holds generation_config's temperature, top_p and top_k where it names them; `ignored` its other
+    sampling fields that would change the output and are not served."""
+
+    tokenizer: Tokenizer
+    config: ModelConfig
+    special_tokens: dict[str, str]
+    eos_token_ids: tuple[int, ...]
+    chat_template: ChatTemplate | None = None
+    sampling: dict[str, float] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+
+def read_text_files(directory: Path, config: ModelConfig | None = None) -> TextFiles:
+    """Reads `directory`; `config` where the caller has parsed config.json already. Raises StartupError."""
+    if config is None:
+        config = parse_model_config(parse_config_json(_read(directory / "config.json")))
+    tokenizer = _tokenizer(directory / "tokenizer.json", config)
+    settings = _object(directory / "tokenizer_config.json")
+    generation = _object(directory / "generation_config.json")
+    names = _special_tokens(_object(directory / "special_tokens_map.json") | settings)
+    eos = [*config.eos_token_ids, *_ids(generation.get("eos_token_id"), config.vocab_size)]
+    named = tokenizer.token_to_id(names["eos_token"]) if "eos_token" in names else None
+    if named is not None:
+        eos.append(named)
+    return TextFiles(
+        tokenizer=tokenizer,
+        config=config,
+        special_tokens=names,
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        chat_template=_chat_template(directory, settings, names),
+        sampling=_sampling(generation),
+        ignored=tuple(n for n, neutral in _NOT_SERVED.items() if generation.get(n) not in neutral),
+    )
+
+
+def _tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_str(_read(path).decode())
+    except StartupError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exception
+        raise StartupError(f"{path.name} is damaged: {str(error)[:200]}") from None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    token, last = max(tokenizer.get_vocab(with_added_tokens=True).items(), key=lambda pair: pair[1], default=("", -1))
+    if last >= config.vocab_size:
+        raise StartupError(
+            f"{path.name}: token {token!r:.60} has id {last}, config.json's vocab_size is {config.vocab_size}"
+        )
+    return tokenizer
+
+
+def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name in _TOKEN_NAMES:
+        value = settings.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if value is not None and not isinstance(value, str):
+            raise StartupError(f"tokenizer_config.json: {name} must be a string")
+        if value:
+            tokens[name] = value
+    return tokens
+
+
+def _chat_template(directory: Path, settings: dict[str, Any], names: dict[str, str]) -> ChatTemplate | None:
+    path = directory / "chat_template.jinja"
+    source = _read(path).decode(errors="replace") if path.exists() else settings.get("chat_template")
+    if isinstance(source, list):
+        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+        source = named.get("default")
+    if source is None or source == "":
+        return None
+    if not isinstance(source, str) or len(source) > MAX_TEMPLATE_CHARS:
+        raise StartupError(f"chat template: must be a text of at most {MAX_TEMPLATE_CHARS} characters")
+    return ChatTemplate(source, names)
+
+
+def _sampling(generation: dict[str, Any]) -> dict[str, float]:
+    found = {}
+    for name, (low, high) in _SAMPLING.items():
+        value = generation.get(name)
+        if value is None:
+            continue
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not low <= value <= high
+            or value == math.inf
+        ):
+            raise StartupError(f"generation_config.json: {name} is {value!r:.60}")
+        found[name] = value
+    return found
+
+
+def _ids(value: Any, vocab_size: int) -> list[int]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab_size:
+            raise StartupError(f"generation_config.json: eos_token_id {i!r:.60} is not a token id below {vocab_size}")
+    return ids
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The object in an optional JSON file."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(_read(path))
+    except (ValueError, RecursionError) as error:
+        raise StartupError(f"{path.name} is not JSON: {str(error)[:200]}") from None
+    if not isinstance(value, dict):
+        raise StartupError(f"{path.name} must hold an object")
+    return value
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StartupError(f"cannot read {path}: {error.strerror}") from None

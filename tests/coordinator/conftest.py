@@ -1,0 +1,39 @@
+"""What the tests of the front share."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from coordinator.http import HttpSettings, create_app
+from coordinator.text import TextModel
+from tests.support.fake_generator import FakeGenerator
+from tests.support.model_dirs import text_dir
+
+
+@pytest.fixture(scope="session")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TextModel]:
+    directory: Path = text_dir(tmp_path_factory.mktemp("models") / "tiny")
+    model = TextModel.load(directory)
+    yield model
+    model.close()
+
+
+@pytest.fixture
+def generator() -> FakeGenerator:
+    return FakeGenerator()
+
+
+@pytest.fixture
+def app(generator: FakeGenerator, text_model: TextModel) -> FastAPI:
+    return create_app(generator, text_model, HttpSettings("tiny", version="1.2", created=1, max_body_bytes=1 << 20))
+
+
+@pytest.fixture
+async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
+        yield client

@@ -1,0 +1,187 @@
+"""The endpoints, over the app itself."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from baton.core.errors import DuplicateRequest, Unavailable, WorkerLost
+from coordinator.submission import Delta
+from tests.support.fake_generator import FakeGenerator, say
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+TEXT = {"model": "tiny", "prompt": "Hello"}
+
+
+def events(response: httpx.Response) -> list[Any]:
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") and "\n" not in line for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
+
+
+async def test_completion(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    response = await client.post("/v1/completions", json=TEXT | {"seed": -1, "temperature": 0, "stop": "x"})
+    body = response.json()
+    assert response.status_code == 200
+    assert body["choices"] == [
+        {"index": 0, "text": "Hello world", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+    assert (body["object"], body["model"], body["system_fingerprint"]) == ("text_completion", "tiny", "baton-1.2")
+    assert response.headers["server-timing"].startswith("queue;dur=1.000, prefill;dur=0.000")
+    submission = generator.submissions[0]
+    assert body["id"] == "cmpl-" + submission.request_id == "cmpl-" + response.headers["x-request-id"]
+    assert (submission.max_tokens, submission.stop, submission.eos_token_ids) == (16, ("x",), (1,))
+    assert submission.sampling.greedy and submission.sampling.seed == 2**64 - 1
+
+
+async def test_completion_of_token_ids(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    for prompt in ([5, 6, 7], [[5, 6, 7]]):
+        assert (await client.post("/v1/completions", json={"prompt": prompt, "ignore_eos": True})).status_code == 200
+        assert generator.submissions[-1].prompt == (5, 6, 7)
+        assert generator.submissions[-1].eos_token_ids == ()
+
+
+async def test_chat(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    body = (await client.post("/v1/chat/completions", json=CHAT)).json()
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": "Hello world", "refusal": None}
+    submission = generator.submissions[0]
+    assert submission.max_tokens == 128 - len(submission.prompt)
+
+
+async def test_streams_join_to_the_same_text(client: httpx.AsyncClient) -> None:
+    text = events(await client.post("/v1/completions", json=TEXT | {"stream": True}))
+    assert [e["choices"][0]["text"] for e in text] == ["Hello", " world"]
+    assert [e["choices"][0]["finish_reason"] for e in text] == [None, "stop"]
+    assert not any("usage" in e for e in text)
+    response = await client.post("/v1/chat/completions", json=CHAT | {"stream": True})
+    chat = events(response)
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert [e["choices"][0]["delta"] for e in chat] == [
+        {"role": "assistant", "content": ""},
+        {"content": "Hello"},
+        {"content": " world"},
+    ]
+    assert len({e["id"] for e in chat}) == 1 and chat[0]["object"] == "chat.completion.chunk"
+
+
+async def test_stream_usage(client: httpx.AsyncClient) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}
+    chunks = events(await client.post("/v1/chat/completions", json=CHAT | options))
+    assert [e["usage"] for e in chunks[:-1]] == [None, None, None]
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["total_tokens"] == 5
+    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    chunks = events(await client.post("/v1/completions", json={"prompt": [1, 2, 3], **options}))
+    assert [e["usage"]["completion_tokens"] for e in chunks] == [1, 2, 2]
+    assert [len(e["choices"]) for e in chunks] == [1, 1, 0]
+
+
+async def test_text_that_lags_makes_no_empty_events(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.script = say("", "a", "", "b", "")
+    chunks = events(await client.post("/v1/completions", json=TEXT | {"stream": True}))
+    assert [e["choices"][0]["text"] for e in chunks] == ["a", "b", ""]
+    chunks = events(await client.post("/v1/chat/completions", json=CHAT | {"stream": True}))
+    assert [e["choices"][0]["delta"].get("content") for e in chunks] == ["", "a", "b", ""]
+
+
+async def test_odd_line_breaks_stay_inside_an_event(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    odd = 'a\u2028b\u2029c\x85d\ne\r"\\'
+    generator.script = say(odd, "中")
+    response = await client.post("/v1/completions", json=TEXT | {"stream": True})
+    assert not any(c in response.text for c in "\u2028\u2029\x85\r")
+    assert "".join(e["choices"][0]["text"] for e in events(response)) == odd + "中"
+
+
+async def test_a_stop_string_is_named(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.script = say("a", "", stop_reason="END")
+    body = (await client.post("/v1/completions", json=TEXT | {"stop": ["END"]})).json()
+    assert body["choices"][0]["stop_reason"] == "END"
+    chunks = events(await client.post("/v1/completions", json=TEXT | {"stop": "END", "stream": True}))
+    assert chunks[-1]["choices"][0]["stop_reason"] == "END"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_refusal_before_the_first_token_is_a_status(
+    client: httpx.AsyncClient, generator: FakeGenerator, stream: bool
+) -> None:
+    generator.script = [Unavailable("no decode worker", code="no_decode_worker", retry_after_s=2.5)]
+    response = await client.post("/v1/completions", json=TEXT | {"stream": stream})
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "3" and response.headers["x-should-retry"] == "true"
+    assert response.json()["error"] == {
+        "message": "no decode worker",
+        "type": "server_error",
+        "param": None,
+        "code": "no_decode_worker",
+    }
+    generator.script = [DuplicateRequest("request id in flight")]
+    response = await client.post("/v1/completions", json=TEXT | {"stream": stream}, headers={"x-request-id": "abc"})
+    assert (response.status_code, response.headers["x-request-id"]) == (409, "abc")
+
+
+async def test_a_failure_in_the_middle_is_an_event(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.script = [Delta("Hel", (1,)), WorkerLost("decode worker decode-0 died")]
+    chunks = events(await client.post("/v1/completions", json=TEXT | {"stream": True}))
+    assert chunks[0]["choices"][0]["text"] == "Hel"
+    assert chunks[1]["error"]["code"] == "worker_lost" and set(chunks[1]) == {"error"}
+    assert len(chunks) == 2
+    response = await client.post("/v1/completions", json=TEXT)
+    assert response.status_code == 503 and "choices" not in response.json()
+
+
+@pytest.mark.parametrize("script", [[], [Delta("a", (1,))], [ValueError("/secret")], say("a", "b", finish="error")])
+async def test_our_bugs_are_500_and_say_nothing(
+    client: httpx.AsyncClient, generator: FakeGenerator, script: list[Any]
+) -> None:
+    generator.script = script
+    response = await client.post("/v1/completions", json=TEXT)
+    assert response.status_code == 500 and response.json()["error"]["code"] == "internal_error"
+    assert "secret" not in response.text
+    assert generator.finished == [response.headers["x-request-id"]]
+
+
+async def test_models(client: httpx.AsyncClient) -> None:
+    body = (await client.get("/v1/models")).json()
+    model = {"id": "tiny", "object": "model", "created": 1, "owned_by": "baton", "max_model_len": 128}
+    assert body == {"object": "list", "data": [model]}
+    assert (await client.get("/v1/models/tiny")).json() == model
+    missing = await client.get("/v1/models/org/other")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_tokenize_and_back(client: httpx.AsyncClient) -> None:
+    body = (await client.post("/tokenize", json={"prompt": "Hello <s>", "return_token_strs": True})).json()
+    assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
+    assert body["max_model_len"] == 128
+    back = await client.post("/detokenize", json={"tokens": body["tokens"]})
+    assert back.json() == {"prompt": "Hello <s>"}
+    chat = (await client.post("/tokenize", json={"messages": CHAT["messages"]})).json()
+    shown = (await client.post("/detokenize", json={"tokens": chat["tokens"]})).json()["prompt"]
+    assert shown == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_state_endpoints(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    assert (await client.get("/health")).json() == {"status": "ok"}
+    assert (await client.get("/ready")).json() == {"ready": True}
+    assert (await client.get("/version")).json() == {"version": "1.2"}
+    assert (await client.get("/workers")).json()["workers"][0]["id"] == "prefill-0"
+    generator.not_ready = "no prefill worker"
+    response = await client.get("/ready")
+    assert response.status_code == 503 and response.json() == {"ready": False, "reason": "no prefill worker"}
+    assert response.headers["retry-after"] == "1"
+    assert (await client.get("/health")).status_code == 200
+
+
+async def test_openapi_lists_every_path(client: httpx.AsyncClient) -> None:
+    paths = (await client.get("/openapi.json")).json()["paths"]
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/ready"} <= set(paths)

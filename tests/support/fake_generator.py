@@ -1,0 +1,75 @@
+"""A `Generator` that plays a script, for tests of front ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from baton.core.request import FinishReason
+from coordinator.submission import Delta, Submission, Timeline, Usage
+
+Step = Delta | BaseException | float | asyncio.Event
+
+
+def say(
+    *texts: str, finish: FinishReason = "stop", stop_reason: str | None = None, prompt_tokens: int = 3, cached: int = 1
+) -> list[Step]:
+    """One delta of one token for each text, the last with finish reason, usage and timeline."""
+    deltas: list[Step] = [Delta(text, (i,)) for i, text in enumerate(texts[:-1])]
+    usage = Usage(prompt_tokens, len(texts), cached)
+    last = Delta(texts[-1], (len(texts) - 1,), finish, stop_reason, usage, Timeline(queue_s=0.001, decode_s=0.25))
+    return [*deltas, last]
+
+
+class FakeGenerator:
+    """Plays `script` for every submission: a Delta is yielded, an exception raised, a float slept, an Event awaited.
+
+    `submissions` are what it was called with, `finished` the ids of those that were played to the end or closed,
+    `yielded` counts deltas.
+    """
+
+    def __init__(self, script: Sequence[Step] | None = None, *, not_ready: str = "", endless: bool = False) -> None:
+        self.script: Sequence[Step] = say("Hello", " world") if script is None else script
+        self.not_ready = not_ready
+        self.endless = endless
+        self.submissions: list[Submission] = []
+        self.finished: list[str] = []
+        self.yielded = 0
+        self.changed = asyncio.Event()
+
+    async def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
+        self.submissions.append(submission)
+        self._note()
+        try:
+            while True:
+                for step in self.script:
+                    if isinstance(step, Delta):
+                        self.yielded += 1
+                        yield step
+                    elif isinstance(step, BaseException):
+                        raise step
+                    elif isinstance(step, asyncio.Event):
+                        await step.wait()
+                    else:
+                        await asyncio.sleep(step)
+                if not self.endless:
+                    return
+        finally:
+            self.finished.append(submission.request_id)
+            self._note()
+
+    def ready(self) -> tuple[bool, str]:
+        return not self.not_ready, self.not_ready
+
+    def workers(self) -> list[dict[str, object]]:
+        return [{"id": "prefill-0", "role": "prefill", "state": "ready"}]
+
+    async def until(self, *, submitted: int = 0, finished: int = 0, timeout_s: float = 5.0) -> None:
+        """Waits until so many have been submitted and finished."""
+        async with asyncio.timeout(timeout_s):
+            while len(self.submissions) < submitted or len(self.finished) < finished:
+                self.changed.clear()
+                await self.changed.wait()
+
+    def _note(self) -> None:
+        self.changed.set()
