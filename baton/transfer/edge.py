@@ -1,0 +1,92 @@
+"""The seam of the byte mover: one edge between one prefill rank and one decode rank.
+
+An edge is a private two-rank group; it belongs to one thread, which calls `connect`, then `send` or `recv` one at a
+time, then `close`. Only `abort` may be called from elsewhere. An edge that has failed once is dead: both ends build
+the next one under the next generation, so a late byte of the old one has nowhere to arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from baton.core.errors import HandoffError
+
+Side = Literal["prefill", "decode"]
+SENDER, RECEIVER = 0, 1  # ranks in the two-rank group
+
+
+def edge_prefix(nonce: str, prefill: str, prefill_rank: int, decode: str, decode_rank: int, generation: int) -> str:
+    """The name of one generation of one edge, and the prefix of its keys in the decode worker's store.
+
+    `nonce` is the store's own (`EdgeStore.nonce`), so a restarted worker never meets the keys of its former self.
+    """
+    return f"{nonce}/{prefill}.{prefill_rank}/{decode}.{decode_rank}/g{generation}"
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeSpec:
+    """All one end needs to make its edge.
+
+    `host` and `port` are the decode worker's `EdgeStore`; `bind_host` is this end's own address for the bytes;
+    `generation` counts the rebuilds of the edge and is part of `prefix` already (see `edge_prefix`);
+    `operation_timeout_s` holds where a send or receive names none; `device` is where the buffers live.
+    """
+
+    host: str
+    port: int
+    prefix: str
+    generation: int
+    side: Side
+    bind_host: str = "127.0.0.1"
+    connect_timeout_s: float = 5.0
+    operation_timeout_s: float = 10.0
+    device: str = "cpu"
+
+    @property
+    def rank(self) -> int:
+        return SENDER if self.side == "prefill" else RECEIVER
+
+    @property
+    def peer_rank(self) -> int:
+        return 1 - self.rank
+
+    def error(self, what: str) -> HandoffError:
+        """A HandoffError that says who (the side), where (the edge and its store) and what."""
+        return HandoffError(f"edge {self.prefix} ({self.side} side, store {self.host}:{self.port}): {what}")
+
+
+class Edge(Protocol):
+    """One end of an edge. Every method but `abort` blocks and belongs to the edge's thread; every wait has an end.
+    All raise HandoffError; after the first the edge is dead and every later call raises at once."""
+
+    def connect(self) -> None:
+        """Meets the peer within `connect_timeout_s`."""
+
+    def send(self, buf: Tensor, timeout_s: float) -> None:
+        """Sends `buf` (uint8, 1-D, contiguous, not empty) and returns when it may be reused."""
+
+    def recv(self, buf: Tensor, timeout_s: float, on_posted: Callable[[], None] | None = None) -> None:
+        """Fills `buf` (uint8, 1-D, contiguous, not empty; the sender's size exactly).
+        `on_posted` is called once the receive is open to the peer, before the wait for it."""
+
+    def abort(self) -> None:
+        """From any thread, at any time, more than once: ends the edge and frees a blocked operation as far as the
+        backend can. Does not block and does not raise."""
+
+    def close(self) -> None:
+        """Frees the group and its sockets; the peer then sees the edge as ended. Safe to call twice."""
+
+
+MakeEdge = Callable[[EdgeSpec], Edge]
+
+
+def check_buffer(spec: EdgeSpec, buf: Tensor) -> None:
+    """Raises HandoffError unless `buf` is what an edge can move."""
+    if str(buf.dtype) != "torch.uint8" or buf.dim() != 1 or not buf.is_contiguous() or buf.numel() == 0:
+        raise spec.error(f"a buffer must be uint8, 1-D, contiguous, not empty: {buf.dtype} {tuple(buf.shape)}")
+    if buf.device.type != spec.device.split(":")[0]:
+        raise spec.error(f"the buffer is on {buf.device}, the edge on {spec.device}")

@@ -1,0 +1,252 @@
+"""An edge as a coroutine sees it: one small thread per edge, awaited from the event loop.
+
+Life: `EdgeWorker(spec)` starts nothing. The first call starts the thread, which makes the edge and then runs jobs in
+order: connect, send, receive, and `run` for the packing, scattering and hashing that must not happen in the loop.
+The first failed edge operation, an overdue one, or `abort` makes the worker dead: every waiter gets the same
+HandoffError at once, the edge is aborted, and the thread closes the edge and ends when the backend lets go of it.
+A dead worker is replaced by a new one with the next generation's spec. `close` ends a living one in order.
+
+A job holds its tensors until it has ended, whoever still waits for it: cancelling an await cancels the wait, not the
+operation (`in_flight` tells). The thread is a daemon, so nothing here keeps a process from exiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from baton.core.errors import HandoffError, InvariantError
+from baton.transfer.edge import Edge, EdgeSpec, MakeEdge
+from baton.transfer.gloo import GlooEdge
+
+T = TypeVar("T")
+_RUN_TIMEOUT_S = 60.0
+
+
+class _Job:
+    """One call for the thread and the future its caller waits on."""
+
+    def __init__(self, name: str, call: Callable[[], Any], is_edge_op: bool) -> None:
+        self.name, self.is_edge_op = name, is_edge_op
+        self.call: Callable[[], Any] | None = call  # holds the tensors until the job has ended
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Any] = self.loop.create_future()
+
+    def settle(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Wakes the caller from any thread, once; later calls and closed loops are ignored."""
+
+        def apply() -> None:
+            if self.future.done():
+                return
+            if error is None:
+                self.future.set_result(result)
+            else:
+                self.future.set_exception(error)
+                self.future.exception()  # marks it as seen: the waiter may be gone
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self.loop.call_soon_threadsafe(apply)
+
+
+class EdgeWorker:
+    """One end of one generation of an edge. All coroutines run in one event loop; `abort` may come from any thread.
+
+    `grace_s` is how long an operation may outlast its own timeout before the watchdog declares the edge dead.
+    """
+
+    def __init__(self, spec: EdgeSpec, make: MakeEdge = GlooEdge, grace_s: float = 0.5) -> None:
+        self.spec = spec
+        self.dead: HandoffError | None = None
+        self.connected = False
+        self.in_flight: str | None = None  # the job the thread is in now
+        self.operations = self.bytes_sent = self.bytes_received = 0
+        self._make, self._grace_s = make, grace_s
+        self._edge: Edge | None = None
+        self._thread: threading.Thread | None = None
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._pending: set[_Job] = set()
+        self._busy_until = 0.0  # by then all that is queued has ended, or the watchdog has spoken
+        self._transfer: _Job | None = None
+        self._lock = threading.Lock()  # guards dead, _edge, _pending
+        self._ended = threading.Event()
+
+    @property
+    def generation(self) -> int:
+        return self.spec.generation
+
+    async def connect(self) -> None:
+        """Makes the edge now rather than at the first transfer. Raises HandoffError."""
+        await self._edge_op("connect", lambda edge: None, 0.0)
+
+    async def send(self, buf: Tensor, timeout_s: float | None = None) -> None:
+        """Sends `buf` and returns when it may be reused. Raises HandoffError; the worker is dead then."""
+        limit_s = self.spec.operation_timeout_s if timeout_s is None else timeout_s
+        await self._edge_op("send", lambda edge: edge.send(buf, limit_s), limit_s, sent=buf.numel())
+
+    async def recv(
+        self, buf: Tensor, timeout_s: float | None = None, on_posted: Callable[[], None] | None = None
+    ) -> None:
+        """Fills `buf`. `on_posted` is called in the event loop once the receive is open to the peer.
+        Raises HandoffError; the worker is dead then."""
+        limit_s = self.spec.operation_timeout_s if timeout_s is None else timeout_s
+        loop = asyncio.get_running_loop()
+
+        def posted() -> None:
+            if on_posted is not None:
+                loop.call_soon_threadsafe(on_posted)
+
+        await self._edge_op("recv", lambda edge: edge.recv(buf, limit_s, posted), limit_s, received=buf.numel())
+
+    async def run(self, fn: Callable[[], T], timeout_s: float = _RUN_TIMEOUT_S) -> T:
+        """Runs `fn` on the edge's thread, in order with the transfers, and returns its result.
+        What it raises is raised here and leaves the edge alive; outlasting `timeout_s` kills the edge."""
+        result: T = await self._submit(_Job("run", fn, False), timeout_s)
+        return result
+
+    def abort(self, reason: str) -> None:
+        """Ends the edge at once, from any thread: every waiter gets HandoffError(reason). Does not block."""
+        self._die(self.spec.error(f"aborted: {reason}"))
+
+    async def close(self, timeout_s: float = 5.0) -> bool:
+        """Ends the thread after the jobs already queued, or aborts when `timeout_s` has passed.
+        True when the thread has ended; False when the backend still holds it (it then ends by itself)."""
+        if self._thread is None:
+            self._die(self.spec.error("closed"))
+            return True
+        self._queue.put(None)
+        half_s = timeout_s / 2
+        if not await self._thread_ended(half_s):
+            self._die(self.spec.error(f"closed with {self.in_flight or 'an operation'} in flight"))
+            if not await self._thread_ended(half_s):
+                return False
+        self._thread.join(0.2)  # it has said its last word: this is microseconds
+        return not self._thread.is_alive()
+
+    async def _edge_op(
+        self, name: str, call: Callable[[Edge], None], limit_s: float, sent: int = 0, received: int = 0
+    ) -> None:
+        if self._transfer is not None:
+            raise InvariantError(f"{self!r}: {name} while {self._transfer.name} is awaited")
+
+        def on_thread() -> None:
+            edge = self._connected_edge()
+            if name == "connect":
+                return
+            call(edge)
+            self.operations += 1
+            self.bytes_sent += sent
+            self.bytes_received += received
+
+        job = _Job(name, on_thread, True)
+        self._transfer = job
+        try:
+            connect_s = 0.0 if self.connected else self.spec.connect_timeout_s
+            await self._submit(job, limit_s + connect_s)
+        finally:
+            self._transfer = None
+
+    async def _submit(self, job: _Job, limit_s: float) -> Any:
+        with self._lock:
+            if self.dead is not None:
+                raise HandoffError(self.dead.message) from self.dead
+            self._pending.add(job)
+        if self._thread is None:
+            name = f"edge-{self.spec.side}-g{self.generation}"
+            self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+            self._thread.start()
+        now = time.monotonic()
+        self._busy_until = max(now, self._busy_until) + limit_s + self._grace_s
+        self._queue.put(job)
+        done, _ = await asyncio.wait({job.future}, timeout=self._busy_until - now)
+        if not done:
+            self._die(self.spec.error(f"{job.name} outlasted its limit of {limit_s:.1f} s and is stuck"))
+            await asyncio.sleep(0)  # lets `_die` settle the future
+        return job.future.result()
+
+    def _die(self, error: HandoffError) -> None:
+        with self._lock:
+            if self.dead is None:
+                self.dead = error
+            edge, waiting = self._edge, list(self._pending)
+            self._pending.clear()
+        for job in waiting:
+            job.settle(error=HandoffError(self.dead.message))
+        if edge is not None:
+            edge.abort()
+        self._queue.put(None)
+
+    async def _thread_ended(self, timeout_s: float) -> bool:
+        deadline, pause_s = time.monotonic() + timeout_s, 0.001
+        while not self._ended.is_set():
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, 0.05)
+        return True
+
+    # Everything below runs on the edge's thread.
+
+    def _main(self) -> None:
+        try:
+            while self.dead is None:
+                job = self._queue.get()
+                if job is None:
+                    break
+                self._execute(job)
+        finally:
+            if self.dead is None:
+                self._die(self.spec.error("closed"))
+            edge, self._edge = self._edge, None
+            if edge is not None:
+                edge.close()
+            self.connected = False
+            self._ended.set()
+
+    def _execute(self, job: _Job) -> None:
+        call, job.call = job.call, None
+        if self.dead is not None or call is None:
+            return
+        self.in_flight = job.name
+        result, error = None, None
+        try:
+            result = call()
+        except BaseException as e:
+            error = e
+        del call
+        self.in_flight = None
+        if error is not None and job.is_edge_op:
+            self._die(error if isinstance(error, HandoffError) else self.spec.error(f"{job.name}: {error!r}"))
+        else:
+            self._finish(job, result, error)
+
+    def _finish(self, job: _Job, result: Any, error: BaseException | None) -> None:
+        with self._lock:
+            self._pending.discard(job)
+        job.settle(result, error)
+
+    def _connected_edge(self) -> Edge:
+        if self._edge is None:
+            edge = self._make(self.spec)
+            with self._lock:
+                if self.dead is not None:
+                    raise self.dead
+                self._edge = edge  # from here on `abort` reaches it
+        if not self.connected:
+            self._edge.connect()
+            self.connected = True
+        return self._edge
+
+    def __repr__(self) -> str:
+        state = "dead" if self.dead else "connected" if self.connected else "new"
+        doing = f", in {self.in_flight}" if self.in_flight else ""
+        return (
+            f"<EdgeWorker {self.spec.prefix} {self.spec.side} {state}{doing} | {self.operations} operations, "
+            f"{self.bytes_sent} bytes sent, {self.bytes_received} received | generation {self.generation}>"
+        )

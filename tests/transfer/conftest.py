@@ -1,0 +1,94 @@
+"""Edges for the tests: a store, specs for both ends of an edge, and a peer in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.transfer.edge import EdgeSpec, edge_prefix
+from baton.transfer.store import EdgeStore
+
+MakeSpec = Callable[..., EdgeSpec]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def store() -> Iterator[EdgeStore]:
+    store = EdgeStore()
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def spec(store: EdgeStore) -> MakeSpec:
+    def make(side: str, generation: int = 1, p: int = 0, d: int = 0, **more: Any) -> EdgeSpec:
+        prefix = edge_prefix(store.nonce, "prefill-0", p, "decode-0", d, generation)
+        return EdgeSpec(store.host, store.port, prefix, generation, side, **more)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture
+def no_thread_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    left = [t for t in threading.enumerate() if t not in before and t.name.startswith("edge-")]
+    for thread in left:
+        thread.join(2)
+    assert not [t for t in left if t.is_alive()]
+
+
+class Peer:
+    """The other end, in its own process: takes one JSON command a line, answers one JSON line."""
+
+    def __init__(self, spec: EdgeSpec) -> None:
+        root = Path(__file__).parents[2]
+        env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        script = str(Path(__file__).with_name("peer.py"))
+        where = [spec.side, spec.host, str(spec.port)]
+        self.process = subprocess.Popen(
+            [sys.executable, script, *where], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def tell(self, op: str, **fields: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"op": op, **fields}) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the peer has ended"
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+
+@pytest.fixture
+def peers() -> Iterator[Callable[[EdgeSpec], Peer]]:
+    made: list[Peer] = []
+
+    def make(spec: EdgeSpec) -> Peer:
+        made.append(Peer(spec))
+        return made[-1]
+
+    yield make
+    for peer in made:
+        peer.process.kill()  # ends a stopped process too
+        peer.process.communicate()

@@ -1,0 +1,51 @@
+"""One end of an edge as a process: `peer.py SIDE HOST PORT`, commands on stdin, one JSON answer a line.
+
+edge PREFIX GENERATION: make and connect; send BYTES SEED; recv BYTES: answers with the checksum of what came.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from baton.core.errors import HandoffError
+from baton.transfer.edge import EdgeSpec
+from baton.transfer.gloo import GlooEdge
+from baton.transfer.staging import checksum
+
+
+def payload(num_bytes: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if seed == 0:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+
+
+def main() -> None:
+    side, host, port = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    torch.set_num_threads(1)
+    edge: Any = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            if command["op"] == "edge":
+                edge = GlooEdge(EdgeSpec(host, port, command["prefix"], command["generation"], side))  # type: ignore
+                edge.connect()
+                reply: dict[str, Any] = {}
+            elif command["op"] == "send":
+                edge.send(payload(command["bytes"], command["seed"]), 20.0)
+                reply = {}
+            else:
+                buf = torch.empty(command["bytes"], dtype=torch.uint8)
+                edge.recv(buf, 20.0)
+                reply = {"checksum": checksum(b"", buf)}
+        except HandoffError as e:
+            reply = {"error": e.message}
+        print(json.dumps(reply), flush=True)
+
+
+if __name__ == "__main__":
+    main()

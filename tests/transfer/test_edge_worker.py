@@ -1,0 +1,241 @@
+"""EdgeWorker: order, deadlines, cancellation and the end of its thread; with fake edges, then with Gloo."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from baton.core.errors import HandoffError, InvariantError
+from baton.transfer.edge import EdgeSpec
+from baton.transfer.edge_thread import EdgeWorker
+
+MakeSpec = Callable[..., EdgeSpec]
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+SPEC = EdgeSpec("127.0.0.1", 1, "n/p.0/d.0/g3", 3, "decode", connect_timeout_s=0.3)
+
+
+def zeros(n: int) -> torch.Tensor:
+    return torch.zeros(n, dtype=torch.uint8)
+
+
+class FakeEdge:
+    """Blocks each receive until `gate` opens, and is deaf to abort when told so."""
+
+    def __init__(self, spec: EdgeSpec, deaf: bool = False) -> None:
+        self.spec, self.deaf = spec, deaf
+        self.gate, self.connect_gate = threading.Event(), threading.Event()
+        self.connect_gate.set()
+        self.log: list[str] = []
+
+    def connect(self) -> None:
+        self.connect_gate.wait(10)
+        self.log.append("connect")
+
+    def send(self, buf: torch.Tensor, timeout_s: float) -> None:
+        self.log.append("send")
+
+    def recv(self, buf: torch.Tensor, timeout_s: float, on_posted: Callable[[], None] | None = None) -> None:
+        if on_posted is not None:
+            on_posted()
+        self.gate.wait(10)
+        buf.fill_(5)
+        self.log.append("recv")
+
+    def abort(self) -> None:
+        self.log.append("abort")
+        if not self.deaf:
+            self.gate.set()
+            self.connect_gate.set()
+
+    def close(self) -> None:
+        self.log.append("close")
+
+
+def fake(deaf: bool = False) -> tuple[EdgeWorker, FakeEdge]:
+    edge = FakeEdge(SPEC, deaf)
+    return EdgeWorker(SPEC, lambda spec: edge, grace_s=0.1), edge
+
+
+async def test_jobs_run_in_order_on_one_thread_of_their_own() -> None:
+    worker, edge = fake()
+    edge.gate.set()
+    assert threading.active_count() == len(threading.enumerate())
+    buf = zeros(4)
+    _, value, ident = await asyncio.gather(
+        worker.recv(buf), worker.run(lambda: int(buf.sum())), worker.run(threading.get_ident)
+    )
+    assert value == 20 and ident != threading.get_ident()
+    assert (worker.bytes_received, worker.bytes_sent, worker.operations) == (4, 0, 1)
+    assert "connected | 1 operations, 0 bytes sent, 4 received | generation 3" in repr(worker)
+    assert await worker.close()
+    assert [entry for entry in edge.log if entry != "abort"] == ["connect", "recv", "close"]
+    with pytest.raises(HandoffError, match="closed"):
+        await worker.send(zeros(1))
+
+
+async def test_what_run_raises_leaves_the_edge_alive() -> None:
+    worker, _ = fake()
+    with pytest.raises(ZeroDivisionError):
+        await worker.run(lambda: 1 // 0)
+    await worker.send(zeros(1))
+    assert await worker.close()
+
+
+async def test_two_transfers_at_once_are_our_bug() -> None:
+    worker, edge = fake()
+    posted = asyncio.Event()
+    first = asyncio.create_task(worker.recv(zeros(4), on_posted=posted.set))
+    await asyncio.wait_for(posted.wait(), 5)
+    assert "in recv" in repr(worker)
+    with pytest.raises(InvariantError, match="recv is awaited"):
+        await worker.send(zeros(1))
+    edge.gate.set()
+    await first
+    assert await worker.close()
+
+
+async def test_abort_wakes_every_waiter_at_once_and_ends_the_thread() -> None:
+    worker, edge = fake()
+    waiting = [asyncio.create_task(c) for c in (worker.recv(zeros(4)), worker.run(lambda: 1), worker.run(lambda: 2))]
+    await asyncio.sleep(0.05)
+    worker.abort("the peer's stream broke")
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(r, HandoffError) and "stream broke" in r.message for r in results)
+    assert await worker.close()
+    assert edge.log[-1] == "close"
+
+
+async def test_a_stuck_backend_is_noticed_in_time_and_its_thread_ends_when_let_go() -> None:
+    worker, edge = fake(deaf=True)
+    buf = zeros(4)
+    alive = weakref.ref(buf)
+    with pytest.raises(HandoffError, match="recv outlasted its limit"):
+        await worker.recv(buf, 0.2)
+    assert worker.dead is not None and "abort" in edge.log
+    del buf
+    assert alive() is not None  # the backend may still write into it
+    assert not await worker.close(0.1)
+    edge.gate.set()
+    assert await worker.close()
+
+
+async def test_a_stuck_connect_is_noticed_in_time() -> None:
+    worker, edge = fake(deaf=True)
+    edge.connect_gate.clear()
+    with pytest.raises(HandoffError, match="connect outlasted"):
+        await worker.connect()
+    edge.connect_gate.set()
+    assert await worker.close()
+
+
+async def test_cancelling_the_wait_keeps_the_buffer_until_the_operation_ends() -> None:
+    worker, edge = fake()
+    buf = zeros(4)
+    alive = weakref.ref(buf)
+    task = asyncio.create_task(worker.recv(buf))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    del buf, task
+    assert worker.in_flight == "recv" and alive() is not None
+    edge.gate.set()
+    await worker.send(zeros(1))  # queues behind the receive nobody waits for
+    assert edge.log == ["connect", "recv", "send"] and worker.bytes_received == 4
+    assert await worker.close()
+    del worker
+    assert alive() is None
+
+
+async def test_close_while_blocked_aborts_after_its_timeout() -> None:
+    worker, _ = fake()
+    task = asyncio.create_task(worker.recv(zeros(4)))
+    await asyncio.sleep(0.05)
+    assert await worker.close(0.4)
+    with pytest.raises(HandoffError, match="recv in flight"):
+        await task
+
+
+async def test_abort_before_connect_finishes(spec: MakeSpec) -> None:
+    worker = EdgeWorker(spec("decode", connect_timeout_s=20))
+    task = asyncio.create_task(worker.connect())
+    await asyncio.sleep(0.1)
+    worker.abort("gone")
+    with pytest.raises(HandoffError, match="gone"):
+        await asyncio.wait_for(task, 5)
+    assert await worker.close()
+
+
+async def test_gloo_edge_dies_with_its_peer_and_the_next_generation_carries_on(spec: MakeSpec) -> None:
+    for generation in (1, 2):
+        prefill, decode = (EdgeWorker(spec(side, generation)) for side in ("prefill", "decode"))
+        got = zeros(1000)
+        await asyncio.gather(decode.recv(got), prefill.send(zeros(1000) + generation))
+        assert got.eq(generation).all()
+        task = asyncio.create_task(decode.recv(got, 20))
+        await asyncio.sleep(0.05)
+        prefill.abort("its request ended")
+        with pytest.raises(HandoffError, match="decode side"):
+            await asyncio.wait_for(task, 5)
+        assert await prefill.close() and await decode.close()
+
+
+@pytest.mark.parametrize("num_bytes", [1024, 1_000_000])
+async def test_two_by_two_in_opposite_orders_never_waits_in_a_cycle(spec: MakeSpec, num_bytes: int) -> None:
+    rounds, order = 200, {0: (0, 1), 1: (1, 0)}
+    pairs = [(p, d) for p in (0, 1) for d in (0, 1)]
+    send = {(p, d): EdgeWorker(spec("prefill", 1, p, d)) for p, d in pairs}
+    recv = {(p, d): EdgeWorker(spec("decode", 1, p, d)) for p, d in pairs}
+    await asyncio.gather(*(worker.connect() for worker in (*send.values(), *recv.values())))
+    posted = {pair: asyncio.Semaphore(0) for pair in pairs}
+    bufs = {pair: zeros(num_bytes) for pair in pairs}
+    payloads = {(p, d): zeros(num_bytes) + (1 + 2 * p + d) for p, d in pairs}
+
+    async def prefill(p: int) -> None:
+        for _ in range(rounds):
+            for d in order[p]:
+                await posted[p, d].acquire()
+                await send[p, d].send(payloads[p, d], 20)
+
+    async def decode(d: int) -> None:
+        for _ in range(rounds):
+            tasks = {
+                p: asyncio.create_task(recv[p, d].recv(bufs[p, d], 20, posted[p, d].release)) for p in order[1 - d]
+            }
+            for p in order[1 - d]:
+                await tasks[p]
+
+    await asyncio.wait_for(asyncio.gather(prefill(0), prefill(1), decode(0), decode(1)), 60)
+    assert all(torch.equal(bufs[pair], payloads[pair]) for pair in pairs)
+    assert all(worker.operations == rounds for worker in (*send.values(), *recv.values()))
+    assert all([await worker.close() for worker in (*send.values(), *recv.values())])
+
+
+async def test_the_event_loop_runs_on_while_an_edge_is_busy(spec: MakeSpec) -> None:
+    prefill, decode = EdgeWorker(spec("prefill")), EdgeWorker(spec("decode"))
+    ticks, longest_s = 0, 0.0
+
+    async def tick() -> None:
+        nonlocal ticks, longest_s
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(0.001)
+            now = time.monotonic()
+            ticks, longest_s, last = ticks + 1, max(longest_s, now - last), now
+
+    ticker = asyncio.create_task(tick())
+    blocked = asyncio.create_task(decode.recv(zeros(8_000_000), 20))
+    await asyncio.sleep(0.3)
+    while_blocked = ticks
+    await prefill.send(zeros(8_000_000), 20)
+    await blocked
+    ticker.cancel()
+    print(f"{ticks} ticks, longest {longest_s * 1e3:.1f} ms")
+    assert while_blocked > 5  # a loop that the receive held would have had none
+    assert await prefill.close() and await decode.close()

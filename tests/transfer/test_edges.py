@@ -1,0 +1,205 @@
+"""Gloo edges between two threads of one process: bytes, sizes, aborts, generations, and where the store listens."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.core.errors import HandoffError, StartupError
+from baton.transfer.edge import EdgeSpec
+from baton.transfer.gloo import GlooEdge
+from baton.transfer.store import EdgeStore
+
+MakeSpec = Callable[..., EdgeSpec]
+
+
+def both(*calls: Callable[[], Any]) -> list[Any]:
+    """Runs each call on its own thread; the results, or what was raised, in order."""
+    results: list[Any] = [None] * len(calls)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = calls[index]()
+        except Exception as e:
+            results[index] = e
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return results
+
+
+def connected(spec: MakeSpec, generation: int = 1) -> tuple[GlooEdge, GlooEdge]:
+    prefill, decode = GlooEdge(spec("prefill", generation)), GlooEdge(spec("decode", generation))
+    assert both(prefill.connect, decode.connect) == [None, None]
+    return prefill, decode
+
+
+def test_bytes_arrive_equal_and_no_key_stays(spec: MakeSpec, store: EdgeStore) -> None:
+    prefill, decode = connected(spec)
+    for size in (1, 1000, 3_000_001):
+        sent = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        got = torch.zeros_like(sent)
+        assert both(lambda s=sent: prefill.send(s, 5), lambda g=got: decode.recv(g, 5)) == [None, None]  # type: ignore
+        assert torch.equal(sent, got)
+    assert store.num_keys() == 0
+    prefill.close()
+    decode.close()
+
+
+@pytest.mark.parametrize("receive_bytes", [10, 30])
+def test_a_size_that_differs_kills_the_edge_not_the_process(spec: MakeSpec, receive_bytes: int) -> None:
+    prefill, decode = connected(spec)
+    buf = torch.zeros(receive_bytes, dtype=torch.uint8)
+
+    def receive() -> None:
+        try:
+            decode.recv(buf, 5)
+        finally:
+            decode.close()
+
+    sender, receiver = both(lambda: prefill.send(torch.ones(20, dtype=torch.uint8), 5), receive)
+    assert isinstance(receiver, HandoffError) and "bytes is 20" in receiver.message
+    assert isinstance(sender, HandoffError)
+    assert not buf.any()
+    prefill.close()
+
+
+@pytest.mark.parametrize("bad", [torch.zeros(0, dtype=torch.uint8), torch.zeros(4), torch.zeros(2, 2).byte()])
+def test_a_wrong_buffer_is_refused(spec: MakeSpec, bad: torch.Tensor) -> None:
+    edge = GlooEdge(spec("prefill"))
+    with pytest.raises(HandoffError, match="uint8, 1-D"):
+        edge.send(bad, 1)
+
+
+def test_a_timeout_ends_the_edge_and_the_next_generation_works(spec: MakeSpec) -> None:
+    prefill, decode = connected(spec)
+    buf = torch.zeros(100, dtype=torch.uint8)
+    with pytest.raises(HandoffError, match="recv of 100 bytes failed after 0"):
+        decode.recv(buf, 0.2)
+    with pytest.raises(HandoffError, match="ended"):
+        decode.recv(buf, 0.2)
+    decode.close()
+    with pytest.raises(HandoffError, match="prefill side"):
+        prefill.send(buf, 5)
+    prefill.close()
+
+    prefill, decode = connected(spec, generation=2)
+    assert both(lambda: prefill.send(buf + 7, 5), lambda: decode.recv(buf, 5)) == [None, None]
+    assert buf.eq(7).all()
+    prefill.close()
+    decode.close()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_abort_frees_a_blocked_operation(spec: MakeSpec, side: str) -> None:
+    prefill, decode = connected(spec)
+    edge, call = (prefill, prefill.send) if side == "prefill" else (decode, decode.recv)
+
+    def abort_soon() -> None:
+        time.sleep(0.1)
+        edge.abort()
+        edge.abort()
+
+    start = time.monotonic()
+    error, _ = both(lambda: call(torch.zeros(1_000_000, dtype=torch.uint8), 20), abort_soon)
+    assert isinstance(error, HandoffError) and "aborted" in error.message
+    assert time.monotonic() - start < 10  # far below the 20 s of the operation
+    prefill.close()
+    decode.close()
+
+
+def test_an_idle_end_that_closes_is_seen_by_the_blocked_other(spec: MakeSpec) -> None:
+    prefill, decode = connected(spec)
+    start = time.monotonic()
+
+    def close_soon() -> None:
+        time.sleep(0.1)
+        prefill.close()
+
+    error, _ = both(lambda: decode.recv(torch.zeros(10, dtype=torch.uint8), 20), close_soon)
+    assert isinstance(error, HandoffError)
+    assert time.monotonic() - start < 10
+    decode.close()
+
+
+def test_abort_before_the_peer_comes(spec: MakeSpec, store: EdgeStore) -> None:
+    edge = GlooEdge(spec("decode", connect_timeout_s=20))
+
+    def abort_soon() -> None:
+        time.sleep(0.1)
+        edge.abort()
+
+    start = time.monotonic()
+    error, _ = both(edge.connect, abort_soon)
+    assert isinstance(error, HandoffError) and "aborted" in error.message
+    assert time.monotonic() - start < 10
+    assert store.num_keys() == 0
+    with pytest.raises(HandoffError, match="aborted"):
+        edge.connect()
+
+
+def test_a_peer_that_never_comes_and_a_store_that_is_not_there(spec: MakeSpec) -> None:
+    with pytest.raises(HandoffError, match=r"did not come within 0\.2 s"):
+        GlooEdge(spec("prefill", connect_timeout_s=0.2)).connect()
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        gone = EdgeSpec("127.0.0.1", unused.getsockname()[1], "x/g1", 1, "prefill")
+        with pytest.raises(HandoffError, match="store does not answer"):
+            GlooEdge(gone).connect()
+
+
+def listeners() -> set[tuple[str, int]]:
+    """(hex address, port) of every TCP socket this process listens on, IPv4 and IPv6."""
+    mine = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            mine.add(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine:
+                address, port = fields[1].split(":")
+                found.add((address, int(port, 16)))
+    return found
+
+
+def test_everything_listens_on_the_named_address_only(spec: MakeSpec, store: EdgeStore) -> None:
+    before = listeners()
+    assert ("0100007F", store.port) in before
+    prefill, decode = connected(spec)
+    opened = listeners() - before
+    assert opened and {address for address, _ in listeners()} == {"0100007F"}
+    prefill.close()
+    decode.close()
+    store.close()
+    assert ("0100007F", store.port) not in listeners()
+
+
+def test_a_second_address_is_honoured_and_a_taken_port_is_one_plain_error(store: EdgeStore) -> None:
+    other = EdgeStore("127.0.0.2")
+    assert ("0200007F", other.port) in listeners()
+    other.close()
+    with pytest.raises(StartupError, match="cannot listen on 127"):
+        EdgeStore("127.0.0.1", store.port)
+
+
+def test_forget_clears_only_its_prefix(store: EdgeStore) -> None:
+    for name in ("a/g1/x", "a/g1/y", "a/g11/x"):
+        store._open().set(f"{store.nonce}/{name}", "1")
+    store.forget(f"{store.nonce}/a/g1")
+    assert store.num_keys() == 1

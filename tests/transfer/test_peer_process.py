@@ -1,0 +1,133 @@
+"""Edges between real processes: bytes, a killed peer, a stopped peer, the next generation, and process exit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from baton.core.errors import HandoffError
+from baton.transfer.edge import EdgeSpec
+from baton.transfer.gloo import GlooEdge
+from baton.transfer.staging import checksum
+from baton.transfer.store import EdgeStore
+
+MakeSpec = Callable[..., EdgeSpec]
+Peers = Callable[[EdgeSpec], Any]
+
+
+def connected(spec: EdgeSpec, peer: Any) -> GlooEdge:
+    edge = GlooEdge(spec)
+    peer.tell("edge", prefix=spec.prefix, generation=spec.generation)
+    edge.connect()
+    assert peer.answer() == {}
+    return edge
+
+
+def failure(call: Callable[[], None]) -> tuple[HandoffError, float]:
+    start = time.monotonic()
+    with pytest.raises(HandoffError) as caught:
+        call()
+    return caught.value, time.monotonic() - start
+
+
+def killed_in_the_middle(peer: Any, transfer: Callable[[], None]) -> float:
+    """Repeats `transfer`, kills the peer meanwhile, and returns after how many seconds that was seen."""
+    killed_at = 0.0
+
+    def kill() -> None:
+        nonlocal killed_at
+        killed_at = time.monotonic()
+        os.kill(peer.pid, signal.SIGKILL)
+
+    def transfers() -> None:
+        for _ in range(40):
+            transfer()
+
+    transfer()
+    timer = threading.Timer(0.1, kill)
+    timer.start()
+    error, _ = failure(transfers)
+    took_s = time.monotonic() - killed_at
+    timer.join()
+    assert killed_at, error
+    print(f"killed peer seen in {took_s * 1e3:.1f} ms: {error}")
+    return took_s
+
+
+def test_bytes_errors_and_generations_across_processes(spec: MakeSpec, peers: Peers) -> None:
+    peer = peers(spec("prefill"))
+    slow = {"connect_timeout_s": 30.0}  # a process that imports torch on a busy machine
+    edge = connected(spec("decode", 1, **slow), peer)
+    buf = torch.empty(5_000_000, dtype=torch.uint8)
+    peer.tell("send", bytes=buf.numel(), seed=7)
+    edge.recv(buf, 20)
+    assert peer.answer() == {}
+    generator = torch.Generator().manual_seed(7)
+    assert torch.equal(buf, torch.randint(0, 256, (buf.numel(),), dtype=torch.uint8, generator=generator))
+    edge.close()
+    peer.tell("send", bytes=10, seed=1)
+    assert "send of" in peer.answer()["error"]
+
+    edge = connected(spec("decode", 2, **slow), peer)  # the next generation, the same two processes
+    os.kill(peer.pid, signal.SIGSTOP)
+    error, took_s = failure(lambda: edge.recv(buf, 0.5))
+    assert 0.4 < took_s < 3 and "Timed out" in error.message  # a stopped peer is seen by the timeout only
+    edge.close()
+    os.kill(peer.pid, signal.SIGCONT)
+
+    edge = connected(spec("decode", 3, **slow), peer)
+    for _ in range(40):
+        peer.tell("send", bytes=buf.numel() * 10, seed=0)
+    took_s = killed_in_the_middle(peer, lambda: edge.recv(torch.empty(buf.numel() * 10, dtype=torch.uint8), 20))
+    assert took_s < 5  # far below the 20 s of the operation
+    edge.close()
+
+
+def test_a_receiver_stopped_or_killed_in_the_middle_of_a_transfer(spec: MakeSpec, peers: Peers) -> None:
+    payload = torch.zeros(50_000_000, dtype=torch.uint8)
+    peer = peers(spec("decode"))
+    edge = connected(spec("prefill", 1, connect_timeout_s=30.0), peer)
+    peer.tell("recv", bytes=1000)
+    edge.send(payload[:1000], 20)
+    assert peer.answer() == {"checksum": checksum(b"", payload[:1000])}
+    os.kill(peer.pid, signal.SIGSTOP)
+    error, took_s = failure(lambda: edge.send(payload, 0.5))
+    assert 0.4 < took_s < 3 and "Timed out" in error.message
+    edge.close()
+    os.kill(peer.pid, signal.SIGCONT)
+
+    edge = connected(spec("prefill", 2, connect_timeout_s=30.0), peer)
+    for _ in range(40):
+        peer.tell("recv", bytes=payload.numel())
+    assert killed_in_the_middle(peer, lambda: edge.send(payload, 20)) < 5
+    edge.close()
+
+
+EXIT_WITH_A_BLOCKED_EDGE = """
+import asyncio, sys, torch
+from baton.transfer.edge import EdgeSpec
+from baton.transfer.edge_thread import EdgeWorker
+host, port, prefix = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+async def main():
+    ends = [EdgeWorker(EdgeSpec(host, port, prefix, 1, side)) for side in ("prefill", "decode")]
+    await asyncio.gather(*(end.connect() for end in ends))
+    asyncio.create_task(ends[1].recv(torch.zeros(10, dtype=torch.uint8), 600))
+    await asyncio.sleep(0.2)
+    print("leaving", ends[1].in_flight)
+asyncio.run(main())
+"""
+
+
+def test_a_blocked_edge_does_not_keep_a_process_from_exiting(store: EdgeStore) -> None:
+    argv = [sys.executable, "-c", EXIT_WITH_A_BLOCKED_EDGE, store.host, str(store.port), f"{store.nonce}/x"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": "."})
+    assert (done.returncode, done.stdout) == (0, "leaving recv\n"), done.stderr

@@ -1,0 +1,126 @@
+"""pack and unpack against a plain twin that moves one token at a time, and the checksum of a chunk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.core.errors import HandoffError
+from baton.core.kv_layout import KVLayout, LayerKV
+from baton.core.request import SequenceId
+from baton.transfer.staging import Layers, checksum, chunk_bytes, chunk_identity, pack, unpack
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def random_layers(layout: KVLayout, num_blocks: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def cache(layer: LayerKV) -> torch.Tensor:
+        shape = (num_blocks, layout.block_size, layer.num_kv_heads, layer.head_dim)
+        return torch.randn(shape, generator=generator).to(DTYPES[layer.dtype])
+
+    return [(cache(layer), cache(layer)) for layer in layout.layers]
+
+
+def plain_pack(layers: Layers, block_ids: list[int], block_size: int, start: int, end: int) -> bytes:
+    out = b""
+    for layer in layers:
+        for cache in layer:
+            for p in range(start, end):
+                token = cache[block_ids[p // block_size], p % block_size]
+                out += token.contiguous().view(torch.uint8).numpy().tobytes()
+    return out
+
+
+@st.composite
+def chunks(draw: st.DrawFn) -> tuple[KVLayout, int, list[int], list[int], int, int]:
+    layer = st.builds(LayerKV, st.integers(1, 3), st.integers(1, 9), st.sampled_from(sorted(DTYPES)))
+    layout = KVLayout(draw(st.integers(1, 7)), tuple(draw(st.lists(layer, min_size=1, max_size=3))))
+    num_blocks = draw(st.integers(1, 9))
+    table = st.permutations(range(num_blocks))
+    used = draw(st.integers(1, num_blocks))
+    start = draw(st.integers(0, used * layout.block_size - 1))
+    end = draw(st.integers(start + 1, used * layout.block_size))
+    return layout, num_blocks, draw(table)[:used], draw(table)[:used], start, end
+
+
+@settings(max_examples=150, deadline=None)
+@given(chunks())
+def test_pack_equals_the_plain_twin_and_unpack_inverts_it(
+    chunk: tuple[KVLayout, int, list[int], list[int], int, int],
+) -> None:
+    layout, num_blocks, source, target, start, end = chunk
+    layers, others = random_layers(layout, num_blocks, 1), random_layers(layout, num_blocks, 2)
+    before = [(k.clone(), v.clone()) for k, v in others]
+
+    buf = pack(layers, source, layout.block_size, start, end)
+
+    assert buf.numpy().tobytes() == plain_pack(layers, source, layout.block_size, start, end)
+    assert buf.numel() == chunk_bytes(layout, end - start)
+    unpack(buf, others, target, layout.block_size, start, end)
+    assert torch.equal(pack(others, target, layout.block_size, start, end), buf)
+    written = {(target[p // layout.block_size], p % layout.block_size) for p in range(start, end)}
+    for layer, old in zip(others, before, strict=True):
+        for cache, was in zip(layer, old, strict=True):
+            for block in range(num_blocks):
+                for offset in range(layout.block_size):
+                    if (block, offset) not in written:
+                        assert torch.equal(cache[block, offset], was[block, offset])
+
+
+def test_the_two_ends_may_page_differently() -> None:
+    layer = (LayerKV(2, 8, "bfloat16"),) * 2
+    source, target = random_layers(KVLayout(4, layer), 6, 1), random_layers(KVLayout(16, layer), 3, 2)
+    buf = pack(source, [5, 0, 3, 1, 2], 4, 3, 19)
+    unpack(buf, target, [2, 0], 16, 3, 19)
+    assert torch.equal(pack(target, [2, 0], 16, 3, 19), buf)
+
+
+def test_pack_into_a_given_buffer() -> None:
+    layout = KVLayout(4, (LayerKV(2, 8, "float32"),))
+    layers = random_layers(layout, 3, 1)
+    out = torch.empty(chunk_bytes(layout, 5), dtype=torch.uint8)
+    assert pack(layers, [1, 2], 4, 2, 7, out) is out
+    assert torch.equal(out, pack(layers, [1, 2], 4, 2, 7))
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "start", "end"),
+    [([0], 0, 5), ([0], 2, 2), ([0], -1, 2), ([], 0, 1), ([3], 0, 1), ([-1], 0, 1)],
+)
+def test_what_lies_outside_is_refused(block_ids: list[int], start: int, end: int) -> None:
+    layers = random_layers(KVLayout(4, (LayerKV(1, 2, "float32"),)), 3, 1)
+    with pytest.raises(HandoffError, match="chunk"):
+        pack(layers, block_ids, 4, start, end)
+
+
+def test_a_buffer_of_the_wrong_size_writes_nothing() -> None:
+    layers = random_layers(KVLayout(4, (LayerKV(1, 2, "float32"),)), 3, 1)
+    before = layers[0][0].clone()
+    with pytest.raises(HandoffError, match="expected 32"):
+        unpack(torch.zeros(31, dtype=torch.uint8), layers, [1], 4, 0, 2)
+    assert torch.equal(layers[0][0], before)
+
+
+def test_checksum_sees_a_flipped_bit_and_a_swapped_identity() -> None:
+    sequence = SequenceId("request-1", 0, 1)
+    buf = torch.arange(1000).to(torch.uint8)
+    mine = chunk_identity(sequence, 0, 4, 0, 16, 1)
+    good = checksum(mine, buf)
+    assert checksum(mine, buf.clone()) == good
+    others = [
+        chunk_identity(SequenceId("request-2", 0, 1), 0, 4, 0, 16, 1),
+        chunk_identity(SequenceId("request-1", 1, 1), 0, 4, 0, 16, 1),
+        chunk_identity(SequenceId("request-1", 0, 2), 0, 4, 0, 16, 1),
+        chunk_identity(sequence, 1, 4, 0, 16, 1),
+        chunk_identity(sequence, 0, 4, 0, 17, 1),
+        chunk_identity(sequence, 0, 4, 0, 16, 2),
+    ]
+    assert good not in [checksum(other, buf) for other in others]
+    for bit in (0, 1, 4000, 7999):
+        flipped = buf.clone()
+        flipped[bit // 8] ^= 1 << (bit % 8)
+        assert checksum(mine, flipped) != good
