@@ -1,0 +1,121 @@
+"""An edge over NCCL: the same contract on GPU memory. It has not run yet: no GPU was at hand; review by eye.
+
+Differences from Gloo: the bytes move on the group's own stream behind a side stream, so the engine's stream never
+waits for a peer; completion is polled, so no thread sits in a wait that cannot be left; `abort` ends the communicator
+from any thread, which is also the proof that no kernel touches the buffer any more. There is no size header (it would
+cost a device round trip): both ends take the size from the plan, and a mismatch ends in the timeout.
+
+PyTorch's NCCL watchdog can end the process on an error or a timeout. `configure_watchdog` turns that off and must run
+before the first NCCL group of the process; the deadlines of `send`, `recv` and `EdgeWorker` take its place.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from threading import Event
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.transfer.edge import EdgeSpec, check_buffer
+from baton.transfer.rendezvous import meet
+
+_POLL_MIN_S, _POLL_MAX_S = 0.00005, 0.002
+_MAX_CTAS = 4  # channels of one edge; each takes a few MB of buffers on both GPUs and one SM while it moves bytes
+
+WATCHDOG_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # errors are ours to read from the work; nothing is torn down
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # no thread that kills a process whose watchdog seems stuck
+    "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "600",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",  # one edge's error stays in that edge
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",  # a blocking initialisation cannot be aborted
+}
+
+
+def configure_watchdog() -> None:
+    """Sets PyTorch's NCCL watchdog so that it cannot end the process. It speaks for every NCCL group of the process."""
+    os.environ.update(WATCHDOG_ENVIRONMENT)
+
+
+class NcclEdge:
+    """One end of an edge over NCCL; see `Edge` for the contract. `spec.device` names the GPU, such as "cuda:0"."""
+
+    def __init__(self, spec: EdgeSpec) -> None:
+        self.spec = spec
+        self._group: Any = None
+        self._stream: Any = None
+        self._aborted = Event()
+        self._dead = False
+
+    def connect(self) -> None:
+        nccl: Any = getattr(torch.distributed, "ProcessGroupNCCL", None)
+        if nccl is None or not torch.cuda.is_available():
+            raise self.spec.error("this torch has no NCCL or no GPU")
+        device = torch.device(self.spec.device)
+        with meet(self.spec, self._aborted) as (store, deadline):
+            options = nccl.Options(is_high_priority_stream=False)
+            options._timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
+            options.config.blocking = 0
+            options.config.min_ctas, options.config.max_ctas = 1, _MAX_CTAS
+            self._group = nccl(store, self.spec.rank, 2, options)
+            cuda: Any = torch.cuda
+            self._stream = cuda.Stream(device)
+            # A byte each way makes the communicator now, proves it, and ends the need for the store's keys.
+            probe = torch.zeros(1, dtype=torch.uint8, device=device)
+            for sender in (0, 1):
+                name = "send" if sender == self.spec.rank else "recv"
+                self._move(name, probe, deadline - time.monotonic())
+
+    def send(self, buf: Tensor, timeout_s: float) -> None:
+        check_buffer(self.spec, buf)
+        self._move("send", buf, timeout_s)
+
+    def recv(self, buf: Tensor, timeout_s: float, on_posted: Callable[[], None] | None = None) -> None:
+        check_buffer(self.spec, buf)
+        self._move("recv", buf, timeout_s, on_posted)
+
+    def abort(self) -> None:
+        self._aborted.set()
+        group = self._group
+        if group is not None:
+            group.abort()
+
+    def close(self) -> None:
+        self._dead = True
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()  # `shutdown` would wait for a peer that may be gone
+
+    def _move(self, name: str, buf: Tensor, timeout_s: float, on_posted: Callable[[], None] | None = None) -> None:
+        """Launches one operation on the side stream and polls it. Raises HandoffError; the edge is dead then."""
+        if self._dead or self._group is None or self._aborted.is_set():
+            raise self.spec.error(f"{name} on an edge that has ended")
+        start, pause_s, cause = time.monotonic(), _POLL_MIN_S, ""
+        try:
+            with torch.cuda.device(buf.device), torch.cuda.stream(self._stream):
+                self._stream.wait_stream(torch.cuda.default_stream(buf.device))  # the packing that filled the buffer
+                work = getattr(self._group, name)([buf], self.spec.peer_rank, 0)
+            if on_posted is not None:
+                on_posted()
+            while not work.is_completed():
+                if self._aborted.is_set() or time.monotonic() - start > timeout_s:
+                    cause = "aborted" if self._aborted.is_set() else "timed out"
+                    break
+                time.sleep(pause_s)
+                pause_s = min(pause_s * 1.5, _POLL_MAX_S)
+            else:
+                error = work.exception()
+                cause = str(error).splitlines()[0] if error is not None else ""
+        except RuntimeError as e:
+            cause = str(e).splitlines()[0] or repr(e)
+        if cause:
+            self._dead = True
+            self.abort()  # only then is the buffer free of the device
+            took_s = time.monotonic() - start
+            raise self.spec.error(f"{name} of {buf.numel()} bytes failed after {took_s:.2f} s: {cause}")
