@@ -1,7 +1,9 @@
 """An edge as a coroutine sees it: one small thread per edge, awaited from the event loop.
 
 Life: `EdgeWorker(spec)` starts nothing. The first call starts the thread, which makes the edge and then runs jobs in
-order: connect, send, receive, and `run` for the packing, scattering and hashing that must not happen in the loop.
+order: connect, send, receive, and `run` for the packing, scattering and hashing that must not happen in the loop. So
+at most one operation is in flight; a call made while another is under way waits its turn, since the peer may act on
+the end of an operation before the event loop here has heard of it.
 The first failed edge operation, an overdue one, or `abort` makes the worker dead: every waiter gets the same
 HandoffError at once, the edge is aborted, and the thread closes the edge and ends when the backend lets go of it.
 A dead worker is replaced by a new one with the next generation's spec. `close` ends a living one in order.
@@ -22,7 +24,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from baton.core.errors import HandoffError, InvariantError
+from baton.core.errors import HandoffError
 from baton.transfer.edge import Edge, EdgeSpec, MakeEdge
 from baton.transfer.gloo import GlooEdge
 
@@ -73,7 +75,6 @@ class EdgeWorker:
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._pending: set[_Job] = set()
         self._busy_until = 0.0  # by then all that is queued has ended, or the watchdog has spoken
-        self._transfer: _Job | None = None
         self._lock = threading.Lock()  # guards dead, _edge, _pending
         self._ended = threading.Event()
 
@@ -132,9 +133,6 @@ class EdgeWorker:
     async def _edge_op(
         self, name: str, call: Callable[[Edge], None], limit_s: float, sent: int = 0, received: int = 0
     ) -> None:
-        if self._transfer is not None:
-            raise InvariantError(f"{self!r}: {name} while {self._transfer.name} is awaited")
-
         def on_thread() -> None:
             edge = self._connected_edge()
             if name == "connect":
@@ -144,13 +142,8 @@ class EdgeWorker:
             self.bytes_sent += sent
             self.bytes_received += received
 
-        job = _Job(name, on_thread, True)
-        self._transfer = job
-        try:
-            connect_s = 0.0 if self.connected else self.spec.connect_timeout_s
-            await self._submit(job, limit_s + connect_s)
-        finally:
-            self._transfer = None
+        connect_s = 0.0 if self.connected else self.spec.connect_timeout_s
+        await self._submit(_Job(name, on_thread, True), limit_s + connect_s)
 
     async def _submit(self, job: _Job, limit_s: float) -> Any:
         with self._lock:
