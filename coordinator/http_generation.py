@@ -68,6 +68,7 @@ class GenerationResponse(Response):
             log.warning("%s: client took nothing for %g s", self._submission.request_id, self._send_timeout_s)
             if ABORT in scope:
                 scope[ABORT]()
+                await asyncio.sleep(0)  # the connection is lost before the server asks how the answer ended
         elif error is not None:
             raise error
 

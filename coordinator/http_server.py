@@ -1,0 +1,209 @@
+"""The listening socket and the server under the app: uvicorn with httptools, without its signal handlers.
+
+    serve(app, host, port)   binds at once: a port in use is a StartupError of one line
+    await server.serve()     accepts until shutdown, returns when running answers have ended or the grace is over
+    server.shutdown()        stop accepting, close idle connections, let running answers end
+
+What uvicorn leaves open is closed in `GuardedProtocol`: an endless or dripping head, a body that goes on after its
+answer, more connections than there is room for, refusals that are not JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Generator
+from typing import Any, cast
+
+import orjson
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from baton.core.errors import StartupError, Unavailable
+from baton.rpc.status import error_body
+from coordinator.http_errors import error_response
+from coordinator.http_generation import ABORT
+
+MAX_UNFINISHED_HEAD_BYTES = 64 * 1024
+MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+HEAD_TIMEOUT_S = 10.0
+KEEP_ALIVE_S = 30
+MAX_CONNECTIONS = 4_096
+BACKLOG = 1_024
+SEND_BUFFER_BYTES = 64 * 1024
+
+_Refusal = tuple[int, str, str]
+_NOT_HTTP: _Refusal = (400, "invalid_http", "this is not an HTTP/1.1 request")
+_HEAD_TOO_LARGE: _Refusal = (431, "headers_too_large", "the head of the request is too large")
+_HEAD_TOO_SLOW: _Refusal = (408, "request_timeout", "the head of the request took too long")
+_FULL: _Refusal = (503, "overloaded", "too many connections")
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection. Its own state: the bytes of a head not complete yet (None while there is none), the timer of
+    that head, and how much of a body was dropped after its answer."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_bytes: int | None = 0
+        self._dropped = 0
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_too_slow)
+        sock = transport.get_extra_info("socket")
+        if sock is not None:  # left alone, the kernel would buffer megabytes for a client that reads nothing
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        if len(self.connections) > MAX_CONNECTIONS:
+            self._refuse(_FULL)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if self._head_bytes is not None:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes is not None and self._head_bytes > MAX_UNFINISHED_HEAD_BYTES:
+            self._refuse(_HEAD_TOO_LARGE)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = self._head_bytes or 0
+        self._head_timer.cancel()
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_too_slow)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._head_bytes = None
+        self._head_timer.cancel()
+        cast(dict[str, Any], self.scope)[ABORT] = self.transport.abort
+
+    def on_body(self, body: bytes) -> None:
+        if self.cycle.response_complete:
+            self._dropped += len(body)
+            if self._dropped > MAX_DISCARDED_BYTES:
+                self.transport.abort()
+        super().on_body(body)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(_NOT_HTTP)
+
+    def _head_too_slow(self) -> None:
+        if self._head_bytes:
+            self._refuse(_HEAD_TOO_SLOW)
+        elif not self.transport.is_closing():
+            self.transport.close()
+
+    def _refuse(self, refusal: _Refusal) -> None:
+        """Answers without the app, unless an answer is already under way, and closes."""
+        http, code, message = refusal
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            kind = "server_error" if http >= 500 else "invalid_request_error"
+            body = orjson.dumps(error_body(message, type=kind, code=code))
+            head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(STATUS_LINE[http] + head.encode() + body)
+        self.transport.close()
+
+
+class HttpServer:
+    """A bound server; `address` is where it listens."""
+
+    def __init__(self, app: ASGIApp, sock: socket.socket, *, grace_s: float) -> None:
+        self._sock = sock
+        host, port = sock.getsockname()[:2]
+        self.address: tuple[str, int] = (host, port)
+        self._server = _Quiet(
+            uvicorn.Config(
+                _Ending(app),
+                http=GuardedProtocol,
+                ws="none",
+                lifespan="off",
+                loop="asyncio",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=max(1, round(grace_s)),
+            )
+        )
+
+    @property
+    def started(self) -> bool:
+        return self._server.started
+
+    async def serve(self) -> None:
+        """Returns after `shutdown`. Cancelling it closes the listening socket too."""
+        try:
+            await self._server.serve(sockets=[self._sock])
+        finally:
+            self._sock.close()
+            await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
+
+    def shutdown(self) -> None:
+        """Begins the end; `serve` returns when it is over."""
+        self._server.should_exit = True
+
+
+def serve(
+    app: ASGIApp, host: str, port: int, sock: socket.socket | None = None, *, grace_s: float = 30.0
+) -> HttpServer:
+    """Binds `host:port` (port 0: any), or takes a bound `sock`. Raises StartupError in one line."""
+    return HttpServer(app, bind(host, port) if sock is None else sock, grace_s=grace_s)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening TCP socket, so that a second server on the port fails now and not later."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        sock = socket.socket(family, kind, proto)
+    except OSError as error:
+        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    sock.setblocking(False)
+    return sock
+
+
+class _Ending:
+    """Answers whose grace is over: 503 where none was begun, else the connection just ends, which no client takes for
+    a finished stream. Only under a server that cancels nothing else."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except asyncio.CancelledError:
+            if not started:
+                await error_response(Unavailable("the server is stopping", code="draining"))(scope, receive, send)
+
+
+class _Quiet(uvicorn.Server):
+    """Signals belong to the process, not to one of its servers."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    def _log_started_message(self, listeners: Any) -> None:
+        pass

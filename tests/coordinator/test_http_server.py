@@ -1,0 +1,205 @@
+"""The app on a real socket: clients that leave, that read slowly, that speak bad HTTP; start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+
+import pytest
+from fastapi import FastAPI
+
+from baton.core.errors import StartupError
+from coordinator import http_server
+from coordinator.http import HttpSettings, create_app
+from coordinator.http_server import serve
+from coordinator.submission import Delta
+from coordinator.text import TextModel
+from tests.support.fake_generator import FakeGenerator, say
+from tests.support.front_kit import RawClient, running
+
+TEXT = {"prompt": "Hello"}
+FOREVER = 60.0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("script", [[FOREVER], [Delta("a", (1,)), FOREVER]], ids=["prefill", "decode"])
+async def test_a_client_that_leaves_closes_the_generator_at_once(
+    app: FastAPI, generator: FakeGenerator, stream: bool, script: list[Delta | float]
+) -> None:
+    generator.script = script
+    async with running(app) as server:
+        client = await RawClient.connect(server)
+        await client.post("/v1/completions", TEXT | {"stream": stream})
+        await generator.until(submitted=1)
+        await asyncio.sleep(0.02)
+        left = time.monotonic()
+        await client.close()
+        await generator.until(finished=1)
+        assert time.monotonic() - left < 0.5
+
+
+async def test_a_generator_that_always_has_data_starves_nobody(app: FastAPI, generator: FakeGenerator) -> None:
+    generator.script, generator.endless = [Delta("x", (1,))] * 100, True
+    async with running(app) as server:
+        streams = [await RawClient.connect(server) for _ in range(3)]
+        for index, client in enumerate(streams):
+            await client.post("/v1/completions", TEXT | {"stream": index != 2})
+        readers = [asyncio.create_task(client.closed(FOREVER)) for client in streams]
+        await generator.until(submitted=3)
+        lags = []
+        for _ in range(30):
+            start = time.monotonic()
+            await asyncio.sleep(0.005)
+            lags.append(time.monotonic() - start - 0.005)
+        assert sorted(lags)[-3] < 0.05
+        for client in streams:
+            await client.close()
+        await generator.until(finished=3)
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def test_a_slow_reader_holds_back_its_own_stream_only(text_model: TextModel) -> None:
+    generator = FakeGenerator([Delta("x" * 200, (1,))] * 50, endless=True)
+    app = create_app(generator, text_model, HttpSettings("tiny", send_timeout_s=0.6))
+    async with running(app) as server:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, server.address)
+        slow = await RawClient.connect_to(sock)
+        slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await slow.post("/v1/completions", TEXT | {"stream": True})
+        await generator.until(submitted=1)
+        stuck_at = -1
+        while generator.yielded != stuck_at:  # until the socket is full and nothing more is asked for
+            stuck_at = generator.yielded
+            await asyncio.sleep(0.2)
+        assert generator.yielded * 350 < 300 << 10 and generator.finished == []
+        await generator.until(finished=1)  # and given up after send_timeout_s
+        await slow.close()
+
+
+async def test_stop_lets_a_running_answer_end(app: FastAPI, generator: FakeGenerator) -> None:
+    generator.script = [Delta("a", (1,)), 0.3, *say("b")]
+    async with running(app) as server:
+        client, idle = [await RawClient.connect(server) for _ in range(2)]
+        await client.post("/v1/completions", TEXT)
+        await generator.until(submitted=1)
+        server.shutdown()
+        assert await idle.closed()
+        status, headers, body = await client.answer()
+        assert (status, headers["connection"]) == (200, "close")
+        assert json.loads(body)["choices"][0]["text"] == "ab"
+        await client.close()
+        await idle.close()
+
+
+async def test_stop_ends_what_does_not_end_by_itself(app: FastAPI, generator: FakeGenerator) -> None:
+    generator.script = [Delta("a", (1,)), FOREVER]
+    async with running(app, grace_s=1) as server:
+        streaming, whole = [await RawClient.connect(server) for _ in range(2)]
+        await streaming.post("/v1/completions", TEXT | {"stream": True})
+        await whole.post("/v1/completions", TEXT)
+        await generator.until(submitted=2)
+    assert len(generator.finished) == 2
+    seen = await streaming.reader.read()
+    assert b"[DONE]" not in seen and not seen.endswith(b"0\r\n\r\n")  # never a false finish
+    status, _, body = await whole.answer()
+    assert (status, json.loads(body)["error"]["code"]) == (503, "draining")
+    await streaming.close()
+    await whole.close()
+
+
+async def test_a_port_in_use_is_one_line(app: FastAPI) -> None:
+    async with running(app) as server:
+        with pytest.raises(StartupError) as caught:
+            serve(app, *server.address)
+        host, port = server.address
+        assert str(caught.value) == f"cannot listen on {host}:{port}: Address already in use"
+    with pytest.raises(StartupError, match=r"cannot listen on no-such-host\.invalid:1"):
+        serve(app, "no-such-host.invalid", 1)
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"
+GET = b"GET /health HTTP/1.1\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+BAD_HTTP = {
+    "length and chunked": (HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+    "two lengths": (HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400),
+    "signed length": (HEAD + b"Content-Length: +2\r\n\r\n{}", 400),
+    "negative length": (HEAD + b"Content-Length: -2\r\n\r\n{}", 400),
+    "length with a space": (HEAD + b"Content-Length: 2 3\r\n\r\n{}", 400),
+    "chunked twice": (HEAD + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n", 400),
+    "space before the colon": (GET + b"Host : t\r\n\r\n", 400),
+    "folded header": (GET + b"Host: t\r\nX: a\r\n b\r\n\r\n", 400),
+    "bare line feeds": (b"GET /health HTTP/1.1\nHost: t\n\n", 400),
+    "no version": (b"GET /health\r\n\r\n", 400),
+    "not HTTP": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+    "chunk size not hex": (HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+    "no host": (GET + b"\r\n", 400),
+    "two hosts": (GET + b"Host: t\r\nHost: u\r\n\r\n", 400),
+    "empty host": (GET + b"Host: \r\n\r\n", 400),
+    "host with a path": (GET + b"Host: evil/health?x=\r\n\r\n", 400),
+    "host with a user": (GET + b"Host: a@b\r\n\r\n", 400),
+    "many headers": (GET + b"Host: t\r\n" + b"X: y\r\n" * 101 + b"\r\n", 431),
+    "a long header": (GET + b"Host: t\r\nX: " + b"y" * 9000 + b"\r\n\r\n", 431),
+    "long headers": (GET + b"Host: t\r\n" + (b"X: " + b"y" * 6000 + b"\r\n") * 3 + b"\r\n", 431),
+    "an endless header": (GET + b"Host: t\r\nX: " + b"y" * 70_000, 431),
+    "a long path": (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: t\r\n\r\n", 414),
+    "body declared over the cap": (HEAD + b"Content-Length: 9999999\r\n\r\n", 413),
+    "body over the cap in chunks": (HEAD + CHUNKED + (b"80000\r\n" + b" " * 0x80000 + b"\r\n") * 3, 413),
+}
+
+
+async def test_bad_http_is_refused_in_the_same_shape(app: FastAPI, generator: FakeGenerator) -> None:
+    found = {}
+    async with running(app) as server:
+        for name, (raw, _) in BAD_HTTP.items():
+            client = await RawClient.connect(server)
+            await client.send(raw)
+            found[name], _, body = await client.answer()
+            error = json.loads(body)["error"]
+            assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) < 250, name
+            await client.close()
+            again = await RawClient.connect(server)
+            await again.send(GET + b"Host: t\r\n\r\n")
+            assert (await again.answer())[0] == 200, name
+            await again.close()
+    assert found == {name: expected for name, (_, expected) in BAD_HTTP.items()}
+    assert generator.submissions == []
+
+
+async def test_slow_heads_and_bodies_are_cut(text_model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.2)
+    app = create_app(FakeGenerator(), text_model, HttpSettings("tiny", body_timeout_s=0.2))
+    async with running(app) as server:
+        silent, head, body = [await RawClient.connect(server) for _ in range(3)]
+        await head.send(GET)
+        await body.send(HEAD + b"Content-Length: 10\r\n\r\n{")
+        assert (await head.answer())[0] == 408
+        assert (await body.answer())[0] == 408
+        for client in (silent, head, body):
+            assert await client.closed()
+            await client.close()
+
+
+async def test_connections_are_kept_and_pipelined(app: FastAPI) -> None:
+    async with running(app) as server:
+        client = await RawClient.connect(server)
+        await client.send((GET + b"Host: t\r\n\r\n") * 3)
+        assert [(await client.answer())[0] for _ in range(3)] == [200, 200, 200]
+        await client.post("/v1/completions", TEXT)
+        assert (await client.answer())[0] == 200
+        await client.close()
+
+
+async def test_too_many_connections_are_turned_away(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
+    async with running(app) as server:
+        clients = [await RawClient.connect(server) for _ in range(3)]
+        status, _, body = await clients[2].answer()
+        assert (status, json.loads(body)["error"]["code"]) == (503, "overloaded")
+        for client in clients:
+            await client.close()

@@ -1,0 +1,73 @@
+"""A front end on a real socket, and a client that speaks bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from coordinator.http_server import HttpServer, serve
+
+
+@contextlib.asynccontextmanager
+async def running(app: ASGIApp, *, grace_s: float = 1.0) -> AsyncIterator[HttpServer]:
+    """`app` served on a free port of the loopback interface."""
+    server = serve(app, "127.0.0.1", 0, grace_s=grace_s)
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.005)
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        await task
+
+
+class RawClient:
+    """One connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def connect(cls, server: HttpServer) -> RawClient:
+        return cls(*await asyncio.open_connection(*server.address))
+
+    @classmethod
+    async def connect_to(cls, sock: socket.socket) -> RawClient:
+        return cls(*await asyncio.open_connection(sock=sock))
+
+    async def post(self, path: str, body: Any, *headers: str) -> None:
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        lines = [f"POST {path} HTTP/1.1", "Host: t", "Content-Type: application/json", f"Content-Length: {len(raw)}"]
+        await self.send("\r\n".join([*lines, *headers]).encode() + b"\r\n\r\n" + raw)
+
+    async def send(self, raw: bytes) -> None:
+        self.writer.write(raw)
+        await self.writer.drain()
+
+    async def answer(self, timeout_s: float = 5.0) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body (only of answers that declare their length)."""
+        async with asyncio.timeout(timeout_s):
+            head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in head[1:] if line)}
+            body = await self.reader.readexactly(int(headers.get("content-length", 0)))
+            return int(head[0].split(" ")[1]), headers, body
+
+    async def closed(self, timeout_s: float = 5.0) -> bool:
+        """Whether the server ends the connection."""
+        async with asyncio.timeout(timeout_s):
+            with contextlib.suppress(ConnectionError):
+                while await self.reader.read(1 << 16):
+                    pass
+            return True
+
+    async def close(self) -> None:
+        self.writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self.writer.wait_closed()
