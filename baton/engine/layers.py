@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -106,3 +107,24 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up, for gate and up side by side in the last dimension."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def swiglu_exact(gate_up: Tensor) -> Tensor:
+    """The same, row-invariant. torch's silu takes its vector path for most elements and its scalar path, with another
+    exp, for the last few of each thread's share: which those are depends on the number of rows. Its exp alone does not
+    (measured), and the other operations here round the same everywhere."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate.div(torch.exp(-gate).add_(1.0)).mul_(up)
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """The pieces of a layer that come in a fast and an exact kind."""
+
+    make_linear: Callable[[Projection], Linear]
+    make_norm: Callable[[Tensor, float], Norm]
+    swiglu: Callable[[Tensor], Tensor]
+
+
+FAST = Arithmetic(make_linear, RMSNorm, swiglu)
+EXACT = Arithmetic(make_linear, RMSNorm, swiglu_exact)

@@ -9,8 +9,6 @@ Shapes: T tokens, S sampled positions, H and K local query and KV heads, D head 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,21 +17,16 @@ from baton.core.model_config import ModelConfig
 from baton.engine.attention import Attention
 from baton.engine.batch import Batch
 from baton.engine.kv_pool import KVPool
-from baton.engine.layers import Linear, Norm, Rotary, rotate, swiglu
+from baton.engine.layers import Arithmetic, Rotary, rotate
 from baton.engine.tp import TPGroup
 from baton.engine.weights import LayerWeights, Projection, WeightReader
-
-MakeLinear = Callable[[Projection], Linear]
-MakeNorm = Callable[[Tensor, float], Norm]
 
 
 class DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(
-        self, weights: LayerWeights, config: ModelConfig, group: TPGroup, make_linear: MakeLinear, make_norm: MakeNorm
-    ) -> None:
-        eps = config.rms_norm_eps
+    def __init__(self, weights: LayerWeights, config: ModelConfig, group: TPGroup, arithmetic: Arithmetic) -> None:
+        make_linear, make_norm, eps = arithmetic.make_linear, arithmetic.make_norm, config.rms_norm_eps
         self._group = group
         self._head_dim = config.head_dim
         self._num_heads = config.num_heads // group.size
@@ -46,6 +39,7 @@ class DecoderLayer:
         self._mlp_norm = make_norm(weights.mlp_norm, eps)
         self._gate_up = make_linear(weights.gate_up)
         self._down = make_linear(weights.down)
+        self._swiglu = arithmetic.swiglu
 
     def queries_keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, hidden] -> queries [T, H, D], keys and values [T, K, D], queries and keys turned by position."""
@@ -61,29 +55,22 @@ class DecoderLayer:
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """Adds attention's output [T, H * D] and the MLP's to the residual stream x [T, hidden]."""
         x = x + self._group.sum(self._attention_out(attended))
-        return x + self._group.sum(self._down(swiglu(self._gate_up(self._mlp_norm(x)))))
+        return x + self._group.sum(self._down(self._swiglu(self._gate_up(self._mlp_norm(x)))))
 
 
 class Model:
     """One rank's share of a decoder-only transformer."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        weights: WeightReader,
-        group: TPGroup,
-        rotary: Rotary,
-        make_linear: MakeLinear,
-        make_norm: MakeNorm,
+        self, config: ModelConfig, weights: WeightReader, group: TPGroup, rotary: Rotary, arithmetic: Arithmetic
     ) -> None:
         self._windows = config.windows
         self._embedding = weights.embedding()
         self._layers = [
-            DecoderLayer(weights.layer(index), config, group, make_linear, make_norm)
-            for index in range(config.num_layers)
+            DecoderLayer(weights.layer(index), config, group, arithmetic) for index in range(config.num_layers)
         ]
-        self._norm = make_norm(weights.final_norm(), config.rms_norm_eps)
-        self._head = make_linear(Projection(weights.head(), None))
+        self._norm = arithmetic.make_norm(weights.final_norm(), config.rms_norm_eps)
+        self._head = arithmetic.make_linear(Projection(weights.head(), None))
         self._rotary = rotary
 
     def forward(self, batch: Batch, kv: KVPool, attention: Attention) -> Tensor:

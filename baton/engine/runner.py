@@ -26,9 +26,10 @@ from baton.engine.batch import Batch, make_batch
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
 from baton.engine.device import choose_device, choose_dtype, default_kv_bytes
 from baton.engine.kv_pool import KVPool, plan_blocks
-from baton.engine.layers import RMSNorm, Rotary, make_linear
+from baton.engine.layers import EXACT, FAST, Rotary
 from baton.engine.model import Model
 from baton.engine.sampler import sample
+from baton.engine.selftest import prove_row_invariance
 from baton.engine.tp import TPGroup
 from baton.engine.weights import WeightReader
 
@@ -106,7 +107,7 @@ class Runner:
         vocab_size = self.model_config.vocab_size
         return make_batch(plan, self.layout, vocab_size, self.max_model_len, self._device, self._min_tokens)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _forward(self, batch: Batch) -> Tensor:
         if not batch.spans:
             return torch.empty((0, self.model_config.vocab_size))
@@ -122,15 +123,15 @@ def load_runner(options: EngineOptions, on_stage: OnStage | None = None) -> Runn
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device, options.exact)
     torch_dtype: torch.dtype = getattr(torch, dtype)
-    with _stage("check", on_stage), torch.inference_mode():
+    with _stage("check", on_stage), torch.no_grad():
         config = read_model_config(options.model_dir)
         weights = WeightReader(Checkpoint.open(options.model_dir), config, TPGroup(), torch_dtype, device)
         longest = _longest(config, options)
         digest = model_digest(options.model_dir)
-    with _stage("load", on_stage), torch.inference_mode():
+    with _stage("load", on_stage), torch.no_grad():
         rotary = Rotary(config, longest, torch_dtype, device)
-        model = Model(config, weights, TPGroup(), rotary, make_linear, RMSNorm)
-    with _stage("kv", on_stage), torch.inference_mode():
+        model = Model(config, weights, TPGroup(), rotary, EXACT if options.exact else FAST)
+    with _stage("kv", on_stage), torch.no_grad():
         layout = config.kv_layout(options.block_size, dtype)
         budget = options.kv_memory_bytes
         if budget is None:
@@ -146,6 +147,9 @@ def load_runner(options: EngineOptions, on_stage: OnStage | None = None) -> Runn
     runner = Runner(model, config, kv, attention, options, max_model_len=max_model_len, digest=digest, device=device)
     with _stage("warm-up", on_stage):
         _warm_up(runner)
+    if options.exact:
+        with _stage("self-test", on_stage):
+            prove_row_invariance(runner.step_logits, kv, config.vocab_size, max_model_len, options.max_num_tokens)
     return runner
 
 

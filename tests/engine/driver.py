@@ -37,7 +37,8 @@ def block_ids(runner: Runner, seed: int = 0) -> Iterator[int]:
 
 @dataclass
 class Job:
-    """One sequence. `tokens` is the prompt and then what was generated; `logits` those each was sampled from."""
+    """One sequence. `tokens` is the prompt and then what was generated; `logits` those each was sampled from. The last
+    `resumed` tokens of the prompt are output of an earlier attempt."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -47,6 +48,7 @@ class Job:
     tokens: list[int] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
     computed: int = 0
+    resumed: int = 0
 
     @property
     def output(self) -> list[int]:
@@ -66,7 +68,7 @@ class Job:
             self.blocks,
             self.sampling,
             num_sampled=int(last),
-            output_index=len(self.output),
+            output_index=self.resumed + len(self.output),
         )
 
 

@@ -1,0 +1,77 @@
+"""The proof, at start, that exact mode holds on this machine, with this model, these kernels and these threads.
+
+A sequence of random tokens is computed twice: in one long row among other rows, and alone in short chunks down to
+single tokens. Every key and value of every layer, and the logits at the end, must have the same bits. If a kernel
+library sums in another order for another number of rows, this is where it shows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from baton.core.errors import StartupError
+from baton.core.request import SamplingParams, SequenceId
+from baton.core.step import Row, StepPlan
+from baton.engine.kv_pool import KVPool
+
+StepLogits = Callable[[StepPlan], list[Tensor]]
+
+_LENGTH = 180
+_CHUNKS = (7, 16, 1, 64, 33, 2, 1, 40)
+_MATE_LENGTHS = (130, 17, 1)
+_LAST = 3  # tokens at the end that are computed as decode steps the second time, and whose logits are compared
+
+
+def prove_row_invariance(step_logits: StepLogits, kv: KVPool, vocab_size: int, max_len: int, max_tokens: int) -> None:
+    """Raises StartupError if a row's bits depend on what it is computed with. Writes KV into blocks that nobody owns
+    yet; a small pool or step budget shortens the sequences."""
+    size = kv.layout.block_size
+    length = min(_LENGTH, max_len, max_tokens // 3, max(1, (kv.num_blocks - 4 * len(_MATE_LENGTHS)) // 3) * size)
+    if length <= _LAST:
+        raise StartupError("exact mode: the KV pool is too small for its self-test")
+    generator = random.Random(0)
+    free = iter(range(kv.num_blocks))
+
+    def sequence(count: int) -> tuple[list[int], tuple[int, ...]]:
+        tokens = [generator.randrange(vocab_size) for _ in range(count)]
+        return tokens, tuple(next(free) for _ in range(kv.layout.blocks_for(count)))
+
+    tokens, batched = sequence(length)
+    alone = tuple(next(free) for _ in batched)
+    mates = [sequence(min(count, length // 3 + 1)) for count in _MATE_LENGTHS]
+    rows = [_row(mate, 0, len(mate), blocks, 1) for mate, blocks in mates]
+    together = step_logits(StepPlan(0, (*rows, _row(tokens, 0, length, batched, _LAST))))[-1]
+    parts: list[Tensor] = []
+    start = 0
+    while start < length:
+        left = length - _LAST - start
+        count = min(_CHUNKS[len(parts) % len(_CHUNKS)], left) if left > 0 else 1
+        sampled = int(left <= 0)
+        parts += step_logits(StepPlan(len(parts) + 1, (_row(tokens, start, count, alone, sampled),)))
+        start += count
+    for layer, tensors in enumerate(kv.layers):
+        for name, cache in zip(("keys", "values"), tensors, strict=True):
+            _compare(f"{name} of layer {layer}", _piece(cache, batched, length), _piece(cache, alone, length))
+    _compare("logits", together, torch.cat(parts))
+
+
+def _row(tokens: list[int], start: int, count: int, blocks: tuple[int, ...], sampled: int) -> Row:
+    greedy = SamplingParams(temperature=0.0)
+    return Row(SequenceId("self-test"), start, tuple(tokens[start : start + count]), blocks, greedy, sampled)
+
+
+def _piece(cache: Tensor, blocks: tuple[int, ...], length: int) -> Tensor:
+    return cache[list(blocks)].flatten(0, 1)[:length]
+
+
+def _compare(what: str, together: Tensor, alone: Tensor) -> None:
+    if not torch.equal(together, alone):
+        differing = int((together != alone).flatten(1).any(dim=1).sum())
+        raise StartupError(
+            f"exact mode: self-test failed: {what} differ between batched and single computation at {differing} of "
+            f"{len(together)} positions; the kernels of this machine are not row-invariant"
+        )

@@ -1,0 +1,101 @@
+"""Exact mode: the bits of a row's logits do not depend on what it is computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.core.errors import StartupError
+from baton.core.request import SamplingParams
+from baton.core.step import StepOutcome, StepPlan
+from baton.engine.runner import Runner
+from baton.engine.selftest import prove_row_invariance
+from tests.engine.driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
+
+SEEDED = SamplingParams(temperature=0.8, seed=1234)
+ARCHS = {
+    "llama": {"arch": "llama"},
+    "mistral": {"arch": "mistral"},
+    "qwen2": {"arch": "qwen2", "intermediate_size": 176},
+    "qwen3": {"arch": "qwen3", "head_dim": 24, "num_heads": 6, "num_kv_heads": 3, "vocab_size": 333},
+}
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def exact(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Runner:
+    return tiny_runner(checkpoint(**ARCHS[request.param]), exact=True)
+
+
+@pytest.mark.parametrize("chunk", [7, 16, 64, 512])
+def test_chunks_do_not_change_bits(exact: Runner, chunk: int) -> None:
+    tokens = random_tokens(530)
+    assert torch.equal(all_logits(exact, tokens, [chunk], seed=1), all_logits(exact, tokens, [530], seed=2))
+
+
+def test_kv_made_by_decode_equals_kv_made_by_prefill(exact: Runner) -> None:
+    tokens = random_tokens(140)
+    by_decode = all_logits(exact, tokens, [1])
+    assert torch.equal(by_decode, all_logits(exact, tokens, [140], seed=1))
+    assert torch.equal(by_decode, all_logits(exact, tokens, [90, 1, 1, 1], seed=2))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_batch_mates_do_not_change_bits_or_tokens(exact: Runner, sampling: SamplingParams) -> None:
+    lengths = {5: 100, 33: 7, 100: 16, 130: 64, 17: 1, 64: 33, 1: 512, 90: 40, 48: 16}
+    together = [Job(random_tokens(n, seed=n), 24, sampling, chunk) for n, chunk in lengths.items()]
+    run(exact, together)
+    for job in together[::3]:
+        for chunk in (16, 512):
+            alone = Job(job.prompt, 24, sampling, chunk)
+            run(exact, [alone], seed=chunk)
+            assert alone.output == job.output
+            assert torch.equal(torch.cat(alone.logits), torch.cat(job.logits))
+
+
+def test_resumed_output_continues_as_if_nothing_had_happened(exact: Runner) -> None:
+    job = Job(random_tokens(40), 30, SEEDED)
+    run(exact, [job])
+    resumed = Job(job.tokens[:55], 15, SEEDED, resumed=15)
+    run(exact, [resumed], seed=9)
+    assert resumed.output == job.output[15:]
+    assert torch.equal(torch.cat(resumed.logits), torch.cat(job.logits[15:]))
+
+
+def test_shapes_of_a_real_model(checkpoint: Callable[..., Path]) -> None:
+    """At 1,536 -> 576, oneDNN sums a product of one row differently from one of several (seen on Zen 5)."""
+    model_dir = checkpoint(
+        hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3, head_dim=64, num_layers=2, tied=True
+    )
+    runner = tiny_runner(model_dir, exact=True)
+    tokens = random_tokens(200)
+    assert torch.equal(all_logits(runner, tokens, [100, 1, 7, 1, 1, 64]), all_logits(runner, tokens, [200], seed=1))
+
+
+def test_self_test_refuses_the_fast_path(checkpoint: Callable[..., Path]) -> None:
+    runner = tiny_runner(checkpoint("llama"))
+    with pytest.raises(StartupError, match=r"self-test failed: .* of layer 1 differ .* not row-invariant"):
+        prove_row_invariance(runner.step_logits, runner.kv, 320, runner.max_model_len, 8192)
+
+
+def test_self_test_sees_one_bit_in_the_logits(exact: Runner) -> None:
+    def disturbed(plan: StepPlan) -> list[torch.Tensor]:
+        logits = exact.step_logits(plan)
+        if len(plan.rows) > 1:
+            logits[-1][-1, 7] = torch.nextafter(logits[-1][-1, 7], torch.tensor(torch.inf))
+        return logits
+
+    with pytest.raises(StartupError, match="logits differ between batched and single computation at 1 of 3 positions"):
+        prove_row_invariance(disturbed, exact.kv, 320, exact.max_model_len, 8192)
+
+
+def test_self_test_fits_a_small_pool_and_step(checkpoint: Callable[..., Path]) -> None:
+    runner = tiny_runner(checkpoint("llama"), exact=True, kv_memory_bytes=30 * 16 * 768, max_num_tokens=64)
+    assert isinstance(runner.step(StepPlan(1, ())), StepOutcome)
+
+
+def test_exact_mode_is_float32_only(checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(StartupError, match="exact mode computes in float32"):
+        tiny_runner(checkpoint("llama"), exact=True, dtype="bfloat16")
