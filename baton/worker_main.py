@@ -60,7 +60,8 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
             refusal = _first(group)
             raise StartupError(f"{config.worker_id}: the coordinator refused this worker: {refusal.message}") from None
         log.info("drained")
-        return 0
+        logging.shutdown()
+        os._exit(0)  # all is closed; the C++ threads of torch and grpc may abort a process that unwinds under them
 
     run_main(command, argv, prog_name=role)
 

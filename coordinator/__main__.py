@@ -19,7 +19,7 @@ from coordinator.cluster import Cluster
 from coordinator.control import serve_control
 from coordinator.grpc_service import PublicServer
 from coordinator.http import HttpSettings, create_app
-from coordinator.http_server import HttpServer
+from coordinator.http_server import serve
 from coordinator.pipeline import Pipeline
 from coordinator.text import TextModel
 from coordinator.translate import Translator
@@ -51,38 +51,42 @@ async def _serve(config: CoordinatorConfig) -> None:
         text,
         HttpSettings(model_name=name, request_timeout_s=config.request_timeout_s, max_body_bytes=max_body_bytes),
     )
-    http = HttpServer(app, config.host, config.port)
+    http = serve(app, config.host, config.port, grace_s=2.0)
     public = PublicServer(pipeline, Translator(text, deadline_s=config.request_timeout_s), name, max_body_bytes)
     control, control_port = await serve_control(cluster, config.control_host, config.control_port)
-    grpc_port = await public.start(config.host, config.grpc_port)
-    await http.start()
+    background: list[asyncio.Task[None]] = []
+    try:
+        grpc_port = await public.start(config.host, config.grpc_port)
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        serving = asyncio.create_task(http.serve(), name="HTTP server")
+        background += [
+            serving,
+            asyncio.create_task(cluster.tick(), name="cluster tick"),
+            asyncio.create_task(public.watch_health(), name="gRPC health"),
+        ]
+        for task in background:
+            task.add_done_callback(lambda t: _end_on_failure(t, stop))
+        addresses = {
+            "http": f"{config.host}:{http.address[1]}",
+            "grpc": f"{config.host}:{grpc_port}",
+            "control": f"{config.control_host}:{control_port}",
+        }
+        log.info("serving %s: %s", name, addresses)
+        if config.ready_file:
+            _write_atomically(Path(config.ready_file), json.dumps(addresses))
 
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    background = [
-        asyncio.create_task(cluster.tick(), name="cluster tick"),
-        asyncio.create_task(public.watch_health(), name="gRPC health"),
-    ]
-    for task in background:
-        task.add_done_callback(lambda t: _end_on_failure(t, stop))
-    addresses = {
-        "http": f"{config.host}:{http.port}",
-        "grpc": f"{config.host}:{grpc_port}",
-        "control": f"{config.control_host}:{control_port}",
-    }
-    log.info("serving %s: %s", name, addresses)
-    if config.ready_file:
-        _write_atomically(Path(config.ready_file), json.dumps(addresses))
-
-    await stop.wait()  # until SIGTERM or SIGINT
-    await cluster.drain(config.drain_timeout_s)
-    await http.stop(grace_s=2.0)
-    await public.stop(grace_s=2.0)
-    await control.stop(1.0)
-    for task in background:
-        task.cancel()
-    text.close()
+        await stop.wait()  # until SIGTERM or SIGINT, or a background task fails
+        await cluster.drain(config.drain_timeout_s)
+        http.shutdown()
+        await asyncio.wait({serving}, timeout=5.0)
+    finally:
+        await public.stop(grace_s=2.0)
+        await control.stop(1.0)
+        for task in background:
+            task.cancel()
+        text.close()
     failed = [t for t in background if t.done() and not t.cancelled() and t.exception() is not None]
     if failed:
         raise StartupError(f"{failed[0].get_name()} failed: {failed[0].exception()}")

@@ -111,8 +111,12 @@ class IncomingLink:
                 self._owner.transfer_lost(sequence, reason)
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=5.0)
-            if self._edge is not None:
-                await self._edge.close(timeout_s=2.0)
+            await self.close_edge()
+
+    async def close_edge(self) -> None:
+        if self._edge is not None:
+            self._edge.abort("the link is closed")
+            await self._edge.close(timeout_s=2.0)
 
     async def _on(self, message: object) -> None:
         match message:
@@ -253,6 +257,10 @@ class Incoming:
     def abort(self, sequence: SequenceId, reason: str) -> None:
         for link in self._links:
             link.abort(sequence, reason)
+
+    async def close(self) -> None:
+        """Ends every edge; the streams end with the server that carries them."""
+        await asyncio.gather(*(link.close_edge() for link in self._links))
 
     def make_edge(self, message: EdgeOpen) -> EdgeWorker:
         return EdgeWorker(

@@ -107,6 +107,7 @@ class DecodeWorker:
         self.scheduler.check()
 
     async def close(self) -> None:
+        await self.incoming.close()
         if self._server is not None:
             await self._server.stop(grace=0.2)
         self.store.close()

@@ -88,7 +88,7 @@ class WorkerSession:
                     await self._one_session()
                     log.warning("session with %s ended; dialling again", self._address)
                 except LinkLost as e:
-                    log.info("no coordinator: %s", e.message)
+                    log.log(logging.INFO if delay <= 0.1 else logging.DEBUG, "no coordinator yet: %s", e.message)
                 except BatonError as e:
                     if e.code == "join_refused":
                         raise JoinRefused(e.message) from e
