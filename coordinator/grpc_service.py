@@ -22,6 +22,7 @@ from coordinator.submission import Delta, Generator, Submission
 from coordinator.translate import Options, Translator
 
 SERVICE = serving_pb2.DESCRIPTOR.services_by_name["Serving"].full_name
+SERVED = frozenset({"request_id", "model", "text", "token_ids", "messages", "max_tokens", "sampling", "stop"})
 SERVED_SAMPLING = frozenset({"temperature", "top_p", "top_k", "seed", "ignore_eos"})
 # Fields this version does not serve, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -75,7 +76,8 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
 
     async def _submission(self, request: serving_pb2.GenerateRequest, remaining_s: float | None) -> Submission:
         if request.model and request.model != self._model:
-            raise NotFound(f"the model {request.model[:200]!r} is not served here", code="model_not_found", param="model")
+            name = request.model[:200]
+            raise NotFound(f"the model {name!r} is not served here", code="model_not_found", param="model")
         _refuse_unserved(request)
         options, request_id = _options(request), request.request_id or secrets.token_hex(16)
         if len(request_id) > 128 or not request_id.isascii() or not request_id.isprintable():
@@ -102,10 +104,7 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
 
 def _refuse_unserved(request: serving_pb2.GenerateRequest) -> None:
     """A field that would change the answer and is not served is refused by name, never ignored."""
-    for message, served in (
-        (request.sampling, SERVED_SAMPLING),
-        (request, frozenset({"request_id", "model", "text", "token_ids", "messages", "max_tokens", "sampling", "stop"})),
-    ):
+    for message, served in ((request.sampling, SERVED_SAMPLING), (request, SERVED)):
         for field, value in message.ListFields():
             if field.name in served or value in NEUTRAL.get(field.name, ()):
                 continue

@@ -194,12 +194,13 @@ def _signed(pattern: int) -> int:
 
 def _request_message(value: request.GenerateRequest) -> types_pb2.SequenceRequest:
     s = value.sampling
+    sampling = types_pb2.SamplingParams(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, seed=_signed(s.seed))
     return types_pb2.SequenceRequest(
         sequence=to_message(value.sequence_id),
         prompt=value.prompt,
         output=value.output,
         max_tokens=value.max_tokens,
-        sampling=types_pb2.SamplingParams(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, seed=_signed(s.seed)),
+        sampling=sampling,
         eos_token_ids=value.eos_token_ids,
         deadline_ms=max(0, round(value.deadline_s * 1000)),
         tenant=value.tenant,
