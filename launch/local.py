@@ -33,6 +33,7 @@ TICK_S = 0.2
 REMIND_S = 10.0
 COORDINATOR_START_TIMEOUT_S = 60.0
 STOP_GRACE_S = 5.0
+AGENT_EXIT_S = 10.0
 
 
 class LocalCluster:
@@ -156,7 +157,7 @@ class LocalCluster:
                 draining.append(("coordinator", coordinator))
         while any(child.poll() is None for _, child in draining) and signals.stops < 2 and time.monotonic() < deadline:
             if coordinator is not None and coordinator.poll() is not None:
-                deadline = min(deadline, time.monotonic() + STOP_GRACE_S)
+                deadline = min(deadline, time.monotonic() + AGENT_EXIT_S)
                 coordinator = None
             signals.wait(TICK_S)
         failed = False

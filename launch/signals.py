@@ -15,7 +15,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Signals:
     """While open, SIGINT, SIGTERM and SIGHUP only raise `stops`, and SIGCHLD ends a wait. Main thread only.
 
-    A signal that was ignored at start (SIGHUP under nohup) stays ignored.
+    SIGHUP stays ignored where it was (nohup); SIGINT does not, since a shell ignores it for what it runs with `&`.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Signals:
         self._writer.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in (*_STOPPING, signal.SIGCHLD):
-            if signal.getsignal(number) is signal.SIG_IGN and number != signal.SIGCHLD:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue
             self._before[number] = signal.signal(number, self._received)
         return self

@@ -74,4 +74,4 @@ class Supervised:
         if isinstance(verdict, GiveUp):
             raise StartupError(f"{self.name} ended with {describe_exit(code)} before it joined; its log is {log}")
         self._restart_at = verdict.at
-        self._console.stage(self.name, f"starting again in {verdict.wait_s:.0f} s")
+        self._console.stage(self.name, f"starting again in {verdict.wait_s:g} s")

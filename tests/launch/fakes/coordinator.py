@@ -1,0 +1,79 @@
+"""Stands in for the coordinator: ports, ready-file, GET /workers, drain on SIGTERM. Workers join over HTTP.
+
+FAKE_COORDINATOR selects trouble: `refuse` (startup error), `hang` (never drains), `crash-once` (dies after a second).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from baton.process import die_with_parent
+
+
+def main() -> None:
+    die_with_parent()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", action="append", type=int)
+    parser.add_argument("--ready-file", type=Path)
+    options, _ = parser.parse_known_args()
+    mode = os.environ.get("FAKE_COORDINATOR", "")
+    if mode == "refuse":
+        print("error: the fake coordinator refuses", file=sys.stderr)
+        sys.exit(3)
+    workers: dict[str, dict[str, object]] = {}
+    draining = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/workers":
+                self.reply({"workers": list(workers.values())})
+            else:
+                self.reply({"drain": draining.is_set()})
+
+        def do_POST(self) -> None:
+            worker = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            workers[worker["id"]] = worker
+            self.reply({})
+
+        def reply(self, value: object) -> None:
+            body = json.dumps(value).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", options.port[-1]), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    address = f"127.0.0.1:{server.server_address[1]}"
+    partial = options.ready_file.with_suffix(".tmp")
+    partial.write_text(json.dumps({"http": address, "grpc": address, "control": address}))
+    partial.replace(options.ready_file)
+    marker = options.ready_file.with_name("crashed")
+    if mode == "crash-once" and not marker.exists():
+        marker.touch()
+        time.sleep(1.0)
+        print("the fake coordinator crashes", flush=True)
+        os._exit(1)
+    stop.wait(60)
+    draining.set()
+    if mode == "hang":
+        time.sleep(60)
+    time.sleep(0.3)  # the workers poll every 0.05 s
+
+
+if __name__ == "__main__":
+    main()

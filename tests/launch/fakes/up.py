@@ -1,0 +1,28 @@
+"""`baton up` with fake processes; FAKE_AGENT=1 puts the workers under the real torchrun agent."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from baton.options import config_command, run_main
+from launch.plan import Programs, torchrun
+from launch.restart import Backoff
+from launch.up import up
+from launch.up_config import UpConfig
+
+HERE = Path(__file__).parent
+
+
+@config_command(UpConfig, name="up", help="A fake cluster.")
+def command(config: UpConfig) -> int:
+    worker: tuple[str, ...] = (sys.executable, str(HERE / "worker.py"))
+    if os.environ.get("FAKE_AGENT"):
+        worker = (*torchrun("x")[:-2], str(HERE / "worker.py"))
+    programs = Programs((sys.executable, str(HERE / "coordinator.py")), {"prefill": worker, "decode": worker})
+    return up(config, programs, Backoff(first_s=0.2, tries_before_joining=2))
+
+
+if __name__ == "__main__":
+    run_main(command)

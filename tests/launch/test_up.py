@@ -1,0 +1,170 @@
+"""`baton up` around fake processes: stages, restarts, refusals, and that nothing is ever left running."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import Cluster, command_line, start_cluster, wait_ready
+
+FAKE_UP = (sys.executable, str(Path(__file__).parent / "fakes" / "up.py"))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "tiny-model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+@pytest.fixture
+def start(tmp_path: Path, model: Path):
+    started: list[Cluster] = []
+
+    def run(env: dict[str, str] | None = None, **flags: object) -> Cluster:
+        started.append(start_cluster(model, run_dir=tmp_path / "run", env=env, program=FAKE_UP, **flags))
+        return started[-1]
+
+    yield run
+    for cluster in started:
+        cluster.destroy()
+
+
+def output(cluster: Cluster) -> str:
+    return cluster.output.read_text()
+
+
+def ended(cluster: Cluster, expect: int) -> list[str]:
+    """Waits for an end by itself; the lines it printed."""
+    cluster.process.wait(20)
+    cluster.stop(expect)
+    return output(cluster).splitlines()
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_ready_then_a_signal_drains_and_exits_0(start, sig: int) -> None:
+    cluster = wait_ready(start(prefill=1, decode=2))
+    assert sorted(cluster.workers()) == ["decode-0", "decode-1", "prefill-0"]
+    lines = output(cluster).splitlines()
+    assert sum(" ready " in line for line in lines) == 1
+    curl = shlex.split(lines[-1])
+    assert curl[0] == "curl" and curl[2] == f"{cluster.url}/v1/completions" and '"model": "tiny-model"' in curl[-1]
+    for name in ("coordinator", "prefill-0", "decode-0", "decode-1"):
+        assert str(cluster.run_dir / f"{name}.log") in output(cluster)
+    cluster.stop(0, sig)
+    assert "all ended well" in output(cluster)
+
+
+def test_each_worker_has_its_own_core(start) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    cluster = wait_ready(start())
+    pinned = [os.sched_getaffinity(cluster.pids(name)[0]) for name in ("prefill-0", "decode-0")]
+    assert not pinned[0] & pinned[1]
+    assert len(os.sched_getaffinity(cluster.coordinator_pid())) == len(cores)
+    cluster.stop()
+
+
+def test_dead_worker_is_shown_and_started_again(start) -> None:
+    cluster = wait_ready(start())
+    before = cluster.pids("decode-0")[0]
+    cluster.kill(before)
+    cluster.wait_until(lambda c: c.pids("decode-0")[0] != before, "second life of decode-0")
+    cluster.wait_until(lambda c: output(c).count("joined") == 3, "third join")
+    assert "decode-0      died: killed by SIGKILL" in output(cluster)
+    assert "| worker starts with" in output(cluster)
+    cluster.stop()
+
+
+def test_dead_coordinator_comes_back_on_the_same_ports(start) -> None:
+    cluster = wait_ready(start(env={"FAKE_COORDINATOR": "crash-once"}))
+    url = cluster.url
+    cluster.wait_until(lambda c: output(c).count("joined") == 4, "workers to join again")
+    assert "coordinator   died: exit code 1" in output(cluster) and "| the fake coordinator crashes" in output(cluster)
+    assert sorted(cluster.workers()) == ["decode-0", "prefill-0"] and cluster.url == url
+    cluster.stop()
+
+
+def test_startup_error_of_a_worker_is_the_last_line(start) -> None:
+    lines = ended(start(env={"FAKE_WORKER": "refuse"}), expect=3)
+    assert lines[-1].startswith("error: ") and lines[-1].endswith("lm_head.weight in model.safetensors is damaged")
+    assert "noise" not in "\n".join(lines)
+
+
+def test_startup_error_of_the_coordinator_is_the_last_line(start) -> None:
+    assert ended(start(env={"FAKE_COORDINATOR": "refuse"}), expect=3)[-1] == (
+        "error: coordinator: the fake coordinator refuses"
+    )
+
+
+def test_worker_that_keeps_crashing_before_it_joins_ends_the_cluster(start) -> None:
+    lines = ended(start(env={"FAKE_WORKER": "crash"}), expect=3)
+    assert "before it joined" in lines[-1] and any("the fake worker crashes" in line for line in lines)
+
+
+def test_port_in_use_is_one_line(start) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert ended(start(port=port), expect=3) == [
+            f"error: port {port} on 127.0.0.1 is in use; choose another with --port"
+        ]
+
+
+def test_second_signal_ends_what_does_not_drain(start) -> None:
+    cluster = wait_ready(start(env={"FAKE_COORDINATOR": "hang", "FAKE_WORKER": "stubborn"}))
+    cluster.process.send_signal(signal.SIGINT)
+    cluster.wait_until(lambda c: "draining" in output(c), "draining")
+    cluster.stop(130)
+    assert "still running and is killed" in output(cluster)
+
+
+def test_drain_has_a_limit(start) -> None:
+    cluster = wait_ready(start(env={"FAKE_WORKER": "stubborn", "FAKE_COORDINATOR": "hang"}, drain_timeout_s=0))
+    began = time.monotonic()
+    cluster.stop(1)
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("agent", [False, True], ids=["plain", "torchrun"])
+def test_kill_9_of_the_launcher_leaves_nothing(start, agent: bool) -> None:
+    cluster = wait_ready(start(env={"FAKE_AGENT": "1"} if agent else None))
+    assert len(cluster.processes()) == (6 if agent else 4)
+    cluster.stop(-signal.SIGKILL, signal.SIGKILL)
+
+
+def test_torchrun_agent_passes_on_codes_and_listens_on_loopback_only(start) -> None:
+    cluster = wait_ready(start(env={"FAKE_AGENT": "1"}))
+    agents = [pid for pid in cluster.processes() if "launch.agent" in command_line(pid)]
+    listening = [address for pid in agents for address in listening_addresses(pid)]
+    assert len(listening) == 2 and all(address == "127.0.0.1" for address in listening)
+    cluster.kill(cluster.pids("prefill-0")[0])
+    cluster.wait_until(lambda c: "prefill-0     died: killed by SIGKILL" in output(c), "report of the death")
+    cluster.stop()
+
+
+def listening_addresses(pid: int) -> list[str]:
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        target = os.readlink(entry)
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = []
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                raw = bytes.fromhex(fields[1].partition(":")[0])
+                words = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))
+                found.append(socket.inet_ntop(family, words))
+    return found

@@ -1,0 +1,194 @@
+"""A whole cluster for a test, started the way a user starts it: `baton up` as a subprocess.
+
+    with cluster(model_dir, exact=True, prefill=2) as running:
+        httpx.get(running.url + "/ready")
+        running.kill(running.pids("decode-0")[0])
+
+Flags are those of `baton up` with underscores. Everything listens on loopback on free ports. Leaving the block stops
+the cluster with SIGINT and asserts that it exits 0 and that no process of it is left; `stop(expect=None)` skips the
+first. When the block raises, the logs are printed, so that pytest shows them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.cluster_api import get_workers
+
+MARKER = "BATON_TEST_CLUSTER"
+READY_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 60.0
+LOG_TAIL_CHARS = 6000
+BATON = (sys.executable, "-m", "launch.cli", "up")
+
+
+@dataclass
+class Cluster:
+    """A running `baton up`. `url`, `grpc` and `control` are set once it is ready."""
+
+    process: subprocess.Popen[bytes]
+    run_dir: Path
+    output: Path
+    marker: str
+    url: str = ""
+    grpc: str = ""
+    control: str = ""
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        """GET /workers by id."""
+        return {view.id: view.fields for view in get_workers(self.url, timeout_s=10.0)}
+
+    def pids(self, worker: str) -> list[int]:
+        """One per rank, as the worker itself reported."""
+        return [int(pid) for pid in self.workers()[worker]["pids"]]
+
+    def coordinator_pid(self) -> int:
+        return next(pid for pid in self.processes() if "--ready-file" in command_line(pid))
+
+    def processes(self) -> list[int]:
+        """Every living process that the cluster started, the launcher included."""
+        return [pid for pid in _all_pids() if self._is_ours(pid)]
+
+    def kill(self, pid: int, sig: int = signal.SIGKILL) -> None:
+        """A signal to one of its own processes, and to no other."""
+        assert self._is_ours(pid), f"process {pid} is not of this cluster"
+        os.kill(pid, sig)
+
+    def wait_until(self, condition: Callable[[Cluster], bool], what: str, timeout_s: float = 30.0) -> None:
+        """Polls; fails with the logs after `timeout_s`. While the coordinator is away the answer is no."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError, KeyError):
+                if condition(self):
+                    return
+            if self.process.poll() is not None:
+                raise AssertionError(f"`baton up` ended while waiting for {what}\n{self.logs()}")
+            time.sleep(0.05)
+        raise AssertionError(f"no {what} within {timeout_s:g} s\n{self.logs()}")
+
+    def logs(self) -> str:
+        """The ends of the launcher's output and of every log file."""
+        parts = [self.output, *sorted(self.run_dir.glob("*.log"))]
+        return "\n".join(f"--- {path.name}\n{_tail(path)}" for path in parts if path.exists())
+
+    def stop(self, expect: int | None = 0, sig: int = signal.SIGINT) -> None:
+        """Ends it and asserts that nothing is left. Does nothing the second time."""
+        if self.process.poll() is None:
+            self.process.send_signal(sig)
+        try:
+            code = self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            logs = self.logs()
+            self.destroy()
+            raise AssertionError(f"`baton up` did not end within {STOP_TIMEOUT_S:g} s of a signal\n{logs}") from None
+        deadline = time.monotonic() + 5.0
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        described = [f"{pid}: {command_line(pid)}" for pid in left]
+        self.destroy()
+        assert not described, f"processes left running: {described}\n{self.logs()}"
+        assert expect is None or code == expect, f"`baton up` ended with {code}, not {expect}\n{self.logs()}"
+
+    def destroy(self) -> None:
+        """SIGKILL to whatever is left; asserts nothing."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5.0)
+
+    def _is_ours(self, pid: int) -> bool:
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return f"{MARKER}={self.marker}".encode() in environment.split(b"\0") and state != "Z"
+
+
+def start_cluster(
+    model: Path | str,
+    *,
+    run_dir: Path,
+    env: Mapping[str, str] | None = None,
+    program: Sequence[str] = BATON,
+    **flags: object,
+) -> Cluster:
+    """Starts `baton up` and does not wait; call `wait_ready`, and `stop` in the end."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    output, marker = run_dir / "up.out", uuid.uuid4().hex
+    settings = {"port": 0, "grpc_port": 0, "drain_timeout_s": 10.0, **flags}
+    command = [*program, "--model", str(model), "--run-dir", str(run_dir)]
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        command += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {}), MARKER: marker},
+            start_new_session=True,
+        )
+    return Cluster(process, run_dir, output, marker)
+
+
+def wait_ready(running: Cluster, timeout_s: float = READY_TIMEOUT_S) -> Cluster:
+    """Until the `ready` line; fails with the logs."""
+    file = running.run_dir / "cluster.json"
+    running.wait_until(lambda _: file.exists(), "ready cluster", timeout_s)
+    known = json.loads(file.read_text())
+    running.url, running.grpc, running.control = known["url"], known["grpc"], known["control"]
+    return running
+
+
+@contextlib.contextmanager
+def cluster(
+    model: Path | str,
+    *,
+    env: Mapping[str, str] | None = None,
+    run_dir: Path | None = None,
+    ready_timeout_s: float = READY_TIMEOUT_S,
+    **flags: object,
+) -> Iterator[Cluster]:
+    """A ready cluster; `run_dir` keeps its logs, else they go with it."""
+    with contextlib.ExitStack() as stack:
+        if run_dir is None:
+            run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-test-")))
+        running = start_cluster(model, run_dir=run_dir, env=env, **flags)
+        try:
+            yield wait_ready(running, ready_timeout_s)
+        except BaseException:
+            print(running.logs())
+            running.destroy()
+            raise
+        running.stop()
+
+
+def command_line(pid: int) -> list[str]:
+    """Empty for a process that is gone."""
+    try:
+        return [word.decode() for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if word]
+    except OSError:
+        return []
+
+
+def _all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _tail(path: Path) -> str:
+    return path.read_text(errors="replace")[-LOG_TAIL_CHARS:]
