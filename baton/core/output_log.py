@@ -29,8 +29,8 @@ class _Record:
 
 
 class OutputLog:
-    """Complete state: `_records`, oldest first. At most `limit` ended or handed over sequences are kept for a
-    coordinator that never releases them."""
+    """Complete state: `_records`, oldest first. At most `limit` sequences are kept for a coordinator that never
+    releases them; the oldest that are done go first."""
 
     def __init__(self, limit: int = 4096) -> None:
         self._limit = limit
@@ -61,8 +61,10 @@ class OutputLog:
         for over in events.handed_over:
             record = self._records.setdefault(over.sequence, _Record())
             record.handed_over, record.parked = over, None
-        while len(self._records) > self._limit:
-            del self._records[next(iter(self._records))]
+        if len(self._records) > self._limit:
+            done_first = sorted(self._records, key=lambda sequence: not self._records[sequence].done)
+            for sequence in done_first[: len(self._records) - self._limit]:
+                del self._records[sequence]
 
     def since(self, following: Iterable[Following]) -> tuple[StepEvents, tuple[SequenceId, ...]]:
         """What to say again, and the sequences named that this worker does not know (they are lost here)."""

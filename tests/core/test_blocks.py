@@ -51,6 +51,16 @@ def test_release_of_what_is_not_held_is_refused_and_changes_nothing(blocks: tupl
     table.check()
 
 
+@pytest.mark.parametrize("method", ["hold", "convert", "release"])
+def test_block_named_twice_is_refused_and_changes_nothing(method: str) -> None:
+    table = BlockTable(1)
+    block = (table.allocate(1, SEQ_A) or ())[0]
+    holders = {"hold": [SEND_A], "convert": [SEQ_A, SEND_A], "release": [SEQ_A]}[method]
+    with pytest.raises(InvariantError, match="distinct"):
+        getattr(table, method)([block, block], *holders)
+    assert table.holders(block) == {SEQ_A}
+
+
 def test_double_free_is_refused() -> None:
     table = BlockTable(1)
     blocks = table.allocate(1, SEQ_A) or ()

@@ -106,12 +106,21 @@ def test_log_is_bounded_when_nothing_is_ever_released(end: str) -> None:
         over = (HandedOver(sequence, "d0", 1),) if end == "handed_over" else ()
         log.record(said(sequence, 0, 1, ended="stop" if end == "ended" else ""))
         log.record(StepEvents(handed_over=over))
-        assert len(log) <= 4
+        assert len(log) <= 3
     assert len(log.since([Following(SequenceId("49"), 0)])[0].tokens) == 1
 
 
-def test_live_sequences_are_never_dropped() -> None:
+def test_live_sequence_outlasts_any_number_that_are_done() -> None:
+    log = OutputLog(limit=2)
+    log.record(said(A, 0, 1))
+    for number in range(5):
+        log.record(said(SequenceId(str(number)), 0, 1, ended="stop"))
+    log.record(said(A, 1, 2))
+    assert log.since([Following(A, 0)])[0].tokens == (TokenEvent(A, 0, (1, 2)),)
+
+
+def test_log_of_live_sequences_is_bounded_too() -> None:
     log = OutputLog(limit=2)
     for number in range(5):
         log.record(said(SequenceId(str(number)), 0, 1))
-    assert len(log) == 5
+    assert len(log) == 2
