@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import click
+import pytest
+
+from baton.core.config import CoordinatorConfig, WorkerConfig
+from baton.core.errors import StartupError
+from baton.options import as_flags, config_command, read_config_file, run_main
+from launch.up_config import UpConfig
+
+
+def run(command: click.Command, *argv: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        run_main(command, argv)
+    return int(ended.value.code or 0)
+
+
+def test_every_field_is_an_option() -> None:
+    for cls in (UpConfig, WorkerConfig, CoordinatorConfig):
+        command = config_command(cls, name="x", help="x")(lambda config: 0)
+        assert {f.name for f in fields(cls)} <= {parameter.name for parameter in command.params}
+
+
+def test_flags_reach_the_function_and_its_code_the_caller() -> None:
+    seen: list[WorkerConfig] = []
+
+    @config_command(WorkerConfig, name="w", help="w")
+    def command(config: WorkerConfig) -> int:
+        seen.append(config)
+        return 7
+
+    assert run(command, "--worker-id", "prefill-3", "--exact", "--threads", "2") == 7
+    assert (seen[0].worker_id, seen[0].exact, seen[0].threads) == ("prefill-3", True, 2)
+
+
+def test_startup_error_is_one_line_and_code_3(capsys: pytest.CaptureFixture[str]) -> None:
+    @config_command(WorkerConfig, name="w", help="w")
+    def command(config: WorkerConfig) -> int:
+        raise StartupError("the file\n is damaged")
+
+    assert run(command) == 3
+    assert capsys.readouterr().err == "error: the file is damaged\n"
+
+
+def test_wrong_values_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    command = config_command(WorkerConfig, name="w", help="w")(lambda config: 0)
+    assert run(command, "--threads", "-1") == 3
+    assert run(command, "--thread", "1") == 2
+    assert "--threads" in capsys.readouterr().err
+    file = tmp_path / "c.toml"
+    file.write_text("step_token = 1")
+    assert run(command, "--config", str(file)) == 3
+    assert "did you mean 'step_tokens'" in capsys.readouterr().err
+
+
+def test_config_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=r"absent\.toml"):
+        read_config_file(str(tmp_path / "absent.toml"))
+    (tmp_path / "bad.toml").write_text("= 1")
+    with pytest.raises(StartupError, match="not TOML"):
+        read_config_file(str(tmp_path / "bad.toml"))
+
+
+def test_as_flags_round_trips() -> None:
+    config = WorkerConfig(exact=True, threads=4, kv_memory_gib=0.5, model="/a b")
+    names = [f.name for f in fields(WorkerConfig)]
+    seen: list[WorkerConfig] = []
+    command = config_command(WorkerConfig, name="w", help="w")(lambda given: seen.append(given))
+    assert run(command, *as_flags(config, names)) == 0
+    assert seen == [config]
+
+
+def test_help_loads_neither_torch_nor_grpc() -> None:
+    code = (
+        "import sys\nfrom click.testing import CliRunner\nfrom launch.cli import baton\n"
+        "for words in (['--help'], ['up', '--help'], ['bench', '--help']):\n"
+        "    assert CliRunner().invoke(baton, words).exit_code == 0\n"
+        "heavy = {'torch', 'grpc', 'fastapi', 'httpx', 'rich', 'huggingface_hub'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)

@@ -1,0 +1,69 @@
+"""Processes that die with their parent, also when it was gone before they could look."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from baton.process import descendants
+
+CHILD = (
+    "import time; from baton.process import die_with_parent; die_with_parent(); print('up', flush=True); time.sleep(60)"
+)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_dead(pid: int) -> None:
+    deadline = time.monotonic() + 10
+    while alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} outlived its parent"
+        time.sleep(0.02)
+
+
+def test_dies_with_its_parent() -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None and parent.stdout.readline() == "up\n"
+    (child,) = descendants(parent.pid)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait(10)
+    parent.stdout.close()
+    wait_dead(child)
+
+
+def test_exits_at_once_when_the_parent_is_gone_already() -> None:
+    environment = {**os.environ, "BATON_PARENT_PID": str(2**22 + 1)}
+    done = subprocess.run([sys.executable, "-c", CHILD], env=environment, timeout=20, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+
+
+def test_takes_its_variable_out_of_the_environment() -> None:
+    code = "import os; from baton.process import die_with_parent; die_with_parent(); print('BATON_PARENT_PID' in os.environ)"
+    environment = {**os.environ, "BATON_PARENT_PID": str(os.getpid())}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=20, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "False\n")
+
+
+def test_descendants_of_a_process_that_is_gone() -> None:
+    assert descendants(2**22 + 1) == []
+
+
+@pytest.fixture(autouse=True)
+def linux_only() -> None:
+    if sys.platform != "linux":
+        pytest.skip("the kernel's parent-death signal is Linux only")

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from baton.core.config import CoordinatorConfig, WorkerConfig
+from baton.core.errors import StartupError
+from launch.model_source import builtin_directory, resolve_model, served_name
+from launch.plan import Addresses, Programs, make_plan, visible_gpus
+from launch.up import check_ports, open_run_dir
+from launch.up_config import COORDINATOR_FIELDS, WORKER_FIELDS, UpConfig, check_supported
+
+
+def plan(config: UpConfig, gpus: tuple[str, ...] = ()):
+    programs = Programs(("C",), {"prefill": ("P",), "decode": ("D",)})
+    return make_plan(
+        config, model=Path("/m"), served_name="m", run_dir=Path("/r"), cores=[0, 1], gpus=gpus, programs=programs
+    )
+
+
+BOUND = Addresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
+
+
+def test_what_is_handed_on_exists_there_with_the_same_meaning() -> None:
+    up = {f.name: f for f in fields(UpConfig)}
+    for names, other in ((COORDINATOR_FIELDS, CoordinatorConfig), (WORKER_FIELDS, WorkerConfig)):
+        theirs = {f.name: f for f in fields(other)}
+        for name in names:
+            assert up[name].type == theirs[name].type
+            assert name == "control_port" or up[name].default == theirs[name].default
+
+
+def test_worker_command() -> None:
+    spec = plan(UpConfig(decode=1, exact=True, threads=3)).worker("decode-0", BOUND)
+    command = " ".join(spec.command)
+    assert command.startswith(
+        "D --model /m --worker-id decode-0 --coordinator 127.0.0.1:3 --host 127.0.0.1 --threads 3 "
+    )
+    assert " --exact " in command and spec.environment["OMP_NUM_THREADS"] == "3" and spec.log == Path("/r/decode-0.log")
+
+
+def test_coordinator_takes_its_ports_again() -> None:
+    command = plan(UpConfig(port=0, grpc_port=0)).coordinator(BOUND).command
+    assert command[-6:] == ("--port", "1", "--grpc-port", "2", "--control-port", "3")
+
+
+def test_gpus_are_handed_out_unless_the_cpu_was_asked_for() -> None:
+    assert plan(UpConfig(), ("4", "5")).worker("decode-0", BOUND).environment["CUDA_VISIBLE_DEVICES"] == "5"
+    assert "CUDA_VISIBLE_DEVICES" not in plan(UpConfig(device="cpu"), ("4",)).worker("decode-0", BOUND).environment
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, 3"}) == ("2", "3")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
+
+
+@pytest.mark.parametrize("http", ["0.0.0.0:81", "127.0.0.1:81"])
+def test_url_is_one_a_client_can_use(http: str) -> None:
+    assert Addresses(http, "", "").url == "http://127.0.0.1:81"
+    assert Addresses("[::]:81", "", "").url == "http://[::1]:81"
+
+
+@pytest.mark.parametrize(
+    ("config", "flag"),
+    [
+        (UpConfig(prefill_tp=2), "--prefill-tp 2"),
+        (UpConfig(decode_tp=4), "--decode-tp 4"),
+        (UpConfig(draft="d"), "--draft d"),
+    ],
+)
+def test_what_this_release_does_not_do_is_refused(config: UpConfig, flag: str) -> None:
+    with pytest.raises(StartupError, match=flag):
+        check_supported(config)
+
+
+def test_ports() -> None:
+    check_ports(UpConfig(port=0, grpc_port=0))
+    with pytest.raises(StartupError, match="both 9000"):
+        check_ports(UpConfig(port=9000, grpc_port=9000))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=f"port {port} .* --grpc-port"):
+            check_ports(UpConfig(port=0, grpc_port=port))
+    with pytest.raises(StartupError, match=r"192\.0\.2\.1"):
+        check_ports(UpConfig(host="192.0.2.1", port=0, grpc_port=0))
+
+
+def test_run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert open_run_dir("").parent == tmp_path / "baton" / "runs"
+    assert open_run_dir(str(tmp_path / "mine")) == tmp_path / "mine"
+    (tmp_path / "file").touch()
+    with pytest.raises(StartupError, match="cannot be made"):
+        open_run_dir(str(tmp_path / "file" / "below"))
+
+
+def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good" / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("good") == tmp_path / "good" and served_name("good/") == "good"
+    assert builtin_directory("target").parts[-2:] == ("builtin", "target") and served_name("builtin") == "builtin"
+    for model, message in (
+        ("empty", "no config.json"),
+        ("good/config.json", "is a file"),
+        ("./absent", "does not exist"),
+        ("absent", "does not exist"),
+    ):
+        with pytest.raises(StartupError, match=message):
+            resolve_model(model)
+
+
+def test_hub_without_a_network_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def unreachable(*args: object, **kwargs: object) -> None:
+        raise ConnectionError("Name or service not known\nand more")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+    with pytest.raises(StartupError, match="hub does not answer") as caught:
+        resolve_model("nobody-at-all/no-such-model")
+    assert "\n" not in caught.value.message and served_name("nobody-at-all/no-such-model").startswith("nobody")
+
+
+def test_precedence_and_print_config(tmp_path: Path) -> None:
+    from launch.cli import baton
+
+    file = tmp_path / "up.toml"
+    file.write_text('prefill = 2\ndecode = 2\ndtype = "float32"\n')
+    environment = {key: "" for key in os.environ if key.startswith("BATON_")} | {"BATON_DECODE": "3"}
+    arguments = ["up", "--config", str(file), "--dtype", "bfloat16", "--exact", "--print-config"]
+    shown = CliRunner().invoke(baton, arguments, env=environment).output
+    assert shown.split("\n") == ["prefill = 2", "decode = 3", 'dtype = "bfloat16"', "exact = true", ""]
