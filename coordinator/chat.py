@@ -103,7 +103,7 @@ class ControlTokens:
 
     def encode(self, rendered: str) -> list[int]:
         aliased = self._written.sub(lambda found: self._aliases[found[0]], rendered).replace(_MARK, "")
-        ids = self._tokenizer.encode(aliased, add_special_tokens=False).ids
+        ids = self._tokenizer.encode_batch_fast([aliased], add_special_tokens=False)[0].ids  # lets other threads run
         if not self._forbidden.isdisjoint(ids):
             raise InvalidRequest(
                 "the messages spell a control token that this tokenizer cannot write as text", param="messages"

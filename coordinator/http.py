@@ -163,6 +163,7 @@ class _Front:
             fingerprint=self._fingerprint,
             include_usage=bool(wanted and wanted.include_usage),
             continuous_usage=bool(wanted and wanted.continuous_usage_stats),
+            token_ids=bool(body.return_token_ids),
         )
         return GenerationResponse(
             self._generator,

@@ -89,11 +89,12 @@ class GenerationResponse(Response):
             await deltas.aclose()
 
     async def _whole(self, delta: Delta, deltas: AsyncGenerator[Delta, None]) -> Response:
-        texts = [delta.text]
+        texts, token_ids = [delta.text], [*delta.token_ids]
         while delta.finish_reason is None:
             delta = await self._next(deltas)
             texts.append(delta.text)
-        body = self._render.whole("".join(texts), delta)
+            token_ids += delta.token_ids
+        body = self._render.whole("".join(texts), token_ids, delta)
         return Response(body, headers=server_timing(delta.timeline), media_type="application/json")
 
     async def _events(self, delta: Delta, deltas: AsyncGenerator[Delta, None], send: Send) -> None:
@@ -103,8 +104,8 @@ class GenerationResponse(Response):
         body = self._render.opening(usage)
         try:
             while delta.finish_reason is None:
-                if delta.text:
-                    body += self._render.text(delta.text, usage)
+                if self._render.tells(delta):
+                    body += self._render.text(delta, usage)
                 if body:
                     await self._write(send, body)
                     body = b""

@@ -6,6 +6,7 @@ of building and dumping an object per token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ class Head:
     fingerprint: str
     include_usage: bool = False
     continuous_usage: bool = False
+    token_ids: bool = False
 
 
 class Render:
@@ -43,9 +45,15 @@ class Render:
         self._prefix = b"data: " + orjson.dumps(self._base(self.chunk_object))[:-1] + b',"choices":['
         self._open_usage = b'],"usage":null}\n\n' if head.include_usage else b"]}\n\n"
 
-    def whole(self, text: str, last: Delta) -> bytes:
+    def tells(self, delta: Delta) -> bool:
+        """Whether a delta is worth an event: one without text is, when the client wants the ids."""
+        return bool(delta.text) or (self._head.token_ids and bool(delta.token_ids))
+
+    def whole(self, text: str, token_ids: Sequence[int], last: Delta) -> bytes:
         """The one object of an answer that is not streamed."""
         choice = self._whole_choice(text) | _end(last)
+        if self._head.token_ids:
+            choice["token_ids"] = list(token_ids)
         usage = usage_object(last.usage)
         return orjson.dumps(self._base(self.whole_object) | {"choices": [choice], "usage": usage})
 
@@ -53,19 +61,22 @@ class Render:
         """What goes out with the first token, before any text."""
         return b""
 
-    def text(self, text: str, usage: Usage) -> bytes:
+    def text(self, delta: Delta, usage: Usage) -> bytes:
         """An event with new text; `usage` counts so far."""
-        choice = self.before_text + _json_text(text) + self.after_text
+        choice = self.before_text + _json_text(delta.text) + self.after_text + self._ids(delta)
         return self._prefix + choice + b',"logprobs":null,"finish_reason":null}' + self._tail(usage)
 
     def last(self, delta: Delta, usage: Usage) -> bytes:
         """The event with the finish reason and what text is left, and the usage if asked for."""
-        choice = self.before_text + _json_text(delta.text) + self.after_text
+        choice = self.before_text + _json_text(delta.text) + self.after_text + self._ids(delta)
         end = orjson.dumps({"logprobs": None, **_end(delta)})[1:]
         events = self._prefix + choice + b"," + end + self._tail(usage)
         if self._head.include_usage:
             events += self._prefix + b'],"usage":' + orjson.dumps(usage_object(usage)) + b"}\n\n"
         return events
+
+    def _ids(self, delta: Delta) -> bytes:
+        return b',"token_ids":' + orjson.dumps(delta.token_ids) if self._head.token_ids else b""
 
     def _tail(self, usage: Usage) -> bytes:
         if self._head.continuous_usage:

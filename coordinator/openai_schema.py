@@ -103,6 +103,7 @@ class GenerationBody(_Strict):
     seed: int | None = None
     stop: Annotated[list[str] | None, BeforeValidator(_one_or_many)] = None
     ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

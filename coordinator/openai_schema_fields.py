@@ -37,7 +37,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1, 1.0),
     "request_id": (),
     "response_format": ({"type": "text"},),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),

@@ -1,7 +1,7 @@
 """Text in and out of token ids for one model.
 
-Encoding may take long, so the async forms run it on a thread of their own and refuse beforehand what cannot fit: no
-token stands for more than `max_token_bytes` bytes, so a text of more than that times the context is too long whatever
+Encoding may take long, so the async forms run it on a thread of their own (by the batch calls, which unlike the single
+ones let other threads run meanwhile) and refuse beforehand what cannot fit: no token stands for more than `max_token_bytes` bytes, so a text of more than that times the context is too long whatever
 its tokens are.
 
 How special tokens in text are read:
@@ -26,7 +26,7 @@ from typing import TypeVar
 
 from tokenizers import Tokenizer
 
-from baton.core.errors import ContextLengthExceeded, InvalidRequest
+from baton.core.errors import ContextLengthExceeded, InvalidRequest, StartupError
 from baton.core.model_config import ModelConfig
 from coordinator.chat import ChatEncoder, ChatMessage
 from coordinator.text_files import TextFiles, read_text_files
@@ -50,7 +50,7 @@ class TextModel:
         self.tokenizer: Tokenizer = files.tokenizer
         self.vocabulary = Vocabulary(files.tokenizer)
         self.vocab_size = files.config.vocab_size
-        self.max_model_len = min(max_model_len or files.config.max_position_embeddings, 1 << 30)
+        self.max_model_len = _context(files.config.max_position_embeddings, max_model_len)
         self.eos_token_ids = files.eos_token_ids
         bos = files.special_tokens.get("bos_token")
         self.bos_token_id: int | None = None if bos is None else files.tokenizer.token_to_id(bos)
@@ -74,7 +74,7 @@ class TextModel:
         return self._chat is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         bos = self.bos_token_id
         if add_special_tokens and bos is not None and ids[:2] == [bos, bos]:
             return ids[1:]
@@ -115,8 +115,8 @@ class TextModel:
             )
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return text
+        texts: list[str] = self.tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
+        return texts[0]
 
     async def decode_soon(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """`decode` without holding up the event loop."""
@@ -132,6 +132,12 @@ class TextModel:
 
     async def _off_loop(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _context(own: int, wanted: int | None) -> int:
+    if wanted is not None and not 2 <= wanted <= own:
+        raise StartupError(f"max-model-len must be from 2 to {own}, the model's max_position_embeddings, not {wanted}")
+    return own if wanted is None else wanted
 
 
 def _utf8_length(text: str) -> int:

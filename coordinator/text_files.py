@@ -8,7 +8,6 @@ StartupError of one line that names the file.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from coordinator.chat_template import ChatTemplate
 
 MAX_TEMPLATE_CHARS = 1 << 20
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_SAMPLING = {"temperature": (0.0, math.inf), "top_p": (1e-6, 1.0), "top_k": (-1, 1 << 31)}
+_SAMPLING = {"temperature": (0.0, 1e6), "top_p": (1e-6, 1.0), "top_k": (-1, 1 << 31)}
 _NOT_SERVED = {
     "repetition_penalty": (None, 1, 1.0),
     "min_p": (None, 0, 0.0),
@@ -116,12 +115,8 @@ def _sampling(generation: dict[str, Any]) -> dict[str, float]:
         value = generation.get(name)
         if value is None:
             continue
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not low <= value <= high
-            or value == math.inf
-        ):
+        kinds = (int,) if name == "top_k" else (int, float)
+        if type(value) not in kinds or not low <= value <= high:
             raise StartupError(f"generation_config.json: {name} is {value!r:.60}")
         found[name] = value
     return found
