@@ -1,8 +1,8 @@
 """Text in and out of token ids for one model.
 
-Encoding may take long, so the async forms run it on a thread of their own (by the batch calls, which unlike the single
-ones let other threads run meanwhile) and refuse beforehand what cannot fit: no token stands for more than `max_token_bytes` bytes, so a text of more than that times the context is too long whatever
-its tokens are.
+Encoding may take long, so the async forms run it on a thread of their own (by the batch calls of `tokenizers`, which,
+unlike the single ones, let other threads run meanwhile) and refuse beforehand what cannot fit: no token stands for more
+than `max_token_bytes` bytes, so a text of more than that times the context is too long whatever its tokens are.
 
 How special tokens in text are read:
 - chat: a client's text never becomes a control token (see chat.py);
