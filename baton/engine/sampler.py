@@ -68,11 +68,13 @@ def noised_logits(logits: NDArray[np.float32], draw: Draw) -> tuple[Ids, Floats]
 
 
 def gumbel(ids: Ids, draw: Draw) -> Floats:
-    """The noise of each token id at this draw."""
+    """The noise of each token id at this draw. `ids` must rise."""
     seed = draw.sampling.seed
     key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
-    blocks, where = np.unique(ids >> 2, return_inverse=True)
-    words = philox4x32((blocks, draw.output_index, draw.choice, 0), key)
+    blocks = ids >> 2
+    new = np.diff(blocks, prepend=-1) != 0  # four neighbouring ids share one counter
+    where = np.cumsum(new) - 1
+    words = philox4x32((blocks[new], draw.output_index, draw.choice, 0), key)
     v = (words[where, ids & 3] + 0.5) * 2.0**-32
     noise: Floats = -np.log(-np.log1p(-v))
     return noise
