@@ -11,7 +11,9 @@ before the first NCCL group of the process; the deadlines of `send`, `recv` and 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -35,6 +37,7 @@ WATCHDOG_ENVIRONMENT = {
     "TORCH_NCCL_PROPAGATE_ERROR": "0",  # one edge's error stays in that edge
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",  # a blocking initialisation cannot be aborted
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "30",
 }
 
 
@@ -83,14 +86,14 @@ class NcclEdge:
     def abort(self) -> None:
         self._aborted.set()
         group = self._group
-        if group is not None:
-            group.abort()
+        if group is not None:  # on a thread: ending a communicator may take a while, and this must not block
+            threading.Thread(target=_abort, args=(group,), name="edge-abort", daemon=True).start()
 
     def close(self) -> None:
         self._dead = True
         group, self._group = self._group, None
         if group is not None:
-            group.abort()  # `shutdown` would wait for a peer that may be gone
+            _abort(group)  # `shutdown` would wait for a peer that may be gone
 
     def _move(self, name: str, buf: Tensor, timeout_s: float, on_posted: Callable[[], None] | None = None) -> None:
         """Launches one operation on the side stream and polls it. Raises HandoffError; the edge is dead then."""
@@ -98,8 +101,8 @@ class NcclEdge:
             raise self.spec.error(f"{name} on an edge that has ended")
         start, pause_s, cause = time.monotonic(), _POLL_MIN_S, ""
         try:
+            self._stream.wait_stream(torch.cuda.current_stream(buf.device))  # `pack` ran there
             with torch.cuda.device(buf.device), torch.cuda.stream(self._stream):
-                self._stream.wait_stream(torch.cuda.default_stream(buf.device))  # the packing that filled the buffer
                 work = getattr(self._group, name)([buf], self.spec.peer_rank, 0)
             if on_posted is not None:
                 on_posted()
@@ -116,6 +119,11 @@ class NcclEdge:
             cause = str(e).splitlines()[0] or repr(e)
         if cause:
             self._dead = True
-            self.abort()  # only then is the buffer free of the device
+            _abort(self._group)  # only then is the buffer free of the device
             took_s = time.monotonic() - start
             raise self.spec.error(f"{name} of {buf.numel()} bytes failed after {took_s:.2f} s: {cause}")
+
+
+def _abort(group: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # it may have ended already
+        group.abort()

@@ -1,0 +1,80 @@
+"""The hand-written source as the architecture tests see it: files, and who imports what."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("baton", "prefill", "decode", "coordinator", "launch", "sim")
+GENERATED = "baton/v1/"
+
+# Pure: decides on values and `now`, so that tests and the simulator drive the very same objects.
+PURE = ("baton/core/*", "prefill/scheduler.py", "decode/scheduler.py", "decode/draft_length.py", "coordinator/policy/*")
+
+
+@dataclass(frozen=True)
+class Import:
+    path: str  # of the importing file, relative to the root
+    line: int
+    module: str  # absolute; `from a import b` counts as a.b
+    typing_only: bool  # under `if TYPE_CHECKING`
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line} imports {self.module}"
+
+    def is_of(self, package: str) -> bool:
+        return self.module == package or self.module.startswith(package + ".")
+
+
+def matches(path: str, patterns: tuple[str, ...]) -> bool:
+    """`dir/*` matches everything below dir, at any depth; other patterns are globs within one directory."""
+    below = any(path.startswith(p[:-1]) for p in patterns if p.endswith("/*"))
+    return below or any(Path(path).parent == Path(p).parent and Path(path).match(p) for p in patterns)
+
+
+@cache
+def source_files() -> tuple[str, ...]:
+    found = (p.relative_to(ROOT).as_posix() for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
+    return tuple(sorted(p for p in found if not p.startswith(GENERATED)))
+
+
+def pure_files() -> tuple[str, ...]:
+    return tuple(p for p in source_files() if matches(p, PURE))
+
+
+def module_name(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@cache
+def tree(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text(encoding="utf-8"), filename=path)
+
+
+def imports_of(path: str, source: ast.Module | None = None) -> list[Import]:
+    """Every import of the file, wherever it stands (a lazy one counts too)."""
+    return list(_walk(path, source or tree(path), False))
+
+
+def _walk(path: str, node: ast.AST, typing_only: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(path, child.lineno, alias.name, typing_only)
+        elif isinstance(child, ast.ImportFrom):
+            base = child.module or ""
+            if child.level:
+                package = module_name(path).split(".")
+                keep = len(package) - child.level + path.endswith("__init__.py")
+                base = ".".join(part for part in (*package[:keep], base) if part)
+            for alias in child.names:
+                yield Import(path, child.lineno, f"{base}.{alias.name}", typing_only)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            yield from _walk(path, ast.Module(child.body, []), True)
+            yield from _walk(path, ast.Module(child.orelse, []), typing_only)
+        else:
+            yield from _walk(path, child, typing_only)

@@ -1,0 +1,122 @@
+"""Who may import what: the dependency rules of the architecture, as two tables, checked on every import statement."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.arch.source_tree import PACKAGES, PURE, Import, imports_of, matches, source_files
+
+SERVICE_FILES = (
+    "baton/rpc/*",
+    "coordinator/grpc_service.py",
+    "coordinator/control.py",
+    "prefill/service.py",
+    "decode/service.py",
+)
+WORKER_FILES = tuple(
+    f"{tier}/{name}.py"
+    for tier, hand_over in (("prefill", ("outgoing", "link")), ("decode", ("incoming",)))
+    for name in ("worker", "__main__", *hand_over)
+)
+HTTP_FILES = ("coordinator/http*.py", "coordinator/openai_schema*.py")
+LAUNCH = "launch/*"  # may use everything; nothing uses it
+
+# The first row that matches a file says which of our own packages it may import.
+OURS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("coordinator/policy/*",), ("baton.core", "coordinator.policy")),
+    (PURE, ("baton.core",)),
+    (("baton/engine/*",), ("baton.core", "baton.engine", "baton.rpc.frames")),
+    (("baton/transfer/*",), ("baton.core", "baton.transfer")),
+    (("baton/rpc/*",), ("baton.core", "baton.rpc", "baton.v1")),
+    (("baton/*",), ("baton",)),
+    (("prefill/*",), ("baton", "prefill")),
+    (("decode/*",), ("baton", "decode")),
+    (("coordinator/*",), ("baton", "coordinator")),
+    (("sim/*",), ("baton.core", "sim", "prefill.scheduler", "decode.scheduler", "coordinator.policy")),
+    ((LAUNCH,), PACKAGES),
+)
+
+# These packages may be imported only by these files, even for types.
+RESTRICTED: dict[str, tuple[str, ...]] = {
+    "torch": ("baton/engine/*", "baton/transfer/*", *WORKER_FILES, LAUNCH),
+    "torch.distributed": ("baton/engine/parallel.py", "baton/transfer/*", LAUNCH),
+    "torch._C._distributed_c10d": ("baton/engine/parallel.py", "baton/transfer/*", LAUNCH),
+    "grpc": (*SERVICE_FILES, LAUNCH),
+    "grpc_health": (*SERVICE_FILES, LAUNCH),
+    "grpc_reflection": (*SERVICE_FILES, LAUNCH),
+    "grpc_status": (*SERVICE_FILES, LAUNCH),
+    "google": (*SERVICE_FILES, LAUNCH),
+    "baton.v1": (*SERVICE_FILES, LAUNCH),
+    "fastapi": HTTP_FILES,
+    "starlette": HTTP_FILES,
+    "pydantic": HTTP_FILES,
+    "uvicorn": HTTP_FILES,
+    "msgpack": ("baton/rpc/frames.py",),
+}
+TYPES_ONLY_ALLOWED = ("grpc",)  # a name in an annotation ties nothing at run time
+
+
+def breaks_ours(found: Import) -> bool:
+    if not any(found.is_of(package) for package in PACKAGES):
+        return False
+    allowed = next(allowed for patterns, allowed in OURS if matches(found.path, patterns))
+    return not any(found.is_of(package) for package in allowed)
+
+
+def breaks_restricted(found: Import) -> bool:
+    if found.typing_only and any(found.is_of(package) for package in TYPES_ONLY_ALLOWED):
+        return False
+    return any(found.is_of(package) and not matches(found.path, where) for package, where in RESTRICTED.items())
+
+
+def test_every_file_keeps_to_the_tables() -> None:
+    found = [i for path in source_files() for i in imports_of(path)]
+    assert len(found) > 100
+    broken = [str(i) for i in found if breaks_ours(i) or breaks_restricted(i)]
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("baton/core/blocks.py", "import baton.engine.model"),
+        ("baton/core/blocks.py", "from baton import rpc"),
+        ("prefill/scheduler.py", "from prefill.worker import Worker"),
+        ("prefill/worker.py", "import decode.scheduler"),
+        ("decode/incoming.py", "def f():\n    from prefill import link"),
+        ("coordinator/pipeline.py", "import torch.nn"),
+        ("coordinator/policy/dispatch.py", "from coordinator.pipeline import Pipeline"),
+        ("coordinator/policy/dispatch.py", "from ..pipeline import Pipeline"),
+        ("prefill/worker.py", "import torch.distributed as dist"),
+        ("baton/engine/model.py", "from torch.distributed import ProcessGroup"),
+        ("baton/engine/model.py", "from torch import distributed"),
+        ("baton/engine/model.py", "from baton.rpc.streams import LinkLost"),
+        ("baton/transfer/edge.py", "from baton.rpc import link"),
+        ("baton/rpc/streams.py", "import msgpack"),
+        ("coordinator/pipeline.py", "from baton.v1 import kv_pb2"),
+        ("coordinator/pipeline.py", "import fastapi"),
+        ("decode/worker.py", "import launch.plan"),
+        ("sim/cluster.py", "from decode.worker import DecodeWorker"),
+    ],
+)
+def test_the_tables_catch(path: str, line: str) -> None:
+    (found,) = imports_of(path, ast.parse(line))
+    assert breaks_ours(found) or breaks_restricted(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("baton/engine/parallel.py", "from baton.rpc.frames import Frame"),
+        ("baton/engine/parallel.py", "import torch.distributed"),
+        ("coordinator/http_errors.py", "from fastapi import Request"),
+        ("sim/cluster.py", "from decode.scheduler import DecodeScheduler"),
+        ("launch/up.py", "import prefill.worker"),
+        ("coordinator/policy/dispatch.py", "from . import journal"),
+    ],
+)
+def test_the_tables_allow(path: str, line: str) -> None:
+    (found,) = imports_of(path, ast.parse(line))
+    assert not breaks_ours(found) and not breaks_restricted(found)
