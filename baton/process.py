@@ -10,6 +10,7 @@ import sys
 PARENT_VARIABLE = "BATON_PARENT_PID"
 """Names the parent a child was started by, so that the child sees it even if the parent died before it could look."""
 
+_TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -17,15 +18,19 @@ def die_with_parent(parent: int | None = None) -> None:
     """The kernel kills this process when its parent ends; when the parent is gone already, it exits now.
 
     `parent` is the pid the caller was started by; by default `BATON_PARENT_PID`, which the launcher and its agent set
-    and which is taken out of the environment here. Without either only a parent that dies from now on is noticed.
-    Linux only; elsewhere it does nothing. Call it from the main thread, before any work.
+    and which is taken out of the environment here; under plain torchrun it is torchrun. A process that somebody
+    started by hand has no such parent and goes on when the shell ends. Linux only; elsewhere it does nothing. Call it
+    from the main thread, before any work.
     """
     named = os.environ.pop(PARENT_VARIABLE, "")
-    if sys.platform != "linux":
+    if parent is None and named.isdigit():
+        parent = int(named)
+    if parent is None and _TORCHRUN_VARIABLE in os.environ:
+        parent = os.getppid()
+    if parent is None or sys.platform != "linux":
         return
-    expected = parent if parent is not None else int(named) if named.isdigit() else os.getppid()
     set_death_signal()
-    if os.getppid() != expected:
+    if os.getppid() != parent:
         os._exit(1)
 
 

@@ -17,6 +17,11 @@ CHILD = (
     "import time; from baton.process import die_with_parent; die_with_parent(); print('up', flush=True); time.sleep(60)"
 )
 
+PARENT = """
+import os, subprocess, sys
+subprocess.run([sys.executable, "-c", {child!r}], env=dict(os.environ, BATON_PARENT_PID=str(os.getpid())))
+"""
+
 
 def alive(pid: int) -> bool:
     try:
@@ -33,11 +38,7 @@ def wait_dead(pid: int) -> None:
 
 
 def test_dies_with_its_parent() -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {CHILD!r}])"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    parent = subprocess.Popen([sys.executable, "-c", PARENT.format(child=CHILD)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None and parent.stdout.readline() == "up\n"
     (child,) = descendants(parent.pid)
     parent.send_signal(signal.SIGKILL)

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# The coordinator, by hand. Off loopback name the addresses: HTTP for clients, control for workers.
+#
+#   launch/coordinator.sh --model DIR --host 0.0.0.0 --control-host 10.0.0.1
+#
+# PYTHON names the interpreter baton is installed in. Options: python -m coordinator --help.
+set -euo pipefail
+export PYTHONSAFEPATH=1
+exec "${PYTHON:-python3}" -m coordinator "$@"

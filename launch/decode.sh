@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# One decode worker, by hand, on any node that reaches the coordinator.
+#
+#   launch/decode.sh --model DIR --coordinator 10.0.0.1:8101 --worker-id decode-0 --host 10.0.0.2
+#
+# One worker is one torchrun job: RANKS processes on each of NNODES nodes. With several nodes run this on each with its
+# NODE_RANK, and name a private address and a port of node 0 as MASTER_ADDR and MASTER_PORT.
+# launch.agent is torchrun with the same flags; its store listens on MASTER_ADDR only (torchrun's on every address) and
+# it exits with the worker's own code. Plain torchrun works too: torchrun --nnodes ... -m decode "$@"
+# PYTHON names the interpreter baton is installed in. Options: python -m decode --help.
+set -euo pipefail
+export PYTHONSAFEPATH=1
+exec "${PYTHON:-python3}" -m launch.agent \
+  --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node "${RANKS:-1}" --max-restarts 0 \
+  --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-0}" \
+  -m decode "$@"

@@ -1,0 +1,109 @@
+"""The wheel, installed into a clean environment whose only other packages are those of the running one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SOURCES = ("baton", "prefill", "decode", "coordinator", "launch", "pyproject.toml", "README.md", "LICENSE")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, so that the repository stays as it is."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for name in SOURCES:
+        if (REPOSITORY / name).is_dir():
+            shutil.copytree(REPOSITORY / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(REPOSITORY / name, source / name)
+    code = f"from setuptools import build_meta; print(build_meta.build_wheel({str(target)!r}))"
+    run([sys.executable, "-c", code], cwd=source)
+    (built,) = target.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of the clean environment. The running one's packages are only appended to its path, so its
+    editable baton is not seen."""
+    home = tmp_path_factory.mktemp("clean")
+    venv.create(home, with_pip=False, symlinks=True)
+    interpreter = home / "bin" / "python"
+    run([sys.executable, "-m", "pip", "--python", str(interpreter), "install", "-q", "--no-deps", "--no-index", wheel])
+    (site,) = home.glob("lib/python*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    return interpreter
+
+
+def run(command: list[object], **options: object) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=100, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def test_wheel_has_the_packages_and_the_built_in_model_and_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {
+        "baton",
+        "prefill",
+        "decode",
+        "coordinator",
+        "launch",
+    }
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        assert f"baton/builtin/target/{name}" in names
+    assert {"launch/coordinator.sh", "launch/prefill.sh", "launch/decode.sh"} <= set(names)
+    assert not [name for name in names if name.endswith((".proto", ".bin", ".pyc"))]
+
+
+def test_every_module_of_the_repository_is_in_the_wheel(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for package in ("baton", "prefill", "decode", "coordinator", "launch"):
+        for path in (REPOSITORY / package).rglob("*.py"):
+            assert path.relative_to(REPOSITORY).as_posix() in names, f"{path} is missing: name its package in pyproject"
+
+
+def test_command_and_tiers_in_a_directory_with_a_decode_py(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "decode.py").write_text("raise SystemExit('the wrong decode')\n")
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    assert "prefill and decode" in run([python.with_name("baton"), "--help"], cwd=tmp_path).stdout
+    code = "import baton, prefill, decode, coordinator, launch; print(decode.__file__)"
+    found = run([python, "-c", code], cwd=tmp_path, env=environment).stdout.strip()
+    assert Path(found).is_relative_to(python.parents[1])
+    for tier in ("prefill", "decode", "coordinator"):
+        assert "--model" in run([python, "-m", tier, "--help"], cwd=tmp_path, env=environment).stdout
+    code = "from launch.model_source import resolve_model; print(resolve_model('builtin'))"
+    assert Path(run([python, "-c", code], cwd=tmp_path, env=environment).stdout.strip()).is_relative_to(
+        python.parents[1]
+    )
+
+
+@pytest.mark.cluster
+def test_installed_wheel_serves_the_built_in_model(python: Path, tmp_path: Path) -> None:
+    import httpx
+
+    from tests.support.cluster import start_cluster, wait_ready
+
+    (tmp_path / "decode.py").write_text("raise SystemExit('the wrong decode')\n")
+    environment = {"PYTHONPATH": "", "PWD": str(tmp_path)}
+    program = ("env", "-C", str(tmp_path), str(python.with_name("baton")), "up")
+    running = start_cluster("builtin", run_dir=tmp_path / "run", env=environment, program=program)
+    try:
+        wait_ready(running)
+        body = {"model": "builtin", "prompt": "def read_lines(path):", "max_tokens": 8, "temperature": 0}
+        answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=30)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] > 0
+        running.stop()
+    finally:
+        running.destroy()
