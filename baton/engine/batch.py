@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import InvariantError
-from baton.core.kv_layout import KVLayout
 from baton.core.step import Row, StepPlan
 from baton.engine.sampler import Draw
 
@@ -41,9 +40,17 @@ class Batch:
     draws: tuple[Draw, ...]
 
 
-def make_batch(
-    plan: StepPlan, layout: KVLayout, vocab_size: int, max_model_len: int, device: torch.device, min_tokens: int = 1
-) -> Batch:
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a row must fit into."""
+
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+    max_model_len: int
+
+
+def make_batch(plan: StepPlan, limits: Limits, device: torch.device, min_tokens: int = 1) -> Batch:
     """Packs a plan. Raises InvariantError if a row does not fit the model (the scheduler's bug, not the client's)."""
     spans: list[Span] = []
     tokens: list[int] = []
@@ -51,9 +58,9 @@ def make_batch(
     slots: list[int] = []
     sampled: list[int] = []
     draws: list[Draw] = []
-    size = layout.block_size
+    size = limits.block_size
     for row in plan.rows:
-        _check(row, size, vocab_size, max_model_len)
+        _check(row, limits)
         spans.append(Span(len(tokens), row.start, row.end, row.block_ids))
         tokens.extend(row.tokens)
         positions.extend(range(row.start, row.end))
@@ -76,12 +83,14 @@ def make_batch(
     )
 
 
-def _check(row: Row, block_size: int, vocab_size: int, max_model_len: int) -> None:
-    if not row.tokens or row.start < 0 or row.end > max_model_len:
-        raise InvariantError(f"{row.sequence_id}: positions {row.start}..{row.end} outside 0..{max_model_len}")
+def _check(row: Row, limits: Limits) -> None:
+    if not row.tokens or row.start < 0 or row.end > limits.max_model_len:
+        raise InvariantError(f"{row.sequence_id}: positions {row.start}..{row.end} outside 0..{limits.max_model_len}")
     if not 0 <= row.num_sampled <= len(row.tokens):
         raise InvariantError(f"{row.sequence_id}: {row.num_sampled} samples of {len(row.tokens)} tokens")
-    if len(row.block_ids) * block_size < row.end:
+    if min(row.block_ids, default=0) < 0 or max(row.block_ids, default=0) >= limits.num_blocks:
+        raise InvariantError(f"{row.sequence_id}: block id outside the pool of {limits.num_blocks}")
+    if len(row.block_ids) * limits.block_size < row.end:
         raise InvariantError(f"{row.sequence_id}: {len(row.block_ids)} blocks do not cover {row.end} positions")
-    if min(row.tokens) < 0 or max(row.tokens) >= vocab_size:
-        raise InvariantError(f"{row.sequence_id}: token id outside the vocabulary of {vocab_size}")
+    if min(row.tokens) < 0 or max(row.tokens) >= limits.vocab_size:
+        raise InvariantError(f"{row.sequence_id}: token id outside the vocabulary of {limits.vocab_size}")

@@ -22,7 +22,7 @@ from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepOutcome, StepPlan
 from baton.engine.attention import Attention, FastAttention
 from baton.engine.attention_exact import ExactAttention
-from baton.engine.batch import Batch, make_batch
+from baton.engine.batch import Batch, Limits, make_batch
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
 from baton.engine.device import choose_device, choose_dtype, default_kv_bytes
 from baton.engine.kv_pool import KVPool, plan_blocks
@@ -83,6 +83,7 @@ class Runner:
         self.kv = kv
         self._model = model
         self._attention = attention
+        self._limits = Limits(kv.layout.block_size, kv.num_blocks, model_config.vocab_size, max_model_len)
         self._max_num_tokens = options.max_num_tokens
         # Exact mode never computes a single row: kernels may treat a product of one row differently.
         self._min_tokens = 2 if options.exact else 1
@@ -104,8 +105,7 @@ class Runner:
     def _batch(self, plan: StepPlan) -> Batch:
         if plan.num_tokens > self._max_num_tokens:
             raise InvariantError(f"step {plan.step_id}: {plan.num_tokens} tokens, more than {self._max_num_tokens}")
-        vocab_size = self.model_config.vocab_size
-        return make_batch(plan, self.layout, vocab_size, self.max_model_len, self._device, self._min_tokens)
+        return make_batch(plan, self._limits, self._device, self._min_tokens)
 
     @torch.no_grad()
     def _forward(self, batch: Batch) -> Tensor:

@@ -1,0 +1,119 @@
+"""What is read from config.json, and that what cannot be served is refused by the name of the field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from baton.core.errors import StartupError
+from baton.core.model_config import Llama3Rope, parse_config_json, parse_model_config
+from tests.support.checkpoints import Arch, Shape, make_config
+
+
+def config(arch: Arch = "llama", **changes: Any) -> dict[str, Any]:
+    return make_config(arch, Shape()) | changes
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures 'GPT2LMHeadModel' is not supported"),
+        ({"architectures": [], "model_type": None}, "architectures None is not supported"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, "architectures says Qwen2ForCausalLM but model_type says llama"),
+        ({"auto_map": {"AutoModel": "evil.Model"}}, "auto_map"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act must be silu"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 4}, "num_attention_heads 6 is not a multiple of num_key"),
+        ({"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None}, "hidden_size 64 is not a multiple of"),
+        ({"head_dim": 15}, "head_dim 15 must be even"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers must be an integer from 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"num_hidden_layers": True}, "num_hidden_layers"),
+        ({"num_hidden_layers": 3.0}, "num_hidden_layers"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
+        ({"vocab_size": 1 << 40}, "vocab_size"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"intermediate_size": None}, "intermediate_size is missing"),
+        ({"max_position_embeddings": None}, "max_position_embeddings is missing"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number"),
+        ({"rope_parameters": {"rope_theta": float("inf")}}, "rope_theta must be a finite number"),
+        ({"rope_parameters": {"rope_theta": -1}}, "rope_theta"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2}}, "rope_type 'linear' is not"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "low_freq_factor is missing"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1"),
+        ({"rope_parameters": []}, "rope_parameters must be an object"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"eos_token_id": 320}, "eos_token_id 320 is not a token id below 320"),
+        ({"eos_token_id": [1, "2"]}, "eos_token_id '2' is not a token id"),
+        ({"dtype": "int8"}, "dtype 'int8' is not supported"),
+    ],
+    ids=lambda case: case[1][:40],
+)
+def test_a_bad_field_is_named(case: tuple[dict[str, Any], str]) -> None:
+    changes, message = case
+    with pytest.raises(StartupError) as caught:
+        parse_model_config(config(**changes))
+    assert message in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "\xff", "[" * 100_000, '"x"'])
+def test_config_that_is_not_an_object(text: str) -> None:
+    with pytest.raises(StartupError, match=r"config\.json"):
+        parse_config_json(text.encode("latin-1"))
+
+
+def test_numbers_that_only_python_calls_json_are_still_refused() -> None:
+    text = '{"model_type": "llama", "num_hidden_layers": NaN}'
+    with pytest.raises(StartupError, match="num_hidden_layers must be an integer"):
+        parse_model_config(parse_config_json(text))
+
+
+def test_both_spellings_say_the_same() -> None:
+    old = parse_model_config(make_config("llama", Shape(old_config=True)))
+    assert old == parse_model_config(make_config("llama", Shape()))
+    assert old.rope_scaling == Llama3Rope(8.0, 1.0, 4.0, 64)
+    assert old.torch_dtype == "float32"
+
+
+def test_architectures_differ_where_they_should() -> None:
+    def parsed(arch: Arch, **shape: Any) -> Any:
+        return parse_model_config(make_config(arch, Shape(**shape)))
+
+    assert parsed("llama2").rope_scaling is None
+    assert parsed("qwen2").qkv_bias and not parsed("qwen2").o_bias and not parsed("qwen2").qk_norm
+    assert parsed("qwen3").qk_norm and not parsed("qwen3").qkv_bias
+    assert parsed("qwen3", bias=True).o_bias
+    assert not parsed("llama").qkv_bias
+
+
+def test_sliding_windows_per_layer() -> None:
+    def windows(arch: Arch, **changes: Any) -> tuple[int, ...]:
+        return parse_model_config(config(arch, **changes)).windows
+
+    assert windows("mistral") == (24, 24, 24)
+    assert windows("mistral", sliding_window=None) == (0, 0, 0)
+    assert windows("llama", sliding_window=24) == (0, 0, 0)
+    assert windows("qwen2", sliding_window=24) == (0, 0, 0)
+    assert windows("qwen2", use_sliding_window=True, sliding_window=24, max_window_layers=2) == (0, 0, 24)
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert windows("qwen3", use_sliding_window=True, sliding_window=9, layer_types=types) == (9, 0, 9)
+    with pytest.raises(StartupError, match="layer_types must list 3 layers"):
+        windows("qwen3", use_sliding_window=True, sliding_window=9, layer_types=types[:2])
+
+
+def test_eos_ids_are_a_tuple_without_repeats() -> None:
+    assert parse_model_config(config(eos_token_id=None)).eos_token_ids == ()
+    assert parse_model_config(config(eos_token_id=7)).eos_token_ids == (7,)
+    assert parse_model_config(config(eos_token_id=[7, 9, 7])).eos_token_ids == (7, 9)
+
+
+def test_kv_layout() -> None:
+    layout = parse_model_config(config("mistral")).kv_layout(16, "bfloat16")
+    assert layout.block_size == 16
+    assert [layer.window for layer in layout.layers] == [24, 24, 24]
+    assert layout.bytes_per_token == 3 * 2 * 2 * 16 * 2
