@@ -1,0 +1,106 @@
+"""Every row of the table of bad requests: its status, its param, OpenAI's shape, and no work done for it."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+import pytest
+
+from tests.support.bad_inputs import CHAT, COMPLETIONS, GOOD, TABLE, Bad
+from tests.support.fake_generator import FakeGenerator
+
+SLOW_ROW_S = 0.5
+
+
+GROUPS: dict[str, list[Bad]] = {}
+for _row in TABLE:
+    GROUPS.setdefault(_row.id.split()[0], []).append(_row)
+
+
+def complaints(row: Bad, response: httpx.Response) -> list[str]:
+    """What is wrong with an answer; nothing, if all is well."""
+    if response.status_code != row.status:
+        return [f"status {response.status_code}: {response.text[:200]}"]
+    error = response.json()["error"]
+    checks = {
+        "shape": set(response.json()) == {"error"} and set(error) == {"message", "type", "param", "code"},
+        "type": error["type"] == "invalid_request_error",
+        f"param {error['param']!r}": error["param"] == (row.param and row.param.replace("\n", "\\n")),
+        f"code {error['code']!r}": row.code is None or error["code"] == row.code,
+        "message": 0 < len(error["message"]) < 400 and error["message"].isprintable(),
+        "request id": "x-request-id" in response.headers,
+        "numbers": error["code"] != "context_length_exceeded" or "128" in error["message"],
+    }
+    return [name for name, good in checks.items() if not good]
+
+
+@pytest.mark.parametrize("group", GROUPS)
+async def test_refused(client: httpx.AsyncClient, generator: FakeGenerator, group: str) -> None:
+    found = {}
+    for row in GROUPS[group]:
+        headers = {"content-type": "application/json"} | row.headers
+        start = time.perf_counter()
+        response = await client.request(row.method, row.path, content=row.raw(), headers=headers)
+        wrong = complaints(row, response)
+        if time.perf_counter() - start > SLOW_ROW_S:
+            wrong.append("slow")
+        if wrong:
+            found[row.id] = wrong
+    assert found == {}
+    assert generator.submissions == []
+
+
+def test_the_table_is_as_long_as_promised_and_names_rows_once() -> None:
+    assert len(TABLE) >= 300
+    ids = [row.id for row in TABLE]
+    assert sorted({i for i in ids if ids.count(i) > 1}) == []
+
+
+ACCEPTED = [
+    (COMPLETIONS, {}),
+    (COMPLETIONS, {"model": None}),
+    (COMPLETIONS, {"prompt": "   "}),
+    (COMPLETIONS, {"prompt": "\ufffe \U0001f600 \\u0000"}),
+    (COMPLETIONS, {"prompt": [411, 511]}),  # past the tokenizer, within the model
+    (COMPLETIONS, {"prompt": [5] * 127}),
+    (COMPLETIONS, {"prompt": [5] * 127, "max_tokens": 1}),
+    (COMPLETIONS, {"prompt": [5] * 100, "max_tokens": 28}),
+    (COMPLETIONS, {"temperature": -0.0, "top_p": 1, "top_k": -1, "seed": -(2**63)}),
+    (COMPLETIONS, {"temperature": 2, "top_p": 1e-9, "top_k": 10**6, "seed": 2**63 - 1}),
+    (COMPLETIONS, {"stop": []}),
+    (COMPLETIONS, {"stop": ["a", "b", "c", "d" * 256]}),
+    (COMPLETIONS, {"n": 1, "best_of": 1, "echo": False, "logprobs": None, "suffix": None, "logit_bias": {}}),
+    (COMPLETIONS, {"presence_penalty": 0, "frequency_penalty": 0.0, "min_p": 0, "repetition_penalty": 1.0}),
+    (COMPLETIONS, {"user": "u" * 512, "metadata": {"k" * 64: "v" * 512}, "store": False, "service_tier": "auto"}),
+    (COMPLETIONS, {"stream": None, "stream_options": None, "max_tokens": None, "temperature": None}),
+    (CHAT, {"n": 1, "tools": None, "tool_choice": "none", "logprobs": False, "top_logprobs": 0}),
+    (CHAT, {"response_format": {"type": "text"}, "modalities": ["text"], "parallel_tool_calls": True}),
+    (CHAT, {"max_tokens": 5, "max_completion_tokens": 7, "reasoning_effort": None, "prompt_cache_key": "k"}),
+    (CHAT, {"messages": [{"role": "assistant", "content": "a", "refusal": None, "tool_calls": None, "audio": None}]}),
+    (CHAT, {"messages": [{"role": "tool", "content": "a", "tool_call_id": "call_1"}]}),
+    (CHAT, {"messages": [{"role": r, "content": ""} for r in ("system", "developer", "user", "assistant", "tool")]}),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), ACCEPTED)
+async def test_accepted(client: httpx.AsyncClient, path: str, fields: dict[str, object]) -> None:
+    response = await client.post(path, json=GOOD[path] | fields)
+    assert response.status_code == 200, response.text
+
+
+async def test_both_forms_of_content_give_the_same_prompt(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    for content in (
+        "Hello\nworld",
+        [{"type": "text", "text": "Hello\nworld"}],
+        [{"type": "text", "text": t} for t in ("Hello", "world")],
+    ):
+        await client.post(CHAT, json={"messages": [{"role": "user", "content": content}]})
+    assert len({s.prompt for s in generator.submissions}) == 1 and len(generator.submissions) == 3
+
+
+async def test_types_of_content_that_are_accepted(client: httpx.AsyncClient) -> None:
+    raw = b'{"prompt":"Hello"}'
+    for kind in ("application/json", "Application/JSON; charset=UTF-8", 'application/json;charset="utf-8"'):
+        response = await client.post(COMPLETIONS, content=raw, headers={"content-type": kind})
+        assert response.status_code == 200

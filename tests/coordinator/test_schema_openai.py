@@ -1,0 +1,169 @@
+"""What comes out fits OpenAI's own schemas and OpenAI's own client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import httpx2
+import jsonschema
+import openai
+import pytest
+from fastapi import FastAPI
+
+from baton.core import errors
+from coordinator.submission import Delta
+from tests.support.bad_inputs import CHAT, COMPLETIONS, GOOD, TABLE
+from tests.support.fake_generator import FakeGenerator, say
+
+SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "support" / "openai_schemas.json").read_text())
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+def fits(name: str, value: Any) -> None:
+    jsonschema.Draft202012Validator(SCHEMAS | {"$ref": f"#/$defs/{name}"}).validate(value)
+
+
+async def test_answers_fit_the_official_schemas(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    for finish in ("stop", "length"):
+        generator.script = say("Hel", "lo", finish=finish)  # type: ignore[arg-type]
+        fits("CreateCompletionResponse", (await client.post(COMPLETIONS, json=GOOD[COMPLETIONS])).json())
+        fits("CreateChatCompletionResponse", (await client.post(CHAT, json=GOOD[CHAT])).json())
+        for options in ({}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}):
+            response = await client.post(CHAT, json=GOOD[CHAT] | {"stream": True} | options)
+            events = [json.loads(line[6:]) for line in response.text.split("\n\n")[:-2]]
+            assert len(events) >= 3
+            for event in events:
+                fits("CreateChatCompletionStreamResponse", event)
+    fits("ListModelsResponse", (await client.get("/v1/models")).json())
+    fits("Model", (await client.get("/v1/models/tiny")).json())
+
+
+async def test_errors_fit_the_official_schema(client: httpx.AsyncClient) -> None:
+    for row in TABLE[::25]:
+        headers = {"content-type": "application/json"} | row.headers
+        fits("ErrorResponse", (await client.request(row.method, row.path, content=row.raw(), headers=headers)).json())
+
+
+def test_the_check_has_teeth() -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        fits("CreateCompletionResponse", {"id": "x", "object": "text_completion", "created": 1, "model": "m"})
+
+
+@pytest.fixture
+async def api(app: FastAPI) -> AsyncIterator[openai.AsyncOpenAI]:
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://baton")
+    async with openai.AsyncOpenAI(api_key="k", base_url="http://baton/v1", http_client=http, max_retries=0) as client:
+        yield client
+
+
+async def test_client_completion(api: openai.AsyncOpenAI) -> None:
+    answer = await api.completions.create(model="tiny", prompt="Hello", max_tokens=5, extra_body={"ignore_eos": True})
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("Hello world", "stop")
+    assert answer.usage is not None and answer.usage.total_tokens == 5
+    assert answer.usage.prompt_tokens_details is not None and answer.usage.prompt_tokens_details.cached_tokens == 1
+    assert answer._request_id and answer.id == "cmpl-" + answer._request_id
+
+
+async def test_client_completion_stream(api: openai.AsyncOpenAI) -> None:
+    stream = await api.completions.create(
+        model="tiny", prompt=[1, 2], stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == "Hello world"
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 2
+
+
+async def test_client_chat(api: openai.AsyncOpenAI) -> None:
+    answer = await api.chat.completions.create(
+        model="tiny", messages=HI, max_completion_tokens=5, seed=7, temperature=0.0, top_p=0.5, stop=["x"], user="me"
+    )
+    assert answer.choices[0].message.role == "assistant" and answer.choices[0].message.content == "Hello world"
+
+
+async def test_client_chat_stream(api: openai.AsyncOpenAI) -> None:
+    stream = await api.chat.completions.create(
+        model="tiny", messages=HI, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "Hello world"
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].usage is not None and chunks[-1].usage.total_tokens == 5
+
+
+async def test_client_stream_helper(api: openai.AsyncOpenAI) -> None:
+    async with api.chat.completions.stream(model="tiny", messages=HI) as stream:
+        final = await stream.get_final_completion()
+    assert final.choices[0].message.content == "Hello world"
+
+
+async def test_client_models(api: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in api.models.list()] == ["tiny"]
+    assert (await api.models.retrieve("tiny")).owned_by == "baton"
+
+
+ERRORS: list[tuple[Exception, type[openai.APIStatusError], str]] = [
+    (errors.InvalidRequest("bad", param="x"), openai.BadRequestError, "invalid_value"),
+    (errors.ContextLengthExceeded("long"), openai.BadRequestError, "context_length_exceeded"),
+    (errors.NotFound("none"), openai.NotFoundError, "not_found"),
+    (errors.DuplicateRequest("twice"), openai.ConflictError, "duplicate_request"),
+    (errors.QuotaExceeded("over"), openai.RateLimitError, "rate_limit_exceeded"),
+    (errors.Unavailable("full"), openai.InternalServerError, "overloaded"),
+    (errors.WorkerLost("gone"), openai.InternalServerError, "worker_lost"),
+    (errors.KVCorrupt("sum"), openai.InternalServerError, "kv_corrupt"),
+    (errors.DeadlineExceeded("late"), openai.InternalServerError, "deadline_exceeded"),
+    (ValueError("bug"), openai.InternalServerError, "internal_error"),
+]
+
+
+@pytest.mark.parametrize(("raised", "expected", "code"), ERRORS, ids=[code for *_, code in ERRORS])
+async def test_client_error_classes(
+    api: openai.AsyncOpenAI,
+    generator: FakeGenerator,
+    raised: Exception,
+    expected: type[openai.APIStatusError],
+    code: str,
+) -> None:
+    generator.script = [raised]
+    with pytest.raises(expected) as caught:
+        await api.chat.completions.create(model="tiny", messages=HI)
+    assert caught.value.code == code and caught.value.request_id
+
+
+async def test_client_error_classes_for_bad_requests(api: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        await api.completions.create(model="tiny", prompt="a", temperature=3)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as bad:
+        await api.completions.create(model="tiny", prompt="a", extra_body={"guidd_json": 1})
+    assert (bad.value.param, bad.value.code) == ("guidd_json", "unknown_parameter")
+    with pytest.raises(openai.NotFoundError) as missing:
+        await api.models.retrieve("gpt-4")
+    assert missing.value.code == "model_not_found"
+
+
+async def test_client_sees_an_error_in_the_middle_of_a_stream(
+    api: openai.AsyncOpenAI, generator: FakeGenerator
+) -> None:
+    generator.script = [Delta("Hel", (1,)), errors.WorkerLost("decode-0 died", code="decode_worker_lost")]
+    stream = await api.chat.completions.create(model="tiny", messages=HI, stream=True)
+    seen = []
+    with pytest.raises(openai.APIError) as caught:
+        async for chunk in stream:
+            seen.append(chunk.choices[0].delta.content)
+    assert seen == ["", "Hel"]
+    assert (caught.value.code, caught.value.type) == ("decode_worker_lost", "server_error")
+
+
+@pytest.mark.parametrize(("error", "calls"), [(errors.Unavailable("full", retry_after_s=0.0), 2), (ValueError(), 1)])
+async def test_the_client_retries_what_is_worth_it(
+    api: openai.AsyncOpenAI, generator: FakeGenerator, error: Exception, calls: int
+) -> None:
+    generator.script = [error]
+    with pytest.raises(openai.InternalServerError):
+        await api.with_options(max_retries=1).completions.create(model="tiny", prompt="a")
+    assert len(generator.submissions) == calls

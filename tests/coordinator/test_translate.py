@@ -1,0 +1,119 @@
+"""Plain values to a `Submission`, as gRPC uses it: the same limits and names as over HTTP."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.core.errors import ContextLengthExceeded, InvalidRequest
+from coordinator.chat import ChatMessage
+from coordinator.text import TextModel
+from coordinator.translate import MAX_MESSAGES, Options, Translator
+from tests.support import tokenizers_kit as kit
+from tests.support.model_dirs import text_dir
+
+HI = [ChatMessage("user", "hi")]
+
+
+@pytest.fixture
+def translator(text_model: TextModel) -> Translator:
+    return Translator(text_model, deadline_s=60.0)
+
+
+async def test_defaults(translator: Translator) -> None:
+    text = await translator.from_text("r", "Hello", Options())
+    assert list(text.prompt) == kit.byte_level().encode("Hello").ids
+    assert (text.request_id, text.max_tokens, text.deadline_s, text.eos_token_ids) == ("r", 16, 60.0, (1,))
+    assert (text.sampling.temperature, text.sampling.top_p, text.sampling.top_k) == (1.0, 1.0, 0)
+    chat = await translator.from_messages("r", HI, Options())
+    assert len(chat.prompt) + chat.max_tokens == 128
+    seeds = {(await translator.from_token_ids("r", [1], Options())).sampling.seed for _ in range(20)}
+    assert len(seeds) == 20 and all(0 <= seed < 1 << 64 for seed in seeds)
+
+
+async def test_a_models_own_defaults_apply_where_nothing_is_asked(tmp_path_factory: pytest.TempPathFactory) -> None:
+    directory = text_dir(tmp_path_factory.mktemp("m"), generation={"temperature": 0.6, "top_k": 20, "top_p": 0.9})
+    translator = Translator(TextModel.load(directory))
+    sampling = (await translator.from_token_ids("r", [1], Options())).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, 20, 0.9)
+    asked = Options(temperature=0.0, top_k=-1, top_p=1.0, seed=-1)
+    sampling = (await translator.from_token_ids("r", [1], asked)).sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed) == (0.0, 0, 1.0, 2**64 - 1)
+
+
+async def test_what_is_asked_is_kept(translator: Translator) -> None:
+    asked = Options(max_tokens=7, temperature=0.5, top_p=0.25, top_k=3, seed=9, stop=("a", "b"), ignore_eos=True)
+    got = await translator.from_token_ids("r", [5, 6], asked, deadline_s=3.0)
+    assert (got.prompt, got.max_tokens, got.stop, got.eos_token_ids, got.deadline_s) == ((5, 6), 7, ("a", "b"), (), 3.0)
+    sampling = got.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.5, 0.25, 3, 9)
+    assert (await translator.from_token_ids("r", [5], Options(), deadline_s=1e9)).deadline_s == 60.0
+    assert (await translator.from_token_ids("r", [5], Options(top_k=10_000))).sampling.top_k == 0
+
+
+async def test_the_edge_of_the_context(translator: Translator) -> None:
+    assert (await translator.from_token_ids("r", [5] * 127, Options())).max_tokens == 1
+    assert (await translator.from_token_ids("r", [5] * 120, Options(max_tokens=8))).max_tokens == 8
+    for ids, options, param in (
+        ([5] * 128, Options(), "prompt"),
+        ([5] * 120, Options(max_tokens=9), "max_tokens"),
+        ([5] * 120, Options(max_tokens=9, max_tokens_param="max_completion_tokens"), "max_completion_tokens"),
+    ):
+        with pytest.raises(ContextLengthExceeded) as caught:
+            await translator.from_token_ids("r", ids, options)
+        assert caught.value.param == param
+        assert "128" in caught.value.message and str(len(ids)) in caught.value.message
+
+
+BAD: list[tuple[Options, str]] = [
+    (Options(max_tokens=0), "max_tokens"),
+    (Options(max_tokens=2**31), "max_tokens"),
+    (Options(temperature=float("nan")), "temperature"),
+    (Options(temperature=float("inf")), "temperature"),
+    (Options(temperature=-0.01), "temperature"),
+    (Options(temperature=2.01), "temperature"),
+    (Options(top_p=0.0), "top_p"),
+    (Options(top_p=float("nan")), "top_p"),
+    (Options(top_k=-2), "top_k"),
+    (Options(seed=2**63), "seed"),
+    (Options(stop=("",)), "stop"),
+    (Options(stop=("a",) * 5), "stop"),
+    (Options(stop=("a" * 257,)), "stop"),
+]
+
+
+@pytest.mark.parametrize(("options", "param"), BAD)
+async def test_out_of_range(translator: Translator, options: Options, param: str) -> None:
+    for attempt in (
+        translator.from_text("r", "a", options),
+        translator.from_token_ids("r", [1], options),
+        translator.from_messages("r", HI, options),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            await attempt
+        assert caught.value.param == param
+
+
+async def test_bad_prompts_and_messages(translator: Translator) -> None:
+    for ids in ([], [-1], [512], [2**70]):
+        with pytest.raises(InvalidRequest) as caught:
+            await translator.from_token_ids("r", ids, Options())
+        assert caught.value.param == "prompt" and len(caught.value.message) < 100
+    with pytest.raises(InvalidRequest):
+        await translator.from_text("r", "", Options())
+    bad = {
+        "messages": [[], HI * (MAX_MESSAGES + 1)],
+        "messages[1].role": [[*HI, ChatMessage("root", "x")]],
+        "messages[0].content": [[ChatMessage("user", "\ufdd1")]],
+    }
+    for param, conversations in bad.items():
+        for messages in conversations:
+            with pytest.raises(InvalidRequest) as caught:
+                await translator.from_messages("r", messages, Options())
+            assert caught.value.param == param
+
+
+async def test_a_model_without_a_template_takes_no_chat(tmp_path_factory: pytest.TempPathFactory) -> None:
+    translator = Translator(TextModel.load(text_dir(tmp_path_factory.mktemp("m"), template=None)))
+    with pytest.raises(InvalidRequest, match="no chat template") as caught:
+        await translator.from_messages("r", HI, Options())
+    assert caught.value.param == "messages"

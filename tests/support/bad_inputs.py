@@ -1,0 +1,382 @@
+"""The table of bad requests, as data: what is sent, and the one status and param it must get.
+
+Ids begin with the row of the plan they belong to (B-1 ... B-27). A body is bytes as they are sent, or JSON fields put
+on top of a good body of the row's path. The model under test: context 128, 512 embeddings, 402 tokens in its tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+GOOD: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"model": "tiny", "prompt": "Hello"},
+    CHAT: {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]},
+    "/tokenize": {"prompt": "Hello"},
+    "/detokenize": {"tokens": [1]},
+}
+DROP = object()  # as a field's value: leave the field out
+
+
+@dataclass(frozen=True)
+class Bad:
+    id: str
+    body: bytes | dict[str, Any]
+    param: str | None
+    status: int = 400
+    code: str | None = None
+    path: str = COMPLETIONS
+    headers: dict[str, str] = field(default_factory=dict)
+    method: str = "POST"
+
+    def raw(self) -> bytes:
+        if isinstance(self.body, bytes):
+            return self.body
+        fields = GOOD[self.path] | self.body
+        return json.dumps({k: v for k, v in fields.items() if v is not DROP}).encode()
+
+
+def raw(prompt: str) -> bytes:
+    """A body in which the prompt's JSON is given literally."""
+    return b'{"model":"tiny","prompt":' + prompt.encode() + b"}"
+
+
+def chat(messages: Any) -> dict[str, Any]:
+    return {"messages": messages}
+
+
+def user(content: Any, **more: Any) -> dict[str, Any]:
+    return chat([{"role": "user", "content": content, **more}])
+
+
+GOOD_RAW = json.dumps(GOOD[COMPLETIONS]).encode()
+NOT_JSON: dict[str, bytes] = {
+    "empty": b"",
+    "blank": b"  \n",
+    "not json": b"hello",
+    "trailing garbage": GOOD_RAW + b"x",
+    "two documents": GOOD_RAW + b"\n" + GOOD_RAW,
+    "array": b"[]",
+    "string": b'"prompt"',
+    "number": b"5",
+    "null": b"null",
+    "comment": b'{"prompt":"a"/*c*/}',
+    "single quotes": b"{'prompt':'a'}",
+    "trailing comma": b'{"prompt":"a",}',
+    "cut": GOOD_RAW[:-1],
+    "bad utf-8": b'{"prompt":"\xff"}',
+    "overlong utf-8": b'{"prompt":"\xc0\xaf"}',
+    "utf-8 surrogate": b'{"prompt":"\xed\xa0\x80"}',
+    "utf-16": GOOD_RAW.decode().encode("utf-16"),
+    "utf-32": GOOD_RAW.decode().encode("utf-32"),
+    "byte order mark": b"\xef\xbb\xbf" + GOOD_RAW,
+    "raw control character": b'{"prompt":"a\x01"}',
+    "NaN": b'{"prompt":"a","temperature":NaN}',
+    "Infinity": b'{"prompt":"a","temperature":Infinity}',
+    "-Infinity": b'{"prompt":"a","top_p":-Infinity}',
+    "5000 digits": b'{"prompt":"a","seed":' + b"1" * 5000 + b"}",
+    "2000 deep array": raw("[" * 2000 + "]" * 2000),
+    "100000 deep array": raw("[" * 100_000 + "]" * 100_000),
+    "100000 deep object": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "unclosed depth": b"[" * 50_000,
+}
+
+TABLE: list[Bad] = [
+    *(Bad(f"B-1 B-2 B-3 B-5 {name}", body, None, code="invalid_json") for name, body in NOT_JSON.items()),
+    # strings that are not text
+    Bad("B-2 lone surrogate", raw(r'"\ud800"'), "prompt"),
+    Bad("B-2 low surrogate first", raw(r'"\udc00\ud800"'), "prompt"),
+    Bad("B-2 NUL", raw(r'"a\u0000b"'), "prompt"),
+    Bad("B-2 surrogate in stop", b'{"prompt":"a","stop":["\\udfff"]}', "stop[0]"),
+    Bad("B-2 surrogate in user", b'{"prompt":"a","user":"\\ud900"}', "user"),
+    Bad("B-2 surrogate in a key", b'{"prompt":"a","\\ud900":1}', None),
+    Bad("B-2 NUL in content", b'{"messages":[{"role":"user","content":"\\u0000"}]}', "messages[0].content", path=CHAT),
+    Bad("B-2 surrogate in role", b'{"messages":[{"role":"\\ud800","content":""}]}', "messages[0].role", path=CHAT),
+    Bad("B-2 reserved noncharacter", user("a\ufdd0b"), "messages[0].content", path=CHAT),
+    # numbers and keys
+    Bad("B-3 1e400", b'{"prompt":"a","temperature":1e400}', "temperature"),
+    Bad("B-3 -1e400", b'{"prompt":"a","top_p":-1e400}', "top_p"),
+    Bad("B-3 400 digits as number", b'{"prompt":"a","temperature":' + b"1" * 400 + b"}", "temperature"),
+    Bad("B-4 duplicate key", b'{"prompt":"a","prompt":"b"}', "prompt"),
+    Bad("B-4 duplicate equal key", b'{"prompt":"a","seed":1,"seed":1}', "seed"),
+    Bad("B-4 duplicate escaped key", b'{"prompt":"a","\\u0070rompt":"b"}', "prompt"),
+    Bad("B-4 duplicate in logit_bias", b'{"prompt":"a","logit_bias":{"5":1,"5":2}}', "5"),
+    Bad("B-4 duplicate role", b'{"messages":[{"role":"user","role":"system","content":"a"}]}', "role", path=CHAT),
+    Bad("B-5 nested prompt", raw("[" * 101 + "]" * 101), "prompt"),
+    Bad("B-5 nested object", raw('{"a":' * 101 + "1" + "}" * 101), "prompt"),
+    Bad("B-5 nested stop", {"stop": [[[["a"]]]]}, "stop[0]"),
+    Bad("B-5 many keys", {f"key{i}": 1 for i in range(50_000)}, "key0", code="unknown_parameter"),
+    Bad("B-5 long key", {"k" * 1_000_000: 1}, "k" * 100, code="unknown_parameter"),
+    # transport
+    *(
+        Bad(f"B-6 type {kind!r}", GOOD_RAW, "content-type", 415, headers={"content-type": kind})
+        for kind in (
+            "",
+            "text/plain",
+            "application/json; charset=utf-7",
+            "application/json; charset=utf-16",
+            "application/json, text/plain",
+            "application/jsonp",
+            "application/x-ndjson",
+            "application/x-www-form-urlencoded",
+            "multipart/form-data; boundary=x",
+        )
+    ),
+    Bad("B-6 gzip", GOOD_RAW, "content-encoding", 415, headers={"content-encoding": "gzip"}),
+    Bad("B-6 br", GOOD_RAW, "content-encoding", 415, headers={"content-encoding": "br"}),
+    Bad("B-7 body over the cap", b" " * (1 << 20) + GOOD_RAW, None, 413, code="request_too_large"),
+    Bad("B-7 declared over 64 bits", GOOD_RAW, None, 413, headers={"content-length": "9" * 30}),
+    Bad("B-8 long header", GOOD_RAW, None, 431, headers={"x-a": "b" * 9000}),
+    Bad("B-8 many headers", GOOD_RAW, None, 431, headers={f"x-{i}": "b" for i in range(101)}),
+    Bad("B-8 long query", GOOD_RAW, None, 414, path=COMPLETIONS + "?" + "a" * 9000),
+    Bad("B-8 request id with a space", GOOD_RAW, "x-request-id", headers={"x-request-id": "a b"}),
+    Bad("B-8 long request id", GOOD_RAW, "x-request-id", headers={"x-request-id": "a" * 129}),
+    Bad("B-8 empty request id", GOOD_RAW, "x-request-id", headers={"x-request-id": ""}),
+    *(Bad(f"B-11 {m} completions", b"", None, 405, method=m) for m in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS")),
+    *(Bad(f"B-11 {m} models", b"", None, 405, path="/v1/models", method=m) for m in ("POST", "DELETE")),
+    *(
+        Bad(f"B-11 path {path}", GOOD_RAW, None, 404, code="not_found", path=path)
+        for path in (
+            "/",
+            "/v1",
+            "/v1/completions/",
+            "//v1/completions",
+            "/v1//completions",
+            "/v1/completions;x",
+            "/v1/%2e%2e/v1/completions",
+            "/V1/completions",
+            "/v1/embeddings",
+            "/docs",
+            "/v1/completions%00",
+        )
+    ),
+    *(Bad(f"B-11 host {h!r}", GOOD_RAW, "host", headers={"host": h}) for h in ("", "a/b", "a?b", "a@b", "a b", "[::")),
+    # the model
+    Bad("B-12 unknown model", {"model": "gpt-4"}, "model", 404, "model_not_found"),
+    Bad("B-12 empty model", {"model": ""}, "model", 404, "model_not_found"),
+    Bad("B-12 other case", {"model": "Tiny"}, "model", 404, "model_not_found"),
+    Bad("B-12 long model", {"model": "m" * 10_000}, "model", 404, "model_not_found"),
+    Bad("B-12 path as model", {"model": "../tiny"}, "model", 404, "model_not_found"),
+    Bad("B-12 control characters", {"model": "a\r\nb\x1b[31m"}, "model", 404, "model_not_found"),
+    Bad("B-12 unknown model in chat", {"model": "x"}, "model", 404, "model_not_found", CHAT),
+    Bad("B-12 unknown model by path", b"", "model", 404, "model_not_found", "/v1/models/a/b", method="GET"),
+    # every served field with every wrong type
+    *(
+        Bad(f"B-13 {name}={value!r}", {name: value}, name)
+        for names, values in (
+            (("model", "user", "safety_identifier", "prompt_cache_key"), (1, True, 1.5, [], {})),
+            (("max_tokens", "top_k", "seed"), (True, "5", 1.0, 1.5, [], {}, [1])),
+            (("temperature", "top_p"), (True, "1", [], {}, [1.0])),
+            (("ignore_eos", "stream"), (0, 1, "true", [], {}, 1.0)),
+            (("stop",), (1, True, 1.5, {})),
+            (("stream_options", "metadata"), (1, True, "a", [])),
+            (("prompt",), (1, True, None, 1.5, {}, {"text": "a"})),
+        )
+        for name in names
+        for value in values
+    ),
+    *(Bad(f"B-13 messages={v!r}", chat(v), "messages", path=CHAT) for v in (1, True, None, "hi", {}, {"role": "user"})),
+    *(Bad(f"B-13 message {v!r}", chat([v]), "messages[0]", path=CHAT) for v in (1, True, None, "hi", [])),
+    *(
+        Bad(f"B-13 role={v!r}", chat([{"role": v, "content": "a"}]), "messages[0].role", path=CHAT)
+        for v in (1, True, None, [], {}, "", "User", "function", "root", "a" * 1000)
+    ),
+    *(
+        Bad(f"B-13 max_completion_tokens={v!r}", {"max_completion_tokens": v}, "max_completion_tokens", path=CHAT)
+        for v in (True, "5", 1.5, [], {})
+    ),
+    # fields that do not exist, or must not
+    *(
+        Bad(f"B-14 {name}={value!r}", {name: value}, name, code="unknown_parameter")
+        for name in (
+            "kv_transfer_params",
+            "prompt_embeds",
+            "data_parallel_rank",
+            "bootstrap_host",
+            "bootstrap_port",
+            "bootstrap_room",
+            "custom_logit_processor",
+            "lora_path",
+            "temprature",
+            "Prompt",
+            "guided_json",
+            "__proto__",
+            "a\nb",
+            "",
+        )
+        for value in (None, "x")
+    ),
+    Bad("B-14 prompt in chat", {"prompt": "x"}, "prompt", code="unknown_parameter", path=CHAT),
+    Bad("B-14 messages in completions", {"messages": []}, "messages", code="unknown_parameter"),
+    Bad("B-14 in a message", user("a", contnt="b"), "messages[0].contnt", code="unknown_parameter", path=CHAT),
+    *(
+        Bad(f"B-14 {path} {name}={value!r}", {name: value}, name, code="unsupported_parameter", path=path)
+        for path, fields in (
+            (
+                COMPLETIONS,
+                {
+                    "best_of": [0, 2, True, "1", 1.0, 2**31],
+                    "echo": [True, 1, "false"],
+                    "frequency_penalty": [0.5, -2.01, True, "0", [0]],
+                    "presence_penalty": [2.01, "0"],
+                    "repetition_penalty": [0, 1.1, True],
+                    "logit_bias": [{"5": 1}, {"x": 1}, {"5": 101}, [], "{}"],
+                    "logprobs": [0, 5, 21, True],
+                    "min_p": [0.1, -1, False],
+                    "min_tokens": [1, -1, False],
+                    "n": [0, -1, 2, 129, 2**31, True, "1", 1.0],
+                    "suffix": ["", "x"],
+                    "cache_salt": ["", "a" * 300],
+                    "prompt_logprobs": [0, 1],
+                    "allowed_token_ids": [[], [1]],
+                    "bad_words": [["x"], "x"],
+                    "stop_token_ids": [[1], [10**9], "1"],
+                    "priority": [1, -1, "0"],
+                    "service_tier": ["flex", "priority", 1],
+                    "store": [True, "false", 0],
+                    "response_format": [{"type": "json_object"}, {"type": "text", "x": 1}, {}, "text"],
+                    "structured_outputs": [{}, {"regex": "(a+)+$"}],
+                    "truncate_prompt_tokens": [1],
+                    "skip_special_tokens": [False],
+                },
+            ),
+            (
+                CHAT,
+                {
+                    "n": [2],
+                    "logprobs": [True, 1],
+                    "top_logprobs": [1, 21, "5", -1],
+                    "tools": [[], [{"type": "function", "function": {"name": "f"}}]],
+                    "tool_choice": ["auto", "required", {"type": "function", "function": {"name": "f"}}],
+                    "functions": [[]],
+                    "function_call": ["auto"],
+                    "parallel_tool_calls": [False],
+                    "modalities": [["audio"], ["text", "audio"], []],
+                    "audio": [{"voice": "alloy", "format": "wav"}],
+                    "prediction": [{"type": "content", "content": "x"}],
+                    "reasoning_effort": ["low", "none"],
+                    "verbosity": ["low"],
+                    "web_search_options": [{}],
+                    "chat_template": ["", "{{ 1 }}"],
+                    "chat_template_kwargs": [{"tokenize": False}, {"enable_thinking": False}],
+                    "continue_final_message": [True],
+                    "add_generation_prompt": [False],
+                    "documents": [[], [{"text": "x"}]],
+                },
+            ),
+        )
+        for name, values in fields.items()
+        for value in values
+    ),
+    # prompts and messages
+    Bad("B-15 empty prompt", {"prompt": ""}, "prompt"),
+    Bad("B-15 no prompt", {"prompt": DROP}, "prompt", code="missing_required_parameter"),
+    Bad("B-15 empty list", {"prompt": []}, "prompt"),
+    Bad("B-15 empty list in a list", {"prompt": [[]]}, "prompt"),
+    Bad("B-15 empty text in a list", {"prompt": [""]}, "prompt"),
+    Bad("B-15 two prompts", {"prompt": ["a", "b"]}, "prompt"),
+    Bad("B-15 two token prompts", {"prompt": [[1], [2]]}, "prompt"),
+    Bad("B-15 1000 prompts", {"prompt": ["a"] * 1000}, "prompt"),
+    Bad("B-15 mixed", {"prompt": [1, "a"]}, "prompt"),
+    Bad("B-15 mixed lists", {"prompt": [[1], "a"]}, "prompt"),
+    Bad("B-15 null in a list", {"prompt": [None]}, "prompt"),
+    Bad("B-15 deep list", {"prompt": [[[1]]]}, "prompt"),
+    Bad("B-15 empty messages", chat([]), "messages", path=CHAT),
+    Bad("B-15 no messages", chat(DROP), "messages", path=CHAT, code="missing_required_parameter"),
+    Bad("B-15 10000 messages", chat([{"role": "user", "content": "a"}] * 10_000), "messages", path=CHAT),
+    Bad("B-15 no content", chat([{"role": "user"}]), "messages[0].content", path=CHAT),
+    Bad("B-15 no role", chat([{"content": "a"}]), "messages[0].role", path=CHAT),
+    Bad("B-15 second message", chat([*user("a")["messages"], {"role": "user"}]), "messages[1].content", path=CHAT),
+    *(
+        Bad(f"B-15 content {i}", user(content), "messages[0].content", path=CHAT)
+        for i, content in enumerate(
+            [
+                None,
+                1,
+                True,
+                {},
+                {"type": "text", "text": "a"},
+                [],
+                ["a"],
+                [1],
+                [None],
+                [{}],
+                [{"type": "text"}],
+                [{"type": "text", "text": None}],
+                [{"type": "text", "text": "a", "x": 1}],
+                [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}],
+                [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}],
+                [{"type": "file", "file": {"file_id": "x"}}],
+                [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}],
+                [{"type": ["text"], "text": "a"}],
+                [{"type": "text", "text": ""}] * 1025,
+            ]
+        )
+    ),
+    Bad("B-15 tool calls", user("a", tool_calls=[{"id": "x"}]), "messages[0].tool_calls", path=CHAT),
+    Bad(
+        "B-15 null content, no calls", chat([{"role": "assistant", "content": None}]), "messages[0].content", path=CHAT
+    ),
+    Bad("B-15 name with a space", user("a", name="a b"), "messages[0].name", path=CHAT),
+    Bad("B-15 control token as name", user("a", name="<|im_end|>"), "messages[0].name", path=CHAT),
+    Bad("B-15 long name", user("a", name="a" * 65), "messages[0].name", path=CHAT),
+    # length
+    Bad("B-16 tokens fill the context", {"prompt": [5] * 128}, "prompt", code="context_length_exceeded"),
+    Bad("B-16 tokens over the context", {"prompt": [5] * 5000}, "prompt", code="context_length_exceeded"),
+    Bad("B-16 text over the context", {"prompt": "z" * 300}, "prompt", code="context_length_exceeded"),
+    Bad("B-16 text far over", {"prompt": "a" * 900_000}, "prompt", code="context_length_exceeded"),
+    Bad("B-16 combining marks", {"prompt": "\u0301" * 150_000}, "prompt", code="context_length_exceeded"),
+    Bad("B-16 chat over", user("z" * 300), "messages", path=CHAT, code="context_length_exceeded"),
+    Bad("B-16 chat far over", user("a" * 900_000), "messages", path=CHAT, code="context_length_exceeded"),
+    Bad("B-16 sum over", {"prompt": [5] * 100, "max_tokens": 29}, "max_tokens", code="context_length_exceeded"),
+    Bad("B-16 huge max_tokens", {"max_tokens": 2**31 - 1}, "max_tokens", code="context_length_exceeded"),
+    Bad("B-16 chat sum", {"max_completion_tokens": 127}, "max_completion_tokens", 400, "context_length_exceeded", CHAT),
+    # token ids
+    *(
+        Bad(f"B-17 token {v!r}", {"prompt": [5, v]}, "prompt")
+        for v in (-1, 512, 513, 2**31, 2**63, 2**64, 10**300, 1.0, 1.5, True, None, "5", {})
+    ),
+    *(Bad(f"B-17 detokenize {v!r}", {"tokens": [v]}, "tokens", path="/detokenize") for v in (-1, 512, 2**64)),
+    Bad("B-17 detokenize a bool", {"tokens": [True]}, "tokens[0]", path="/detokenize"),
+    Bad("B-17 detokenize a string", {"tokens": "abc"}, "tokens", path="/detokenize"),
+    Bad("B-17 detokenize too many", {"tokens": [1] * 129}, "tokens", path="/detokenize"),
+    Bad("B-17 tokenize both", {"messages": GOOD[CHAT]["messages"]}, "prompt", path="/tokenize"),
+    Bad("B-17 tokenize neither", {"prompt": DROP}, "prompt", path="/tokenize"),
+    Bad("B-17 tokenize far over", {"prompt": "a" * 900_000}, "prompt", path="/tokenize"),
+    # ranges
+    *(Bad(f"B-18 max_tokens={v}", {"max_tokens": v}, "max_tokens") for v in (0, -1, 2**31, 2**63, -(2**63), 10**300)),
+    *(
+        Bad(f"B-18 max_completion_tokens={v}", {"max_completion_tokens": v, "max_tokens": 1}, name, path=CHAT)
+        for name in ("max_completion_tokens",)
+        for v in (0, -1, 2**31, 2**63)
+    ),
+    Bad("B-18 max_completion_tokens in completions", {"max_completion_tokens": 5}, "max_completion_tokens"),
+    *(Bad(f"B-20 temperature={v}", {"temperature": v}, "temperature") for v in (-0.01, 2.01, -1, 3, 1e308, 10**30)),
+    *(Bad(f"B-20 top_p={v}", {"top_p": v}, "top_p") for v in (0, 0.0, -0.0, 1.01, -1, 2, 1e308)),
+    *(Bad(f"B-20 top_k={v}", {"top_k": v}, "top_k") for v in (-2, 2**31, 2**63, -(2**70))),
+    *(Bad(f"B-21 seed={v}", {"seed": v}, "seed") for v in (2**63, 2**64, -(2**63) - 1, 10**4000)),
+    Bad("B-22 five stops", {"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    Bad("B-22 a million stops", {"stop": ["a"] * 100_000}, "stop"),
+    Bad("B-22 empty stop", {"stop": ""}, "stop"),
+    Bad("B-22 empty stop in a list", {"stop": ["a", ""]}, "stop"),
+    Bad("B-22 long stop", {"stop": "a" * 257}, "stop"),
+    Bad("B-22 number in stop", {"stop": ["a", 5]}, "stop[1]"),
+    Bad("B-22 null in stop", {"stop": [None]}, "stop[0]"),
+    Bad("B-22 nested stop", {"stop": [["a"]]}, "stop[0]"),
+    # streaming and labels
+    Bad("B-27 stream_options without stream", {"stream_options": {"include_usage": True}}, "stream_options"),
+    Bad("B-27 stream_options, stream false", {"stream": False, "stream_options": {}}, "stream_options"),
+    Bad("B-27 unknown key", {"stream": True, "stream_options": {"include_usge": True}}, "stream_options.include_usge"),
+    *(
+        Bad(f"B-27 {name}", {"stream": True, "stream_options": {name: 1}}, f"stream_options.{name}")
+        for name in ("include_usage", "continuous_usage_stats", "include_obfuscation")
+    ),
+    Bad("B-27 long user", {"user": "u" * 513}, "user"),
+    Bad("B-27 17 keys", {"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+    Bad("B-27 long key", {"metadata": {"k" * 65: ""}}, "metadata"),
+    Bad("B-27 long value", {"metadata": {"k": "v" * 513}}, "metadata"),
+    Bad("B-27 number as value", {"metadata": {"k": 1}}, "metadata.k"),
+]
