@@ -15,12 +15,12 @@ from rich.table import Table
 from launch.bench_stats import Record, Statistics, Summary
 
 _TIMES = (
-    ("TTFT", "ttft", "first text - request sent"),
-    ("TPOT", "tpot", "(last - first text) / (n - 1)"),
-    ("ITL", "itl", "gap between arrivals"),
-    ("E2E", "e2e", "end of stream - request sent"),
+    ("TTFT", "ttft", "first text - sent"),
+    ("TPOT", "tpot", "(last - first) / (n - 1)"),
+    ("ITL", "itl", "gap between texts"),
+    ("E2E", "e2e", "end - sent"),
 )
-_HEADINGS = ("ms", "p50", "p95", "p99", "mean", "max", "samples", "formula")
+_HEADINGS = ("ms", "p50", "p95", "p99", "max", "samples", "formula")
 
 
 def rows(stats: Statistics) -> list[tuple[str, ...]]:
@@ -43,10 +43,11 @@ def totals(stats: Statistics) -> list[tuple[str, str]]:
 
 
 def print_report(stats: Statistics, console: Console) -> None:
-    table = Table(title="n: output tokens by the server's usage; percentiles linear between ranks", title_style="dim")
+    note = "n: output tokens by the server's usage; percentiles linear between ranks"
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", caption=note)
     for heading in _HEADINGS:
         left = heading in ("ms", "formula")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=not left)
+        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
     for row in rows(stats):
         table.add_row(*row)
     console.print(table)
@@ -92,8 +93,8 @@ def as_json(stats: Statistics, settings: dict[str, Any], records: Sequence[Recor
 
 def _numbers(summary: Summary) -> tuple[str, ...]:
     if not summary.count:
-        return ("-", "-", "-", "-", "-", "0")
-    values = (summary.p50, summary.p95, summary.p99, summary.mean, summary.max)
+        return ("-", "-", "-", "-", "0")
+    values = (summary.p50, summary.p95, summary.p99, summary.max)
     return (*(f"{value * 1000:.2f}" for value in values), str(summary.count))
 
 

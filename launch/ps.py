@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -15,9 +14,11 @@ _COLORS = {"ready": "green", "joining": "yellow", "draining": "yellow", "lost": 
 
 
 def print_workers(workers: Sequence[WorkerView], console: Console | None = None) -> None:
-    table = Table("worker", "state", "pids", box=box.SIMPLE, padding=(0, 1), pad_edge=False)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for heading in ("worker", "state", "pids"):
+        table.add_column(heading, no_wrap=True)
     for heading in ("blocks\nfree", "run", "wait", "prompt\ntokens", "output\ntokens", "KV out\nMiB", "KV in\nMiB"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for worker in workers:
         fields = worker.fields
         table.add_row(

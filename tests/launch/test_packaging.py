@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-SOURCES = ("baton", "prefill", "decode", "coordinator", "launch", "pyproject.toml", "README.md", "LICENSE")
+PACKAGES = ("baton", "prefill", "decode", "coordinator", "launch")
+SOURCES = (*PACKAGES, "pyproject.toml", "README.md", "LICENSE")
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +55,7 @@ def run(command: list[object], **options: object) -> subprocess.CompletedProcess
 def test_wheel_has_the_packages_and_the_built_in_model_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {
-        "baton",
-        "prefill",
-        "decode",
-        "coordinator",
-        "launch",
-    }
+    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
     for name in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
         assert f"baton/builtin/target/{name}" in names
     assert {"launch/coordinator.sh", "launch/prefill.sh", "launch/decode.sh"} <= set(names)
@@ -69,7 +64,7 @@ def test_wheel_has_the_packages_and_the_built_in_model_and_nothing_else(wheel: P
 
 def test_every_module_of_the_repository_is_in_the_wheel(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    for package in ("baton", "prefill", "decode", "coordinator", "launch"):
+    for package in PACKAGES:
         for path in (REPOSITORY / package).rglob("*.py"):
             assert path.relative_to(REPOSITORY).as_posix() in names, f"{path} is missing: name its package in pyproject"
 
@@ -84,9 +79,8 @@ def test_command_and_tiers_in_a_directory_with_a_decode_py(python: Path, tmp_pat
     for tier in ("prefill", "decode", "coordinator"):
         assert "--model" in run([python, "-m", tier, "--help"], cwd=tmp_path, env=environment).stdout
     code = "from launch.model_source import resolve_model; print(resolve_model('builtin'))"
-    assert Path(run([python, "-c", code], cwd=tmp_path, env=environment).stdout.strip()).is_relative_to(
-        python.parents[1]
-    )
+    model = run([python, "-c", code], cwd=tmp_path, env=environment).stdout.strip()
+    assert Path(model).is_relative_to(python.parents[1])
 
 
 @pytest.mark.cluster
