@@ -53,7 +53,7 @@ class IncomingOwner(Protocol):
         """Raises JoinRefused or LayoutMismatch when the two workers do not fit."""
         ...
 
-    def reserve(self, offer: Offer, source: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def reserve(self, offer: Offer, hello: LinkHello) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Blocks of the sequence and their generations; raises BatonError with the reason to refuse."""
         ...
 
@@ -136,7 +136,7 @@ class IncomingLink:
     def _answer(self, offer: Offer) -> Accept | Refuse:
         sequence = offer.request.sequence_id
         try:
-            blocks, generations = self._owner.reserve(offer, self._hello.prefill_worker)
+            blocks, generations = self._owner.reserve(offer, self._hello)
         except BatonError as e:
             return Refuse(sequence, e.code, e.message)
         self._transfers[sequence] = blocks
@@ -176,13 +176,7 @@ class IncomingLink:
         try:
             await edge.recv(buffer, on_posted=lambda: self._spawn(self._send(posted), "posted"))
             self._incoming.bytes_received += chunk.num_bytes
-            intact = await edge.run(lambda: checksum(chunk_identity(chunk), buffer)) == chunk.checksum
-            if intact and self._owner.receiving(sequence):
-                await edge.run(
-                    lambda: unpack(
-                        buffer, self._sink.layers, blocks, layout.block_size, chunk.start_token, chunk.end_token
-                    )
-                )
+            intact = await edge.run(lambda: self._store(chunk, buffer, blocks))
         except HandoffError as e:
             self._give_up(sequence, e.message, tombstone_s=0.0)
             await self._send(AbortTransfer(sequence, e.message, 0.0))
@@ -201,6 +195,15 @@ class IncomingLink:
             self._transfers.pop(sequence, None)
             self._owner.received(sequence, chunk.first_token)
         await self._send(Ack(sequence, chunk.index, intact, complete))
+
+    def _store(self, chunk: Chunk, buffer: torch.Tensor, blocks: tuple[int, ...]) -> bool:
+        """On the edge's thread: verifies, and scatters what is intact and still wanted."""
+        if checksum(chunk_identity(chunk), buffer) != chunk.checksum:
+            return False
+        if self._owner.receiving(chunk.sequence):
+            block_size = self._sink.layout.block_size
+            unpack(buffer, self._sink.layers, blocks, block_size, chunk.start_token, chunk.end_token)
+        return True
 
     def _give_up(self, sequence: SequenceId, reason: str, tombstone_s: float) -> None:
         self._transfers.pop(sequence, None)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-
-import grpc.aio
+from typing import TYPE_CHECKING
 
 from baton.core.commands import Command, Join, WorkerFacts
 from baton.core.config import WorkerConfig
@@ -21,6 +20,9 @@ from baton.rpc.shell import WorkerShell
 from baton.transfer.store import EdgeStore
 from decode.incoming import Incoming, KVSink
 from decode.scheduler import DecodeScheduler
+
+if TYPE_CHECKING:
+    import grpc.aio
 
 
 class DecodeWorker:
@@ -135,14 +137,15 @@ class DecodeWorker:
             self.facts.layout,
         )
 
-    def reserve(self, offer: Offer, source: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def reserve(self, offer: Offer, hello: LinkHello) -> tuple[tuple[int, ...], tuple[int, ...]]:
         sequence = offer.request.sequence_id
         try:
             verify(
                 self.shell.handle_key,
                 offer.handle,
                 sequence=sequence,
-                source=source,
+                source=hello.prefill_worker,
+                source_incarnation=hello.prefill_incarnation,
                 destination=self.config.worker_id,
                 incarnation=self.incarnation,
             )

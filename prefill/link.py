@@ -37,6 +37,8 @@ from baton.transfer.edge_thread import EdgeWorker
 
 log = logging.getLogger("baton.link")
 T = TypeVar("T")
+# Counted per process: a redialled link must not meet what an earlier one left in the decode worker's store.
+_generations = itertools.count(1)
 PING_EVERY_S = 1.0
 PING_LIMIT_S = 3.0
 
@@ -52,7 +54,6 @@ class Link:
         self._bind_host = bind_host
         self._edge_timeout_s = edge_timeout_s
         self._waiting: dict[tuple[object, ...], asyncio.Future[Any]] = {}
-        self._generations = itertools.count(1)
         self._edge: EdgeWorker | None = None
         self.edge_lock = asyncio.Lock()
         self.decode_worker = dialled.welcome.decode_worker
@@ -113,7 +114,7 @@ class Link:
         """
         if self._edge is not None and self._edge.dead is None:
             return self._edge
-        generation = next(self._generations)
+        generation = next(_generations)
         welcome = self._dialled.welcome
         name = f"{self._hello.prefill_worker}@{self._hello.prefill_incarnation}"
         prefix = edge_prefix(welcome.store_nonce, name, 0, welcome.decode_worker, 0, generation)

@@ -61,7 +61,7 @@ class HandOver:
     abort_reason: str | None = None
     bytes_sent: int = 0
     task: asyncio.Task[None] | None = None
-    on_edge: asyncio.Task[None] | None = None
+    on_edge: asyncio.Task[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,20 +227,20 @@ class Outgoing:
             while over.computed <= sent:
                 over.progress.clear()
                 await over.progress.wait()  # ended by the step loop, abort, or the request's deadline
-            end = min(over.computed, sent + self._piece_tokens)
-            await self._send_piece(over, link, index, sent, end, last=end == total)
-            sent, index = end, index + 1
+            sent = await self._send_piece(over, link, index, sent, total)
+            index += 1
 
-    async def _send_piece(self, over: HandOver, link: Link, index: int, start: int, end: int, *, last: bool) -> None:
-        """Sends one piece, and once more when its checksum did not match at the other end."""
+    async def _send_piece(self, over: HandOver, link: Link, index: int, start: int, total: int) -> int:
+        """Sends one piece, and once more when its checksum did not match at the other end; returns its end."""
+        end = 0
         for resend in range(2):
             acknowledged = link.expect_ack(over.request.sequence_id, index)
             try:
                 # Shielded: once posted, the peer waits for these bytes whatever becomes of the sequence.
                 over.on_edge = asyncio.create_task(
-                    self._put_on_edge(over, link, index, start, end, last, resend), name=f"chunk {index}"
+                    self._put_on_edge(over, link, index, start, end, total, resend), name=f"chunk {index}"
                 )
-                await asyncio.shield(over.on_edge)
+                end = await asyncio.shield(over.on_edge)
                 ack = await asyncio.wait_for(acknowledged, self._edge_timeout_s)
             except TimeoutError:
                 raise HandoffError(
@@ -249,17 +249,21 @@ class Outgoing:
             finally:
                 acknowledged.cancel()
             if ack.ok:
-                return
+                return end
             self.chunks_resent += 1
             log.warning("chunk %d of %s arrived damaged at %s", index, over.request.sequence_id, link.decode_worker)
         raise KVCorrupt(f"chunk {index} of {over.request.sequence_id} arrived damaged twice at {link.decode_worker}")
 
     async def _put_on_edge(
-        self, over: HandOver, link: Link, index: int, start: int, end: int, last: bool, resend: int
-    ) -> None:
+        self, over: HandOver, link: Link, index: int, start: int, end: int, total: int, resend: int
+    ) -> int:
+        """Sends tokens [start, end) and returns `end`. Where it is 0, all that is computed by the time the edge is
+        ours goes in one piece: behind a queue many small chunks become one."""
         layout, sequence = self._source.layout, over.request.sequence_id
         async with link.edge_lock:
             edge = await link.edge()
+            end = end or min(over.computed, start + self._piece_tokens)
+            last = end == total
             draft = Chunk(
                 sequence=sequence,
                 index=index,
@@ -276,12 +280,13 @@ class Outgoing:
             )
 
             def fill() -> tuple[torch.Tensor, int]:
-                buffer = pack(self._source.layers, over.block_ids, layout.block_size, start, end)
+                buffer = pack(self._source.layers, over.block_ids, layout.block_size, start, draft.end_token)
                 return buffer, checksum(chunk_identity(draft), buffer)
 
-            buffer, total = await edge.run(fill)
+            self._events.write("chunk_send", sequence=sequence, index=index, start=start, end=end, resend=resend)
+            buffer, sum_ = await edge.run(fill)
             try:
-                await link.announce(replace(draft, checksum=total), self._edge_timeout_s)
+                await link.announce(replace(draft, checksum=sum_), self._edge_timeout_s)
                 await link.send_bytes(buffer)
             except HandoffError as e:
                 if e.code != "peer_aborted":  # else it may have posted: its receive must not wait for ever
@@ -290,6 +295,7 @@ class Outgoing:
         over.bytes_sent += draft.num_bytes
         self.bytes_sent += draft.num_bytes
         self._events.write("chunk_sent", sequence=sequence, index=index, start=start, end=end, bytes=draft.num_bytes)
+        return end
 
     async def _link(self, target: Target) -> Link:
         """The link to a target, dialled once however many sequences ask."""

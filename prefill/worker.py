@@ -18,6 +18,8 @@ from baton.rpc.shell import WorkerShell
 from prefill.outgoing import KVSource, Outgoing
 from prefill.scheduler import PrefillScheduler
 
+MIN_PIECE_TOKENS = 512  # behind a busy edge, chunks smaller than this are sent together
+
 
 class PrefillWorker:
     """Complete state: the scheduler and the hand-overs; the rest is the shell's."""
@@ -35,7 +37,7 @@ class PrefillWorker:
             self._hello,
             self.events,
             bind_host=config.host,
-            piece_tokens=config.step_tokens,
+            piece_tokens=max(config.step_tokens, MIN_PIECE_TOKENS),
             edge_timeout_s=config.edge_timeout_s,
             connect_timeout_s=config.connect_timeout_s,
         )

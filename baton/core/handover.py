@@ -142,7 +142,7 @@ def chunk_identity(chunk: Chunk) -> bytes:
     even when it is intact."""
     name = chunk.sequence.request_id.encode()
     return name + struct.pack(
-        "<9q",
+        "<11q",
         chunk.sequence.choice,
         chunk.sequence.attempt,
         chunk.start_token,
@@ -152,4 +152,6 @@ def chunk_identity(chunk: Chunk) -> bytes:
         chunk.edge_generation,
         chunk.prefill_rank,
         chunk.decode_rank,
+        -1 if chunk.first_token is None else chunk.first_token,
+        chunk.last,
     )

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from baton.core.errors import HandoffError
 from baton.core.kv_layout import KVLayout
-from baton.core.request import SequenceId
 
 Layers = Sequence[tuple[Tensor, Tensor]]
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -53,15 +52,6 @@ def unpack(buf: Tensor, layers: Layers, block_ids: Sequence[int], block_size: in
     slots = _slots(layers, block_ids, block_size, start, end)
     for rows, part in _parts(layers, buf, end - start):
         rows.index_copy_(0, slots, part)
-
-
-def chunk_identity(
-    sequence: SequenceId, first_layer: int, last_layer: int, start: int, end: int, generation: int
-) -> bytes:
-    """Whose bytes these are: layers [first_layer, last_layer), tokens [start, end), the edge's generation."""
-    name = sequence.request_id.encode()
-    numbers = (sequence.choice, sequence.attempt, first_layer, last_layer, start, end, generation)
-    return struct.pack("<I", len(name)) + name + struct.pack("<7q", *numbers)
 
 
 def checksum(identity: bytes, buf: Tensor) -> int:

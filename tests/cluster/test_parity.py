@@ -1,0 +1,86 @@
+"""Every architecture through the running cluster says what transformers says, and the work is where it should be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.core.model_config import parse_model_config
+from tests.support.checkpoints import ARCHS, make_checkpoint
+from tests.support.client import Client
+from tests.support.cluster import Cluster, cluster
+from tests.support.oracle import greedy
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+CHUNK = 16
+COUNT = 64
+LONG = 400
+LENGTHS = (3, 7, 15, 16, 17, 31, 33, 48, 50, 64, 65, 80, 97, 100, 130, 150)
+
+
+def prompts() -> list[list[int]]:
+    return [[(7 * n + 13 * i * i + i) % 256 for i in range(n)] for n in LENGTHS]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+async def test_greedy_tokens_equal_transformers(arch: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "m", arch=arch)  # type: ignore[arg-type]
+    env = {"BATON_EVENT_LOG_DIR": str(tmp_path / "events")}
+    flags = {"served_model_name": "m", "dtype": "float32", "step_tokens": CHUNK}
+    with cluster(model, env=env, run_dir=tmp_path / "run", **flags) as running:
+        async with Client(running) as client:
+            answers = await asyncio.gather(*(client.complete(p, COUNT) for p in prompts()))
+            over_grpc = await asyncio.gather(*(client.grpc_tokens(p, COUNT) for p in prompts()[:3]))
+            streamed = await asyncio.gather(*(client.streamed(p, COUNT) for p in prompts()[:3]))
+            for n in range(4):
+                await client.complete([(5 * i + n) % 256 for i in range(LONG)], 2)
+            await client.idle(running)
+        check_tokens(model, answers)
+        for answer, ids, (text, stream_ids) in zip(answers, over_grpc, streamed, strict=False):
+            assert tuple(answer["choices"][0]["token_ids"]) == ids == stream_ids
+            assert answer["choices"][0]["text"] == text
+        check_work(model, running, repeats=3)
+        check_overlap(tmp_path / "events" / "prefill-0.events.jsonl")
+
+
+def check_tokens(model: Path, answers: list[dict[str, Any]]) -> None:
+    undecided = 0
+    for prompt, answer in zip(prompts(), answers, strict=True):
+        expected = greedy(model, prompt, COUNT)
+        assert tuple(answer["choices"][0]["token_ids"])[: expected.decided] == expected.tokens[: expected.decided]
+        assert answer["usage"]["prompt_tokens"] == len(prompt)
+        assert answer["usage"]["completion_tokens"] == COUNT
+        undecided += expected.decided < COUNT
+    assert undecided <= 2, f"the oracle itself is undecided in {undecided} of {len(answers)}"
+
+
+def check_work(model: Path, running: Cluster, repeats: int) -> None:
+    """Decode computed no prompt token, and exactly the prompts' KV went over the edge."""
+    workers = running.workers()
+    layout = parse_model_config(json.loads((model / "config.json").read_text())).kv_layout(16, "float32")
+    computed = sum(LENGTHS) + 2 * sum(LENGTHS[:repeats]) + 4 * LONG
+    assert workers["decode-0"]["prompt_tokens_computed"] == 0
+    assert workers["prefill-0"]["prompt_tokens_computed"] == computed
+    assert workers["decode-0"]["kv_bytes_received"] == computed * layout.bytes_per_token
+    assert workers["prefill-0"]["kv_bytes_sent"] == computed * layout.bytes_per_token
+    assert workers["decode-0"]["tokens_generated"] == (len(LENGTHS) + 2 * repeats) * (COUNT - 1) + 4
+
+
+def check_overlap(log: Path) -> None:
+    """Of long prompts, alone, the first chunks had arrived before the last was computed."""
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    long = 0
+    for sequence in {str(e["sequence"]) for e in events}:
+        mine = [e for e in events if str(e["sequence"]) == sequence]
+        if sum(e["kind"] == "chunk_computed" for e in mine) < LONG // CHUNK:
+            continue
+        long += 1
+        first_sent = next(e["t"] for e in mine if e["kind"] == "chunk_sent")
+        last_computed = max(e["t"] for e in mine if e["kind"] == "chunk_computed")
+        assert first_sent < last_computed, f"{sequence}: nothing was sent before all was computed"
+    assert long == 4
