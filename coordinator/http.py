@@ -6,8 +6,10 @@ is raised on the way and becomes an answer in one place, `error_response`.
 
 from __future__ import annotations
 
+import importlib.metadata
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,6 +23,7 @@ from coordinator.http_body import read_json_bytes
 from coordinator.http_errors import HttpProblem, error_response, json_response
 from coordinator.http_generation import GenerationResponse
 from coordinator.http_guard import REQUEST_ID, Guard
+from coordinator.http_openapi import describe
 from coordinator.http_render import ChatRender, CompletionRender, Head, Render
 from coordinator.submission import Generator, Submission
 from coordinator.text import TextModel
@@ -32,7 +35,7 @@ class HttpSettings:
     """`model_name` is what clients call the model; `created` when it was made known, in Unix seconds."""
 
     model_name: str
-    version: str = "0"
+    version: str = field(default_factory=lambda: _installed_version())
     created: int = field(default_factory=lambda: int(time.time()))
     request_timeout_s: float = 600.0
     max_body_bytes: int = 16 * 1024 * 1024
@@ -60,7 +63,15 @@ def create_app(generator: Generator, text_model: TextModel, settings: HttpSettin
     for error in (BatonError, HttpProblem, HTTPException):
         app.add_exception_handler(error, _answer_error)
     app.add_middleware(Guard)
+    app.openapi = partial(describe, app)  # type: ignore[method-assign]
     return app
+
+
+def _installed_version() -> str:
+    try:
+        return importlib.metadata.version("baton-serve")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "0"
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

@@ -56,13 +56,16 @@ class GenerationResponse(Response):
         gone = asyncio.create_task(_gone(receive))
         try:
             await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            left = not answer.done()
         finally:
             answer.cancel()
             gone.cancel()
             await asyncio.gather(answer, gone, return_exceptions=True)
-        if answer.cancelled():
+        if left:
             log.info("%s: client left", self._submission.request_id)
             return
+        if answer.cancelled():
+            raise InvariantError("the generator cancelled the task that asked it")
         error = answer.exception()
         if isinstance(error, SlowReader):
             log.warning("%s: client took nothing for %g s", self._submission.request_id, self._send_timeout_s)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -67,7 +67,7 @@ def _content(value: Any) -> str:
 
 
 def _one_or_many(value: Any) -> Any:
-    if value is not None and not isinstance(value, str | list):
+    if not isinstance(value, str | list):
         raise PydanticCustomError("stop", "must be a string or an array of strings")
     return [value] if isinstance(value, str) else value
 
@@ -86,6 +86,20 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
 
+class TextPart(_Strict):
+    """Only for the description of `content`; `_content` checks it."""
+
+    type: Literal["text"]
+    text: str
+
+
+_Stop = Annotated[list[str], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])]
+_Prompt = Annotated[
+    str | list[int], PlainValidator(_prompt, json_schema_input_type=str | list[int] | list[str] | list[list[int]])
+]
+_Content = Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[TextPart])]
+
+
 class StreamOptions(_Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -101,7 +115,7 @@ class GenerationBody(_Strict):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_one_or_many)] = None
+    stop: _Stop | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
@@ -125,12 +139,12 @@ class GenerationBody(_Strict):
 
 
 class CompletionBody(GenerationBody):
-    prompt: Annotated[str | list[int], PlainValidator(_prompt)]
+    prompt: _Prompt
 
 
 class MessageBody(_Strict):
     role: str
-    content: Annotated[str, PlainValidator(_content)]
+    content: _Content
     name: _Name | None = None
     tool_call_id: _Name | None = None
 

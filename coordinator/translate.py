@@ -7,6 +7,7 @@ names is never cut; where it names none, a completion gets 16 and a chat the res
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
 MAX_MESSAGES = 4_096
+_SURROGATE = re.compile("[\ud800-\udfff]")
 ROLES = frozenset(["system", "developer", "user", "assistant", "tool"])
 
 
@@ -53,6 +55,7 @@ class Translator:
         check_options(options)
         if not prompt:
             raise InvalidRequest("the prompt is empty", param="prompt")
+        check_text(prompt, "prompt")
         ids = await self.text.encode_soon(prompt)
         return self._submission(request_id, ids, options, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
 
@@ -145,6 +148,7 @@ def check_options(options: Options) -> None:
     for stop in options.stop:
         if not 1 <= len(stop) <= MAX_STOP_CHARS:
             raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_CHARS} characters, not {len(stop)}", param="stop")
+        check_text(stop, "stop")
 
 
 def check_messages(messages: Sequence[ChatMessage]) -> None:
@@ -155,6 +159,15 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
     for index, message in enumerate(messages):
         if message.role not in ROLES:
             raise InvalidRequest(f"role must be one of {', '.join(sorted(ROLES))}", param=f"messages[{index}].role")
+        check_text(message.content, f"messages[{index}].content")
+
+
+def check_text(text: str, param: str) -> None:
+    """Refuses NUL, which no tokenizer saw in training and many tools cut at, and what is not Unicode text."""
+    if "\0" in text:
+        raise InvalidRequest(f"{param} contains NUL", param=param)
+    if _SURROGATE.search(text):
+        raise InvalidRequest(f"{param} contains half a surrogate pair", param=param)
 
 
 def _check_int(param: str, value: int | None, low: int, high: int) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
 from baton.core.errors import DuplicateRequest, Unavailable, WorkerLost
@@ -92,6 +94,19 @@ async def test_text_that_lags_makes_no_empty_events(client: httpx.AsyncClient, g
     assert [e["choices"][0]["text"] for e in chunks] == ["a", "b", ""]
     chunks = events(await client.post("/v1/chat/completions", json=CHAT | {"stream": True}))
     assert [e["choices"][0]["delta"].get("content") for e in chunks] == ["", "a", "b", ""]
+
+
+async def test_token_ids_come_beside_the_text_where_asked_for(
+    client: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    generator.script = say("a", "", "b")
+    wanted = {"return_token_ids": True}
+    for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
+        choice = (await client.post(path, json=body | wanted)).json()["choices"][0]
+        assert choice["token_ids"] == [0, 1, 2]
+        chunks = events(await client.post(path, json=body | wanted | {"stream": True}))
+        assert [i for e in chunks for i in e["choices"][0].get("token_ids", [])] == [0, 1, 2]
+    assert "token_ids" not in (await client.post("/v1/completions", json=TEXT)).json()["choices"][0]
 
 
 async def test_odd_line_breaks_stay_inside_an_event(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
@@ -182,6 +197,20 @@ async def test_state_endpoints(client: httpx.AsyncClient, generator: FakeGenerat
     assert (await client.get("/health")).status_code == 200
 
 
-async def test_openapi_lists_every_path(client: httpx.AsyncClient) -> None:
-    paths = (await client.get("/openapi.json")).json()["paths"]
-    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/ready"} <= set(paths)
+async def test_openapi_describes_paths_and_bodies(client: httpx.AsyncClient) -> None:
+    document = (await client.get("/openapi.json")).json()
+    assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/tokenize", "/ready"} <= set(document["paths"])
+    schemas = document["components"]["schemas"]
+    validator = jsonschema.Draft202012Validator({"$ref": "#/components/schemas/ChatBody", **document})
+    validator.validate(CHAT | {"stop": ["a"], "stream": True, "stream_options": {"include_usage": True}})
+    assert not validator.is_valid(CHAT | {"temprature": 1}) and not validator.is_valid({"messages": []})
+    assert "prompt" in schemas["CompletionBody"]["required"]
+    text = json.dumps(document)
+    assert all(ref.split('"')[0] in schemas for ref in text.split('"#/components/schemas/')[1:])
+
+
+async def test_a_generator_that_cancels_its_caller_is_a_bug(
+    client: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    generator.script = [asyncio.CancelledError()]
+    assert (await client.post("/v1/completions", json=TEXT)).json()["error"]["code"] == "internal_error"

@@ -170,7 +170,7 @@ TABLE: list[Bad] = [
             (("model", "user", "safety_identifier", "prompt_cache_key"), (1, True, 1.5, [], {})),
             (("max_tokens", "top_k", "seed"), (True, "5", 1.0, 1.5, [], {}, [1])),
             (("temperature", "top_p"), (True, "1", [], {}, [1.0])),
-            (("ignore_eos", "stream"), (0, 1, "true", [], {}, 1.0)),
+            (("ignore_eos", "stream", "return_token_ids"), (0, 1, "true", [], {}, 1.0)),
             (("stop",), (1, True, 1.5, {})),
             (("stream_options", "metadata"), (1, True, "a", [])),
             (("prompt",), (1, True, None, 1.5, {}, {"text": "a"})),
