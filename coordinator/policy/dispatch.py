@@ -87,17 +87,18 @@ class Dispatcher:
     def num_active(self) -> int:
         return len(self._active)
 
-    def missing_pool(self) -> Role | None:
-        """The role that no ready worker has, if any."""
-        roles = {w.role for w in self._workers.values() if w.ready}
+    def missing_pool(self, *, even_unready: bool = False) -> Role | None:
+        """The role that no ready worker has, if any; with `even_unready`, that no worker at all has."""
+        roles = {w.role for w in self._workers.values() if w.ready or even_unready}
         return "prefill" if "prefill" not in roles else "decode" if "decode" not in roles else None
 
     def add_worker(self, view: WorkerView) -> None:
         self._workers[view.worker_id] = view
 
     def remove_worker(self, worker_id: str) -> list[str]:
-        """Forgets a worker and returns the requests that needed it. Their holds on it are gone at once, for another
-        incarnation may come under the same name; those elsewhere stay until `finish`."""
+        """Forgets a worker and returns the requests that needed it: those on it, and queued ones that no other could
+        hold (they would block the queue). Holds on it are gone at once, for another incarnation may come under the
+        same name; those elsewhere stay until `finish`."""
         self._workers.pop(worker_id, None)
         hit: list[str] = []
         for request_id, active in self._active.items():
@@ -107,7 +108,11 @@ class Dispatcher:
             if active.decode == worker_id:
                 hit.append(request_id)
                 active.decode = None
+        hit += [t.request_id for t in self._queue.values() if self._too_large(t) is not None]
         return hit
+
+    def has_worker(self, worker_id: str) -> bool:
+        return worker_id in self._workers
 
     def set_ready(self, worker_id: str, ready: bool) -> None:
         if worker_id in self._workers:
@@ -131,16 +136,9 @@ class Dispatcher:
                 code="overloaded",
                 retry_after_s=self._drain_estimate_s(),
             )
-        for role, tokens in (("prefill", ticket.prefill_tokens), ("decode", ticket.total_tokens)):
-            if role == "decode" and not ticket.needs_decode:
-                continue
-            pool = [w for w in self._workers.values() if w.role == role]
-            if not any(self._blocks(w, tokens) <= w.blocks_total for w in pool):
-                most = max(w.blocks_total * w.block_size for w in pool)
-                raise Unavailable(
-                    f"the request needs KV for {tokens} tokens; the largest {role} worker holds {most}",
-                    code="exceeds_pool",
-                )
+        too_large = self._too_large(ticket)
+        if too_large is not None:
+            raise Unavailable(too_large, code="exceeds_pool")
         self._queue[ticket.request_id] = ticket
         self._queued_tokens += ticket.prefill_tokens
 
@@ -185,9 +183,9 @@ class Dispatcher:
         if active is None or active.decode == decode:
             return
         self._release_decode(active)
-        active.decode = decode
-        if decode in self._workers:
-            worker = self._workers[decode]
+        worker = self._workers.get(decode)
+        if worker is not None:  # else it is gone, and a later one of that name is another
+            active.decode = decode
             worker.reserved_blocks += self._blocks(worker, active.ticket.total_tokens)
             worker.running += 1
 
@@ -230,6 +228,17 @@ class Dispatcher:
                 raise InvariantError(f"{worker} should hold {blocks} blocks, {tokens} tokens, {len(mine)} running")
         if self._queued_tokens != sum(t.prefill_tokens for t in self._queue.values()):
             raise InvariantError(f"queued tokens are not {self._queued_tokens}")
+
+    def _too_large(self, ticket: Ticket) -> str | None:
+        """Why no worker of a pool could ever hold a request, if so. An empty pool is another matter."""
+        for role, tokens in (("prefill", ticket.prefill_tokens), ("decode", ticket.total_tokens)):
+            if role == "decode" and not ticket.needs_decode:
+                continue
+            pool = [w for w in self._workers.values() if w.role == role]
+            if pool and not any(self._blocks(w, tokens) <= w.blocks_total for w in pool):
+                most = max(w.blocks_total * w.block_size for w in pool)
+                return f"the request needs KV for {tokens} tokens; the largest {role} worker holds {most}"
+        return None
 
     def _blocks(self, worker: WorkerView, tokens: int) -> int:
         return -(-tokens // worker.block_size)

@@ -55,11 +55,15 @@ class Journal:
     def accept(self, attempt: int, first_index: int, tokens: tuple[int, ...]) -> Verdict:
         """Takes in tokens that a worker sent.
 
+        What comes after the end is not kept.
+
         Raises:
-            InvariantError: a repeat that differs, a gap too large to hold, or tokens past the end.
+            InvariantError: a repeat that differs, an index below 0, or a gap too large to hold.
         """
         if attempt != self.attempt:
             return "stale"
+        if first_index < 0:
+            raise InvariantError(f"{self.request.request_id}: output index {first_index}")
         for offset, token in enumerate(tokens):
             index = first_index + offset
             known = self.tokens[index] if index < len(self.tokens) else self._held.get(index)
@@ -67,7 +71,7 @@ class Journal:
                 raise InvariantError(
                     f"{self.request.request_id}: output {index} came as {known} and as {token} in attempt {attempt}"
                 )
-            if index >= len(self.tokens):
+            if index >= len(self.tokens) and self.finish is None:
                 self._held[index] = token
         if len(self._held) > MAX_HELD_TOKENS:
             raise InvariantError(f"{self.request.request_id}: {len(self._held)} tokens wait for {self.next_index}")
@@ -76,6 +80,8 @@ class Journal:
             token = self._held.pop(len(self.tokens))
             self.tokens.append(token)
             self.finish = finish_reason(self.request, len(self.tokens), token)
+        if self.finish is not None:
+            self._held.clear()
         if len(self.tokens) == start:
             return "held" if self._held else "repeat"
         return Appended(start, tuple(self.tokens[start:]), self.finish)

@@ -62,6 +62,8 @@ class Registry:
         Raises:
             JoinRefused: it does not fit; the message names the field and both values.
         """
+        if join.facts.layout.block_size < 1:
+            raise _refused(join, f"block_size: {join.facts.layout.block_size} is no size")
         reference = self._reference(join.worker_id)
         if self._config_digest and join.facts.config_digest != self._config_digest:
             raise _refused(join, f"config_digest: {self._config_digest} here and {join.facts.config_digest}")
@@ -74,10 +76,14 @@ class Registry:
             raise _refused(join, f"role: {join.worker_id} is a {known.role} worker and {join.role} joins")
         if not self.leases.grant(join.worker_id, join.incarnation, now):
             raise _refused(join, f"incarnation: {join.incarnation} is older than the one that holds the lease")
-        self._records[join.worker_id] = WorkerRecord(join, "ready", now)
-        if known is not None and known.state != "lost" and known.join.incarnation != join.incarnation:
-            return known
-        return None
+        record = self._records[join.worker_id] = WorkerRecord(join, "ready", now)
+        if known is None:
+            return None
+        if known.join.incarnation == join.incarnation:
+            record.load = known.load
+            record.state = "draining" if known.state == "draining" else "ready"
+            return None
+        return None if known.state == "lost" else known
 
     def _reference(self, joining: str) -> WorkerFacts | None:
         for record in self._records.values():

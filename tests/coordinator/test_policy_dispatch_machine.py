@@ -1,0 +1,194 @@
+"""The dispatcher against a model of its contract, in any order of calls."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from baton.core.errors import DuplicateRequest, Unavailable
+from coordinator.policy.dispatch import BACKLOG_STEPS, Dispatcher, Placement, Ticket, WorkerView
+
+MAX_REQUESTS, MAX_TOKENS = 4, 60
+PREFILLS, DECODES = ["p0", "p1"], ["d0", "d1", "d2"]
+prefill_ids, decode_ids = st.sampled_from(PREFILLS), st.sampled_from(DECODES)
+
+
+class Model:
+    """What each request holds, recomputed from what was called."""
+
+    def __init__(self) -> None:
+        self.queue: list[Ticket] = []
+        self.placed: dict[str, Ticket] = {}
+        self.prefill: dict[str, str | None] = {}
+        self.decode: dict[str, str | None] = {}
+        self.computing: set[str] = set()
+        self.workers: dict[str, WorkerView] = {}
+
+
+class DispatcherMachine(RuleBasedStateMachine):
+    @initialize()
+    def begin(self) -> None:
+        self.d, self.m, self.counter = Dispatcher(MAX_REQUESTS, MAX_TOKENS), Model(), 0
+        for worker in ("p0", "d0"):
+            self.add(worker, 12)
+
+    def add(self, worker: str, blocks: int) -> None:
+        def view() -> WorkerView:
+            return WorkerView(worker, "prefill" if worker[0] == "p" else "decode", blocks, 4, 8)
+
+        self.d.add_worker(view())
+        self.m.workers[worker] = view()
+
+    def left(self, worker: str) -> int:
+        mine = [self.m.placed[r] for r, d in self.m.decode.items() if d == worker]
+        return self.m.workers[worker].blocks_total - sum(-(-t.total_tokens // 4) for t in mine)
+
+    def backlog(self, worker: str) -> int:
+        return sum(self.m.placed[r].prefill_tokens for r in self.m.computing if self.m.prefill[r] == worker)
+
+    def pool_holds(self, role: str, tokens: int) -> bool:
+        pool = [w for w in self.m.workers.values() if w.role == role]
+        return any(-(-tokens // 4) <= w.blocks_total for w in pool)
+
+    @rule(prefill=st.integers(1, 40), extra=st.integers(0, 30), decode=st.booleans())
+    def submit(self, prefill: int, extra: int, decode: bool) -> None:
+        self.counter += 1
+        ticket = Ticket(f"r{self.counter}", prefill, prefill + extra, decode)
+        ready = {w.role for w in self.m.workers.values() if w.ready}
+        queued = sum(t.prefill_tokens for t in self.m.queue)
+        fits = (
+            ready == {"prefill", "decode"}
+            and len(self.m.queue) < MAX_REQUESTS
+            and queued + prefill <= MAX_TOKENS
+            and self.pool_holds("prefill", prefill)
+            and (not decode or self.pool_holds("decode", prefill + extra))
+        )
+        if fits:
+            self.d.submit(ticket)
+            self.m.queue.append(ticket)
+        else:
+            with pytest.raises(Unavailable):
+                self.d.submit(ticket)
+
+    @rule(data=st.data())
+    def submit_again(self, data: st.DataObject) -> None:
+        known = list(self.m.queue) + list(self.m.placed.values())
+        if known:
+            with pytest.raises(DuplicateRequest):
+                self.d.submit(data.draw(st.sampled_from(known)))
+
+    @rule()
+    def place(self) -> None:
+        for p in self.d.place():
+            ticket = self.m.queue.pop(0)  # first come, first served
+            assert p.request_id == ticket.request_id not in self.m.placed
+            self.check_prefill(p, ticket)
+            self.m.placed[p.request_id], self.m.prefill[p.request_id] = ticket, p.prefill
+            self.check_decode(p, ticket)
+            self.m.decode[p.request_id] = p.decode
+            self.m.computing.add(p.request_id)
+
+    def check_prefill(self, p: Placement, ticket: Ticket) -> None:
+        worker, backlog = self.m.workers[p.prefill], self.backlog(p.prefill)
+        assert worker.ready and worker.role == "prefill"
+        assert backlog == 0 or backlog + ticket.prefill_tokens <= BACKLOG_STEPS * worker.step_tokens
+
+    def check_decode(self, p: Placement, ticket: Ticket) -> None:
+        if not ticket.needs_decode:
+            assert p.decode is None and p.spare is None
+            return
+        assert p.decode is not None and p.decode != p.spare
+        for worker in [w for w in (p.decode, p.spare) if w is not None]:
+            view = self.m.workers[worker]
+            assert view.ready and view.role == "decode" and self.left(worker) >= -(-ticket.total_tokens // 4)
+
+    def a_placed(self, data: st.DataObject) -> str | None:
+        return data.draw(st.sampled_from(sorted(self.m.placed))) if self.m.placed else None
+
+    @rule(data=st.data())
+    def prefilled(self, data: st.DataObject) -> None:
+        if (r := self.a_placed(data)) is not None:
+            self.d.prefilled(r)
+            self.m.computing.discard(r)
+
+    @rule(data=st.data())
+    def handed_over(self, data: st.DataObject) -> None:
+        if (r := self.a_placed(data)) is not None:
+            self.d.handed_over(r)
+            self.m.computing.discard(r)
+            self.m.prefill[r] = None
+
+    @rule(data=st.data(), to=decode_ids)
+    def moved(self, data: st.DataObject, to: str) -> None:
+        if (r := self.a_placed(data)) is not None and self.m.placed[r].needs_decode:
+            self.d.moved(r, to)
+            if self.m.decode[r] != to:
+                self.m.decode[r] = to if to in self.m.workers else None
+
+    @rule(data=st.data(), refused=st.frozensets(decode_ids))
+    def reassign(self, data: st.DataObject, refused: frozenset[str]) -> None:
+        if (r := self.a_placed(data)) is None or not self.m.placed[r].needs_decode:
+            return
+        placement = self.d.reassign(r, refused)
+        if self.m.prefill[r] is None:
+            assert placement is None
+            return
+        self.m.decode[r] = None
+        if placement is not None:
+            assert placement.prefill == self.m.prefill[r] and not {placement.decode, placement.spare} & refused
+            self.check_decode(placement, self.m.placed[r])
+            self.m.decode[r] = placement.decode
+
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        known = [t.request_id for t in self.m.queue] + sorted(self.m.placed) + ["unknown"]
+        r = data.draw(st.sampled_from(known))
+        self.d.finish(r)
+        self.m.queue = [t for t in self.m.queue if t.request_id != r]
+        for table in (self.m.placed, self.m.prefill, self.m.decode):
+            table.pop(r, None)
+        self.m.computing.discard(r)
+
+    @rule(worker=prefill_ids | decode_ids, blocks=st.integers(1, 30))
+    def join(self, worker: str, blocks: int) -> None:
+        if worker not in self.m.workers:
+            self.add(worker, blocks)
+
+    @rule(worker=prefill_ids | decode_ids)
+    def remove(self, worker: str) -> None:
+        on_it = [r for r in self.m.placed if worker in (self.m.prefill[r], self.m.decode[r])]
+        self.m.workers.pop(worker, None)
+        hopeless = [
+            t.request_id
+            for t in self.m.queue
+            if any(
+                any(w.role == role for w in self.m.workers.values()) and not self.pool_holds(role, tokens)
+                for role, tokens in [("prefill", t.prefill_tokens)] + [("decode", t.total_tokens)] * t.needs_decode
+            )
+        ]
+        assert sorted(self.d.remove_worker(worker)) == sorted(on_it + hopeless)
+        for r in on_it:
+            if self.m.prefill[r] == worker:
+                self.m.prefill[r] = None
+                self.m.computing.discard(r)
+            if self.m.decode[r] == worker:
+                self.m.decode[r] = None
+
+    @rule(worker=prefill_ids | decode_ids, ready=st.booleans())
+    def set_ready(self, worker: str, ready: bool) -> None:
+        self.d.set_ready(worker, ready)
+        if worker in self.m.workers:
+            self.m.workers[worker].ready = ready
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        self.d.check()
+        assert (self.d.num_queued, self.d.num_active) == (len(self.m.queue), len(self.m.placed))
+        for r in self.m.placed:
+            assert set(self.d.workers_of(r)) == {w for w in (self.m.prefill[r], self.m.decode[r]) if w}
+
+
+TestDispatcher = DispatcherMachine.TestCase
+TestDispatcher.settings = settings(max_examples=60, stateful_step_count=40)

@@ -1,0 +1,103 @@
+"""The journal: each token once, in order, whatever the streams do."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.errors import InvariantError
+from coordinator.policy.journal import MAX_HELD_TOKENS, Appended, Journal
+from tests.support.builders import EOS, make_request
+
+Message = tuple[int, int, tuple[int, ...]]
+
+
+@st.composite
+def deliveries(draw: st.DrawFn) -> tuple[list[int], str, list[Message]]:
+    """The output of a choice, its end, and messages that carry all of it: cut, repeated, mixed, with stale ones."""
+    ends_with_eos = draw(st.booleans())
+    tokens = draw(st.lists(st.integers(1, 50), min_size=0 if ends_with_eos else 1, max_size=12))
+    tokens += [EOS] * ends_with_eos
+    cuts = sorted({0, len(tokens), *draw(st.lists(st.integers(0, len(tokens)), max_size=4))})
+    parts: list[Message] = [(2, a, tuple(tokens[a:b])) for a, b in pairwise(cuts)]
+    for _ in range(draw(st.integers(0, 4))):  # overlapping repeats
+        a = draw(st.integers(0, len(tokens) - 1))
+        parts.append((2, a, tuple(tokens[a : draw(st.integers(a + 1, len(tokens)))])))
+    stale = st.tuples(st.sampled_from([1, 3]), st.integers(0, 12), st.lists(st.integers(51, 99)).map(tuple))
+    parts += draw(st.lists(stale, max_size=3))
+    return tokens, "stop" if ends_with_eos else "length", draw(st.permutations(parts))
+
+
+@given(deliveries())
+def test_any_delivery_gives_every_token_once_in_order_and_one_end(case: tuple[list[int], str, list[Message]]) -> None:
+    tokens, end, messages = case
+    journal = Journal(make_request(max_tokens=len(tokens), attempt=2))
+    told: list[int] = []
+    finishes = []
+    for attempt, first, part in messages:
+        verdict = journal.accept(attempt, first, part)
+        if isinstance(verdict, Appended):
+            assert verdict.first_index == len(told)
+            told += verdict.tokens
+            finishes += [verdict.finish] * (verdict.finish is not None)
+        else:
+            assert verdict == "stale" if attempt != 2 else verdict in ("held", "repeat")
+    assert told == journal.tokens == tokens
+    assert finishes == [end] == [journal.finish]
+
+
+def test_a_differing_repeat_is_our_bug() -> None:
+    journal = Journal(make_request())
+    journal.accept(1, 0, (5, 6))
+    with pytest.raises(InvariantError, match="output 1 came as 6 and as 7"):
+        journal.accept(1, 1, (7,))
+
+
+def test_a_repeat_of_a_held_token_must_be_equal_too() -> None:
+    journal = Journal(make_request())
+    assert journal.accept(1, 3, (5,)) == "held"
+    with pytest.raises(InvariantError):
+        journal.accept(1, 3, (6,))
+
+
+def test_an_index_below_zero_is_refused_and_counts_nothing() -> None:
+    journal = Journal(make_request())
+    journal.accept(1, 0, (5, 6))
+    with pytest.raises(InvariantError, match="index -1"):
+        journal.accept(1, -1, (6,))
+    assert journal.tokens == [5, 6]
+
+
+def test_what_comes_after_the_end_is_dropped() -> None:
+    journal = Journal(make_request(max_tokens=3))
+    assert journal.accept(1, 0, (5, EOS, 7, 8)) == Appended(0, (5, EOS), "stop")
+    for index in range(2 * MAX_HELD_TOKENS):
+        assert journal.accept(1, 2 + index, (9,)) == "repeat"
+    assert journal.tokens == [5, EOS]
+
+
+def test_held_tokens_are_bounded() -> None:
+    journal = Journal(make_request(max_tokens=1 << 20))
+    with pytest.raises(InvariantError, match="wait for 0"):
+        journal.accept(1, 1, tuple(range(1, MAX_HELD_TOKENS + 2)))
+
+
+def test_a_new_attempt_drops_what_was_held_and_keeps_what_was_journaled() -> None:
+    journal = Journal(make_request())
+    journal.accept(1, 0, (5,))
+    journal.accept(1, 2, (7,))
+    journal.begin_attempt(2)
+    assert journal.accept(1, 1, (6,)) == "stale"
+    assert journal.accept(2, 0, (5, 6)) == Appended(1, (6,), None)
+    assert journal.tokens == [5, 6]
+    with pytest.raises(InvariantError):
+        journal.begin_attempt(2)
+
+
+def test_output_of_earlier_attempts_counts() -> None:
+    journal = Journal(make_request(max_tokens=3, output=(5, 6), attempt=2))
+    assert journal.next_index == 2
+    assert journal.accept(2, 1, (6, 7)) == Appended(2, (7,), "length")

@@ -1,0 +1,166 @@
+"""Who belongs to the cluster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.core.commands import Join, Role
+from baton.core.errors import JoinRefused
+from baton.core.events import Load
+from coordinator.policy.registry import KEEP_LOST_S, Registry
+from tests.support.builders import make_facts, make_layout
+
+
+def join(name: str = "d0", role: Role = "decode", incarnation: int = 1, **facts: object) -> Join:
+    return Join(name, role, incarnation, make_facts(**facts), pids=(11, 12), blocks_total=8)
+
+
+@pytest.fixture
+def registry() -> Registry:
+    return Registry(lease_s=3.0, config_digest="c")
+
+
+def state(registry: Registry, worker: str = "d0") -> str:
+    record = registry.get(worker)
+    return "forgotten" if record is None else record.state
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("protocol_version", 2),
+        ("model_digest", "other"),
+        ("config_digest", "other"),
+        ("dtype", "bfloat16"),
+        ("code_version", "9.9"),
+        ("exact", True),
+        ("vocab_size", 7),
+        ("max_model_len", 7),
+    ],
+)
+def test_a_fact_that_differs_is_refused_by_name(registry: Registry, field: str, value: object) -> None:
+    registry.join(join(), 0.0)
+    with pytest.raises(JoinRefused, match=f"decode worker d1 refused: {field}: ") as caught:
+        registry.join(join("d1", **{field: value}), 0.0)
+    assert caught.value.param == field
+    assert state(registry, "d1") == "forgotten"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("block_size", make_layout(8)),
+        ("layers", make_layout(layers=3)),
+        ("layers[0].num_kv_heads", make_layout(heads=4)),
+        ("layers[0].head_dim", make_layout(head_dim=4)),
+        ("layers[0].dtype", replace(make_layout(), layers=(replace(make_layout().layers[0], dtype="float16"),) * 2)),
+        ("layers[0].window", replace(make_layout(), layers=(replace(make_layout().layers[0], window=4),) * 2)),
+    ],
+)
+def test_a_layout_that_differs_is_refused_by_name(registry: Registry, name: str, layout: object) -> None:
+    registry.join(join(), 0.0)
+    with pytest.raises(JoinRefused) as caught:
+        registry.join(join("p0", "prefill", layout=layout), 0.0)
+    assert caught.value.param == name
+
+
+def test_the_first_worker_must_fit_the_coordinators_own_model_and_have_blocks(registry: Registry) -> None:
+    with pytest.raises(JoinRefused, match="config_digest"):
+        registry.join(join(config_digest="x"), 0.0)
+    with pytest.raises(JoinRefused, match="block_size"):
+        registry.join(join(layout=make_layout(0)), 0.0)
+
+
+def test_tensor_parallel_may_differ(registry: Registry) -> None:
+    registry.join(join(), 0.0)
+    registry.join(join("p0", "prefill", tensor_parallel=2), 0.0)
+    assert state(registry, "p0") == "ready"
+
+
+def test_a_lost_worker_sets_no_standard(registry: Registry) -> None:
+    registry.join(join(), 0.0)
+    registry.expire(3.0)
+    registry.join(join("d1", model_digest="new"), 3.0)
+    assert state(registry, "d1") == "ready"
+
+
+def test_heartbeats_keep_a_worker_and_silence_loses_it(registry: Registry) -> None:
+    registry.join(join(), 0.0)
+    assert registry.heard("d0", 1, Load(blocks_free=5), 2.9)
+    assert registry.expire(5.8) == []
+    (lost,) = registry.expire(5.9)
+    assert (lost.worker_id, lost.state, lost.load.blocks_free) == ("d0", "lost", 5)
+    assert not registry.heard("d0", 1, None, 6.0)
+    assert registry.expire(6.0) == []
+    registry.expire(5.9 + KEEP_LOST_S)
+    assert state(registry) == "lost"
+    registry.expire(6.0 + KEEP_LOST_S)
+    assert state(registry) == "forgotten"
+
+
+def test_a_lease_that_ran_out_fences_before_anyone_looked(registry: Registry) -> None:
+    registry.join(join(), 0.0)
+    assert not registry.heard("d0", 1, None, 3.0)
+
+
+def test_a_broken_stream_may_come_back_within_the_lease(registry: Registry) -> None:
+    registry.join(join(), 0.0)
+    registry.heard("d0", 1, Load(blocks_total=8, blocks_free=3), 0.5)
+    assert registry.disconnected("d0", 1, 1.0)
+    assert state(registry) == "joining"
+    assert registry.join(join(), 2.0) is None
+    assert state(registry) == "ready"
+    assert registry.table()[0]["blocks_free"] == 3  # what it said last still stands
+    assert registry.expire(4.9) == []
+
+
+def test_a_new_incarnation_replaces_the_old_one_which_is_fenced(registry: Registry) -> None:
+    registry.join(join(), 0.0)
+    replaced = registry.join(join(incarnation=2), 1.0)
+    assert replaced is not None and replaced.join.incarnation == 1
+    assert not registry.heard("d0", 1, None, 1.1)
+    assert not registry.disconnected("d0", 1, 1.1)
+    assert registry.heard("d0", 2, None, 1.1)
+    with pytest.raises(JoinRefused, match="incarnation: 1 is older"):
+        registry.join(join(incarnation=1), 1.2)
+    registry.left("d0", 1)
+    assert state(registry) == "ready"
+
+
+def test_an_old_incarnation_stays_fenced_after_the_new_one_is_gone(registry: Registry) -> None:
+    registry.join(join(incarnation=2), 0.0)
+    registry.expire(3.0)
+    with pytest.raises(JoinRefused):
+        registry.join(join(incarnation=1), 3.1)
+    assert registry.join(join(incarnation=2), 3.2) is None  # itself, late: nothing to replace, it was lost
+
+
+def test_a_name_keeps_its_role_while_its_worker_lives(registry: Registry) -> None:
+    registry.join(join(), 0.0)
+    with pytest.raises(JoinRefused, match="role"):
+        registry.join(join(role="prefill", incarnation=2), 1.0)
+
+
+def test_draining_and_leaving(registry: Registry) -> None:
+    registry.join(join(), 0.0)
+    registry.draining("d0", 1.0)
+    assert state(registry) == "draining"
+    registry.disconnected("d0", 1, 1.5)
+    registry.join(join(), 1.6)
+    assert state(registry) == "draining"  # a redial does not make it ready again
+    registry.left("d0", 1)
+    assert state(registry) == "forgotten"
+    assert registry.table() == []
+    assert len(registry.leases) == 0
+
+
+def test_the_table_lists_prefill_first(registry: Registry) -> None:
+    registry.join(join(), 0.0)
+    registry.join(join("p0", "prefill"), 0.0)
+    rows = registry.table()
+    assert [(r["id"], r["role"], r["state"], r["pids"], r["blocks_total"]) for r in rows] == [
+        ("p0", "prefill", "ready", [11, 12], 8),
+        ("d0", "decode", "ready", [11, 12], 8),
+    ]
