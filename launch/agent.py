@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -29,28 +30,30 @@ def main() -> NoReturn:
     die_with_parent()
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     os.environ["PYTHONSAFEPATH"] = "1"
-    level = os.environ.get("LOGLEVEL")
-    os.environ["LOGLEVEL"] = level or "CRITICAL"
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    if level is None:
-        del os.environ["LOGLEVEL"]  # torch's loggers read it at import; the workers keep their own
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic") and "LOGLEVEL" not in os.environ:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     _register_rendezvous()
     args = parse_args(_with_defaults(sys.argv[1:]))  # type: ignore[no-untyped-call]
     _name_the_store(args)
+    code = 0
     try:
         run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        sys.exit(_report(error))
+        code = _report(error)
     except SignalException as error:
-        sys.exit(128 + int(error.sigval))
+        code = 128 + int(error.sigval)
     except OSError as error:
         print(f"error: rendezvous at {args.rdzv_endpoint}: {error.strerror or error}", file=sys.stderr)
-        sys.exit(EXIT_STARTUP_ERROR)
-    sys.exit(0)
+        code = EXIT_STARTUP_ERROR
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the workers have ended; unloading torch would take another second
 
 
 def _with_defaults(argv: list[str]) -> list[str]:

@@ -12,7 +12,8 @@ from launch.restart import Backoff, GiveUp, RestartPolicy
 
 
 class Supervised:
-    """Its whole state: the present `child` or the time of the next one, whether this life has `joined`, the policy.
+    """Its whole state: the present `child` or the time of the next one, whether this life has joined the present
+    coordinator (`joined`) and whether it ever joined one, the policy.
 
     `spec` is asked anew for every life, since ports become known only after the first.
     """
@@ -26,6 +27,7 @@ class Supervised:
         self._policy = RestartPolicy(backoff)
         self._restart_at: float | None = None
         self._started_at = 0.0
+        self._joined_this_life = False
 
     @property
     def ever_started(self) -> bool:
@@ -37,16 +39,17 @@ class Supervised:
 
     def start(self, note: str = "") -> None:
         spec = self._spec()
-        self.joined, self._restart_at = False, None
+        self.joined, self._joined_this_life, self._restart_at = False, False, None
         self._started_at = time.monotonic()
         self.child = Child(spec)
         self._console.stage(self.name, f"starting   pid {self.child.pid}{note}   log {spec.log}")
 
     def mark_joined(self, what: str) -> None:
         now = time.monotonic()
-        self.joined = True
-        self._policy.joined(now)
-        self._console.stage(self.name, f"{what}   ({now - self._started_at:.1f} s)")
+        again, self.joined, self._joined_this_life = self._joined_this_life, True, True
+        if not again:
+            self._policy.joined(now)
+        self._console.stage(self.name, f"{what} again" if again else f"{what}   ({now - self._started_at:.1f} s)")
 
     def tick(self) -> None:
         """Notices a death and starts the next life when it is due.

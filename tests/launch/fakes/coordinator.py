@@ -1,6 +1,6 @@
 """Stands in for the coordinator: ports, ready-file, GET /workers, drain on SIGTERM. Workers join over HTTP.
 
-FAKE_COORDINATOR selects trouble: `refuse` (startup error), `hang` (never drains), `crash-once` (dies after a second).
+FAKE_COORDINATOR selects trouble: `refuse` (startup error), `hang` (never drains), `crash-once` (dies a second after two workers joined).
 """
 
 from __future__ import annotations
@@ -65,6 +65,9 @@ def main() -> None:
     marker = options.ready_file.with_name("crashed")
     if mode == "crash-once" and not marker.exists():
         marker.touch()
+        give_up = time.monotonic() + 30
+        while len(workers) < 2 and time.monotonic() < give_up:
+            time.sleep(0.05)
         time.sleep(1.0)
         print("the fake coordinator crashes", flush=True)
         os._exit(1)
