@@ -120,6 +120,8 @@ def to_message(value: Any) -> Any:
     """The protobuf twin of a core value."""
     if isinstance(value, request.GenerateRequest):
         return _request_message(value)
+    if isinstance(value, request.SamplingParams):
+        return _sampling_message(value)
     message = _MESSAGES[type(value)]
     known = message.DESCRIPTOR.fields_by_name
     out: dict[str, Any] = {}
@@ -142,6 +144,8 @@ def from_message(message: Any) -> Any:
     core = _CORE[type(message)]
     if core is request.GenerateRequest:
         return _request_value(message)
+    if core is request.SamplingParams:
+        return _sampling_value(message)
     known = message.DESCRIPTOR.fields_by_name
     out: dict[str, Any] = {}
     for name in _field_names(core):
@@ -192,15 +196,31 @@ def _signed(pattern: int) -> int:
     return pattern - (1 << 64) if pattern >> 63 else pattern
 
 
+def _sampling_message(s: request.SamplingParams) -> types_pb2.SamplingParams:
+    return types_pb2.SamplingParams(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, seed=_signed(s.seed))
+
+
+def _sampling_value(s: types_pb2.SamplingParams) -> request.SamplingParams:
+    """Every hop checks what it takes in: a field that this version does not serve is refused by name, not ignored."""
+    for field, _ in s.ListFields():
+        if field.name not in ("temperature", "top_p", "top_k", "seed"):
+            raise InvalidRequest(f"sampling field {field.name} is not served by this version", param=field.name)
+    neutral = request.SamplingParams()
+    return request.SamplingParams(
+        temperature=s.temperature if s.HasField("temperature") else neutral.temperature,
+        top_p=s.top_p if s.HasField("top_p") else neutral.top_p,
+        top_k=s.top_k if s.HasField("top_k") else neutral.top_k,
+        seed=s.seed & _MASK_64,
+    )
+
+
 def _request_message(value: request.GenerateRequest) -> types_pb2.SequenceRequest:
-    s = value.sampling
-    sampling = types_pb2.SamplingParams(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, seed=_signed(s.seed))
     return types_pb2.SequenceRequest(
         sequence=to_message(value.sequence_id),
         prompt=value.prompt,
         output=value.output,
         max_tokens=value.max_tokens,
-        sampling=sampling,
+        sampling=_sampling_message(value.sampling),
         eos_token_ids=value.eos_token_ids,
         deadline_ms=max(0, round(value.deadline_s * 1000)),
         tenant=value.tenant,
@@ -210,11 +230,8 @@ def _request_message(value: request.GenerateRequest) -> types_pb2.SequenceReques
 
 
 def _request_value(message: types_pb2.SequenceRequest) -> request.GenerateRequest:
-    """Every hop checks what it takes in: a field that this version does not serve is refused by name, not ignored."""
-    s, neutral = message.sampling, request.SamplingParams()
-    for field, _ in s.ListFields():
-        if field.name not in ("temperature", "top_p", "top_k", "seed"):
-            raise InvalidRequest(f"sampling field {field.name} is not served by this version", param=field.name)
+    if not message.HasField("sequence"):
+        raise InvalidRequest("SequenceRequest has no sequence", param="sequence")
     if not message.prompt or message.max_tokens < 1:
         raise InvalidRequest("a sequence needs a prompt and at least one token to generate", param="prompt")
     return request.GenerateRequest(
@@ -224,12 +241,7 @@ def _request_value(message: types_pb2.SequenceRequest) -> request.GenerateReques
         prompt=tuple(message.prompt),
         output=tuple(message.output),
         max_tokens=message.max_tokens,
-        sampling=request.SamplingParams(
-            temperature=s.temperature if s.HasField("temperature") else neutral.temperature,
-            top_p=s.top_p if s.HasField("top_p") else neutral.top_p,
-            top_k=s.top_k if s.HasField("top_k") else neutral.top_k,
-            seed=s.seed & _MASK_64,
-        ),
+        sampling=_sampling_value(message.sampling),
         eos_token_ids=tuple(message.eos_token_ids),
         deadline_s=message.deadline_ms / 1000,
         tenant=message.tenant,

@@ -64,9 +64,14 @@ class MessageStream:
         """
         if self.ended is not None:
             raise LinkLost(f"the stream to {self.peer} has ended: {self.ended}")
+        message = codec.wrap(self._envelope, value)
+        # Shielded: cancelling a write cancels the whole call, and others send on it too.
+        await asyncio.shield(asyncio.create_task(self._write(message, timeout_s)))
+
+    async def _write(self, message: Any, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s), self._writing:
-                await self._call.write(codec.wrap(self._envelope, value))
+                await self._call.write(message)
         except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError, TimeoutError) as e:
             self.end(_reason(e))
             raise LinkLost(f"the stream to {self.peer} has ended: {self.ended}") from e
@@ -79,6 +84,11 @@ class MessageStream:
         """
         try:
             message = await self._call.read()
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self.ended is None or task is None or task.cancelling():
+                raise
+            return None  # grpc says so when `end` cancelled the call under a reader that nobody cancelled
         except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as e:
             self.end(_reason(e))
             return None

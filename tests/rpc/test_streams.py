@@ -1,0 +1,156 @@
+"""A stream belongs to many: one sender's end is not the stream's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import pytest
+
+from baton.core.errors import BatonError, HandoffError
+from baton.core.handover import LinkHello, LinkWelcome, Ping, Posted
+from baton.core.request import SequenceId
+from baton.rpc.link import LinkHandler, dial_link, serve_links
+from baton.rpc.streams import LinkLost, MessageStream
+from tests.support.builders import make_layout
+
+HELLO = LinkHello("p0", 1, "run", "m", make_layout(), 1, 1)
+WELCOME = LinkWelcome("d0", 2, "127.0.0.1", 1, "n", 1, make_layout())
+
+
+@contextlib.asynccontextmanager
+async def serving(handler: LinkHandler) -> AsyncIterator[str]:
+    server, port = await serve_links("127.0.0.1", handler)
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+async def echo(stream: MessageStream, hello: LinkHello) -> None:
+    assert hello == HELLO
+    await stream.send(WELCOME)
+    while (message := await stream.receive()) is not None:
+        await stream.send(message)
+
+
+async def test_both_ways_in_order() -> None:
+    async with serving(echo) as address:
+        link = await dial_link(address, HELLO, 2.0)
+        assert link.welcome == WELCOME
+        for nonce in range(20):
+            await link.stream.send(Ping(nonce))
+        assert [(await link.stream.receive()).nonce for _ in range(20)] == list(range(20))  # type: ignore[union-attr]
+        await link.close()
+        with pytest.raises(LinkLost, match="closed here"):
+            await link.stream.send(Ping(1))
+
+
+async def test_a_cancelled_sender_leaves_the_stream_to_the_others() -> None:
+    """An aborted hand-over is cancelled wherever it stands, also in the middle of a write."""
+    async with serving(echo) as address:
+        link = await dial_link(address, HELLO, 2.0)
+        for nonce in range(20):
+            sender = asyncio.create_task(link.stream.send(Ping(nonce)))
+            for _ in range(nonce % 5):
+                await asyncio.sleep(0)
+            sender.cancel()
+            await asyncio.wait({sender})
+        await link.stream.send(Ping(1000))
+        assert link.stream.ended is None
+        async with asyncio.timeout(2.0):
+            while (await link.stream.receive()).nonce != 1000:  # type: ignore[union-attr]
+                pass
+        await link.close()
+
+
+async def test_a_peer_that_does_not_read_is_lost_after_the_limit() -> None:
+    async def deaf(stream: MessageStream, hello: LinkHello) -> None:
+        await stream.send(WELCOME)
+        await asyncio.sleep(10)
+
+    async with serving(deaf) as address:
+        link = await dial_link(address, HELLO, 2.0)
+        with pytest.raises(LinkLost):
+            while True:
+                await link.stream.send(HandedTooMuch, timeout_s=0.2)
+        assert link.stream.ended is not None
+        assert await link.stream.receive() is None
+        await link.close()
+
+
+HandedTooMuch = LinkHello("p" * (1 << 20), 1, "run", "m", make_layout(), 1, 1)
+
+
+async def test_a_refusal_carries_its_reason() -> None:
+    async def refuse(stream: MessageStream, hello: LinkHello) -> None:
+        raise HandoffError("block_size: 4 and 8")
+
+    async with serving(refuse) as address:
+        with pytest.raises(BatonError, match="block_size: 4 and 8") as caught:
+            await dial_link(address, HELLO, 2.0)
+        assert caught.value.code == "join_refused"
+
+
+async def test_a_first_message_that_is_no_hello_is_refused() -> None:
+    async with serving(echo) as address:
+        with pytest.raises(BatonError, match="begins with a hello"):
+            await dial_link(address, Ping(1), 2.0)  # type: ignore[arg-type]
+
+
+async def test_an_answer_that_is_no_welcome_is_refused() -> None:
+    async def odd(stream: MessageStream, hello: LinkHello) -> None:
+        await stream.send(Posted(SequenceId("r"), 0, 1))
+        await stream.receive()
+
+    async with serving(odd) as address:
+        with pytest.raises(HandoffError, match="Posted"):
+            await dial_link(address, HELLO, 2.0)
+
+
+async def test_nobody_there_and_nobody_answering() -> None:
+    with pytest.raises(LinkLost):
+        await dial_link("127.0.0.1:1", HELLO, 0.5)
+
+    async def silent(stream: MessageStream, hello: LinkHello) -> None:
+        await asyncio.sleep(10)
+
+    async with serving(silent) as address:
+        with pytest.raises(LinkLost, match=r"within 0\.3 s"):
+            await dial_link(address, HELLO, 0.3)
+
+
+async def test_the_end_of_the_server_is_the_end_of_the_stream() -> None:
+    server, port = await serve_links("127.0.0.1", echo)
+    link = await dial_link(f"127.0.0.1:{port}", HELLO, 2.0)
+    await server.stop(0)
+    assert await link.stream.receive() is None
+    assert link.stream.ended
+    await link.close()
+
+
+async def test_nonsense_ends_the_stream_with_its_name() -> None:
+    from baton.core.errors import InvalidRequest
+    from baton.v1 import kv_pb2, kv_pb2_grpc
+
+    seen: asyncio.Queue[BaseException] = asyncio.Queue()
+
+    async def note(stream: MessageStream, hello: LinkHello) -> None:
+        await stream.send(WELCOME)
+        try:
+            await stream.receive()
+        except InvalidRequest as e:
+            seen.put_nowait(e)
+            raise
+
+    async with serving(note) as address, grpc.aio.insecure_channel(address) as channel:
+        call = kv_pb2_grpc.KVLinkStub(channel).Link()
+        stream = MessageStream(call, kv_pb2.LinkRequest, address)
+        await stream.send(HELLO)
+        assert await stream.receive() == WELCOME
+        await call.write(kv_pb2.LinkRequest())
+        assert "LinkRequest carries nothing" in str(await asyncio.wait_for(seen.get(), 2))
+        assert await stream.receive() is None
+        assert "LinkRequest carries nothing" in (stream.ended or "")
