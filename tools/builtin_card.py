@@ -25,7 +25,7 @@ from builtin_data import (
 )
 from builtin_model import DRAFT, TARGET, Llama, Shape, load_exported
 from builtin_sample import Acceptance, acceptance, generate, until_end
-from builtin_train import LENGTHS, text_loss_of
+from builtin_train import DRAFT_LENGTHS, TARGET_LENGTHS, text_loss_of
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -148,6 +148,11 @@ def model_table(pair: Pair) -> str:
     return "\n".join(rows)
 
 
+def schedule(lengths: list[tuple[float, int]]) -> str:
+    """The lengths of training sequences along a run, in words."""
+    return ", ".join(f"{length:,} until {until:.0%}" for until, length in lengths)
+
+
 def write_card(folder: Path, work: Path) -> None:
     """Measures everything and writes the card."""
     pair = load_pair(folder)
@@ -163,7 +168,8 @@ def write_card(folder: Path, work: Path) -> None:
         shapes=model_table(pair),
         accepted="\n".join(accepted),
         samples=samples(pair),
-        lengths=", ".join(f"{length} until {until:.0%}" for until, length in LENGTHS),
+        target_lengths=schedule(TARGET_LENGTHS),
+        draft_lengths=schedule(DRAFT_LENGTHS),
         held_names=", ".join(f"`{path.relative_to(corpus.root).as_posix()}`" for path in corpus.held_out),
         held_tokens=sum(map(len, pair.held_out)),
         python=platform.python_version(),

@@ -183,9 +183,11 @@ class Llama(nn.Module):
 
 
 def shrunk(embedding: Tensor, size: int) -> Tensor:
-    """An embedding in fewer dimensions: its principal components, so that tokens keep their neighbours."""
+    """An embedding in fewer dimensions: its principal components, scaled down: tokens keep their neighbours."""
+    embedding = embedding - embedding.mean(0)
     directions: Tensor = torch.linalg.eigh(embedding.T @ embedding).eigenvectors[:, -size:]
-    return embedding.matmul(directions)
+    smaller = embedding.matmul(directions)
+    return smaller * (0.03 / smaller.square().mean().sqrt())
 
 
 def config_of(shape: Shape) -> dict[str, object]:

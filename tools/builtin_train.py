@@ -16,7 +16,8 @@ from builtin_optim import Optimiser
 from torch import Tensor
 
 # (until this share of the run, tokens per sequence): short first because attention is dear, long at the end.
-LENGTHS = [(0.30, 256), (0.86, 512), (0.97, 2048), (1.0, 4096)]
+TARGET_LENGTHS = [(0.30, 256), (0.86, 512), (0.97, 2048), (1.0, 4096)]
+DRAFT_LENGTHS = [(0.88, 512), (1.0, 4096)]
 WARMUP = 0.02
 DECAY_FROM = 0.35
 # The draft learns from text alone for this share of its run, which is three times as fast, then from the target.
@@ -33,6 +34,7 @@ class Run:
     tokens_per_pass: int
     muon_lr: float
     adam_lr: float
+    lengths: list[tuple[float, int]]
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -45,7 +47,7 @@ class Run:
 
     def length(self) -> int:
         """The present length of a training sequence."""
-        return next(length for until, length in LENGTHS if self.progress() < until or until == 1.0)
+        return next(length for until, length in self.lengths if self.progress() < until or until == 1.0)
 
     def rate(self) -> float:
         """The factor on the learning rate: a short rise, a plateau, then straight down to zero."""

@@ -14,7 +14,7 @@ from builtin_data import Batches, held_out_documents, load_corpus, train_tokeniz
 from builtin_files import write_tokenizer
 from builtin_model import DRAFT, TARGET, Llama, export, load_exported, shrunk
 from builtin_sample import target_documents
-from builtin_train import TEXT_SHARE, Run, distil_loss, first_then, text_loss, train
+from builtin_train import DRAFT_LENGTHS, TARGET_LENGTHS, TEXT_SHARE, Run, distil_loss, first_then, text_loss, train
 from tokenizers import Tokenizer
 
 PACKAGE = Path(__file__).resolve().parent.parent / "baton" / "builtin"
@@ -59,7 +59,7 @@ def train_stage(arguments: argparse.Namespace) -> None:
     compiled = not arguments.no_compile
     if arguments.stage == "target":
         model = Llama(TARGET)
-        rates = (0.02, 0.004)
+        rates, lengths = (0.02, 0.004), TARGET_LENGTHS
         steps = arguments.steps or 2200
         step_tokens = arguments.tokens_per_step or 8192
     else:
@@ -69,11 +69,11 @@ def train_stage(arguments: argparse.Namespace) -> None:
         written = target_documents(target, documents, arguments.written_tokens, 512, arguments.seed)
         print(f"{len(written)} documents of {len(written[0])} tokens by the target", flush=True)
         documents = documents + written
-        rates = (0.02, 0.006)
+        rates, lengths = (0.02, 0.006), DRAFT_LENGTHS
         steps = arguments.steps or 2500
         step_tokens = arguments.tokens_per_step or 4096
     print(f"{model.parameter_count()} parameters", flush=True)
-    run = Run(steps, arguments.minutes, step_tokens, arguments.tokens_per_pass, *rates)
+    run = Run(steps, arguments.minutes, step_tokens, arguments.tokens_per_pass, *rates, lengths)
     loss = text_loss(model, compiled)
     if arguments.stage == "draft":
         loss = first_then(run, TEXT_SHARE, loss, distil_loss(model, target, compiled))
