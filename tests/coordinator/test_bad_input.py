@@ -10,7 +10,7 @@ import pytest
 from tests.support.bad_inputs import CHAT, COMPLETIONS, GOOD, TABLE, Bad
 from tests.support.fake_generator import FakeGenerator
 
-SLOW_ROW_S = 0.5
+SLOW_ROW_S = 0.25  # processor time: tests share their machine
 
 
 GROUPS: dict[str, list[Bad]] = {}
@@ -40,10 +40,12 @@ async def test_refused(client: httpx.AsyncClient, generator: FakeGenerator, grou
     found = {}
     for row in GROUPS[group]:
         headers = {"content-type": "application/json"} | row.headers
-        start = time.perf_counter()
-        response = await client.request(row.method, row.path, content=row.raw(), headers=headers)
+        content = row.raw()
+        start = time.process_time()
+        response = await client.request(row.method, row.path, content=content, headers=headers)
+        spent = time.process_time() - start
         wrong = complaints(row, response)
-        if time.perf_counter() - start > SLOW_ROW_S:
+        if spent > SLOW_ROW_S:
             wrong.append("slow")
         if wrong:
             found[row.id] = wrong

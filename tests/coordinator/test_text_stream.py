@@ -160,11 +160,11 @@ def test_four_thousand_tokens_cost_linear_time(name: str) -> None:
 
     def run(count: int, token_id: int) -> float:
         text = TextStream(vocabulary, ("never seen",))
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(count):
             text.push([token_id])
         text.finish()
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     for token_id in (5, 200, vocabulary.size - 1):  # among them one that is an invalid byte for ever
         run(64, token_id)
