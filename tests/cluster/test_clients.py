@@ -1,0 +1,101 @@
+"""The built-in model through the clients people use: the official openai library, and gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import grpc.aio
+import openai
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2
+from tests.support.client import Client
+from tests.support.cluster import Cluster, cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+PROMPT = "def read_lines(path):"
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Cluster]:
+    with cluster("builtin", exact=True) as started:
+        yield started
+
+
+@pytest.fixture
+def official(running: Cluster) -> openai.OpenAI:
+    return openai.OpenAI(api_key="none", base_url=running.url + "/v1", max_retries=0)
+
+
+def test_models(official: openai.OpenAI) -> None:
+    assert [m.id for m in official.models.list()] == ["builtin"]
+    assert official.models.retrieve("builtin").id == "builtin"
+    with pytest.raises(openai.NotFoundError) as refused:
+        official.models.retrieve("other")
+    assert refused.value.code == "model_not_found"
+
+
+def test_completion_streamed_and_whole_say_the_same(official: openai.OpenAI) -> None:
+    asked = {"model": "builtin", "prompt": PROMPT, "max_tokens": 40, "temperature": 0.8, "seed": 7}
+    whole = official.completions.create(**asked)
+    parts = list(official.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    text = "".join(c.text for p in parts for c in p.choices)
+    assert text == whole.choices[0].text != ""
+    assert parts[-1].choices == []
+    assert parts[-1].usage == whole.usage
+    assert whole.usage is not None and whole.usage.completion_tokens <= 40
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    finishes = [c.finish_reason for p in parts for c in p.choices if c.finish_reason]
+    assert finishes == [whole.choices[0].finish_reason]
+
+
+def test_chat_streamed_and_whole_say_the_same(official: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": "Write a Python function `read_lines` with arguments (path)."}]
+    asked = {"model": "builtin", "messages": messages, "max_completion_tokens": 48, "temperature": 0}
+    whole = official.chat.completions.create(**asked)
+    parts = list(official.chat.completions.create(**asked, stream=True))
+    deltas = [p.choices[0].delta for p in parts]
+    assert deltas[0].role == "assistant"
+    assert "".join(d.content or "" for d in deltas) == whole.choices[0].message.content
+    assert parts[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert whole.usage is not None and 0 < whole.usage.completion_tokens <= 48
+
+
+def test_stop_string_is_not_in_the_text(official: openai.OpenAI) -> None:
+    free = official.completions.create(model="builtin", prompt=PROMPT, max_tokens=60, temperature=0)
+    stop = free.choices[0].text[10:13]
+    cut = official.completions.create(model="builtin", prompt=PROMPT, max_tokens=60, temperature=0, stop=[stop])
+    assert cut.choices[0].text == free.choices[0].text[: free.choices[0].text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_errors_are_the_librarys_own_classes(official: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        official.completions.create(model="builtin", prompt=PROMPT, max_tokens=4, temperature=3)
+    assert refused.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as refused:
+        official.completions.create(model="builtin", prompt=PROMPT, n=2)
+    assert refused.value.param == "n"
+
+
+async def test_grpc_says_what_http_says(running: Cluster) -> None:
+    ids = list(range(40, 140))
+    async with Client(running) as client:
+        for sampling in ({"temperature": 0}, {"temperature": 0.8, "seed": 3, "top_k": 50}):
+            over_http = await client.tokens(ids, 32, model=None, **sampling)
+            assert await client.grpc_tokens(ids, 32, **sampling) == over_http
+        await client.idle(running)
+
+
+async def test_grpc_health_and_errors(running: Cluster) -> None:
+    async with grpc.aio.insecure_channel(running.grpc) as channel:
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        request = serving_pb2.GenerateRequest(text="x", sampling=types_pb2.SamplingParams(min_p=0.5))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await anext(aiter(serving_pb2_grpc.ServingStub(channel).Generate(request, timeout=10)))
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "min_p" in (refused.value.details() or "")

@@ -1,0 +1,204 @@
+"""Bad input and trouble with real processes. After each, every block is free and nothing is left in any table."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.checkpoints import make_checkpoint
+from tests.support.client import Client, body
+from tests.support.cluster import Cluster, cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+LIMIT = 4096
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("trouble") / "m", arch="llama", max_position_embeddings=LIMIT)
+
+
+@pytest.fixture(scope="module")
+def running(model: Path) -> Iterator[Cluster]:
+    """Two decode workers, so that the death of one leaves the others something to show."""
+    with cluster(model, dtype="float32", decode=2, step_tokens=32, served_model_name="m") as started:
+        yield started
+
+
+def all_ready(running: Cluster) -> bool:
+    workers = running.workers().values()
+    return len(workers) == 3 and all(w["state"] == "ready" for w in workers)
+
+
+async def until(running: Cluster, condition: Callable[[Cluster], bool], what: str) -> None:
+    """Waits without holding up the streams of this test."""
+    await asyncio.to_thread(running.wait_until, condition, what)
+
+
+@pytest.fixture(autouse=True)
+def whole_again(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "running" in request.fixturenames:
+        running: Cluster = request.getfixturevalue("running")
+        running.wait_until(all_ready, "all workers ready again", 60)
+
+
+async def test_an_over_long_prompt_names_both_numbers(running: Cluster) -> None:
+    async with Client(running) as client:
+        answer = await client.http.post("/v1/completions", json=body([1] * (LIMIT + 5), 4))
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert str(LIMIT) in error["message"] and str(LIMIT + 5) in error["message"]
+        answer = await client.http.post("/v1/completions", json=body([1] * 4000, 200))
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "max_tokens"
+        await client.idle(running)
+
+
+async def test_an_unknown_model_is_404(running: Cluster) -> None:
+    async with Client(running) as client:
+        answer = await client.http.post("/v1/completions", json={"model": "no", "prompt": "x"})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+
+
+async def test_a_client_that_leaves_frees_both_pools(running: Cluster) -> None:
+    """During prefill (no first token yet) and during decode, streamed and not."""
+    async with Client(running) as client:
+        before = {w: f["tokens_generated"] for w, f in running.workers().items()}
+        leaving = [
+            asyncio.create_task(client.http.post("/v1/completions", json=body([n] * 3000, 1000, stream=s)))
+            for n, s in ((1, False), (2, True), (3, False), (4, True))
+        ]
+        await asyncio.sleep(0.15)
+        for task in leaving:
+            task.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
+        await client.idle(running, timeout_s=5.0)
+        seen = 0
+        async for _ in client.events([9] * 20, 3000):
+            seen += 1
+            if seen == 5:
+                break
+        await client.idle(running, timeout_s=5.0)
+        after = {w: f["tokens_generated"] for w, f in running.workers().items()}
+        generated = sum(after[w] - before[w] for w in after)
+        assert generated < 4 * 1000 + 3000, "nothing was aborted: everything was generated"
+        assert len(await client.tokens([5] * 10, 8)) == 8
+
+
+async def test_a_killed_decode_worker_ends_its_requests_and_no_others(running: Cluster) -> None:
+    async with Client(running) as client:
+        streams = [asyncio.create_task(_outcome(client, [n + 1] * 30, 2500)) for n in range(8)]
+        await until(
+            running,
+            lambda c: all(c.workers()[w]["running"] >= 3 for w in ("decode-0", "decode-1")),
+            "streams on both",
+        )
+        running.kill(running.pids("decode-0")[0])
+        killed_at = time.monotonic()
+        outcomes = await asyncio.gather(*streams)
+        failed = [o for o in outcomes if o.error is not None]
+        assert len(failed) == 4
+        assert sum(o.tokens == 2500 and o.error is None for o in outcomes) == 4
+        for outcome in failed:
+            assert outcome.ended_at - killed_at < 5.0
+            assert "decode-0" in outcome.error["message"] and outcome.error["code"] == "worker_lost"
+        await until(running, all_ready, "decode-0 back")
+        await client.idle(running)
+
+
+async def test_a_killed_prefill_worker_makes_the_cluster_unready_and_spares_running_streams(running: Cluster) -> None:
+    async with Client(running) as client:
+        decoding = asyncio.create_task(_outcome(client, [3] * 20, 1500))
+        await until(running, lambda c: sum(w["running"] for w in c.workers().values()) >= 1, "a running stream")
+        computing = [asyncio.create_task(_outcome(client, [n] * 3900, 100)) for n in range(20, 26)]
+        await asyncio.sleep(0.2)
+        running.kill(running.pids("prefill-0")[0])
+        killed_at = time.monotonic()
+        saw_503 = False
+        while time.monotonic() - killed_at < 6 and not saw_503:
+            ready = await client.http.get("/ready")
+            saw_503 = ready.status_code == 503 and "prefill" in ready.text
+            await asyncio.sleep(0.02)
+        assert saw_503
+        refused = await client.http.post("/v1/completions", json=body([1] * 5, 2))
+        if refused.status_code != 200:
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+        outcomes = await asyncio.gather(*computing)
+        assert any(o.error is not None for o in outcomes)
+        for outcome in outcomes:
+            assert outcome.error is None or outcome.ended_at - killed_at < 5.0
+        assert (await decoding).tokens == 1500
+        await until(running, all_ready, "prefill-0 back")
+        assert (await client.http.get("/ready")).status_code == 200
+        await client.idle(running)
+
+
+async def test_a_client_that_does_not_read_blocks_nobody(running: Cluster) -> None:
+    host, port = running.url.removeprefix("http://").split(":")
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.connect((host, int(port)))
+    request = httpx.Request("POST", running.url + "/v1/completions", json=body([7] * 10, 4000, stream=True))
+    head = "".join(f"{k}: {v}\r\n" for k, v in request.headers.items())
+    slow.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n".encode() + request.content)
+    async with Client(running) as client:
+        await asyncio.sleep(0.2)
+        answers = await asyncio.gather(*(client.tokens([n + 1] * 12, 64) for n in range(8)))
+        assert all(len(a) == 64 for a in answers)
+        assert len(slow.recv(100)) > 0
+        slow.close()
+        await client.idle(running)
+
+
+class _Outcome:
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.error: dict[str, str] | None = None
+        self.ended_at = 0.0
+
+
+async def _outcome(client: Client, prompt: list[int], count: int) -> _Outcome:
+    """A stream read to its end: how many tokens came, and the error that ended it, if one did."""
+    outcome = _Outcome()
+    async with client.http.stream("POST", "/v1/completions", json=body(prompt, count, stream=True)) as answer:
+        if answer.status_code != 200:
+            outcome.error = (await _json(answer))["error"]
+        else:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    event = httpx.Response(200, content=line[6:]).json()
+                    outcome.error = event.get("error", outcome.error)
+                    for choice in event.get("choices", []):
+                        outcome.tokens += len(choice["token_ids"])
+    outcome.ended_at = time.monotonic()
+    return outcome
+
+
+async def _json(answer: httpx.Response) -> dict[str, dict[str, str]]:
+    await answer.aread()
+    parsed: dict[str, dict[str, str]] = answer.json()
+    return parsed
+
+
+def test_sigterm_drains_and_exits_0(model: Path) -> None:
+    with cluster(model, dtype="float32", served_model_name="m") as running:
+        stream = httpx.stream("POST", running.url + "/v1/completions", json=body([1] * 9, 400, stream=True), timeout=60)
+        with stream as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            running.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert '"finish_reason":"length"' in rest[-2]
+        assert running.process.wait(30) == 0
