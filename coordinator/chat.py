@@ -10,12 +10,12 @@ noncharacters, which exist for internal use; text that contains them is refused.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
 from tokenizers import Tokenizer
 
 from baton.core.errors import InvalidRequest
@@ -37,14 +37,16 @@ class ChatMessage:
 
 
 class ChatEncoder:
-    """A chat template with its tokenizer. Control tokens are the special ones and those the template can write."""
+    """A chat template with its tokenizer. Control tokens are the special ones and those the template can write.
+    `parts` is the tokenizer's JSON, where the caller has it parsed."""
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, parts: Mapping[str, Any] | None = None) -> None:
         self.template = template
         self._maps_developer = "developer" not in template.source
         literals = template.literals()
         added = tokenizer.get_added_tokens_decoder().values()
-        self._controls = ControlTokens(tokenizer, [t.content for t in added if t.special or t.content in literals])
+        controls = [t.content for t in added if t.special or t.content in literals]
+        self._controls = ControlTokens(tokenizer, parts or orjson.loads(tokenizer.to_str()), controls)
 
     def render(
         self, messages: Sequence[ChatMessage], *, guard: bool = False, add_generation_prompt: bool = True
@@ -73,7 +75,7 @@ class ChatEncoder:
 class ControlTokens:
     """Keeps a template's control tokens and a client's text that spells them apart, through one encoding."""
 
-    def __init__(self, tokenizer: Tokenizer, controls: Iterable[str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, parts: Mapping[str, Any], controls: Iterable[str]) -> None:
         longest_first = sorted({c for c in controls if c}, key=lambda c: (-len(c), c))
         either = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._starts = re.compile(f"(?=(?:{either}))(.)", re.DOTALL)
@@ -82,7 +84,7 @@ class ControlTokens:
         self._endings = {c[n:] for c in longest_first for n in range(1, len(c))}
         self._longest = max(map(len, longest_first), default=0)
         self._aliases = {content: f"{_ALIAS}{index}{_ALIAS}" for index, content in enumerate(longest_first)}
-        self._tokenizer = self._with_aliases(tokenizer)
+        self._tokenizer = self._with_aliases(parts)
         self._ids = self._translation(tokenizer)
         own = (self._tokenizer.token_to_id(content) for content in longest_first)
         self._forbidden = {i for i in own if i is not None} - set(self._ids)
@@ -111,12 +113,9 @@ class ControlTokens:
         ids_of = self._ids
         return [ids_of.get(i, i) for i in ids]
 
-    def _with_aliases(self, tokenizer: Tokenizer) -> Tokenizer:
-        parts = json.loads(tokenizer.to_str())
-        for token in parts["added_tokens"]:
-            token["content"] = self._aliases.get(token["content"], token["content"])
-        parts["post_processor"] = None
-        return Tokenizer.from_str(json.dumps(parts))
+    def _with_aliases(self, parts: Mapping[str, Any]) -> Tokenizer:
+        added = [t | {"content": self._aliases.get(t["content"], t["content"])} for t in parts["added_tokens"]]
+        return Tokenizer.from_buffer(orjson.dumps({**parts, "added_tokens": added, "post_processor": None}))
 
     def _translation(self, tokenizer: Tokenizer) -> dict[int, int]:
         """From the ids of the tokenizer with aliases to the model's, where they differ or stand for an alias."""

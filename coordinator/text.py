@@ -17,12 +17,11 @@ a server's client expects sampling unless it asks for temperature 0.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -48,8 +47,9 @@ class TextModel:
 
     def __init__(self, files: TextFiles, *, max_model_len: int | None = None) -> None:
         self.tokenizer: Tokenizer = files.tokenizer
-        self.vocabulary = Vocabulary(files.tokenizer)
+        self.vocabulary = Vocabulary(files.tokenizer, files.parts)
         self.vocab_size = files.config.vocab_size
+        _check_vocabulary(self.vocabulary, self.vocab_size)
         self.max_model_len = _context(files.config.max_position_embeddings, max_model_len)
         self.eos_token_ids = files.eos_token_ids
         bos = files.special_tokens.get("bos_token")
@@ -60,8 +60,10 @@ class TextModel:
             top_p=float(files.sampling.get("top_p", 1.0)),
             top_k=max(0, int(files.sampling.get("top_k", 0))),
         )
-        self.max_token_bytes = _max_token_bytes(files.tokenizer, self.vocabulary)
-        self._chat = None if files.chat_template is None else ChatEncoder(files.chat_template, files.tokenizer)
+        self.max_token_bytes = _max_token_bytes(files.parts, self.vocabulary)
+        self._chat = (
+            None if files.chat_template is None else ChatEncoder(files.chat_template, files.tokenizer, files.parts)
+        )
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     @classmethod
@@ -144,19 +146,27 @@ def _utf8_length(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def _max_token_bytes(tokenizer: Tokenizer, vocabulary: Vocabulary) -> int | None:
+def _check_vocabulary(vocabulary: Vocabulary, vocab_size: int) -> None:
+    if vocabulary.size > vocab_size:
+        token = next(t for t, i in vocabulary.tokens.items() if i >= vocab_size)
+        raise StartupError(
+            f"tokenizer.json: token {token!r:.60} has id {vocabulary.tokens[token]}, "
+            f"but config.json's vocab_size is {vocab_size}"
+        )
+
+
+def _max_token_bytes(parts: Mapping[str, Any], vocabulary: Vocabulary) -> int | None:
     """The most UTF-8 bytes of text one token can stand for, None where there is no such bound (a whole word or run of
     unknown characters as one token)."""
-    parts = json.loads(tokenizer.to_str())
     model = parts["model"]
-    if model["type"] != "BPE" or (model.get("fuse_unk") and not model.get("byte_fallback")):
+    if "merges" not in model or (model.get("fuse_unk") and not model.get("byte_fallback")):
         return None
-    tokens = tokenizer.get_vocab(with_added_tokens=True)
-    widest = max((len(t) if vocabulary.byte_level else len(t.encode()) for t in tokens), default=1)
+    tokens = vocabulary.tokens
+    widest = max(map(len, tokens)) if vocabulary.byte_level else max(len(t.encode()) for t in tokens)
     return widest if _keeps_length(parts.get("normalizer")) else 4 * widest
 
 
-def _keeps_length(normalizer: dict[str, object] | None) -> bool:
+def _keeps_length(normalizer: Mapping[str, Any] | None) -> bool:
     """Whether normalising never makes a text shorter."""
     if normalizer is None or normalizer["type"] == "Prepend":
         return True

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
 from tokenizers import Tokenizer
 
 from baton.core.errors import StartupError
@@ -32,10 +33,11 @@ _NOT_SERVED = {
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """`sampling` holds generation_config's temperature, top_p and top_k where it names them; `ignored` its other
-    sampling fields that would change the output and are not served."""
+    """`parts` is tokenizer.json, parsed; `sampling` holds generation_config's temperature, top_p and top_k where it
+    names them; `ignored` its other sampling fields that would change the output and are not served."""
 
     tokenizer: Tokenizer
+    parts: dict[str, Any]
     config: ModelConfig
     special_tokens: dict[str, str]
     eos_token_ids: tuple[int, ...]
@@ -48,7 +50,7 @@ def read_text_files(directory: Path, config: ModelConfig | None = None) -> TextF
     """Reads `directory`; `config` where the caller has parsed config.json already. Raises StartupError."""
     if config is None:
         config = parse_model_config(parse_config_json(_read(directory / "config.json")))
-    tokenizer = _tokenizer(directory / "tokenizer.json", config)
+    tokenizer, parts = _tokenizer(directory / "tokenizer.json")
     settings = _object(directory / "tokenizer_config.json")
     generation = _object(directory / "generation_config.json")
     names = _special_tokens(_object(directory / "special_tokens_map.json") | settings)
@@ -58,6 +60,7 @@ def read_text_files(directory: Path, config: ModelConfig | None = None) -> TextF
         eos.append(named)
     return TextFiles(
         tokenizer=tokenizer,
+        parts=parts,
         config=config,
         special_tokens=names,
         eos_token_ids=tuple(dict.fromkeys(eos)),
@@ -67,21 +70,16 @@ def read_text_files(directory: Path, config: ModelConfig | None = None) -> TextF
     )
 
 
-def _tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
+def _tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
+    raw = _read(path)
     try:
-        tokenizer = Tokenizer.from_str(_read(path).decode())
-    except StartupError:
-        raise
+        tokenizer = Tokenizer.from_buffer(raw)
+        parts: dict[str, Any] = orjson.loads(raw)
     except Exception as error:  # tokenizers raises bare Exception
         raise StartupError(f"{path.name} is damaged: {str(error)[:200]}") from None
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    token, last = max(tokenizer.get_vocab(with_added_tokens=True).items(), key=lambda pair: pair[1], default=("", -1))
-    if last >= config.vocab_size:
-        raise StartupError(
-            f"{path.name}: token {token!r:.60} has id {last}, config.json's vocab_size is {config.vocab_size}"
-        )
-    return tokenizer
+    return tokenizer, parts | {"padding": None, "truncation": None}
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
@@ -37,14 +37,17 @@ class Decoder(Protocol):
 
 
 class Vocabulary:
-    """What decoding needs to know of a tokenizer, found out once and shared by every stream of a model."""
+    """What decoding needs to know of a tokenizer, found out once and shared by every stream of a model. `parts` is its
+    tokenizer.json, parsed, where the caller has it: of a large tokenizer it is costly to get again."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, parts: Mapping[str, Any] | None = None) -> None:
         self.tokenizer = tokenizer
-        self.size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.tokens: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+        self.size = 1 + max(self.tokens.values(), default=-1)
         self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-        decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
-        kinds = _decoder_kinds(decoder)
+        if parts is None:
+            parts = json.loads(tokenizer.to_str())
+        kinds = _decoder_kinds(parts.get("decoder") or {})
         self.byte_level = kinds == ["ByteLevel"]
         self.byte_fallback = "ByteFallback" in kinds
         self._bytes: list[bytes | None] = [None] * self.size
@@ -192,7 +195,7 @@ def _is_byte(token: str) -> bool:
     return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
 
-def _decoder_kinds(decoder: dict[str, object]) -> list[str]:
+def _decoder_kinds(decoder: Mapping[str, Any]) -> list[str]:
     children = decoder.get("decoders")
     if decoder.get("type") == "Sequence" and isinstance(children, list):
         return [kind for child in children for kind in _decoder_kinds(child)]

@@ -161,3 +161,5 @@ def test_a_tokenizer_that_truncates_or_pads_is_set_right(tmp_path: Path) -> None
     model = TextModel.load(text_dir(tmp_path, tokenizer))
     assert model.decode(model.encode("Hello world, this is long")) == "Hello world, this is long"
     assert len(model.encode("a")) == 1
+    ids = model.encode_chat([ChatMessage("user", "Hello world, this is long")])
+    assert model.decode(ids) == "user\nHello world, this is long\nassistant\n"
