@@ -1,0 +1,89 @@
+"""Which KV heads travel on which edge when a prefill worker of one tensor-parallel size hands over to a decode worker
+of another.
+
+Head h of a layer with H heads lives, under TP size T, on rank h * T // H when T <= H; when T > H each head is
+replicated on T / H neighbouring ranks (as attention heads are split in Megatron-LM, Shoeybi et al. 2019, with grouped
+KV heads repeated). A destination rank takes each of its heads from exactly one source rank; replicas share the work:
+the destination ranks that need the same head are spread over its replicas. Tokens do not appear here: every edge
+carries the same token range, and the wire is token-major, so block sizes need not agree either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.core.errors import StartupError
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSlice:
+    """Heads [source_start, source_start + count) of the source rank's own cache of `layer` become heads
+    [destination_start, ...) of the destination rank's."""
+
+    layer: int
+    source_start: int
+    destination_start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class EdgePlan:
+    """What one edge carries of every token, in this order: for each slice K, then V."""
+
+    prefill_rank: int
+    decode_rank: int
+    slices: tuple[HeadSlice, ...]
+
+
+def local_heads(num_heads: int, tp: int, rank: int) -> range:
+    """The global indices of the KV heads that `rank` of `tp` keeps.
+
+    Raises:
+        StartupError: neither divides the other, so heads cannot be split or replicated evenly.
+    """
+    if num_heads % tp == 0:
+        per_rank = num_heads // tp
+        return range(rank * per_rank, (rank + 1) * per_rank)
+    if tp % num_heads == 0:
+        head = rank // (tp // num_heads)
+        return range(head, head + 1)
+    raise StartupError(f"{num_heads} KV heads cannot be divided over {tp} tensor-parallel ranks")
+
+
+def reshard(heads_per_layer: Sequence[int], prefill_tp: int, decode_tp: int) -> tuple[EdgePlan, ...]:
+    """The edges between two workers, ordered by (decode rank, prefill rank); those that carry nothing are left out.
+
+    Raises:
+        StartupError: a layer's heads do not fit one of the sizes.
+    """
+    slices: dict[tuple[int, int], list[HeadSlice]] = {}
+    for layer, num_heads in enumerate(heads_per_layer):
+        local_heads(num_heads, prefill_tp, 0)  # refuses what does not divide
+        for decode_rank in range(decode_tp):
+            for piece, prefill_rank in _sources(layer, num_heads, prefill_tp, decode_tp, decode_rank):
+                slices.setdefault((decode_rank, prefill_rank), []).append(piece)
+    return tuple(EdgePlan(p, d, tuple(slices[d, p])) for d, p in sorted(slices))
+
+
+def _sources(
+    layer: int, num_heads: int, prefill_tp: int, decode_tp: int, decode_rank: int
+) -> list[tuple[HeadSlice, int]]:
+    """The runs of heads that `decode_rank` takes for one layer, each with the rank it takes them from."""
+    mine = local_heads(num_heads, decode_tp, decode_rank)
+    replicas = max(prefill_tp // num_heads, 1)
+    sharers = max(decode_tp // num_heads, 1)
+    replica = decode_rank % sharers * replicas // sharers
+    runs: list[tuple[HeadSlice, int]] = []
+    for offset, head in enumerate(mine):
+        if prefill_tp > num_heads:
+            source_rank, start = head * replicas + replica, 0
+        else:
+            per_rank = num_heads // prefill_tp
+            source_rank, start = divmod(head, per_rank)
+        if runs and runs[-1][1] == source_rank:
+            last = runs[-1][0]
+            runs[-1] = (HeadSlice(layer, last.source_start, last.destination_start, last.count + 1), source_rank)
+        else:
+            runs.append((HeadSlice(layer, start, offset, 1), source_rank))
+    return runs
