@@ -1,0 +1,139 @@
+"""What a runner offers besides logits: options, dtypes, stages, sampling through `step`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.core.errors import StartupError
+from baton.core.request import SamplingParams, SequenceId
+from baton.core.step import Row, StepPlan
+from baton.engine.device import choose_dtype
+from baton.engine.sampler import Draw, sample
+from tests.engine.driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
+
+
+def row(runner: Any, name: str, tokens: list[int], first_block: int, **options: Any) -> Row:
+    blocks = tuple(range(first_block, first_block + runner.layout.blocks_for(len(tokens))))
+    return Row(SequenceId(name, choice=1), 0, tuple(tokens), blocks, **options)
+
+
+def test_step_samples_what_its_logits_say(checkpoint: Callable[..., Path]) -> None:
+    runner = tiny_runner(checkpoint("llama"))
+    seeded = SamplingParams(temperature=0.9, top_k=40, seed=5)
+    plan = StepPlan(
+        7,
+        (
+            row(runner, "a", random_tokens(9), 0, sampling=seeded, num_sampled=3, output_index=4),
+            row(runner, "b", random_tokens(20), 10, sampling=seeded),
+            row(runner, "c", random_tokens(5), 20, sampling=GREEDY, num_sampled=1),
+        ),
+    )
+    outcome = runner.step(plan)
+    logits = runner.step_logits(plan)
+    assert outcome.step_id == 7
+    assert [len(tokens) for tokens in outcome.sampled] == [3, 0, 1]
+    assert [part.shape for part in logits] == [(3, 320), (0, 320), (1, 320)]
+    assert all(part.dtype == torch.float32 for part in logits)
+    assert outcome.sampled[0] == tuple(sample(logits[0], [Draw(seeded, 1, index) for index in (4, 5, 6)]))
+    assert outcome.sampled[2] == (int(logits[2].argmax()),)
+    assert outcome.elapsed_s > 0
+    assert runner.step(plan).sampled == outcome.sampled
+
+
+def test_empty_plan(checkpoint: Callable[..., Path]) -> None:
+    assert tiny_runner(checkpoint("llama")).step(StepPlan(3, ())).sampled == ()
+
+
+def test_facts_and_stages(checkpoint: Callable[..., Path]) -> None:
+    stages: list[str] = []
+    from baton.engine.runner import EngineOptions, load_runner
+
+    options = EngineOptions(
+        model_dir=checkpoint("qwen3"), device="cpu", dtype="float32", exact=True, block_size=32, kv_memory_bytes=8 << 20
+    )
+    runner = load_runner(options, lambda stage, seconds: stages.append(stage))
+    assert stages == ["check", "load", "kv", "warm-up", "self-test"]
+    assert runner.layout == runner.model_config.kv_layout(32, "float32")
+    assert runner.num_blocks == (8 << 20) // runner.layout.bytes_per_block
+    assert (runner.max_model_len, runner.dtype_name) == (4096, "float32")
+    assert torch.equal(all_logits(runner, random_tokens(70), [9]), all_logits(runner, random_tokens(70), [70], seed=4))
+
+
+def test_max_model_len(checkpoint: Callable[..., Path]) -> None:
+    model_dir = checkpoint("llama")
+    assert tiny_runner(model_dir, max_model_len=100).max_model_len == 100
+    assert tiny_runner(model_dir, kv_memory_bytes=10 * 16 * 768).max_model_len == 160
+    with pytest.raises(StartupError, match="max-model-len 4097 is more than the model's"):
+        tiny_runner(model_dir, max_model_len=4097)
+    with pytest.raises(StartupError, match=r"KV memory of .* is too small"):
+        tiny_runner(model_dir, max_model_len=161, kv_memory_bytes=10 * 16 * 768)
+
+
+def test_default_kv_memory_is_bounded_by_what_sequences_can_use(checkpoint: Callable[..., Path]) -> None:
+    runner = tiny_runner(checkpoint("llama"), kv_memory_bytes=None, max_model_len=64)
+    assert runner.num_blocks == 256 * 64 // 16
+
+
+@pytest.mark.parametrize(("field", "value"), [("device", "tpu"), ("dtype", "float16")])
+def test_unknown_device_or_dtype(checkpoint: Callable[..., Path], field: str, value: str) -> None:
+    with pytest.raises(StartupError, match=f"{field} must be"):
+        tiny_runner(checkpoint("llama"), **{field: value})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_cuda_without_a_gpu(checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(StartupError, match="torch finds no CUDA device"):
+        tiny_runner(checkpoint("llama"), device="cuda")
+
+
+def test_dtype_auto() -> None:
+    assert choose_dtype("auto", torch.device("cuda"), exact=False) == "bfloat16"
+    assert choose_dtype("auto", torch.device("cpu"), exact=True) == "float32"
+    assert choose_dtype("float32", torch.device("cuda"), exact=False) == "float32"
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+def test_checkpoints_in_half_precision_are_computed_in_float32_exactly(
+    checkpoint: Callable[..., Path], stored: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model_dir = checkpoint("llama", dtype=stored)
+    tokens = random_tokens(60)
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)(torch.tensor([tokens])).logits[
+            0
+        ]
+    assert torch.allclose(all_logits(tiny_runner(model_dir), tokens, [16]), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen2", "qwen3"])
+def test_bfloat16_is_close_to_float32_and_keeps_greedy_tokens_away_from_ties(
+    checkpoint: Callable[..., Path], arch: str
+) -> None:
+    model_dir = checkpoint(arch, dtype="bfloat16")
+    half, full = tiny_runner(model_dir, dtype="bfloat16"), tiny_runner(model_dir)
+    assert half.dtype_name == "bfloat16"
+    assert half.layout.bytes_per_token * 2 == full.layout.bytes_per_token
+    tokens = random_tokens(120)
+    a, b = all_logits(half, tokens, [50, 1, 1, 7]), all_logits(full, tokens, [120])
+    assert (a - b).abs().max() < 0.6
+    assert (a - b).abs().mean() < 0.06
+    clear = b.topk(2).values.diff().abs().flatten() > 0.5
+    assert clear.sum() > 40
+    assert torch.equal(a.argmax(-1)[clear], b.argmax(-1)[clear])
+
+
+def test_bfloat16_is_deterministic(checkpoint: Callable[..., Path]) -> None:
+    runner = tiny_runner(checkpoint("llama", dtype="bfloat16"), dtype="bfloat16")
+    runs = []
+    for _ in range(2):
+        jobs = [Job(random_tokens(n, seed=n), 10, chunk=13) for n in (5, 40, 41, 90)]
+        run(runner, jobs)
+        runs.append(torch.cat([logits for job in jobs for logits in job.logits]))
+    assert torch.equal(*runs)

@@ -1,0 +1,36 @@
+"""The engine on a CUDA device against itself on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
+from tests.support.checkpoints import ARCHS, Arch, make_checkpoint
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_float32_logits_equal_the_cpu(tmp_path: Path, arch: Arch) -> None:
+    model_dir = make_checkpoint(tmp_path, arch)
+    tokens = random_tokens(150)
+    expected = all_logits(tiny_runner(model_dir), tokens, [150])
+    runner = tiny_runner(model_dir, device="cuda")
+    for chunks in ([150], [1], [7, 40, 3]):
+        assert torch.allclose(all_logits(runner, tokens, chunks), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("arch", ["llama", "mistral"])
+def test_a_mixed_batch_in_bfloat16_is_finite_and_repeatable(tmp_path: Path, arch: Arch) -> None:
+    runner = tiny_runner(make_checkpoint(tmp_path, arch, dtype="bfloat16"), device="cuda", dtype="auto")
+    assert runner.dtype_name == "bfloat16"
+    outputs = []
+    for _ in range(2):
+        jobs = [Job(random_tokens(n, seed=n), 20, chunk=13) for n in (1, 5, 40, 90)]
+        run(runner, jobs)
+        assert all(torch.isfinite(logits).all() for job in jobs for logits in job.logits)
+        outputs.append([job.output for job in jobs])
+    assert outputs[0] == outputs[1]
