@@ -1,6 +1,7 @@
 """Stands in for the coordinator: ports, ready-file, GET /workers, drain on SIGTERM. Workers join over HTTP.
 
-FAKE_COORDINATOR selects trouble: `refuse` (startup error), `hang` (never drains), `crash-once` (dies a second after two workers joined).
+FAKE_COORDINATOR selects trouble: `refuse` (startup error), `hang` (never drains), `crash-once` (dies a second after two
+workers joined).
 """
 
 from __future__ import annotations
