@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -78,6 +79,18 @@ class KVSink:
     layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """A sequence on its way in; `arrived` tokens are here. Its blocks are written under `lock`, and not once it is
+    `closed`: the thread of an edge that was torn down may still run."""
+
+    blocks: tuple[int, ...]
+    num_tokens: int
+    arrived: int = 0
+    closed: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
 class IncomingLink:
     """One link from one prefill worker. Complete state: the stream, the edge, and the transfers that came over it."""
 
@@ -90,7 +103,7 @@ class IncomingLink:
         self._incoming = incoming
         self._sink = sink
         self._edge: EdgeWorker | None = None
-        self._transfers: dict[SequenceId, tuple[int, ...]] = {}
+        self._transfers: dict[SequenceId, _Transfer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -139,7 +152,7 @@ class IncomingLink:
             blocks, generations = self._owner.reserve(offer, self._hello)
         except BatonError as e:
             return Refuse(sequence, e.code, e.message)
-        self._transfers[sequence] = blocks
+        self._transfers[sequence] = _Transfer(blocks, offer.num_tokens)
         return Accept(sequence, 0, generations)
 
     async def _open_edge(self, message: EdgeOpen) -> None:
@@ -156,17 +169,16 @@ class IncomingLink:
 
     async def _take(self, chunk: Chunk) -> None:
         """Receives, verifies and scatters one chunk."""
-        sequence, edge, layout = chunk.sequence, self._edge, self._sink.layout
-        blocks = self._transfers.get(sequence)
+        sequence, edge = chunk.sequence, self._edge
+        transfer = self._transfers.get(sequence)
         try:
-            if blocks is None or not self._owner.receiving(sequence):
-                raise HandoffError("the sequence is not being received here")
             if edge is None or edge.dead is not None or edge.generation != chunk.edge_generation:
                 self._incoming.stale_messages += 1
+                await self._edge_ended(chunk)
                 raise HandoffError(f"edge generation {chunk.edge_generation} does not stand")
-            tokens = chunk.end_token - chunk.start_token
-            if tokens <= 0 or chunk.num_bytes != chunk_bytes(layout, tokens):
-                raise HandoffError(f"{chunk.num_bytes} bytes cannot be KV of {tokens} tokens")
+            if transfer is None or not self._owner.receiving(sequence):
+                raise HandoffError("the sequence is not being received here")
+            self._check(chunk, transfer)
         except HandoffError as e:
             await self._send(AbortTransfer(sequence, e.message, 0.0))
             return
@@ -176,47 +188,75 @@ class IncomingLink:
         try:
             await edge.recv(buffer, on_posted=lambda: self._spawn(self._send(posted), "posted"))
             self._incoming.bytes_received += chunk.num_bytes
-            intact = await edge.run(lambda: self._store(chunk, buffer, blocks))
-        except HandoffError as e:
-            self._give_up(sequence, e.message, tombstone_s=0.0)
-            await self._send(AbortTransfer(sequence, e.message, 0.0))
+            intact = await edge.run(lambda: self._store(chunk, buffer, transfer))
+        except Exception as e:
+            if not isinstance(e, HandoffError):
+                log.exception("chunk %d of %s", chunk.index, sequence)
+            with transfer.lock:  # the edge's thread may still be at it, whatever became of the edge
+                transfer.closed = True
+            self._give_up(sequence, str(e), tombstone_s=0.0)
+            if edge.dead is not None:
+                await self._edge_ended(chunk)
+            await self._send(AbortTransfer(sequence, str(e), 0.0))
             return
         finally:
             self._incoming.writing.discard(sequence)
             self._owner.write_ended(sequence)
-        if not intact:
+        if not self._owner.receiving(sequence):
+            await self._send(AbortTransfer(sequence, "it was ended here", 0.0))
+            return
+        if intact:
+            transfer.arrived = chunk.end_token
+        else:
             log.warning("chunk %d of %s does not match its checksum", chunk.index, sequence)
             self._incoming.chunks_damaged += 1
-        elif not self._owner.receiving(sequence):
-            return
-        complete = intact and chunk.last and chunk.first_token is not None
+        complete = intact and chunk.last
         self._incoming.events.write("chunk_received", sequence=sequence, index=chunk.index, end=chunk.end_token)
         if complete and chunk.first_token is not None:
             self._transfers.pop(sequence, None)
             self._owner.received(sequence, chunk.first_token)
         await self._send(Ack(sequence, chunk.index, intact, complete))
 
-    def _store(self, chunk: Chunk, buffer: torch.Tensor, blocks: tuple[int, ...]) -> bool:
+    def _check(self, chunk: Chunk, transfer: _Transfer) -> None:
+        """Raises HandoffError unless this is the next part of the sequence, whole and of the right size."""
+        layout = self._sink.layout
+        if chunk.start_token != transfer.arrived or not chunk.start_token < chunk.end_token <= transfer.num_tokens:
+            raise HandoffError(
+                f"tokens [{chunk.start_token}, {chunk.end_token}) cannot follow {transfer.arrived} of"
+                f" {transfer.num_tokens}"
+            )
+        if (chunk.start_layer, chunk.end_layer) != (0, len(layout.layers)):
+            raise HandoffError(f"layers [{chunk.start_layer}, {chunk.end_layer}) are not all {len(layout.layers)}")
+        if chunk.num_bytes != chunk_bytes(layout, chunk.end_token - chunk.start_token):
+            raise HandoffError(f"{chunk.num_bytes} bytes cannot be KV of {chunk.end_token - chunk.start_token} tokens")
+        ends = chunk.end_token == transfer.num_tokens
+        if chunk.last != ends or (ends and chunk.first_token is None):
+            raise HandoffError("the last chunk, and only it, carries the end and the first token")
+
+    def _store(self, chunk: Chunk, buffer: torch.Tensor, transfer: _Transfer) -> bool:
         """On the edge's thread: verifies, and scatters what is intact and still wanted."""
         if checksum(chunk_identity(chunk), buffer) != chunk.checksum:
             return False
-        if self._owner.receiving(chunk.sequence):
-            block_size = self._sink.layout.block_size
-            unpack(buffer, self._sink.layers, blocks, block_size, chunk.start_token, chunk.end_token)
+        with transfer.lock:
+            if not transfer.closed and self._owner.receiving(chunk.sequence):
+                block_size = self._sink.layout.block_size
+                unpack(buffer, self._sink.layers, transfer.blocks, block_size, chunk.start_token, chunk.end_token)
         return True
+
+    async def _edge_ended(self, chunk: Chunk) -> None:
+        """An edge ends at one end only now and then: the other must hear of it, or it would go on announcing."""
+        error = f"generation {chunk.edge_generation} has ended here"
+        await self._send(EdgeReady(chunk.prefill_rank, chunk.decode_rank, chunk.edge_generation, error))
 
     def _give_up(self, sequence: SequenceId, reason: str, tombstone_s: float) -> None:
         self._transfers.pop(sequence, None)
         self._owner.transfer_aborted(sequence, reason, tombstone_s)
 
-    async def tell_abort(self, sequence: SequenceId, reason: str) -> None:
-        """This side ended a sequence whose KV is still coming."""
-        if self._transfers.pop(sequence, None) is not None:
-            await self._send(AbortTransfer(sequence, reason, 0.0))
-
     def abort(self, sequence: SequenceId, reason: str) -> None:
-        if sequence in self._transfers:
-            self._spawn(self.tell_abort(sequence, reason), "abort")
+        """This side ends a sequence whose KV is still coming. The peer hears of it now, or where a receive is open
+        for it, when that has ended: what was posted is still sent."""
+        if self._transfers.pop(sequence, None) is not None and sequence not in self._incoming.writing:
+            self._spawn(self._send(AbortTransfer(sequence, reason, 0.0)), "abort")
 
     async def _send(self, message: FromDecode) -> None:
         try:

@@ -41,6 +41,8 @@ T = TypeVar("T")
 _generations = itertools.count(1)
 PING_EVERY_S = 1.0
 PING_LIMIT_S = 3.0
+# Of all links of this process: a link dialled again must not meet what is left of the one before.
+_GENERATIONS = itertools.count(1)
 
 
 class Link:
@@ -182,6 +184,7 @@ class Link:
         future.add_done_callback(forget)
         if self.lost is not None:
             future.set_exception(LinkLost(f"the link to {self.decode_worker} has ended: {self.lost}"))
+            future.exception()  # seen: nobody may come to wait for it
         return future
 
     async def _ask(self, message: object, key: tuple[object, ...], timeout_s: float, what: str) -> Any:
@@ -218,8 +221,10 @@ class Link:
                 self._answer(("posted", s, i), message)
             case Ack(sequence=s, index=i):
                 self._answer(("ack", s, i), message)
-            case EdgeReady(generation=g):
+            case EdgeReady(generation=g, error=e):
                 self._answer(("edge", g), message)
+                if e and g == self.generation:
+                    self.tear_edge(e)  # it ended over there: announcing on it again would be refused for ever
             case Ping(nonce=n):
                 self._answer(("ping", n), message)
             case AbortTransfer(sequence=s, reason=r):

@@ -61,6 +61,7 @@ class HandOver:
     abort_reason: str | None = None
     bytes_sent: int = 0
     task: asyncio.Task[None] | None = None
+    begun: bool = False
     on_edge: asyncio.Task[int] | None = None
 
 
@@ -96,6 +97,7 @@ class Outgoing:
         self._edge_timeout_s = edge_timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._links: dict[tuple[str, int], asyncio.Task[Link]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._hand_overs: dict[SequenceId, HandOver] = {}
         self.bytes_sent = 0
         self.chunks_resent = 0
@@ -128,7 +130,7 @@ class Outgoing:
 
     def assign(self, sequence: SequenceId, targets: Sequence[Target], attempt: int) -> bool:
         """Names new targets for parked KV. False when it is not (or no longer) here."""
-        over = self._hand_overs.get(sequence)
+        over = self._hand_overs.get(self.find(sequence) or sequence)
         if over is None:
             return False
         over.request = replace(over.request, attempt=attempt)
@@ -152,7 +154,7 @@ class Outgoing:
         over.abort_reason = reason
         if over.task is not None:
             over.task.cancel()
-        else:
+        if not over.begun:  # a task cancelled before its first step never runs, not even its `finally`
             del self._hand_overs[sequence]
             self._owner.hand_over_ended(sequence)
 
@@ -163,12 +165,15 @@ class Outgoing:
         if tasks:
             await asyncio.wait(tasks, timeout=5.0)
         for dialling in list(self._links.values()):
-            if dialling.done() and not dialling.cancelled() and dialling.exception() is None:
+            if dialling.done() and not _failed(dialling):
                 await dialling.result().close()
             dialling.cancel()
+        self._links.clear()
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=5.0)
 
     async def _run(self, over: HandOver) -> None:
-        origin = over.request.sequence_id
+        origin, over.begun = over.request.sequence_id, True
         try:
             while not await self._try_targets(over, origin):
                 over.assigned.clear()
@@ -199,7 +204,7 @@ class Outgoing:
                 if isinstance(answer, Refuse):
                     reason = f"{target.worker_id} refused: {answer.message}"
                     continue
-                accepted = True
+                accepted, over.bytes_sent = True, 0
                 started = time.monotonic()
                 await self._send_all(over, link, answer.prefix_tokens, num_tokens)
                 stamps = StageStamps(transfer_s=time.monotonic() - started)
@@ -300,15 +305,14 @@ class Outgoing:
     async def _link(self, target: Target) -> Link:
         """The link to a target, dialled once however many sequences ask."""
         key = (target.worker_id, target.incarnation)
-        dialling = self._links.get(key)
-        if dialling is not None and dialling.done():
-            failed = dialling.cancelled() or dialling.exception() is not None
-            if failed or dialling.result().lost is not None:
-                if not failed:
-                    await dialling.result().close()
-                dialling = None
-        if dialling is None:
-            dialling = asyncio.create_task(
+        for old, dialling in list(self._links.items()):
+            if dialling.done() and (_failed(dialling) or dialling.result().lost is not None):
+                del self._links[old]  # before any await: another hand-over may ask meanwhile
+                if not _failed(dialling):
+                    self._closing.add(closing := asyncio.create_task(dialling.result().close(), name="link close"))
+                    closing.add_done_callback(self._closing.discard)
+        if key not in self._links:
+            self._links[key] = asyncio.create_task(
                 Link.dial(
                     target.link_address,
                     self._make_hello(),
@@ -318,5 +322,8 @@ class Outgoing:
                 ),
                 name=f"dial {target.worker_id}",
             )
-            self._links[key] = dialling
-        return await asyncio.shield(dialling)
+        return await asyncio.shield(self._links[key])
+
+
+def _failed(dialling: asyncio.Task[Link]) -> bool:
+    return dialling.cancelled() or dialling.exception() is not None

@@ -1,0 +1,278 @@
+"""What a decode worker does with a prefill worker that says odd things at odd times: the protocol by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from baton.core.errors import BatonError, HandoffError
+from baton.core.handover import (
+    AbortTransfer,
+    Accept,
+    Ack,
+    Chunk,
+    EdgeOpen,
+    EdgeReady,
+    LinkHello,
+    Offer,
+    Ping,
+    Posted,
+    Refuse,
+    chunk_identity,
+)
+from baton.core.request import SequenceId
+from baton.rpc.link import DialledLink, dial_link
+from baton.transfer.edge import EdgeSpec, edge_prefix
+from baton.transfer.edge_thread import EdgeWorker
+from baton.transfer.staging import checksum, chunk_bytes
+from tests.support.builders import make_layout, make_request
+from tests.support.fake_runner import DecodeNode, PrefillNode, pair, until
+
+R = SequenceId("r")
+TOKENS = 8
+
+
+class Peer:
+    """A prefill worker that does as it is told."""
+
+    def __init__(self, source: PrefillNode, decode: DecodeNode, link: DialledLink) -> None:
+        self.source, self.decode, self.link = source, decode, link
+        self.edge: EdgeWorker | None = None
+
+    async def say(self, message: Any) -> None:
+        await self.link.stream.send(message)
+
+    async def hear(self) -> Any:
+        return await asyncio.wait_for(self.link.stream.receive(), 3)
+
+    async def ask(self, message: Any) -> Any:
+        await self.say(message)
+        return await self.hear()
+
+    def offer(self, name: str = "r") -> Offer:
+        request = make_request(name, TOKENS, max_tokens=4)
+        return Offer(request, self.decode.handle(request.sequence_id, self.source.worker), TOKENS)
+
+    async def open_edge(self, generation: int) -> EdgeReady:
+        welcome = self.link.welcome
+        prefix = edge_prefix(welcome.store_nonce, "p0", 0, welcome.decode_worker, 0, generation)
+        spec = EdgeSpec(welcome.store_host, welcome.store_port, prefix, generation, "prefill", connect_timeout_s=2.0)
+        self.edge = EdgeWorker(spec)
+        await self.say(EdgeOpen(0, 0, generation, prefix))
+        await self.edge.connect()
+        ready: EdgeReady = await self.hear()
+        return ready
+
+    def chunk(self, start: int = 0, end: int = TOKENS, **changes: Any) -> tuple[Chunk, torch.Tensor]:
+        layout, last = self.source.runner.layout, end == TOKENS
+        buffer = torch.full((chunk_bytes(layout, end - start),), 7, dtype=torch.uint8)
+        values = {
+            "sequence": R,
+            "index": start,
+            "start_token": start,
+            "end_token": end,
+            "start_layer": 0,
+            "end_layer": len(layout.layers),
+            "num_bytes": buffer.numel(),
+            "checksum": 0,
+            "edge_generation": 1,
+            "first_token": 5 if last else None,
+            "last": last,
+        }
+        chunk = Chunk(**{**values, **changes})  # type: ignore[arg-type]
+        return replace(chunk, checksum=checksum(chunk_identity(chunk), buffer)), buffer
+
+    async def send(self, chunk: Chunk, buffer: torch.Tensor) -> Any:
+        """Announces, waits for `posted`, sends, and gives the answer."""
+        assert isinstance(posted := await self.ask(chunk), Posted), posted
+        assert self.edge is not None
+        await self.edge.send(buffer)
+        return await self.hear()
+
+
+@contextlib.asynccontextmanager
+async def peer() -> AsyncIterator[Peer]:
+    async with pair() as (source, [decode]):
+        made = Peer(source, decode, await dial_link(decode.address, source.worker._hello(), 2.0))
+        try:
+            yield made
+        finally:
+            await made.link.close()
+            if made.edge is not None:
+                await made.edge.close()
+
+
+async def test_the_whole_conversation() -> None:
+    async with peer() as p:
+        assert await p.ask(Ping(3)) == Ping(3)
+        accept = await p.ask(p.offer())
+        assert isinstance(accept, Accept) and len(accept.block_generations) == 3
+        assert await p.open_edge(1) == EdgeReady(0, 0, 1)
+        assert await p.send(*p.chunk(0, 5)) == Ack(R, 0)
+        assert await p.send(*p.chunk(5, 8)) == Ack(R, 5, complete=True)
+        assert p.decode.worker.scheduler.has_work
+        p.decode.compute()
+
+
+@pytest.mark.parametrize(
+    ("why", "changes"),
+    [
+        ("cannot follow 0", {"start_token": 1}),
+        ("cannot follow 0", {"end_token": TOKENS + 1}),
+        ("cannot follow 0", {"start_token": 0, "end_token": 0}),
+        ("layers", {"end_layer": 1}),
+        ("layers", {"start_layer": 1}),
+        ("bytes cannot be KV", {"num_bytes": 64}),
+        ("the last chunk", {"last": False}),
+        ("the last chunk", {"first_token": None}),
+        ("is not being received", {"sequence": SequenceId("x")}),
+        ("is not being received", {"sequence": SequenceId("r", 0, 2)}),
+        ("generation 2 does not stand", {"edge_generation": 2}),
+        ("generation 0 does not stand", {"edge_generation": 0}),
+    ],
+)
+async def test_a_chunk_that_cannot_be_is_refused_before_anything_is_posted(why: str, changes: dict[str, Any]) -> None:
+    async with peer() as p:
+        await p.ask(p.offer())
+        await p.open_edge(1)
+        chunk, _ = p.chunk()
+        answer = await p.ask(replace(chunk, **changes))
+        if "generation" in why:
+            assert isinstance(answer, EdgeReady) and answer.error and answer.generation == changes["edge_generation"]
+            answer = await p.hear()
+            assert p.decode.worker.load().stale_messages == 1
+        assert isinstance(answer, AbortTransfer) and why in answer.reason
+        assert not p.decode.worker.incoming.writing
+        assert isinstance(await p.send(*p.chunk()), Ack)  # the sequence and the edge are as they were
+        p.decode.compute()
+
+
+async def test_a_chunk_cannot_be_left_out() -> None:
+    async with peer() as p:
+        await p.ask(p.offer())
+        await p.open_edge(1)
+        await p.send(*p.chunk(0, 3))
+        chunk, _ = p.chunk(4, 8)
+        assert "cannot follow 3" in (await p.ask(chunk)).reason
+        assert p.decode.worker.scheduler.receiving(R)
+
+
+async def test_an_older_generation_does_not_stand_any_more() -> None:
+    async with peer() as p:
+        await p.ask(p.offer())
+        await p.open_edge(1)
+        old = p.edge
+        await p.open_edge(2)
+        answer = await p.ask(p.chunk()[0])
+        assert isinstance(answer, EdgeReady) and "generation 1 has ended" in answer.error
+        assert isinstance(await p.hear(), AbortTransfer)
+        assert (await p.send(*p.chunk(edge_generation=2))).complete
+        assert old is not None
+        with pytest.raises(HandoffError):
+            await old.send(torch.zeros(8, dtype=torch.uint8))
+        p.decode.compute()
+
+
+async def test_no_edge_at_all() -> None:
+    async with peer() as p:
+        await p.ask(p.offer())
+        assert isinstance(await p.ask(p.chunk()[0]), EdgeReady)
+        assert isinstance(await p.hear(), AbortTransfer)
+
+
+async def test_an_edge_whose_other_end_never_comes_is_reported_as_an_error() -> None:
+    async with pair(timeout_s=0.4) as (source, [decode]):
+        link = await dial_link(decode.address, source.worker._hello(), 2.0)
+        await link.stream.send(EdgeOpen(0, 0, 1, "nobody/else"))
+        answer = await asyncio.wait_for(link.stream.receive(), 3)
+        assert isinstance(answer, EdgeReady) and answer.error
+        await link.close()
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+async def test_what_was_posted_is_still_sent_and_its_blocks_stay_until_then(who: str) -> None:
+    async with peer() as p:
+        await p.ask(p.offer())
+        await p.open_edge(1)
+        chunk, buffer = p.chunk()
+        assert isinstance(await p.ask(chunk), Posted)
+        if who == "prefill":
+            await p.say(AbortTransfer(R, "the client left", 0.0))
+        else:
+            p.decode.abort(R)
+        await until(lambda: not p.decode.worker.scheduler.receiving(R))
+        assert p.decode.worker.scheduler.blocks.num_free == 13  # three are still written into
+        assert p.edge is not None
+        await p.edge.send(buffer)
+        assert isinstance(await p.hear(), AbortTransfer)
+        await until(lambda: p.decode.idle)
+        # The edge has not suffered: the next sequence uses it at once.
+        await p.ask(p.offer("s"))
+        assert (await p.send(*p.chunk(sequence=SequenceId("s")))).complete
+        p.decode.compute()
+
+
+async def test_bytes_that_never_come_end_the_sequence_and_the_edge() -> None:
+    async with pair(timeout_s=0.5) as (source, [decode]):
+        p = Peer(source, decode, await dial_link(decode.address, source.worker._hello(), 2.0))
+        await p.ask(p.offer())
+        await p.open_edge(1)
+        assert isinstance(await p.ask(p.chunk()[0]), Posted)
+        answer = await p.hear()
+        assert isinstance(answer, EdgeReady) and answer.error
+        assert isinstance(await p.hear(), AbortTransfer)
+        assert decode.idle
+        await p.link.close()
+        assert p.edge is not None
+        await p.edge.close()
+
+
+async def test_a_damaged_chunk_is_asked_for_once_more() -> None:
+    async with peer() as p:
+        await p.ask(p.offer())
+        await p.open_edge(1)
+        chunk, buffer = p.chunk()
+        damaged = buffer.clone()
+        damaged[0] ^= 1
+        assert await p.send(chunk, damaged) == Ack(R, 0, ok=False)
+        assert p.decode.worker.scheduler.receiving(R)
+        assert (await p.send(chunk, buffer)).complete
+        p.decode.compute()
+
+
+async def test_an_offer_made_twice_is_refused_and_the_first_stands() -> None:
+    async with peer() as p:
+        await p.ask(p.offer())
+        again = await p.ask(p.offer())
+        assert isinstance(again, Refuse) and again.code == "duplicate_request"
+        assert p.decode.worker.scheduler.receiving(R)
+        short = await p.ask(replace(p.offer("s"), num_tokens=3))
+        assert isinstance(short, Refuse) and "3 tokens offered of 8" in short.message
+
+
+async def test_the_end_of_the_link_frees_what_had_not_arrived() -> None:
+    async with peer() as p:
+        await p.ask(p.offer())
+        await p.open_edge(1)
+        await p.send(*p.chunk(0, 5))
+        await p.link.close()
+        await until(lambda: p.decode.idle)
+        assert [(e.sequence, e.code) for e in p.decode.told.ended] == [(R, "worker_lost")]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("protocol_version", 9), ("run_id", "other"), ("model_digest", "x"), ("layout", make_layout(8))],
+)
+async def test_a_link_that_does_not_fit_is_refused_by_name(field: str, value: Any) -> None:
+    async with pair() as (source, [decode]):
+        hello: LinkHello = replace(source.worker._hello(), **{field: value})
+        with pytest.raises(BatonError, match="block_size" if field == "layout" else field) as caught:
+            await dial_link(decode.address, hello, 2.0)
+        assert caught.value.code == "join_refused"

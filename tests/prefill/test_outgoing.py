@@ -1,0 +1,395 @@
+"""KV changes hands between two real workers over a real link and edge, whatever happens in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from baton.core.request import SequenceId
+from prefill.link import Link
+from prefill.outgoing import Outgoing
+from tests.support.builders import make_request
+from tests.support.fake_runner import DecodeNode, PrefillNode, kv_bytes, oracle, pair, until
+
+R = SequenceId("r")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    torch.set_num_threads(1)
+    yield
+
+
+def links(source: PrefillNode) -> list[Link]:
+    return [t.result() for t in source.worker.outgoing._links.values() if t.done() and t.exception() is None]
+
+
+async def serve(source: PrefillNode, decode: DecodeNode, name: str = "again", prompt: int = 10) -> None:
+    """One more request from end to end: everything still works."""
+    request = make_request(name, prompt, max_tokens=4)
+    source.submit(request, decode)
+    source.compute()
+    await until(lambda: [o for o in source.told.handed_over if o.sequence.request_id == name], what="the hand-over")
+    decode.compute()
+    assert {**source.told.output(name), **decode.told.output(name)} == dict(enumerate(oracle(request.prompt, 4)))
+
+
+async def test_bytes_land_equal_and_decode_goes_on_at_token_2() -> None:
+    async with pair() as (source, [decode]):
+        request = make_request("r", 19, max_tokens=6)
+        source.submit(request, decode)
+        source.compute()
+        blocks = source.worker.scheduler.block_ids(R)
+        await until(lambda: source.told.handed_over)
+        landed = decode.worker.scheduler.block_ids(R)
+        assert kv_bytes(source, blocks, 19) == kv_bytes(decode, landed, 19)
+        decode.compute()
+        expected = oracle(request.prompt, 6)
+        assert source.told.output("r") == {0: expected[0]}
+        assert decode.told.output("r") == dict(enumerate(expected))  # its first event repeats token 1
+        assert [e.reason for e in decode.told.ended] == ["length"]
+        total = 19 * source.runner.layout.bytes_per_token
+        assert source.told.handed_over[0].bytes == decode.worker.incoming.bytes_received == total
+        assert decode.worker.scheduler.prompt_tokens_computed == 0
+
+
+async def test_chunks_are_sent_before_the_last_is_computed() -> None:
+    async with pair() as (source, [decode]):
+        source.submit(make_request("r", 30, max_tokens=4), decode)
+        for computed in (8, 16, 24):
+            assert source.step()
+            expected = computed * source.runner.layout.bytes_per_token
+            await until(lambda sent=expected: source.worker.outgoing.bytes_sent == sent)
+        assert not source.told.tokens
+        source.step()
+        await until(lambda: source.told.handed_over)
+        decode.compute()
+        assert decode.told.output("r") == dict(enumerate(oracle(range(1000, 1030), 4)))
+
+
+async def test_many_at_once_share_one_link_and_one_edge() -> None:
+    source = PrefillNode(num_blocks=64, step_tokens=16)
+    async with pair(DecodeNode(num_blocks=64), prefill=source) as (_, [decode]):
+        prompts = {f"r{i}": [i * 31 + j + 1 for j in range(3 + 4 * i)] for i in range(6)}
+        for name, prompt in prompts.items():
+            source.submit(make_request(name, prompt, max_tokens=5), decode)
+        while source.step():
+            await asyncio.sleep(0.002)
+        await until(lambda: len(source.told.handed_over) == 6)
+        decode.compute()
+        for name, prompt in prompts.items():
+            assert decode.told.output(name) == dict(enumerate(oracle(prompt, 5)))
+        assert len(links(source)) == 1
+
+
+async def test_a_request_that_ends_at_its_first_token_leaves_nothing_at_decode() -> None:
+    async with pair() as (source, [decode]):
+        first = oracle(range(1000, 1012), 1)[0]
+        source.submit(make_request("r", 12, max_tokens=4, eos=(first,)), decode)
+        source.step()
+        await until(lambda: decode.worker.scheduler.num_sequences)
+        source.compute()
+        assert [e.reason for e in source.told.ended] == ["stop"]
+
+
+async def test_a_refusal_goes_to_the_spare() -> None:
+    async with pair(DecodeNode("d0", num_blocks=2), DecodeNode("d1")) as (source, [full, spare]):
+        source.submit(make_request("r", 10, max_tokens=4), full, spare)
+        source.compute()
+        await until(lambda: source.told.handed_over)
+        assert source.told.handed_over[0].decode_worker == "d1"
+        spare.compute()
+        assert spare.told.output("r") == dict(enumerate(oracle(range(1000, 1010), 4)))
+
+
+async def test_parked_kv_is_assigned_again_and_again_until_somebody_takes_it() -> None:
+    async with pair(DecodeNode("d0", num_blocks=2), DecodeNode("d1")) as (source, [full, other]):
+        source.submit(make_request("r", 10, max_tokens=4), full)
+        source.compute()
+        for attempt in (2, 3):
+            await until(lambda n=attempt - 1: len(source.told.parked) == n)
+            assert source.told.parked[-1].sequence == R._replace(attempt=attempt - 1)
+            assert "KV blocks" in source.told.parked[-1].reason
+            source.assign(R._replace(attempt=attempt - 1), attempt, full)
+        await until(lambda: len(source.told.parked) == 3)
+        source.assign(R._replace(attempt=3), 4, other)
+        await until(lambda: source.told.handed_over)
+        assert source.told.handed_over[0].sequence == R._replace(attempt=4)
+        assert not source.told.ended
+        other.compute()
+        assert other.told.output("r") == dict(enumerate(oracle(range(1000, 1010), 4)))
+        assert {e.sequence.attempt for e in other.told.tokens} == {4}
+
+
+async def test_parked_kv_can_be_aborted_under_its_present_name() -> None:
+    async with pair(DecodeNode(num_blocks=2)) as (source, [full]):
+        source.submit(make_request("r", 10, max_tokens=4), full)
+        source.compute()
+        await until(lambda: source.told.parked)
+        source.assign(R, 2, full)
+        await until(lambda: len(source.told.parked) == 2)
+        source.abort(R._replace(attempt=2))
+
+
+async def test_nobody_listens_at_the_target() -> None:
+    async with pair(timeout_s=0.5) as (source, [decode]):
+        address, decode.address = decode.address, "127.0.0.1:1"
+        source.submit(make_request("r", 10, max_tokens=4), decode)
+        source.compute()
+        await until(lambda: source.told.parked)
+        decode.address = address
+        source.assign(R, 2, decode)
+        await until(lambda: source.told.handed_over)
+        decode.compute()
+
+
+class Gate:
+    """Holds the first call of a public method of `Link` before or after it has done its work."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, when: str) -> None:
+        self.reached, self.opened = asyncio.Event(), asyncio.Event()
+        original = getattr(Link, method)
+
+        async def held(link: Link, *args: Any, **kwargs: Any) -> Any:
+            if when == "before":
+                await self._pass()
+            result = await original(link, *args, **kwargs)
+            if when == "after":
+                await self._pass()
+            return result
+
+        monkeypatch.setattr(Link, method, held)
+
+    async def _pass(self) -> None:
+        self.reached.set()
+        await self.opened.wait()
+
+
+PHASES = [(m, w) for m in ("offer", "announce", "send_bytes") for w in ("before", "after")]
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode", "both"])
+@pytest.mark.parametrize(("method", "when"), PHASES)
+async def test_an_abort_in_any_phase_leaves_nothing_and_the_pair_works_on(
+    method: str, when: str, who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair() as (source, [decode]):
+        gate = Gate(monkeypatch, method, when)
+        source.submit(make_request("r", 20, max_tokens=4), decode)
+        source.step()
+        await asyncio.wait_for(gate.reached.wait(), 3)
+        if who != "decode":
+            source.abort(R)
+        if who != "prefill":
+            decode.abort(R)
+        await asyncio.sleep(0.02)
+        gate.opened.set()
+        source.compute()
+        if who == "decode":
+            await until(lambda: source.told.parked, timeout_s=1.5, what="parked KV")
+            source.abort(R)
+        await until(lambda: source.idle and decode.idle, timeout_s=1.5, what="idle pools")
+        assert not source.told.handed_over and not decode.told.tokens
+        edge = links(source)[0]._edge if links(source) else None
+        assert edge is None or edge.dead is None  # nobody else's transfer suffers
+        assert not [k for link in links(source) for k in link._waiting if k[0] != "ping"]
+        await asyncio.wait_for(serve(source, decode), 1.5)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_an_abort_before_the_hand_over_has_made_its_first_step(begun: bool) -> None:
+    """A task that is cancelled before it has begun never runs, not even its `finally`."""
+    async with pair() as (source, [decode]):
+        source.submit(make_request("r", 20, max_tokens=4), decode)
+        if begun:
+            source.step()  # the task is made here and the event loop has not run since
+        source.abort(R)
+        source.compute()
+        await asyncio.sleep(0)
+        assert source.idle
+        source.submit(make_request("r", 20, max_tokens=4), decode)  # tombstones are for unknown ones only
+        source.compute()
+        await until(lambda: source.told.handed_over)
+        decode.compute()
+
+
+async def test_an_abort_after_the_last_acknowledgement_ends_decode_too() -> None:
+    async with pair() as (source, [decode]):
+        source.submit(make_request("r", 10, max_tokens=40), decode)
+        source.compute()
+        await until(lambda: source.told.handed_over)
+        assert source.idle
+        decode.step()
+        source.abort(R)
+        decode.abort(R)
+        assert decode.idle
+
+
+async def test_an_abort_that_overtakes_the_offer_leaves_a_tombstone() -> None:
+    async with pair() as (source, [decode]):
+        decode.abort(R)
+        source.submit(make_request("r", 10, max_tokens=4), decode)
+        source.compute()
+        await until(lambda: source.told.parked)
+        assert "the sequence was aborted" in source.told.parked[0].reason
+        source.abort(R)
+
+
+def damage(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    original, count = Link.send_bytes, 0
+
+    async def damaged(link: Link, buffer: torch.Tensor) -> None:
+        nonlocal count
+        count += 1
+        if count <= times:
+            buffer = buffer.clone()
+            buffer[buffer.numel() // 2] ^= 1
+        await original(link, buffer)
+
+    monkeypatch.setattr(Link, "send_bytes", damaged)
+
+
+async def test_a_flipped_bit_is_sent_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    damage(monkeypatch, 1)
+    async with pair() as (source, [decode]):
+        request = make_request("r", 20, max_tokens=4)
+        source.submit(request, decode)
+        source.compute()
+        await until(lambda: source.told.handed_over)
+        decode.compute()
+        assert decode.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
+        assert source.worker.load().chunks_resent == 1 == decode.worker.incoming.chunks_damaged
+
+
+async def test_a_bit_flipped_twice_parks_the_kv_and_frees_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    damage(monkeypatch, 2)
+    async with pair() as (source, [decode]):
+        source.submit(make_request("r", 20, max_tokens=4), decode)
+        source.compute()
+        await until(lambda: source.told.parked and decode.idle)
+        assert "damaged twice" in source.told.parked[0].reason
+        source.assign(R, 2, decode)
+        await until(lambda: source.told.handed_over)
+        decode.compute()
+        assert decode.told.output("r") == dict(enumerate(oracle(range(1000, 1020), 4)))
+
+
+async def test_intact_kv_of_another_request_is_found_by_its_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[torch.Tensor] = []
+    original = Link.send_bytes
+
+    async def swapped(link: Link, buffer: torch.Tensor) -> None:
+        sent.append(buffer)
+        await original(link, sent[0] if len(sent) == 2 else buffer)
+
+    monkeypatch.setattr(Link, "send_bytes", swapped)
+    async with pair() as (source, [decode]):
+        for name, first in (("a", 1), ("b", 100)):
+            source.submit(make_request(name, range(first, first + 8), max_tokens=4), decode)
+            source.compute()
+            await until(lambda n=name: n in {o.sequence.request_id for o in source.told.handed_over})
+        assert decode.worker.incoming.chunks_damaged == 1
+        decode.compute()
+        assert decode.told.output("b") == dict(enumerate(oracle(range(100, 108), 4)))
+
+
+async def test_a_forged_handle_is_refused_and_counted() -> None:
+    async with pair() as (source, [decode]):
+        good = decode.handle(R, source.worker)
+        forged = [
+            replace(good, signature=b"x" * 32),
+            decode.handle(R._replace(request_id="other"), source.worker),
+            decode.handle(R._replace(attempt=2), source.worker),
+            decode.handle(R, source.worker, source_worker="p9"),
+            decode.handle(R, source.worker, source_incarnation=1),
+            decode.handle(R, source.worker, destination_incarnation=1),
+        ]
+        for number, handle in enumerate(forged, 1):
+            source.submit(make_request("r", 6, max_tokens=4), decode, handle=handle)
+            source.compute()
+            await until(lambda n=number: len(source.told.parked) == n)
+            assert "handle of r/0#1" in source.told.parked[-1].reason
+            source.abort(R)
+            await until(lambda: source.idle)
+        assert decode.worker.load().handles_refused == len(forged)
+        assert decode.worker.scheduler.num_sequences == 0
+
+
+@pytest.mark.parametrize(("method", "when"), [("offer", "after"), ("announce", "before"), ("announce", "after")])
+async def test_a_link_that_breaks_cleans_up_both_ends_and_the_next_one_has_a_new_generation(
+    method: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair() as (source, [decode]):
+        await serve(source, decode, "before")
+        old = links(source)[0]
+        generation = old.generation
+        gate = Gate(monkeypatch, method, when)
+        source.submit(make_request("r", 20, max_tokens=4), decode)
+        source.step()
+        await asyncio.wait_for(gate.reached.wait(), 3)
+        old._stream.end("cut by the test")
+        gate.opened.set()
+        source.compute()
+        await until(lambda: source.told.parked and decode.idle, timeout_s=1.5)
+        source.assign(R, 2, decode)
+        await until(lambda: source.told.handed_over and source.idle)
+        decode.compute()
+        assert decode.told.output("r") == dict(enumerate(oracle(range(1000, 1020), 4)))
+        (new,) = links(source)
+        assert new is not old and new.generation > generation
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_an_edge_that_died_at_one_end_is_rebuilt_for_the_next_request(side: str) -> None:
+    async with pair() as (source, [decode]):
+        await serve(source, decode, "before")
+        (link,) = links(source)
+        (incoming,) = decode.worker.incoming._links
+        generation = link.generation
+        edge = link._edge if side == "prefill" else incoming._edge
+        assert edge is not None
+        edge.abort("killed by the test")
+        source.submit(make_request("r", 20, max_tokens=4), decode)
+        source.compute()
+        await until(lambda: source.told.parked or len(source.told.handed_over) == 2)
+        if source.told.parked:  # only the decode side knew: the first chunk found out
+            source.assign(R, 2, decode)
+            await until(lambda: len(source.told.handed_over) == 2)
+        decode.compute()
+        assert decode.told.output("r") == dict(enumerate(oracle(range(1000, 1020), 4)))
+        assert link.generation > generation
+        assert links(source) == [link]
+
+
+async def test_many_on_a_lost_link_dial_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    dials = 0
+    original = Link.dial.__func__  # type: ignore[attr-defined]
+
+    async def counted(cls: type[Link], *args: Any) -> Link:
+        nonlocal dials
+        dials += 1
+        return await original(cls, *args)  # type: ignore[no-any-return]
+
+    async with pair(DecodeNode(num_blocks=64)) as (source, [decode]):
+        await serve(source, decode, "before")
+        links(source)[0]._stream.end("cut by the test")
+        monkeypatch.setattr(Link, "dial", classmethod(counted))
+        for i in range(3):
+            source.submit(make_request(f"r{i}", 8, max_tokens=4), decode)
+        source.compute()
+        await until(lambda: len(source.told.handed_over) == 4)
+        decode.compute()
+        assert dials == 1
+
+
+def test_an_unknown_assignment_is_not_taken() -> None:
+    source = PrefillNode()
+    assert not source.worker.outgoing.assign(R, (), 2)
+    assert isinstance(source.worker.outgoing, Outgoing)
+    source.assign(R, 2)
+    assert [(e.sequence.attempt, e.code) for e in source.told.ended] == [(2, "handoff_failed")]

@@ -1,0 +1,260 @@
+"""A model whose next token is a hash of its prefix, computed through the paged KV, and a pair of real workers on it.
+
+The KV of position p holds the hash of tokens[0..p], which is computed from the KV of position p - 1: so a sequence
+goes on rightly only where its KV has arrived rightly. No engine, no coordinator: a test steps the workers by hand and
+reads what they would have told the coordinator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from baton.core.commands import Abort, Assign, Prefill, Target, Welcome
+from baton.core.config import WorkerConfig
+from baton.core.events import HandedOver, Parked, SequenceEnded, StepEvents, TokenEvent
+from baton.core.handles import Handle, sign
+from baton.core.kv_layout import KVLayout
+from baton.core.request import GenerateRequest, SequenceId
+from baton.core.step import StepOutcome, StepPlan
+from baton.rpc.link import serve_links
+from baton.transfer.staging import pack
+from decode.worker import DecodeWorker
+from prefill.worker import PrefillWorker
+from tests.support.builders import make_facts, make_layout
+
+KEY = b"k" * 32
+_MODULUS = 1 << 20  # float32 holds these exactly
+
+
+def _mix(state: int, token: int) -> int:
+    return (state * 1103 + token * 7919 + 12345) % _MODULUS
+
+
+def _token(state: int) -> int:
+    return 1 + state % 997
+
+
+def oracle(prompt: Sequence[int], count: int) -> list[int]:
+    """The first `count` tokens that follow a prompt."""
+    state = 0
+    for token in prompt:
+        state = _mix(state, token)
+    out: list[int] = []
+    for _ in range(count):
+        out.append(_token(state))
+        state = _mix(state, out[-1])
+    return out
+
+
+class FakeRunner:
+    """What a worker needs of `baton.engine.runner.Runner`."""
+
+    def __init__(self, num_blocks: int = 16, layout: KVLayout | None = None) -> None:
+        self.layout = layout or make_layout(4)
+        self.num_blocks = num_blocks
+        first = self.layout.layers[0]
+        shape = (num_blocks, self.layout.block_size, first.num_kv_heads, first.head_dim)
+        self.kv = SimpleNamespace(layers=[(torch.zeros(shape), torch.zeros(shape)) for _ in self.layout.layers])
+        self._pattern = torch.arange(first.num_kv_heads * first.head_dim).view(shape[2:]).float()
+
+    def step(self, plan: StepPlan) -> StepOutcome:
+        sampled: list[tuple[int, ...]] = []
+        for row in plan.rows:
+            state = 0 if row.start == 0 else self._read(row.block_ids, row.start - 1)
+            for position, token in enumerate(row.tokens, row.start):
+                state = _mix(state, token)
+                self._write(row.block_ids, position, state)
+            sampled.append((_token(state),) * row.num_sampled)
+        return StepOutcome(plan.step_id, tuple(sampled))
+
+    def _slot(self, blocks: tuple[int, ...], position: int) -> tuple[int, int]:
+        size = self.layout.block_size
+        return blocks[position // size], position % size
+
+    def _read(self, blocks: tuple[int, ...], position: int) -> int:
+        return int(self.kv.layers[-1][1][self._slot(blocks, position)][0, 0].item())
+
+    def _write(self, blocks: tuple[int, ...], position: int, state: int) -> None:
+        for index, (k, v) in enumerate(self.kv.layers):
+            k[self._slot(blocks, position)] = self._pattern + (state + index + 1)
+            v[self._slot(blocks, position)] = self._pattern + state
+
+
+class Told:
+    """What a worker told the coordinator."""
+
+    def __init__(self) -> None:
+        self.tokens: list[TokenEvent] = []
+        self.ended: list[SequenceEnded] = []
+        self.parked: list[Parked] = []
+        self.handed_over: list[HandedOver] = []
+
+    def post(self, events: StepEvents) -> None:
+        for name in ("tokens", "ended", "parked", "handed_over"):
+            getattr(self, name).extend(getattr(events, name))
+
+    def output(self, name: str) -> dict[int, int]:
+        told: dict[int, int] = {}
+        for event in (e for e in self.tokens if e.sequence.request_id == name):
+            for index, token in enumerate(event.tokens, event.first_index):
+                assert told.setdefault(index, token) == token
+        return told
+
+
+def _config(name: str, timeout_s: float, step_tokens: int) -> WorkerConfig:
+    return WorkerConfig(
+        worker_id=name, step_tokens=step_tokens, edge_timeout_s=timeout_s, connect_timeout_s=timeout_s, max_running=8
+    )
+
+
+class PrefillNode:
+    def __init__(self, name: str = "p0", num_blocks: int = 16, step_tokens: int = 8, timeout_s: float = 2.0) -> None:
+        self.runner, self.told = FakeRunner(num_blocks), Told()
+        self.worker = PrefillWorker(_config(name, timeout_s, step_tokens), self.runner, make_facts(), (1,))  # type: ignore[arg-type]
+        _join(self.worker, self.told)
+
+    def step(self) -> bool:
+        """One step of the engine; False when there is nothing to compute."""
+        return _step(self.worker, self.runner, self.told)
+
+    def compute(self) -> None:
+        while self.step():
+            pass
+
+    def submit(self, request: GenerateRequest, *decodes: DecodeNode, handle: Handle | None = None) -> None:
+        self.worker.command(Prefill(request, self.targets(request.sequence_id, decodes, handle)))
+
+    def assign(self, sequence: SequenceId, attempt: int, *decodes: DecodeNode) -> None:
+        fresh = sequence._replace(attempt=attempt)
+        self.worker.command(Assign(sequence, self.targets(fresh, decodes), attempt))
+
+    def targets(
+        self, sequence: SequenceId, decodes: Sequence[DecodeNode], handle: Handle | None = None
+    ) -> tuple[Target, ...]:
+        return tuple(d.target(sequence, self.worker, handle) for d in decodes)
+
+    def abort(self, sequence: SequenceId, reason: str = "the client left") -> None:
+        self.worker.shell.command(Abort(sequence, reason, 5.0))
+
+    @property
+    def idle(self) -> bool:
+        blocks = self.worker.scheduler.blocks
+        return not self.worker.scheduler.num_sequences and not len(self.worker.outgoing) and _free(blocks)
+
+
+class DecodeNode:
+    def __init__(self, name: str = "d0", num_blocks: int = 16, timeout_s: float = 2.0) -> None:
+        self.runner, self.told = FakeRunner(num_blocks), Told()
+        self.worker = DecodeWorker(_config(name, timeout_s, 8), self.runner, make_facts(), (1,))  # type: ignore[arg-type]
+        _join(self.worker, self.told)
+        self.server: Any = None
+        self.address = ""
+
+    async def start(self) -> None:
+        self.server, port = await serve_links("127.0.0.1", self.worker.incoming.handle)
+        self.address = f"127.0.0.1:{port}"
+
+    def handle(self, sequence: SequenceId, source: PrefillWorker, **changes: Any) -> Handle:
+        values = {
+            "source_worker": source.config.worker_id,
+            "source_incarnation": source.incarnation,
+            "destination_worker": self.worker.config.worker_id,
+            "destination_incarnation": self.worker.incarnation,
+        }
+        return sign(KEY, Handle(sequence, **{**values, **changes}, valid_ms=5000, nonce=b"n"))  # type: ignore[arg-type]
+
+    def target(self, sequence: SequenceId, source: PrefillWorker, handle: Handle | None = None) -> Target:
+        name, incarnation = self.worker.config.worker_id, self.worker.incarnation
+        return Target(name, incarnation, self.address, handle or self.handle(sequence, source))
+
+    def step(self) -> bool:
+        return _step(self.worker, self.runner, self.told)
+
+    def compute(self) -> None:
+        while self.step():
+            pass
+
+    def abort(self, sequence: SequenceId, reason: str = "the client left") -> None:
+        self.worker.shell.command(Abort(sequence, reason, 5.0))
+
+    @property
+    def idle(self) -> bool:
+        return (
+            not self.worker.scheduler.num_sequences
+            and not self.worker.incoming.writing
+            and _free(self.worker.scheduler.blocks)
+        )
+
+
+def kv_bytes(node: PrefillNode | DecodeNode, blocks: tuple[int, ...], num_tokens: int) -> bytes:
+    """The KV of a sequence as bytes."""
+    runner = node.runner
+    return bytes(pack(runner.kv.layers, blocks, runner.layout.block_size, 0, num_tokens).tolist())
+
+
+@contextlib.asynccontextmanager
+async def pair(
+    *decodes: DecodeNode, prefill: PrefillNode | None = None, timeout_s: float = 2.0
+) -> AsyncIterator[tuple[PrefillNode, list[DecodeNode]]]:
+    """A prefill worker and decode workers; afterwards no block is held, no thread, task or transfer is left."""
+    threads, tasks = set(threading.enumerate()), asyncio.all_tasks()
+    source = prefill or PrefillNode(timeout_s=timeout_s)
+    nodes = list(decodes) or [DecodeNode(timeout_s=timeout_s)]
+    for node in nodes:
+        await node.start()
+    try:
+        yield source, nodes
+        await until(lambda: source.idle and all(n.idle for n in nodes), what="idle pools")
+        for worker in (source.worker, *(n.worker for n in nodes)):
+            worker.check()
+            assert not len(worker.shell.deadlines)
+    finally:
+        await source.worker.close()
+        for node in nodes:
+            await node.worker.close()
+            await node.server.stop(0)
+    await until(
+        lambda: not [t for t in set(threading.enumerate()) - threads if t.name.startswith("edge-")],
+        what="no edge thread",
+    )
+    await until(lambda: not [t for t in asyncio.all_tasks() - tasks if not _is_grpcs(t)], what="no task")
+
+
+def _is_grpcs(task: asyncio.Task[Any]) -> bool:
+    return "grpc" in repr(task.get_coro())
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 6.0, what: str = "") -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what or condition}"
+        await asyncio.sleep(0.002)
+
+
+def _join(worker: PrefillWorker | DecodeWorker, told: Told) -> None:
+    worker.shell.welcome(Welcome("run", 3.0, 1.0, KEY))
+    worker.shell.session.run_id = "run"
+    worker.shell.session.post = told.post  # type: ignore[method-assign]
+
+
+def _step(worker: Any, runner: FakeRunner, told: Told) -> bool:
+    plan = worker.begin_step(time.monotonic())
+    if plan is None:
+        return False
+    events = worker.finish_step(plan, runner.step(plan), time.monotonic())
+    for ended in events.ended:
+        worker.shell.deadlines.forget(ended.sequence)
+    told.post(events)
+    return True
+
+
+def _free(blocks: Any) -> bool:
+    return bool(blocks.num_free == blocks.num_blocks)
