@@ -136,21 +136,22 @@ def test_drain_has_a_limit(start) -> None:
     assert time.monotonic() - began < 20
 
 
-@pytest.mark.parametrize("agent", [False, True], ids=["plain", "torchrun"])
-def test_kill_9_of_the_launcher_leaves_nothing(start, agent: bool) -> None:
-    cluster = wait_ready(start(env={"FAKE_AGENT": "1"} if agent else None))
-    assert len(cluster.processes()) == (6 if agent else 4)
+def test_kill_9_of_the_launcher_leaves_nothing(start) -> None:
+    cluster = wait_ready(start())
+    assert len(cluster.processes()) == 4
     cluster.stop(-signal.SIGKILL, signal.SIGKILL)
 
 
-def test_torchrun_agent_passes_on_codes_and_listens_on_loopback_only(start) -> None:
+def test_workers_under_torchrun(start) -> None:
+    """Its store is on loopback only, its worker's death is seen, and kill -9 of the launcher reaches its workers."""
     cluster = wait_ready(start(env={"FAKE_AGENT": "1"}))
+    assert len(cluster.processes()) == 6
     agents = [pid for pid in cluster.processes() if "launch.agent" in command_line(pid)]
     listening = [address for pid in agents for address in listening_addresses(pid)]
     assert len(listening) == 2 and all(address == "127.0.0.1" for address in listening)
     cluster.kill(cluster.pids("prefill-0")[0])
     cluster.wait_until(lambda c: "prefill-0     died: killed by SIGKILL" in output(c), "report of the death")
-    cluster.stop()
+    cluster.stop(-signal.SIGKILL, signal.SIGKILL)
 
 
 def listening_addresses(pid: int) -> list[str]:
