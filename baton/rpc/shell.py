@@ -116,6 +116,8 @@ class WorkerShell:
         return self._tier.load()
 
     def welcome(self, welcome: Welcome) -> None:
+        if welcome.handle_key != self.handle_key:  # another run: its sequences may have the names of buried ones
+            self.tombstones = Tombstones()
         self.handle_key = welcome.handle_key
         log.info("joined run %s of %s", welcome.run_id, self.config.coordinator)
 
@@ -132,6 +134,9 @@ class WorkerShell:
             case _:
                 self._tier.command(command)
         self.wake()
+
+    def sequence_ids(self) -> tuple[SequenceId, ...]:
+        return self._tier.sequence_ids()
 
     def abandon(self, reason: str, keep: Collection[SequenceId] = ()) -> None:
         sequences = [s for s in self._tier.sequence_ids() if s not in keep]
