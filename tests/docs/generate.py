@@ -1,0 +1,235 @@
+"""Writes the parts of the documentation that the code knows best, between markers in the pages.
+
+    python -m tests.docs.generate        rewrites docs/api.md and docs/configuration.md
+    tests/docs/test_generated.py         fails when a page is not what this would write
+
+A part stands between `<!-- generated: NAME -->` and `<!-- end: NAME -->`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from baton.core import errors
+from baton.core.config import CoordinatorConfig, WorkerConfig
+from baton.rpc import status
+from baton.v1 import serving_pb2, types_pb2
+from coordinator import grpc_service, http_guard, http_server, openai_schema, openai_schema_fields, translate
+from coordinator.http import HttpSettings, create_app
+from launch.up_config import UpConfig
+
+ROOT = Path(__file__).parents[2]
+
+ENDPOINTS = {
+    "POST /v1/completions": "a prompt as text or token ids; streamed or whole",
+    "POST /v1/chat/completions": "messages through the model's chat template; streamed or whole",
+    "GET /v1/models": "the one model, with `max_model_len`",
+    "GET /v1/models/{model_id}": "the same entry; 404 for any other name",
+    "POST /tokenize": "`prompt` or `messages` to token ids",
+    "POST /detokenize": "`tokens` to text, special tokens shown",
+    "GET /health": "200 while the coordinator runs",
+    "GET /ready": "200 while both pools have a ready worker, else 503 with the reason",
+    "GET /workers": "the table of workers, see [operations](operations.md)",
+    "GET /version": "the version of Baton",
+    "GET /openapi.json": "an OpenAPI description of the above",
+}
+
+MEANINGS = {
+    "model": "the served name; may be left out, one model is served",
+    "prompt": "text, token ids, or a list that holds one of these",
+    "messages": "1 or more of the fields below",
+    "max_tokens": "at least 1; completions default to 16, chat to the rest of the context",
+    "max_completion_tokens": "newer name of `max_tokens`, goes before it",
+    "temperature": "0 to 2; 0 is greedy",
+    "top_p": "above 0, at most 1",
+    "top_k": "-1 and 0: off",
+    "seed": "64-bit integer; the same seed and parameters give the same noise",
+    "stop": "a string or up to 4; the text ends before the first that appears",
+    "ignore_eos": "generate on past the end-of-sequence token",
+    "return_token_ids": "adds `token_ids` to each choice or event",
+    "stream": "server-sent events, ended by `data: [DONE]`",
+    "stream_options": "needs `stream`; `include_usage`, `continuous_usage_stats`, `include_obfuscation` (inert)",
+}
+INERT = ("user", "safety_identifier", "prompt_cache_key", "metadata")
+
+LIMITS = (
+    ("stop strings", str(translate.MAX_STOPS)),
+    ("characters of a stop string", f"{translate.MAX_STOP_CHARS:,}"),
+    ("messages", f"{translate.MAX_MESSAGES:,}"),
+    ("parts of one message", f"{openai_schema.MAX_PARTS:,}"),
+    ("body", f"{CoordinatorConfig().max_body_mib:g} MiB (`--max-body-mib` of the coordinator)"),
+    ("time for a body to arrive", f"{HttpSettings('').body_timeout_s:g} s"),
+    ("time a client may take nothing of its stream", f"{HttpSettings('').send_timeout_s:g} s"),
+    ("headers", f"{http_guard.MAX_HEADERS}, {http_guard.MAX_HEADER_BYTES:,} bytes each"),
+    ("head as a whole", f"{http_guard.MAX_HEAD_BYTES:,} bytes"),
+    ("path and query", f"{http_guard.MAX_TARGET_BYTES:,} bytes"),
+    ("characters of a request id", str(http_guard.MAX_ID_CHARS)),
+    ("time for a head to arrive", f"{http_server.HEAD_TIMEOUT_S:g} s"),
+    ("HTTP connections", f"{http_server.MAX_CONNECTIONS:,}"),
+    ("gRPC streams of a connection", f"{grpc_service.MAX_CONCURRENT_STREAMS:,}"),
+    ("time of a request", f"{CoordinatorConfig().request_timeout_s:g} s (`--request-timeout-s` of the coordinator)"),
+    (
+        "requests and prompt tokens that wait",
+        f"{CoordinatorConfig().max_queued_requests:,} and {CoordinatorConfig().max_queued_tokens:,}",
+    ),
+)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def code(value: object) -> str:
+    return f"`{value}`"
+
+
+def options(cls: type[Any]) -> str:
+    """One row per option of a process."""
+    rows = []
+    for f in fields(cls):
+        meta, default = f.metadata, f.default
+        shown = (
+            {True: "on", False: "off", "": "none"}[default]
+            if isinstance(default, bool | str) and (isinstance(default, bool) or default == "")
+            else f"{default:g}"
+            if isinstance(default, float)
+            else str(default)
+        )
+        flag = "--" + f.name.replace("_", "-")
+        names = f"`{flag}`" + (f", `--no-{flag[2:]}`" if isinstance(default, bool) else "")
+        limits = [f"at least {meta['low']:g}"] if meta["low"] else []
+        limits += [f"at most {meta['high']:g}"] if meta["high"] is not None and meta["high"] < 1 << 20 else []
+        text = meta["help"] + (f" ({', '.join(limits)})" if limits else "")
+        text += f": {', '.join(map(code, meta['choices']))}" if meta["choices"] else ""
+        rows.append((names, shown, text))
+    return table(("option", "default", "meaning"), rows)
+
+
+def endpoints() -> str:
+    app = create_app(None, None, HttpSettings("m"))  # type: ignore[arg-type]
+    found = []
+    for route in app.routes:
+        for method in sorted(route.methods - {"HEAD"}):  # type: ignore[attr-defined]
+            path = route.path.replace(":path", "")  # type: ignore[attr-defined]
+            found.append(f"{method} {path}")
+    if set(found) != set(ENDPOINTS):
+        raise SystemExit(f"endpoints to describe in {__file__}: {set(found) ^ set(ENDPOINTS)}")
+    return table(("endpoint", "what it gives"), [(code(name), text) for name, text in ENDPOINTS.items()])
+
+
+def served() -> str:
+    completion, chat = openai_schema.CompletionBody.model_fields, openai_schema.ChatBody.model_fields
+    names = [n for n in dict.fromkeys([*completion, *chat]) if n not in INERT]
+    if set(names) != set(MEANINGS):
+        raise SystemExit(f"fields to describe in {__file__}: {set(names) ^ set(MEANINGS)}")
+    rows = []
+    for name in names:
+        where = "both" if name in completion and name in chat else "completions" if name in completion else "chat"
+        rows.append((code(name), where, MEANINGS[name]))
+    return table(("field", "where", "meaning"), rows)
+
+
+def inert() -> str:
+    shared = openai_schema.GenerationBody.model_fields
+    if any(name not in shared for name in INERT):
+        raise SystemExit(f"no longer inert: {INERT}")
+    return ", ".join(map(code, INERT))
+
+
+def neutral() -> str:
+    completion, chat = openai_schema_fields.COMPLETION, openai_schema_fields.CHAT
+    rows = []
+    for name in sorted({*completion, *chat}):
+        same = name in completion and name in chat and completion[name] == chat[name]
+        for where, found in (("both", completion),) if same else (("completions", completion), ("chat", chat)):
+            if name in found:
+                rows.append((code(name), where, _accepted(found[name])))
+    return table(("field", "where", "accepted values"), rows)
+
+
+def _accepted(values: tuple[Any, ...]) -> str:
+    unique = [v for v in values if not isinstance(v, float)]
+    import json
+
+    return ", ".join(code(v) for v in ["null", *map(json.dumps, unique)])
+
+
+def message_fields() -> str:
+    rows = [(code(n), "served") for n in openai_schema.MessageBody.model_fields]
+    rows += [(code(n), "only " + _accepted(v)) for n, v in openai_schema_fields.MESSAGE.items()]
+    return table(("field of a message", ""), rows)
+
+
+def grpc_fields() -> str:
+    rows = []
+    for message, known, prefix in (
+        (serving_pb2.GenerateRequest, grpc_service.SERVED, ""),
+        (types_pb2.SamplingParams, grpc_service.SERVED_SAMPLING, "sampling."),
+    ):
+        for field in message.DESCRIPTOR.fields:
+            if field.name in known:
+                said = "served"
+            elif field.name in grpc_service.NEUTRAL:
+                said = "only unset or " + ", ".join(f"`{v}`" for v in grpc_service.NEUTRAL[field.name]).lower()
+            else:
+                said = "only unset"
+            rows.append((code(prefix + field.name), said))
+    return table(("field", ""), rows)
+
+
+def error_table() -> str:
+    rows = []
+    for cls in _tree(errors.BatonError):
+        row = status.row(cls(""))
+        retry = {True: "yes", False: "no", None: ""}[row.retry]
+        rows.append(
+            (code(cls.__name__), code(cls.code), str(row.http), row.grpc, row.type, retry, "no" if row.hide else "yes")
+        )
+    head = ("error", "usual `code`", "HTTP", "gRPC", "`type`", "`x-should-retry`", "message shown")
+    return table(head, rows)
+
+
+def _tree(cls: type[errors.BatonError]) -> list[type[errors.BatonError]]:
+    below = [c for c in cls.__subclasses__() if c.__module__ == errors.__name__]
+    return [c for sub in below for c in (sub, *_tree(sub))]
+
+
+def limits() -> str:
+    return table(("limit", "value"), LIMITS)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "up": lambda: options(UpConfig),
+    "coordinator": lambda: options(CoordinatorConfig),
+    "worker": lambda: options(WorkerConfig),
+    "endpoints": endpoints,
+    "served": served,
+    "inert": inert,
+    "neutral": neutral,
+    "message": message_fields,
+    "grpc": grpc_fields,
+    "errors": error_table,
+    "limits": limits,
+}
+PAGES = ("docs/api.md", "docs/configuration.md")
+_PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
+
+
+def fresh(page: str) -> str:
+    """The text of `page` with its generated parts made anew."""
+    return _PART.sub(lambda m: f"{m[1]}{PARTS[m[2]]()}\n{m[3]}", page)
+
+
+def names(page: str) -> list[str]:
+    return [m[2] for m in _PART.finditer(page)]
+
+
+if __name__ == "__main__":
+    for name in PAGES:
+        path = ROOT / name
+        path.write_text(fresh(path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,88 @@
+"""What the pages take from the code is what the code says now."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from dataclasses import fields
+
+import pytest
+
+from baton.core.config import CoordinatorConfig, WorkerConfig
+from coordinator.http import HttpSettings
+from launch.up_config import UpConfig
+from tests.docs.generate import PAGES, PARTS, ROOT, fresh, names
+
+CONFIGS = {c.__name__: c for c in (CoordinatorConfig, WorkerConfig, UpConfig, HttpSettings)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_is_fresh(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert fresh(text) == text, f"{page} is stale: python -m tests.docs.generate"
+
+
+def test_every_generated_part_stands_in_one_page() -> None:
+    found = [name for page in PAGES for name in names((ROOT / page).read_text(encoding="utf-8"))]
+    assert sorted(found) == sorted(PARTS)
+
+
+def waits() -> list[tuple[str, float]]:
+    """Name and seconds of the rows of the waits' tables that name an option or a constant."""
+    text = (ROOT / "docs/failure-modes.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\|[^|]+\| ([\d.]+) s(?: more[^|]*)? \| `([^`]+)` \|$", text, re.MULTILINE)
+    return [(name, float(seconds)) for seconds, name in rows]
+
+
+def test_there_are_waits() -> None:
+    assert len(waits()) > 25
+
+
+@pytest.mark.parametrize(("name", "seconds"), [w for w in waits() if "." in w[0] or " " in w[0]])
+def test_wait_is_as_long_as_the_page_says(name: str, seconds: float) -> None:
+    found = value_of(name)
+    if found is not None:
+        assert found == seconds
+
+
+def value_of(name: str) -> float | None:
+    """Of `Config.field` or `path/to/file.py CONSTANT`; None for what is a literal in a function."""
+    path, _, constant = name.partition(" ")
+    if constant:
+        for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and constant in [t.id for t in node.targets if isinstance(t, ast.Name)]:
+                return _number(node.value)
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
+                together = dict(zip(map(ast.unparse, node.targets[0].elts), node.value.elts, strict=True))  # type: ignore[attr-defined]
+                if constant in together:
+                    return _number(together[constant])
+        raise AssertionError(f"{path} has no {constant}")
+    cls, _, field = name.partition(".")
+    if cls not in CONFIGS:
+        return None
+    (found,) = [f.default for f in fields(CONFIGS[cls]) if f.name == field]
+    return float(found)
+
+
+def _number(node: ast.expr) -> float | None:
+    return float(node.value) if isinstance(node, ast.Constant) and isinstance(node.value, int | float) else None
+
+
+def test_pure_names_of_the_waits_exist() -> None:
+    """Rows that name a function or a class: it is there."""
+    places = {
+        "WorkerSession._one_session": "baton.rpc.session",
+        "serve_stream": "baton.rpc.streams",
+        "MessageStream.send": "baton.rpc.streams",
+        "EdgeWorker.grace_s": None,
+        "Outgoing._run": "prefill.outgoing",
+        "Cluster.drain": "coordinator.cluster",
+    }
+    text = (ROOT / "docs/failure-modes.md").read_text(encoding="utf-8")
+    for name, module in places.items():
+        assert f"`{name}`" in text
+        if module is not None:
+            found: object = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)

@@ -1,0 +1,113 @@
+"""Links resolve, commands exist, nothing speaks of one person's machine."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from tests.docs.generate import ROOT
+
+PAGES = sorted(
+    p
+    for p in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md"))
+    if not any(part.startswith(".") for part in p.relative_to(ROOT).parts)
+)
+IMAGES = sorted((ROOT / "docs/images").glob("*.svg"))
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_CODE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
+_MACHINE = re.compile(r"/(?:work|root|home/\w+|tmp)/|/tmp\b(?!/)")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", _CODE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", h).lower() for h in headings)
+    return {re.sub(r"[^\w\- ]", "", h).replace(" ", "-") for h in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_resolve(page: Path) -> None:
+    for target in _LINK.findall(_CODE.sub("", page.read_text(encoding="utf-8"))):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{target} is not there"
+        assert file.is_relative_to(ROOT), f"{target} leaves the repository"
+        if anchor:
+            assert anchor in anchors(file), f"{target}: no such heading"
+
+
+@pytest.mark.parametrize("file", [*PAGES, *IMAGES], ids=name_of)
+def test_no_path_of_one_machine(file: Path) -> None:
+    found = _MACHINE.search(file.read_text(encoding="utf-8"))
+    assert found is None, f"{found and found[0]} in {name_of(file)}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_verbs_exist(page: Path) -> None:
+    verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    text = page.read_text(encoding="utf-8")
+    used = re.findall(r"^(?:    |`)make ([a-z-]+(?: [a-z-]+)*)", text, re.MULTILINE)
+    used += re.findall(r"`make ([a-z-]+(?: [a-z-]+)*)", text)
+    missing = {verb for words in used for verb in words.split()} - verbs
+    assert not missing, f"the Makefile has no {missing}"
+
+
+def test_the_ten_files_of_the_readme() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    section = text.split("## The life of one request")[1].split("\n## ")[0]
+    steps = re.split(r"^\d+\. ", section, flags=re.MULTILINE)[1:]
+    files = [f for step in steps for f in re.findall(r"\]\(([\w/]+\.py)\)", step)]
+    assert len(steps) == len(files) == len(set(files)) == 10
+    assert all((ROOT / f).is_file() for f in files)
+
+
+def test_the_two_commands_come_first() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert 0 < text.index("    make up\n") < text.index("    make test\n") < text.index("## The system")
+
+
+def test_flags_of_baton_in_the_pages_exist() -> None:
+    from launch.cli import baton
+
+    for page in PAGES:
+        for command, rest in re.findall(r"\bbaton (up|bench|ps)\b([^\n`|]*)", page.read_text(encoding="utf-8")):
+            known = {name for p in baton.commands[command].params for name in (*p.opts, *p.secondary_opts)}
+            for flag in re.findall(r"(--[a-z][a-z-]*)", rest):
+                assert flag in known, f"{name_of(page)}: baton {command} has no {flag}"
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=name_of)
+def test_image_is_svg_with_a_title(image: Path) -> None:
+    root = ET.parse(image).getroot()
+    assert root.tag.endswith("}svg")
+    assert root.find("{http://www.w3.org/2000/svg}title") is not None
+
+
+def test_scripts_are_executable_and_parse() -> None:
+    scripts = sorted((ROOT / "launch").glob("*.sh"))
+    assert len(scripts) == 3
+    for script in scripts:
+        subprocess.run(["bash", "-n", script], check=True)
+        assert script.stat().st_mode & 0o111
+
+
+def test_decisions_are_numbered_and_listed() -> None:
+    directory = ROOT / "docs/decisions"
+    pages = sorted(p.name for p in directory.glob("[0-9]*.md"))
+    assert [p[:4] for p in pages] == [f"{n:04}" for n in range(1, len(pages) + 1)]
+    index = (directory / "README.md").read_text(encoding="utf-8")
+    for page in pages:
+        text = (directory / page).read_text(encoding="utf-8")
+        assert f"]({page})" in index
+        assert text.startswith(f"# {page[:4]}. ")
+        assert [h for h in ("## Context", "## Decision", "## Consequences") if h not in text] == []
