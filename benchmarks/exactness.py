@@ -1,0 +1,220 @@
+"""How often bf16 output changes with batching, and how near a tie it was when it did.
+
+    python benchmarks/exactness.py                       the built-in model, bf16, 100 completions of 128 tokens
+    python benchmarks/exactness.py --exact               float32 in exact mode: nothing may change
+
+Each completion is computed alone and whole first; then again in batches, in chunks, and with KV made by the other kind
+of row. Where a run first differs from the reference, both saw nearly the same logits, so the two best noised logits
+must have been close: a gap of 0.5 or more is a bug and makes this program fail. With top_p there is a second way to
+differ: a token at the edge of the kept mass is a candidate in one run and not in the other; such places are counted
+apart. Writes a report to `benchmarks/results/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import random
+import statistics
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from baton.core.request import SamplingParams
+from baton.engine.runner import EngineOptions, Runner, load_runner
+from baton.engine.sampler import Draw, noised_logits
+from tests.engine.driver import Job, run
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT = 0.5
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "T = 0.8": SamplingParams(temperature=0.8),
+    "T = 0.8, top_p 0.95": SamplingParams(temperature=0.8, top_p=0.95),
+}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Tokens of one completion and, at each, the gap between the two best noised logits, and the ids that top_p left
+    (None: all)."""
+
+    tokens: list[int]
+    gaps: list[float]
+    kept: list[frozenset[int] | None]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """First places where a variant differs from the reference: the larger of the two runs' gaps at each; `edges` is the
+    number of those at which one run's token was no candidate in the other."""
+
+    identical: int
+    gaps: list[float]
+    edges: int
+
+
+def completions(runner: Runner, jobs: list[Job], batch: int, seed: int) -> list[Completion]:
+    """Runs jobs `batch` at a time."""
+    for first in range(0, len(jobs), batch):
+        run(runner, jobs[first : first + batch], seed)
+    done = []
+    for job in jobs:
+        gaps = []
+        kept: list[frozenset[int] | None] = []
+        for index, logits in enumerate(job.logits):
+            ids, values = noised_logits(logits.numpy(), Draw(job.sampling, 0, job.resumed + index))
+            kept.append(frozenset(ids.tolist()) if job.sampling.top_p < 1.0 else None)
+            best = np.sort(np.partition(values, -2)[-2:]) if len(values) > 1 else np.array([-np.inf, 0.0])
+            gaps.append(float(best[1] - best[0]))
+        done.append(Completion(job.output, gaps, kept))
+        job.logits.clear()
+    return done
+
+
+def compare(reference: list[Completion], variant: list[Completion], skip: int = 0) -> Difference:
+    """`variant` begins at output token `skip` of the reference."""
+    gaps = []
+    edges = 0
+    for expected, found in zip(reference, variant, strict=True):
+        for index, token in enumerate(found.tokens):
+            other = expected.tokens[skip + index]
+            if token != other:
+                mine, theirs = found.kept[index], expected.kept[skip + index]
+                if mine is not None and theirs is not None and (other not in mine or token not in theirs):
+                    edges += 1
+                else:
+                    gaps.append(max(expected.gaps[skip + index], found.gaps[index]))
+                break
+    return Difference(len(reference) - len(gaps) - edges, gaps, edges)
+
+
+def prompts(model_dir: Path, count: int, vocab_size: int) -> list[list[int]]:
+    """Pieces of the standard library's source, 16 to 400 tokens long, the same on every run of one interpreter."""
+    generator = random.Random(7)
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    pieces: list[list[int]] = []
+    while len(pieces) < count:
+        text = generator.choice(files).read_text(encoding="utf-8", errors="replace")
+        start = generator.randrange(max(1, len(text) - 4000))
+        ids = [token for token in tokenizer.encode(text[start : start + 4000]).ids if token < vocab_size]
+        length = generator.randint(16, 400)
+        if len(ids) >= length:
+            pieces.append(ids[:length])
+    return pieces
+
+
+def measure(runner: Runner, texts: list[list[int]], sampling: SamplingParams, length: int) -> dict[str, Difference]:
+    """Every variant against the reference under one sampling setting (each completion with its own seed)."""
+    params = [SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, seed) for seed in range(len(texts))]
+
+    def jobs(chunk: int = 1 << 30) -> list[Job]:
+        return [Job(text, length, params[index], chunk) for index, text in enumerate(texts)]
+
+    reference = completions(runner, jobs(), 1, seed=0)
+    variants: dict[str, Callable[[], list[Completion]]] = {
+        "batch of 8": lambda: completions(runner, jobs(), 8, seed=1),
+        "batch of 32, chunks of 64": lambda: completions(runner, jobs(64), 32, seed=2),
+        "alone, chunks of 16": lambda: completions(runner, jobs(16), 1, seed=3),
+        "prompt's KV by 1-token rows": lambda: completions(runner, jobs(1), 8, seed=5),
+    }
+    found = {}
+    for name, compute in variants.items():
+        found[name] = compare(reference, compute())
+        print(f"  {name}: {found[name].identical} of {len(texts)} identical", flush=True)
+    half = length // 2
+    resumed = [
+        Job(text + done.tokens[:half], length - half, params[index], resumed=half)
+        for index, (text, done) in enumerate(zip(texts, reference, strict=True))
+    ]
+    found[f"resumed at token {half}: KV by one long row"] = compare(
+        reference, completions(runner, resumed, 1, seed=6), half
+    )
+    return found
+
+
+def report(arguments: argparse.Namespace, runner: Runner, results: dict[str, dict[str, Difference]]) -> str:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    count, length = arguments.completions, arguments.tokens
+    mode = "float32, exact mode" if arguments.exact else runner.dtype_name
+    lines = [
+        f"# Does output change with batching? ({mode})",
+        "",
+        f"Commit {commit.strip()}, {datetime.date.today()}, {cpu_name()}, {arguments.threads} thread(s). "
+        f"`python benchmarks/exactness.py {' '.join(sys.argv[1:])}`".rstrip(),
+        f"Model: {arguments.model.name}, digest {runner.digest}. {count} completions of {length} tokens, prompts of 16 "
+        "to 400 tokens of Python source, EOS ignored. Reference: each alone, its prompt in one row.",
+        "",
+        "Gap: between the two best noised logits (logit + T * Gumbel noise) where a run first differs from the "
+        f"reference, the larger of the two runs'. Every gap must be under {LIMIT}. Edge: the run first differs where "
+        "one of the two tokens was cut by top_p in the other run.",
+        "",
+        "| sampling | computed | identical | near ties | median gap | largest gap | edges of top_p |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for sampling, variants in results.items():
+        for name, difference in variants.items():
+            gaps = difference.gaps
+            figures = f"{statistics.median(gaps):.4f} | {max(gaps):.4f}" if gaps else "– | –"
+            lines.append(
+                f"| {sampling} | {name} | {difference.identical} of {count} | {len(gaps)} | {figures} "
+                f"| {difference.edges} |"
+            )
+    total = [gap for variants in results.values() for difference in variants.values() for gap in difference.gaps]
+    runs = count * sum(len(variants) for variants in results.values())
+    identical = sum(difference.identical for variants in results.values() for difference in variants.values())
+    over = sum(gap >= LIMIT for gap in total)
+    lines += ["", f"{identical} of {runs} runs identical; {over} of {len(total)} gaps are {LIMIT} or more.", ""]
+    return "\n".join(lines)
+
+
+def cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return "unknown CPU"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=ROOT / "baton" / "builtin" / "target")
+    parser.add_argument("--completions", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--exact", action="store_true", help="float32 in exact mode instead of bf16")
+    parser.add_argument("--output", type=Path, help="report file (default: benchmarks/results/exactness-MODE.md)")
+    arguments = parser.parse_args()
+    dtype = "float32" if arguments.exact else "bfloat16"
+    runner = load_runner(
+        EngineOptions(
+            model_dir=arguments.model, device="cpu", dtype=dtype, exact=arguments.exact, threads=arguments.threads,
+            kv_memory_bytes=1 << 30, max_num_tokens=1 << 16,
+        )
+    )  # fmt: skip
+    texts = prompts(arguments.model, arguments.completions, runner.model_config.vocab_size)
+    results: dict[str, dict[str, Difference]] = {}
+    for name, sampling in SAMPLINGS.items():
+        print(name, flush=True)
+        results[name] = measure(runner, texts, sampling, arguments.tokens)
+    text = report(arguments, runner, results)
+    output = (
+        arguments.output or ROOT / "benchmarks" / "results" / f"exactness-{'exact' if arguments.exact else dtype}.md"
+    )
+    output.write_text(text, encoding="utf-8")
+    print(text)
+    found = [difference for variants in results.values() for difference in variants.values()]
+    changed = any(difference.identical < arguments.completions for difference in found)
+    return int(any(gap >= LIMIT for difference in found for gap in difference.gaps) or (arguments.exact and changed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
