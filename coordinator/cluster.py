@@ -23,41 +23,23 @@ from baton.core.commands import (
     Join,
     Prefill,
     Release,
-    Target,
     Welcome,
 )
 from baton.core.commands import Assign as AssignCommand
-from baton.core.errors import (
-    BatonError,
-    DeadlineExceeded,
-    HandoffError,
-    InvariantError,
-    KVCorrupt,
-    Unavailable,
-    WorkerLost,
-)
-from baton.core.events import Parked, SequenceEnded, StepEvents
-from baton.core.handles import Handle, sign
+from baton.core.errors import BatonError, DuplicateRequest, InvariantError, Unavailable, WorkerLost
+from baton.core.events import HandedOver, Parked, SequenceEnded, StepEvents
 from baton.core.request import GenerateRequest, SequenceId
 from baton.rpc.streams import LinkLost, MessageStream
 from coordinator.live import Live
-from coordinator.policy.dispatch import Dispatcher, Placement, Ticket, WorkerView
+from coordinator.mint import Mint
+from coordinator.policy.dispatch import Dispatcher, Ticket, WorkerView
 from coordinator.policy.journal import Journal
 from coordinator.policy.registry import Registry, WorkerRecord
 
 log = logging.getLogger("baton.coordinator")
 TICK_S = 0.1
+ToWorker = Welcome | Command | HeartbeatAck
 _MAX_ATTEMPT = 1 << 30  # an int32 on the wire
-
-# What a worker's error code means to the client; any other is our bug.
-_WORKER_ERRORS: dict[str, type[BatonError]] = {
-    "deadline_exceeded": DeadlineExceeded,
-    "kv_corrupt": KVCorrupt,
-    "worker_lost": WorkerLost,
-    "handoff_failed": HandoffError,
-    "draining": Unavailable,
-    "prompt_exceeds_pool": Unavailable,
-}
 
 
 class Cluster:
@@ -73,10 +55,10 @@ class Cluster:
         self.run_id = secrets.token_hex(8)
         self.draining = False
         self.stale_events = 0
-        self._key = secrets.token_bytes(32)
+        self._mint = Mint(self.registry)
         self._lease_s = lease_s
         self._live: dict[str, Live] = {}
-        self._outgoing: dict[str, asyncio.Queue[Command | HeartbeatAck]] = {}
+        self._outgoing: dict[str, asyncio.Queue[ToWorker]] = {}
         self._incarnations: dict[str, int] = {}
         self._attempt = 0
 
@@ -94,6 +76,12 @@ class Cluster:
         """
         if self.draining:
             raise Unavailable("the cluster is draining", code="draining", retry_after_s=5)
+        if request.request_id in self._live:  # perhaps over, and not yet read to its end
+            raise DuplicateRequest(f"request {request.request_id} is already in flight", param="request_id")
+        now = time.monotonic()
+        live = Live(Journal(replace(request, attempt=self._next_attempt())), now, now + request.deadline_s)
+        if request.deadline_s <= 0:
+            raise live.late()
         ticket = Ticket(
             request.request_id,
             request.num_prefill_tokens,
@@ -101,8 +89,6 @@ class Cluster:
             needs_decode=request.max_tokens - len(request.output) > 1,
         )
         self.dispatcher.submit(ticket)
-        now = time.monotonic()
-        live = Live(Journal(replace(request, attempt=self._next_attempt())), now, now + request.deadline_s)
         self._live[request.request_id] = live
         self.dispatch()
         return live
@@ -119,48 +105,39 @@ class Cluster:
             live.dispatched_at = time.monotonic()
             live.stage = "prefill"
             live.prefill_worker, live.decode_worker = placement.prefill, placement.decode or ""
-            remaining = max(live.deadline_at - live.dispatched_at, 0.001)
-            request = replace(live.request, deadline_s=remaining)
-            self._send(placement.prefill, Prefill(request, self._targets(live, placement)))
+            live.targets = self._mint.targets(live.sequence, placement, live.deadline_at)
+            self._start(live)
+
+    def _start(self, live: Live) -> None:
+        remaining = max(live.deadline_at - time.monotonic(), 0.001)
+        self._send(live.prefill_worker, Prefill(replace(live.request, deadline_s=remaining), live.targets))
 
     def end(self, request_id: str, reason: str) -> None:
         """The front end is done with a request, well or not: both pools hear of it at once."""
         live = self._live.pop(request_id, None)
         if live is None:
             return
-        workers = {w for w in (*self.dispatcher.workers_of(request_id), live.prefill_worker, live.decode_worker) if w}
-        unfinished = live.journal.finish is None or reason != "done"
-        for worker in workers:
-            if unfinished:
-                left = max(live.deadline_at - time.monotonic(), 1.0)
-                self._send(worker, Abort(live.sequence, reason, tombstone_s=left))
-            self._send(worker, Release((live.sequence,)))
-        self.dispatcher.finish(request_id)
+        self._settle(live, reason)
         self.dispatch()
 
-    def _targets(self, live: Live, placement: Placement) -> tuple[Target, ...]:
-        return tuple(
-            self._target(live.sequence, placement.prefill, decode, live.deadline_at)
-            for decode in (placement.decode, placement.spare)
-            if decode is not None
-        )
+    def _settle(self, live: Live, reason: str) -> None:
+        """Both pools hear of the end, and what the request held is free: now, however slowly its client reads."""
+        if live.settled:
+            return
+        live.settled = True
+        left = max(live.deadline_at - time.monotonic(), 1.0)
+        for worker in live.workers():
+            if live.journal.finish is None or reason != "done":
+                self._send(worker, Abort(live.sequence, reason, tombstone_s=left))
+            self._send(worker, Release((live.sequence,)))
+        self.dispatcher.finish(live.request.request_id)
 
-    def _target(self, sequence: SequenceId, prefill: str, decode: str, deadline_at: float) -> Target:
-        source, destination = self.registry.get(prefill), self.registry.get(decode)
-        if source is None or destination is None:
-            raise InvariantError(f"{prefill} or {decode} was picked and is not registered")
-        handle = Handle(
-            sequence,
-            prefill,
-            source.join.incarnation,
-            decode,
-            destination.join.incarnation,
-            valid_ms=max(round((deadline_at - time.monotonic()) * 1000), 1),
-            nonce=secrets.token_bytes(12),
-        )
-        return Target(decode, destination.join.incarnation, destination.join.link_address, sign(self._key, handle))
+    def _fail(self, live: Live, error: BatonError) -> None:
+        live.fail(error)
+        if live.error is not None:
+            self._settle(live, error.code)
 
-    def _send(self, worker: str, command: Command | HeartbeatAck) -> None:
+    def _send(self, worker: str, command: ToWorker) -> None:
         queue = self._outgoing.get(worker)
         if queue is not None:
             queue.put_nowait(command)
@@ -179,37 +156,41 @@ class Cluster:
         worker, incarnation = first.worker_id, first.incarnation
         if replaced is not None:
             self._lost(replaced, "it was replaced by a new incarnation")
-        fresh = self._incarnations.get(worker) != incarnation or replaced is not None
-        queue: asyncio.Queue[Command | HeartbeatAck] = asyncio.Queue()
-        self._outgoing[worker], self._incarnations[worker] = queue, incarnation
-        following = () if fresh else tuple(self._following(worker))
-        await stream.send(Welcome(self.run_id, self._lease_s, self._lease_s / 4, self._key, following))
+        fresh = self._incarnations.get(worker) != incarnation
         if fresh:
-            self.dispatcher.add_worker(_view(first))
+            self.dispatcher.add_worker(WorkerView.of(first))
+        following = () if fresh else tuple(self._following(worker))
+        queue: asyncio.Queue[ToWorker] = asyncio.Queue()
+        queue.put_nowait(Welcome(self.run_id, self._lease_s, self._lease_s / 4, self._mint.key, following))
+        self._outgoing[worker], self._incarnations[worker] = queue, incarnation
         self.dispatcher.set_ready(worker, not self.draining)
         log.info("%s worker %s joined (incarnation %d)", first.role, worker, incarnation)
-        self.dispatch()
-        sender = asyncio.create_task(self._pump(stream, queue), name=f"commands to {worker}")
+        sender = asyncio.create_task(self._pump(stream, queue, first), name=f"commands to {worker}")
         try:
-            while (message := await stream.receive()) is not None:
-                if not self._on(worker, incarnation, message, stream):
+            self.dispatch()
+            while (message := await stream.receive()) is not None and self._outgoing.get(worker) is queue:
+                if not self._on(worker, incarnation, message):
                     break
         finally:
             sender.cancel()
-            if self._outgoing.get(worker) is queue:
-                del self._outgoing[worker]
-                if self.registry.disconnected(worker, incarnation, time.monotonic()):
-                    self.dispatcher.set_ready(worker, False)
-                    log.warning("session of %s broke: %s", worker, stream.ended)
+            self._detach(queue, first, stream)
 
-    async def _pump(self, stream: MessageStream, queue: asyncio.Queue[Command | HeartbeatAck]) -> None:
+    async def _pump(self, stream: MessageStream, queue: asyncio.Queue[ToWorker], join: Join) -> None:
         try:
             while True:
                 await stream.send(await queue.get())
-        except LinkLost as e:
-            log.info("%s", e.message)
+        except LinkLost:
+            self._detach(queue, join, stream)  # it may still be heard, but hears nothing: it has to dial again
 
-    def _on(self, worker: str, incarnation: int, message: object, stream: MessageStream) -> bool:
+    def _detach(self, queue: asyncio.Queue[ToWorker], join: Join, stream: MessageStream) -> None:
+        worker = join.worker_id
+        if self._outgoing.get(worker) is queue:
+            del self._outgoing[worker]
+            if self.registry.disconnected(worker, join.incarnation, time.monotonic()):
+                self.dispatcher.set_ready(worker, False)
+                log.warning("session of %s broke: %s", worker, stream.ended)
+
+    def _on(self, worker: str, incarnation: int, message: object) -> bool:
         """Takes in one message; False ends the session."""
         load = message.load if isinstance(message, Heartbeat | StepEvents) else None
         if not self.registry.heard(worker, incarnation, load, time.monotonic()):
@@ -230,59 +211,80 @@ class Cluster:
 
     def _events(self, worker: str, events: StepEvents) -> None:
         for t in events.tokens:
-            live = self._find(t.sequence)
+            live = self._find(worker, t.sequence)
             if live is None:
                 continue
             try:
                 live.accept(t.sequence.attempt, t.first_index, t.tokens)
             except InvariantError as e:
-                live.fail(e)
+                self._fail(live, e)
                 continue
             if worker == live.prefill_worker:
                 self.dispatcher.prefilled(t.sequence.request_id)
                 live.stage = "decode"
+            if live.journal.finish is not None:
+                self._settle(live, "done")
+            elif live.parked_since:
+                self._reassign(live)
         for over in events.handed_over:
-            live = self._find(over.sequence)
-            if live is not None:
-                live.decode_worker = over.decode_worker
-                live.add_stamps(over.stamps)
-                self.dispatcher.moved(over.sequence.request_id, over.decode_worker)
-                self.dispatcher.handed_over(over.sequence.request_id)
+            self._handed_over(worker, over)
         for parked in events.parked:
-            self._parked(parked)
+            self._parked(worker, parked)
         for ended in events.ended:
             self._ended(worker, ended)
-        if events.tokens or events.ended:
+        if events.tokens or events.ended or events.handed_over:
             self.dispatch()
 
-    def _find(self, sequence: SequenceId) -> Live | None:
+    def _find(self, worker: str, sequence: SequenceId) -> Live | None:
         live = self._live.get(sequence.request_id)
-        if live is None or live.sequence != sequence:
+        if live is None or live.sequence != sequence or live.error is not None:
             self.stale_events += 1
+            self._send(worker, Release((sequence,)))
             return None
         return live
 
+    def _handed_over(self, worker: str, over: HandedOver) -> None:
+        live = self._find(worker, over.sequence)
+        if live is None:
+            return
+        live.handed_over, live.decode_worker = True, over.decode_worker
+        live.add_stamps(over.stamps)
+        self.dispatcher.moved(over.sequence.request_id, over.decode_worker)
+        self.dispatcher.handed_over(over.sequence.request_id)
+        taker = next((t.incarnation for t in live.targets if t.worker_id == over.decode_worker), None)
+        if self._incarnations.get(over.decode_worker) != taker:
+            self._fail(live, WorkerLost(f"worker {over.decode_worker} was lost as it took the KV", retry_after_s=1))
+
     def _ended(self, worker: str, ended: SequenceEnded) -> None:
-        live = self._find(ended.sequence)
+        live = self._find(worker, ended.sequence)
         if live is None:
             return
         live.add_stamps(ended.stamps)
         if ended.reason == "error":
-            kind = _WORKER_ERRORS.get(ended.code, BatonError)
-            live.fail(kind(f"{ended.message} (stage {live.stage})", code=ended.code))
+            here = worker == (live.decode_worker if live.handed_over else live.prefill_worker)
+            if ended.code == "unknown_sequence" and here and live.stage == "prefill":
+                self._start(live)  # its session broke before the command had arrived
+            elif here or ended.code not in ("unknown_sequence", "worker_lost"):
+                self._fail(live, live.error_of(ended))
+            elif ended.code == "worker_lost" and live.prefill_worker not in self._outgoing:
+                self._fail(live, live.error_of(ended))  # else the prefill worker parks it, and it goes elsewhere
         elif live.journal.finish is None:
-            live.fail(WorkerLost(f"{worker} ended the request: {ended.reason}", code="worker_lost", retry_after_s=1))
+            self._fail(live, WorkerLost(f"{worker} ended the request: {ended.reason}", retry_after_s=1))
 
-    def _parked(self, parked: Parked) -> None:
-        live = self._find(parked.sequence)
+    def _parked(self, worker: str, parked: Parked) -> None:
+        live = self._find(worker, parked.sequence)
         if live is None or live.over:
             return
         log.warning("KV of %s is parked: %s", parked.sequence, parked.reason)
         live.parked_since = time.monotonic()
-        self._reassign(live)
+        if live.journal.attempt == live.request.attempt:
+            self._reassign(live)  # later times wait for the tick: whoever refused just now would refuse again
 
     def _reassign(self, live: Live) -> None:
-        """Names new decode workers for parked KV under the next attempt, when one has room."""
+        """Names new decode workers for parked KV under the next attempt, when one has room. Not before the first
+        token is here (it comes under the present attempt), nor while the prefill worker cannot be told."""
+        if live.stage != "decode" or live.prefill_worker not in self._outgoing:
+            return
         placement = self.dispatcher.reassign(live.request.request_id, frozenset())
         if placement is None:
             return
@@ -290,11 +292,12 @@ class Cluster:
         live.journal.begin_attempt(max(self._next_attempt(), live.journal.attempt + 1))
         live.parked_since = 0.0
         live.decode_worker = placement.decode or ""
-        self._send(placement.prefill, AssignCommand(old, self._targets(live, placement), live.journal.attempt))
+        live.targets = self._mint.targets(live.sequence, placement, live.deadline_at)
+        self._send(placement.prefill, AssignCommand(old, live.targets, live.journal.attempt))
 
     def _following(self, worker: str) -> Iterable[Following]:
         for live in self._live.values():
-            if live.dispatched_at and worker in (live.prefill_worker, live.decode_worker):
+            if live.dispatched_at and not live.settled and worker in live.workers():
                 yield Following(live.sequence, live.journal.next_index)
 
     def _lost(self, record: WorkerRecord, why: str) -> None:
@@ -304,10 +307,9 @@ class Cluster:
     def _gone(self, worker: str, why: str) -> None:
         self._incarnations.pop(worker, None)
         for request_id in self.dispatcher.remove_worker(worker):
-            live = self._live.get(request_id)
-            if live is not None:
-                error = WorkerLost(f"worker {worker} was lost in stage {live.stage}: {why}", retry_after_s=1)
-                live.fail(error)
+            if (live := self._live.get(request_id)) is not None:
+                what = f"worker {worker} was lost in stage {live.stage}: {why}"
+                self._fail(live, WorkerLost(what, retry_after_s=1))
 
     # Time.
 
@@ -319,18 +321,17 @@ class Cluster:
             for record in self.registry.expire(now):
                 self._outgoing.pop(record.worker_id, None)
                 self._lost(record, f"silent for {self._lease_s:g} s")
-            for live in list(self._live.values()):
-                if live.parked_since and not live.over:
+            for live in self._live.values():
+                if now >= live.deadline_at:
+                    self._fail(live, live.late())  # its reader would find out, but may be slow
+                elif live.parked_since and not live.over:
                     self._reassign(live)
-            missing = self.dispatcher.missing_pool()
-            if missing is not None:
-                self._refuse_waiting(f"no {missing} worker is left", f"no_{missing}_worker")
+            if (missing := self.dispatcher.missing_pool(even_unready=True)) is not None:
+                code = f"no_{missing}_worker"
+                for live in self._live.values():
+                    if not live.dispatched_at or live.parked_since:
+                        self._fail(live, Unavailable(f"no {missing} worker is left", code=code, retry_after_s=2))
             self.dispatch()
-
-    def _refuse_waiting(self, message: str, code: str) -> None:
-        for live in list(self._live.values()):
-            if not live.dispatched_at or live.parked_since:
-                live.fail(Unavailable(message, code=code, retry_after_s=2))
 
     async def drain(self, timeout_s: float) -> None:
         """No new requests; running ones finish; then the workers leave. Each wait ends with `timeout_s`."""
@@ -340,16 +341,10 @@ class Cluster:
         while self._live and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         for live in self._live.values():
-            live.fail(Unavailable("the cluster stops and the request did not finish in time", code="draining"))
+            self._fail(live, Unavailable("the cluster stops and the request did not finish in time", code="draining"))
         for worker in list(self._outgoing):
             self.registry.draining(worker, time.monotonic())
             self._send(worker, Drain(max(deadline - time.monotonic(), 1.0)))
         patience = time.monotonic() + 5.0
         while self._outgoing and time.monotonic() < patience:
             await asyncio.sleep(0.02)
-
-
-def _view(join: Join) -> WorkerView:
-    return WorkerView(
-        join.worker_id, join.role, join.blocks_total, join.facts.layout.block_size, max(join.step_tokens, 1)
-    )

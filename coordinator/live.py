@@ -6,16 +6,29 @@ import asyncio
 import time
 from dataclasses import dataclass, field, replace
 
-from baton.core.errors import BatonError
-from baton.core.events import StageStamps
+from baton.core.commands import Target
+from baton.core.errors import BatonError, DeadlineExceeded, HandoffError, KVCorrupt, Unavailable, WorkerLost
+from baton.core.events import SequenceEnded, StageStamps
 from baton.core.request import FinishReason, GenerateRequest, SequenceId
 from coordinator.policy.journal import Appended, Journal
 from coordinator.submission import Timeline
 
+# What a worker's error code means to the client; any other is our bug.
+_WORKER_ERRORS: dict[str, type[BatonError]] = {
+    "deadline_exceeded": DeadlineExceeded,
+    "kv_corrupt": KVCorrupt,
+    "worker_lost": WorkerLost,
+    "unknown_sequence": WorkerLost,
+    "handoff_failed": HandoffError,
+    "draining": Unavailable,
+    "prompt_exceeds_pool": Unavailable,
+}
+
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """`fresh` is set whenever the journal grew or `error` was set."""
+    """`fresh` is set whenever the journal grew or `error` was set. `targets` are the decode workers named under the
+    present attempt: any of them may hold the sequence. `settled` once both pools have been told of the end."""
 
     journal: Journal
     started_at: float
@@ -28,7 +41,9 @@ class Live:
     decode_worker: str = ""
     stage: str = "queue"
     parked_since: float = 0.0
-    refused: frozenset[str] = frozenset()
+    targets: tuple[Target, ...] = ()
+    handed_over: bool = False
+    settled: bool = False
     stamps: StageStamps = field(default_factory=StageStamps)
 
     @property
@@ -57,6 +72,18 @@ class Live:
         if not self.over:
             self.error = error
             self.fresh.set()
+
+    def workers(self) -> set[str]:
+        """Every worker that may hold something of it."""
+        return {w for w in (self.prefill_worker, self.decode_worker, *(t.worker_id for t in self.targets)) if w}
+
+    def error_of(self, ended: SequenceEnded) -> BatonError:
+        kind = _WORKER_ERRORS.get(ended.code, BatonError)
+        return kind(f"{ended.message} (stage {self.stage})", code=ended.code)
+
+    def late(self) -> DeadlineExceeded:
+        took = time.monotonic() - self.started_at
+        return DeadlineExceeded(f"the request did not finish within its {took:.1f} s (stage {self.stage})")
 
     def add_stamps(self, stamps: StageStamps) -> None:
         """Each worker knows its own stages; the larger value is the one that was measured."""

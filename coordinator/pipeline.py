@@ -78,10 +78,7 @@ class Pipeline:
                 async with asyncio.timeout(live.deadline_at - time.monotonic()):
                     await live.fresh.wait()
             except TimeoutError:
-                took = time.monotonic() - live.started_at
-                raise DeadlineExceeded(
-                    f"the request did not finish within its {took:.1f} s (stage {live.stage})"
-                ) from None
+                raise live.late() from None
 
     def _last(self, live: Live, text: str, tokens: tuple[int, ...], total: int, stopped: str | None) -> Delta:
         finish = "stop" if stopped is not None else live.journal.finish

@@ -27,7 +27,7 @@ from baton.core.commands import (
     Release,
     Welcome,
 )
-from baton.core.errors import BatonError, InvariantError, JoinRefused
+from baton.core.errors import BatonError, InvalidRequest, InvariantError, JoinRefused
 from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.output_log import OutputLog
 from baton.core.request import SequenceId
@@ -47,6 +47,10 @@ class SessionOwner(Protocol):
     def welcome(self, welcome: Welcome) -> None: ...
 
     def command(self, command: Command) -> None: ...
+
+    def sequence_ids(self) -> Collection[SequenceId]:
+        """The sequences that are here, whether or not anything has been said of them."""
+        ...
 
     def abandon(self, reason: str, keep: Collection[SequenceId] = ()) -> None:
         """Ends every sequence but those to keep: nobody waits for them any more."""
@@ -131,6 +135,8 @@ class WorkerSession:
                     beat.cancel()
         except* LinkLost:
             pass
+        except* InvalidRequest as e:
+            log.warning("%s said what cannot be: %s", self._address, e.exceptions[0])
         finally:
             self._connected = False
             stream.end("closed here")
@@ -146,8 +152,11 @@ class WorkerSession:
         while not self._outgoing.empty():
             self._outgoing.get_nowait()
         again, unknown = self.log.since(welcome.following)
+        here = set(self._owner.sequence_ids())
         lost = tuple(
-            SequenceEnded(s, "error", "worker_lost", "this worker does not know the sequence") for s in unknown
+            SequenceEnded(s, "error", "unknown_sequence", "this worker does not know the sequence")
+            for s in unknown
+            if s not in here
         )
         self._owner.welcome(welcome)
         self._owner.abandon("the coordinator no longer follows them", {f.sequence for f in welcome.following})

@@ -135,6 +135,9 @@ class WorkerShell:
                 self._tier.command(command)
         self.wake()
 
+    def sequence_ids(self) -> tuple[SequenceId, ...]:
+        return self._tier.sequence_ids()
+
     def abandon(self, reason: str, keep: Collection[SequenceId] = ()) -> None:
         sequences = [s for s in self._tier.sequence_ids() if s not in keep]
         if sequences:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from baton.core.commands import Role
+from baton.core.commands import Join, Role
 from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
 
 BACKLOG_STEPS = 2
@@ -30,6 +30,11 @@ class WorkerView:
     reserved_blocks: int = 0
     backlog_tokens: int = 0
     running: int = 0
+
+    @classmethod
+    def of(cls, join: Join) -> WorkerView:
+        block_size = join.facts.layout.block_size
+        return cls(join.worker_id, join.role, join.blocks_total, block_size, max(join.step_tokens, 1))
 
     @property
     def blocks_left(self) -> int:

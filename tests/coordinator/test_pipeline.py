@@ -1,0 +1,134 @@
+"""One request as its client sees it: deltas, stop strings, slow readers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from baton.core.commands import Abort, Prefill
+from baton.core.errors import DeadlineExceeded, WorkerLost
+from coordinator.submission import Submission
+from tests.support.fake_runner import until
+from tests.support.fake_workers import bench
+from tests.support.tokenizers_kit import byte_level
+
+
+def ids(text: str) -> list[int]:
+    return list(byte_level().encode(text).ids)
+
+
+async def test_text_and_tokens_arrive_together_and_the_text_is_whole() -> None:
+    async with bench("p0", "d0") as b:
+        tokens = ids("Hello world, 中文")
+        reader = b.submit(max_tokens=len(tokens))
+        p, d = b.workers
+        s = (await p.told(Prefill)).request.sequence_id
+        p.say(s, 0, tokens[0])
+        for index in range(1, len(tokens)):
+            d.say(s, index, tokens[index])
+        assert await reader.done() == tokens
+        assert "".join(x.text for x in reader.deltas) == "Hello world, 中文"
+        assert [x.finish_reason for x in reader.deltas[:-1]] == [None] * (len(reader.deltas) - 1)
+
+
+async def test_a_stop_string_ends_the_text_before_it_and_both_workers_at_once() -> None:
+    async with bench("p0", "d0") as b:
+        tokens = ids("Hello world")
+        reader = b.submit(max_tokens=50, stop=("lo wor",))
+        p, d = b.workers
+        s = (await p.told(Prefill)).request.sequence_id
+        p.say(s, 0, tokens[0])
+        p.hand_over(s, "d0")
+        d.say(s, 0, *tokens, *ids("never seen"))
+        read = await reader.done()
+        last = reader.deltas[-1]
+        assert "".join(x.text for x in reader.deltas) == "Hel"
+        assert (last.finish_reason, last.stop_reason) == ("stop", "lo wor")
+        assert last.usage is not None and last.usage.completion_tokens == len(read) <= len(tokens)
+        for worker in (p, d):
+            assert (await worker.told(Abort)).sequence == s
+
+
+async def test_a_slow_reader_holds_up_nobody_and_nothing_but_its_journal() -> None:
+    """Only its own journal waits for it: the workers are told, and the blocks it had reserved serve others."""
+    async with bench("p0") as b:
+        await b.add("d0", blocks=2)  # room for one request at a time
+        p, d = b.workers
+        slow = b.pipeline.generate(Submission("slow", (1, 2), 6))
+        first = asyncio.ensure_future(slow.__anext__())
+        s = (await p.told(Prefill)).request.sequence_id
+        p.say(s, 0, 5)
+        await first
+        p.hand_over(s, "d0")
+        d.say(s, 0, 5, 6, 7)
+        d.say(s, 3, 8, 9, 10, ended="length")
+        other = b.submit("other")
+        s2 = (await p.told(Prefill, 2)).request.sequence_id
+        p.say(s2, 0, 5)
+        p.hand_over(s2, "d0")
+        d.say(s2, 0, 5, 6, 7, 8, ended="length")
+        assert len(await other.done()) == 4
+        assert b.cluster.dispatcher.num_active == 0 and b.cluster.num_live == 1
+        await until(lambda: len(d.session.log) == len(p.session.log) == 0)
+        deltas = [delta async for delta in slow]
+        assert [t for x in deltas for t in x.token_ids] == [6, 7, 8, 9, 10]
+        assert deltas[-1].finish_reason == "length"
+
+
+async def test_a_failure_frees_both_pools_although_the_client_does_not_read() -> None:
+    async with bench("p0", "d0", "d1", lease_s=0.5) as b:
+        p, d, _ = b.workers
+        slow = b.pipeline.generate(Submission("slow", (1, 2), 6))
+        first = asyncio.ensure_future(slow.__anext__())
+        s = (await p.told(Prefill)).request.sequence_id
+        p.say(s, 0, 5)
+        await first
+        d.wire.refuses = True
+        d.cut()
+        assert (await p.told(Abort)).sequence == s
+        assert b.cluster.dispatcher.num_active == 0
+        with contextlib.suppress(WorkerLost):
+            await slow.__anext__()
+            raise AssertionError("a lost worker is an error")
+
+
+async def test_a_deadline_holds_although_the_client_does_not_read() -> None:
+    async with bench("p0", "d0") as b:
+        p, d = b.workers
+        slow = b.pipeline.generate(Submission("slow", (1, 2), 6, deadline_s=0.3))
+        first = asyncio.ensure_future(slow.__anext__())
+        s = (await p.told(Prefill)).request.sequence_id
+        p.say(s, 0, 5)
+        await first
+        assert (await d.told(Abort)).sequence == s
+        d.say(s, 0, 5, 6)
+        with contextlib.suppress(DeadlineExceeded):
+            await slow.__anext__()
+            raise AssertionError("a passed deadline is an error")
+
+
+async def test_an_id_is_taken_until_its_client_has_read_the_end() -> None:
+    async with bench("p0", "d0") as b:
+        p, d = b.workers
+        slow = b.pipeline.generate(Submission("slow", (1, 2), 2))
+        first = asyncio.ensure_future(slow.__anext__())
+        s = (await p.told(Prefill)).request.sequence_id
+        p.say(s, 0, 5)
+        await first
+        d.say(s, 0, 5, 6, ended="length")
+        await until(lambda: b.cluster.dispatcher.num_active == 0)
+        assert (await b.submit("slow").failed()).code == "duplicate_request"
+        assert [t for x in [delta async for delta in slow] for t in x.token_ids] == [6]
+
+
+async def test_closing_the_generator_is_leaving() -> None:
+    async with bench("p0", "d0") as b:
+        p, d = b.workers
+        deltas = b.pipeline.generate(Submission("r", (1, 2), 6))
+        first = asyncio.ensure_future(deltas.__anext__())
+        s = (await p.told(Prefill)).request.sequence_id
+        p.say(s, 0, 5)
+        await first
+        await deltas.aclose()
+        assert b.cluster.num_live == 0
+        assert (await d.told(Abort)).reason == (await p.told(Abort)).reason == "the client left"
