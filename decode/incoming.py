@@ -239,8 +239,9 @@ class IncomingLink:
             return False
         with transfer.lock:
             if not transfer.closed and self._owner.receiving(chunk.sequence):
-                block_size = self._sink.layout.block_size
-                unpack(buffer, self._sink.layers, transfer.blocks, block_size, chunk.start_token, chunk.end_token)
+                layers, block_size = self._sink.layers, self._sink.layout.block_size
+                arrived = buffer.to(layers[0][0].device)
+                unpack(arrived, layers, transfer.blocks, block_size, chunk.start_token, chunk.end_token)
         return True
 
     async def _edge_ended(self, chunk: Chunk) -> None:

@@ -41,8 +41,6 @@ T = TypeVar("T")
 _generations = itertools.count(1)
 PING_EVERY_S = 1.0
 PING_LIMIT_S = 3.0
-# Of all links of this process: a link dialled again must not meet what is left of the one before.
-_GENERATIONS = itertools.count(1)
 
 
 class Link:
@@ -198,7 +196,8 @@ class Link:
 
     async def _within(self, future: asyncio.Future[T], timeout_s: float, what: str) -> T:
         try:
-            return await asyncio.wait_for(future, timeout_s)
+            async with asyncio.timeout(timeout_s):  # wait_for would lose a cancel that comes with the answer
+                return await future
         except TimeoutError:
             raise HandoffError(f"{self.decode_worker} let {what} wait for {timeout_s:g} s") from None
 

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -49,9 +49,11 @@ class OutgoingOwner(Protocol):
 
 @dataclass(slots=True)
 class HandOver:
-    """One sequence on its way. `computed` and `first_token` are set by the step loop, the rest by the coroutine."""
+    """One sequence on its way. `computed` and `first_token` are set by the step loop, the rest by the coroutine.
+    `on_edge` is its transfer under way, `holds_edge` whether that has had its turn."""
 
     request: GenerateRequest
+    deadline_at: float
     block_ids: tuple[int, ...]
     targets: list[Target]
     computed: int = 0
@@ -63,6 +65,11 @@ class HandOver:
     task: asyncio.Task[None] | None = None
     begun: bool = False
     on_edge: asyncio.Task[int] | None = None
+    holds_edge: bool = False
+
+    @property
+    def left_s(self) -> float:
+        return max(self.deadline_at - time.monotonic(), 0.001)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +114,8 @@ class Outgoing:
 
     def expect(self, request: GenerateRequest, targets: Sequence[Target]) -> None:
         """A sequence will be handed over once it has blocks."""
-        self._hand_overs[request.sequence_id] = HandOver(request, (), list(targets))
+        deadline_at = time.monotonic() + request.deadline_s
+        self._hand_overs[request.sequence_id] = HandOver(request, deadline_at, (), list(targets))
 
     def start(self, sequence: SequenceId, block_ids: tuple[int, ...]) -> None:
         """The first chunk is about to compute: offer."""
@@ -154,6 +162,8 @@ class Outgoing:
         over.abort_reason = reason
         if over.task is not None:
             over.task.cancel()
+        if over.on_edge is not None and not over.holds_edge:
+            over.on_edge.cancel()  # nothing is posted yet: others need not wait for it, nor its blocks for others
         if not over.begun:  # a task cancelled before its first step never runs, not even its `finally`
             del self._hand_overs[sequence]
             self._owner.hand_over_ended(sequence)
@@ -199,7 +209,7 @@ class Outgoing:
                 link = await self._link(target)
                 self._events.write("offer", sequence=over.request.sequence_id, to=target.worker_id)
                 num_tokens = over.request.num_prefill_tokens
-                offer = Offer(over.request, target.handle, num_tokens)
+                offer = Offer(replace(over.request, deadline_s=over.left_s), target.handle, num_tokens)
                 answer = await link.offer(offer, self._connect_timeout_s)
                 if isinstance(answer, Refuse):
                     reason = f"{target.worker_id} refused: {answer.message}"
@@ -214,12 +224,12 @@ class Outgoing:
             except asyncio.CancelledError:
                 if link is not None:
                     why = over.abort_reason or "aborted"
-                    await link.abort(over.request.sequence_id, why, tombstone_s=over.request.deadline_s)
+                    await link.abort(over.request.sequence_id, why, tombstone_s=over.left_s)
                 raise
             except BatonError as e:
                 reason = f"{target.worker_id}: {e.message}"
                 if link is not None:
-                    await link.abort(over.request.sequence_id, reason, tombstone_s=over.request.deadline_s)
+                    await link.abort(over.request.sequence_id, reason, tombstone_s=over.left_s)
                 if accepted:  # it may have begun to decode: only another attempt may go elsewhere
                     break
         log.warning("KV of %s is parked: %s", over.request.sequence_id, reason)
@@ -242,11 +252,14 @@ class Outgoing:
             acknowledged = link.expect_ack(over.request.sequence_id, index)
             try:
                 # Shielded: once posted, the peer waits for these bytes whatever becomes of the sequence.
+                over.holds_edge = False
                 over.on_edge = asyncio.create_task(
                     self._put_on_edge(over, link, index, start, end, total, resend), name=f"chunk {index}"
                 )
+                over.on_edge.add_done_callback(_failed)  # seen: after an abort nobody may come to wait for it
                 end = await asyncio.shield(over.on_edge)
-                ack = await asyncio.wait_for(acknowledged, self._edge_timeout_s)
+                async with asyncio.timeout(self._edge_timeout_s):  # wait_for would lose an abort that comes with it
+                    ack = await acknowledged
             except TimeoutError:
                 raise HandoffError(
                     f"{link.decode_worker} did not acknowledge chunk {index} within {self._edge_timeout_s:g} s"
@@ -266,6 +279,7 @@ class Outgoing:
         ours goes in one piece: behind a queue many small chunks become one."""
         layout, sequence = self._source.layout, over.request.sequence_id
         async with link.edge_lock:
+            over.holds_edge = True
             edge = await link.edge()
             end = end or min(over.computed, start + self._piece_tokens)
             last = end == total
@@ -285,7 +299,8 @@ class Outgoing:
             )
 
             def fill() -> tuple[torch.Tensor, int]:
-                buffer = pack(self._source.layers, over.block_ids, layout.block_size, start, draft.end_token)
+                # Gloo moves host memory; `cpu` copies nothing that is there already.
+                buffer = pack(self._source.layers, over.block_ids, layout.block_size, start, draft.end_token).cpu()
                 return buffer, checksum(chunk_identity(draft), buffer)
 
             self._events.write("chunk_send", sequence=sequence, index=index, start=start, end=end, resend=resend)
@@ -325,5 +340,5 @@ class Outgoing:
         return await asyncio.shield(self._links[key])
 
 
-def _failed(dialling: asyncio.Task[Link]) -> bool:
-    return dialling.cancelled() or dialling.exception() is not None
+def _failed(task: asyncio.Task[Any]) -> bool:
+    return task.cancelled() or task.exception() is not None

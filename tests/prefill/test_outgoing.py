@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from baton.core.handover import AbortTransfer, Accept, Ack, Offer
 from baton.core.request import SequenceId
 from prefill.link import Link
 from prefill.outgoing import Outgoing
@@ -201,6 +202,34 @@ async def test_an_abort_in_any_phase_leaves_nothing_and_the_pair_works_on(
         await asyncio.wait_for(serve(source, decode), 1.5)
 
 
+@pytest.mark.parametrize("answer", [Accept, Ack, AbortTransfer])
+async def test_an_abort_that_comes_in_one_turn_with_an_answer_is_not_lost(
+    answer: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both pools hear of an abort in the same moment, so the one's word reaches the other together with its own."""
+    async with pair() as (source, [decode]):
+        resolve = Link._resolve
+        aborted = asyncio.Event()
+
+        def resolve_and_abort(link: Link, message: Any) -> None:
+            resolve(link, message)
+            if isinstance(message, answer) and not aborted.is_set():
+                aborted.set()
+                source.abort(R)
+
+        monkeypatch.setattr(Link, "_resolve", resolve_and_abort)
+        source.submit(make_request("r", 20, max_tokens=4), decode)
+        source.step()
+        if answer is AbortTransfer:
+            await until(lambda: source.worker.outgoing.bytes_sent, what="the first chunk")
+            decode.abort(R)
+        await asyncio.wait_for(aborted.wait(), 3)
+        source.compute()
+        await until(lambda: source.idle and decode.idle, timeout_s=1.5, what="idle pools")
+        assert not source.told.handed_over and not source.told.parked
+        await asyncio.wait_for(serve(source, decode), 1.5)
+
+
 @pytest.mark.parametrize("begun", [False, True])
 async def test_an_abort_before_the_hand_over_has_made_its_first_step(begun: bool) -> None:
     """A task that is cancelled before it has begun never runs, not even its `finally`."""
@@ -216,6 +245,38 @@ async def test_an_abort_before_the_hand_over_has_made_its_first_step(begun: bool
         source.compute()
         await until(lambda: source.told.handed_over)
         decode.compute()
+
+
+async def test_an_abort_while_it_waits_for_its_turn_on_the_edge_waits_for_nobody() -> None:
+    async with pair(DecodeNode(num_blocks=64)) as (source, [decode]):
+        await serve(source, decode, "before")
+        (link,) = links(source)
+        async with link.edge_lock:  # somebody else's transfer takes long
+            source.submit(make_request("r", 20, max_tokens=4), decode)
+            source.compute()
+            await until(lambda: decode.worker.scheduler.num_sequences)
+            await asyncio.sleep(0.02)
+            source.abort(R)
+            await until(lambda: source.idle and decode.idle, timeout_s=1.0, what="idle pools")
+        await serve(source, decode)
+
+
+async def test_the_offer_carries_what_is_left_of_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    offers: list[Offer] = []
+    original = Link.offer
+
+    async def seen(link: Link, offer: Offer, timeout_s: float) -> Any:
+        offers.append(offer)
+        return await original(link, offer, timeout_s)
+
+    monkeypatch.setattr(Link, "offer", seen)
+    async with pair() as (source, [decode]):
+        source.submit(replace(make_request("r", 10, max_tokens=4), deadline_s=5.0), decode)
+        await asyncio.sleep(0.2)  # it waits for its first step
+        source.compute()
+        await until(lambda: source.told.handed_over)
+        decode.compute()
+    assert 4.0 < offers[0].request.deadline_s <= 4.8
 
 
 async def test_an_abort_after_the_last_acknowledgement_ends_decode_too() -> None:
