@@ -16,13 +16,15 @@ _CPU_KV_SHARE = 0.125
 _CUDA_KV_SHARE = 0.85
 
 
-def choose_device(wanted: str) -> torch.device:
-    """ "auto" is CUDA if there is one. Raises StartupError for CUDA without a GPU."""
+def choose_device(wanted: str, exact: bool) -> torch.device:
+    """ "auto" is CUDA if there is one, except in exact mode. Raises StartupError for CUDA without a GPU."""
     if wanted not in ("auto", "cpu", "cuda"):
         raise StartupError(f"device must be auto, cpu or cuda, not {wanted!r:.60}")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise StartupError("device cuda: torch finds no CUDA device")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+    if exact and wanted == "cuda":
+        raise StartupError("exact mode runs on CPU only")
+    return torch.device("cuda" if wanted != "cpu" and not exact and torch.cuda.is_available() else "cpu")
 
 
 def choose_dtype(wanted: str, device: torch.device, exact: bool) -> ComputeDType:
@@ -32,8 +34,6 @@ def choose_dtype(wanted: str, device: torch.device, exact: bool) -> ComputeDType
     if exact:
         if wanted == "bfloat16":
             raise StartupError("exact mode computes in float32: leave dtype at auto or float32")
-        if device.type != "cpu":
-            raise StartupError("exact mode runs on CPU only")
         return "float32"
     if wanted == "auto":
         return "bfloat16" if device.type == "cuda" or cpu_multiplies_bfloat16() else "float32"

@@ -78,6 +78,12 @@ def test_shapes_at_which_one_row_is_summed_differently(
     assert torch.equal(all_logits(runner, tokens, [100, 1, 7, 1, 1, 64]), all_logits(runner, tokens, [200], seed=1))
 
 
+def test_two_threads(checkpoint: Callable[..., Path]) -> None:
+    runner = tiny_runner(checkpoint(hidden_size=256, intermediate_size=640, num_layers=1), exact=True, threads=2)
+    tokens = random_tokens(300)
+    assert torch.equal(all_logits(runner, tokens, [255, 1, 7, 40]), all_logits(runner, tokens, [300], seed=1))
+
+
 def test_self_test_refuses_the_fast_path(checkpoint: Callable[..., Path]) -> None:
     runner = tiny_runner(checkpoint("llama"))
     with pytest.raises(StartupError, match=r"self-test failed: .* of layer 1 differ .* not row-invariant"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,27 @@ def test_step_samples_what_its_logits_say(checkpoint: Callable[..., Path]) -> No
     assert outcome.sampled[2] == (int(logits[2].argmax()),)
     assert outcome.elapsed_s > 0
     assert runner.step(plan).sampled == outcome.sampled
+
+
+def test_the_thread_that_computes_has_the_wanted_number_of_threads(checkpoint: Callable[..., Path]) -> None:
+    """A new thread would start with all cores, whatever was set in the thread that loaded the model."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    loaded = [line.split()[-1] for line in maps if "gomp" in line or "iomp" in line]
+    if not loaded:
+        pytest.skip("torch without OpenMP")
+    openmp = ctypes.CDLL(loaded[0])
+    runner = tiny_runner(checkpoint("llama"), threads=1)
+    counts = []
+
+    def compute() -> None:
+        openmp.omp_set_num_threads(3)
+        runner.step(StepPlan(1, (row(runner, "a", [1, 2], 0, sampling=GREEDY, num_sampled=1),)))
+        counts.append(openmp.omp_get_max_threads())
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert counts == [1]
 
 
 def test_empty_plan(checkpoint: Callable[..., Path]) -> None:
