@@ -1,0 +1,294 @@
+"""The public gRPC API over a generator that plays a script."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from baton.core import errors
+from baton.v1 import serving_pb2 as pb
+from baton.v1 import serving_pb2_grpc, types_pb2
+from coordinator.grpc_service import NEUTRAL, SERVICE, PublicServer
+from coordinator.text import TextModel
+from coordinator.translate import Translator
+from tests.support.fake_generator import FakeGenerator, say
+
+
+class Client:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.stub = serving_pb2_grpc.ServingStub(channel)
+
+    def generate(self, timeout: float | None = None, **fields: Any) -> Any:
+        if not {"text", "token_ids", "messages"} & set(fields):
+            fields["token_ids"] = types_pb2.TokenIds(ids=[1, 2, 3])
+        return self.stub.Generate(pb.GenerateRequest(**fields), timeout=timeout)
+
+    async def all(self, **fields: Any) -> list[Any]:
+        return [m async for m in self.generate(**fields)]
+
+    async def refused(self, **fields: Any) -> tuple[grpc.StatusCode, str, dict[str, Any], dict[str, Any]]:
+        """Code, message, details by type and trailing metadata of a call that fails."""
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.all(**fields)
+        metadata = dict(caught.value.trailing_metadata() or ())
+        details: dict[str, Any] = {}
+        for packed in status_pb2.Status.FromString(metadata["grpc-status-details-bin"]).details:
+            kind = packed.type_url.rsplit(".", 1)[1]
+            details[kind] = getattr(error_details_pb2, kind)()
+            packed.Unpack(details[kind])
+        return caught.value.code(), caught.value.details() or "", details, metadata
+
+
+@contextlib.asynccontextmanager
+async def served(generator: FakeGenerator, text_model: TextModel) -> AsyncIterator[Client]:
+    server = PublicServer(generator, Translator(text_model), "tiny", 1 << 16)
+    port = await server.start("127.0.0.1", 0)
+    watch = asyncio.create_task(server.watch_health())
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield Client(channel)
+    finally:
+        watch.cancel()
+        await server.stop(0)
+
+
+@pytest.fixture
+async def grpc_client(generator: FakeGenerator, text_model: TextModel) -> AsyncIterator[Client]:
+    async with served(generator, text_model) as client:
+        yield client
+
+
+async def test_started_then_deltas_then_finished(grpc_client: Client, generator: FakeGenerator) -> None:
+    generator.script = say("Hel", "lo", " you", finish="length")
+    started, *deltas, finished = await grpc_client.all(request_id="mine", model="tiny", max_tokens=3)
+    assert started.WhichOneof("message") == "started"
+    assert (started.started.request_id, started.started.model, started.started.prompt_tokens) == ("mine", "tiny", 3)
+    assert [(d.delta.first_index, list(d.delta.token_ids), d.delta.text) for d in deltas] == [
+        (0, [0], "Hel"),
+        (1, [1], "lo"),
+        (2, [2], " you"),
+    ]
+    f = finished.finished
+    assert (f.finish_reason, f.prompt_tokens, f.completion_tokens, f.cached_tokens) == ("length", 3, 3, 1)
+    assert (f.stages.queue_s, f.stages.decode_s) == (0.001, 0.25)
+
+
+async def test_a_stop_string_is_named(grpc_client: Client, generator: FakeGenerator) -> None:
+    generator.script = say("x", stop_reason="END")
+    *_, finished = await grpc_client.all(stop=["END"])
+    assert (finished.finished.finish_reason, finished.finished.stop_reason) == ("stop", "END")
+    assert generator.submissions[0].stop == ("END",)
+
+
+async def test_all_that_is_served_reaches_the_submission(grpc_client: Client, generator: FakeGenerator) -> None:
+    sampling = types_pb2.SamplingParams(temperature=0.5, top_p=0.25, top_k=7, seed=-1, ignore_eos=True)
+    await grpc_client.all(sampling=sampling, max_tokens=5)
+    (s,) = generator.submissions
+    assert (s.prompt, s.max_tokens, s.eos_token_ids) == ((1, 2, 3), 5, ())
+    assert (s.sampling.temperature, s.sampling.top_p, s.sampling.top_k) == (0.5, 0.25, 7)
+    assert s.sampling.seed == (1 << 64) - 1
+
+
+async def test_each_kind_of_prompt(grpc_client: Client, generator: FakeGenerator) -> None:
+    await grpc_client.all(text="Hello")
+    await grpc_client.all(messages=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hello")]))
+    assert all(s.prompt for s in generator.submissions)
+    code, _, details, _ = await grpc_client.refused(text="")
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert details["BadRequest"].field_violations[0].field == "prompt"
+
+
+async def test_zero_is_a_value_not_an_absence(grpc_client: Client, generator: FakeGenerator) -> None:
+    await grpc_client.all(sampling=types_pb2.SamplingParams(temperature=0.0, seed=0))
+    assert generator.submissions[0].sampling.temperature == 0.0
+    assert generator.submissions[0].sampling.seed == 0
+    code, _, details, _ = await grpc_client.refused(max_tokens=0)
+    assert (code, details["BadRequest"].field_violations[0].field) == (grpc.StatusCode.INVALID_ARGUMENT, "max_tokens")
+
+
+UNSERVED: list[tuple[str, dict[str, Any]]] = [
+    *[(n, {n: 0.5}) for n in ("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")],
+    *[(n, {n: 1}) for n in ("min_tokens", "logprobs", "prompt_logprobs")],
+    ("logprobs", {"logprobs": 0}),
+    ("repetition_penalty", {"repetition_penalty": 0.0}),
+    ("logit_bias", {"logit_bias": {3: 1.0}}),
+    ("stop_token_ids", {"stop_token_ids": [1]}),
+    ("bad_words", {"bad_words": [types_pb2.TokenIds(ids=[1])]}),
+    ("allowed_token_ids", {"allowed_token_ids": [1]}),
+    ("grammar", {"grammar": "x"}),
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), UNSERVED)
+async def test_an_unserved_sampling_field_is_refused_by_name(
+    grpc_client: Client, generator: FakeGenerator, name: str, fields: dict[str, Any]
+) -> None:
+    code, message, details, _ = await grpc_client.refused(sampling=types_pb2.SamplingParams(**fields))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT and name in message
+    assert [v.field for v in details["BadRequest"].field_violations] == [name]
+    assert generator.submissions == []
+
+
+OTHERS = {"n": 2, "priority": 1, "tenant": "t", "cache_salt": "s", "include_stop_str_in_output": True, "echo": True}
+
+
+@pytest.mark.parametrize(("name", "value"), OTHERS.items())
+async def test_an_unserved_field_is_refused_by_name(grpc_client: Client, name: str, value: Any) -> None:
+    code, _, details, _ = await grpc_client.refused(**{name: value})
+    assert (code, details["BadRequest"].field_violations[0].field) == (grpc.StatusCode.INVALID_ARGUMENT, name)
+
+
+async def test_values_that_ask_for_nothing_are_accepted(grpc_client: Client) -> None:
+    sampling = {f.name for f in types_pb2.SamplingParams.DESCRIPTOR.fields}
+    neutral = {name: values[0] for name, values in NEUTRAL.items()}
+    params = types_pb2.SamplingParams(**{k: v for k, v in neutral.items() if k in sampling})  # type: ignore[arg-type]
+    messages = await grpc_client.all(sampling=params, **{k: v for k, v in neutral.items() if k not in sampling})
+    assert messages[-1].WhichOneof("message") == "finished"
+
+
+@pytest.mark.parametrize("bad", ["é", "a\nb", "x" * 129])
+async def test_a_request_id_is_short_and_printable(grpc_client: Client, bad: str) -> None:
+    code, _, details, _ = await grpc_client.refused(request_id=bad)
+    assert (code, details["BadRequest"].field_violations[0].field) == (grpc.StatusCode.INVALID_ARGUMENT, "request_id")
+
+
+async def test_no_prompt_and_another_model(grpc_client: Client) -> None:
+    code, *_ = await grpc_client.refused(token_ids=types_pb2.TokenIds())
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(grpc.aio.AioRpcError, match="one of text, token_ids and messages"):
+        await grpc_client.stub.Generate(pb.GenerateRequest()).read()
+    code, message, details, _ = await grpc_client.refused(model="other")
+    assert code == grpc.StatusCode.NOT_FOUND and "other" in message
+    assert details["ErrorInfo"].reason == "MODEL_NOT_FOUND"
+
+
+async def test_a_prompt_that_is_too_long_names_both_numbers(grpc_client: Client, text_model: TextModel) -> None:
+    context = text_model.max_model_len
+    code, message, details, _ = await grpc_client.refused(token_ids=types_pb2.TokenIds(ids=[1] * (context + 1)))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert str(context) in message and str(context + 1) in message
+    assert details["ErrorInfo"].reason == "CONTEXT_LENGTH_EXCEEDED"
+
+
+ERRORS = [
+    (errors.Unavailable("full", retry_after_s=1.5), grpc.StatusCode.UNAVAILABLE, "1500"),
+    (errors.WorkerLost("gone", retry_after_s=1), grpc.StatusCode.UNAVAILABLE, "1000"),
+    (errors.HandoffError("no"), grpc.StatusCode.UNAVAILABLE, "1000"),
+    (errors.DuplicateRequest("twice", param="request_id"), grpc.StatusCode.ALREADY_EXISTS, None),
+    (errors.DeadlineExceeded("late"), grpc.StatusCode.DEADLINE_EXCEEDED, None),
+    (errors.KVCorrupt("bits"), grpc.StatusCode.DATA_LOSS, None),
+    (errors.InvariantError("secret"), grpc.StatusCode.INTERNAL, None),
+]
+
+
+@pytest.mark.parametrize("where", ["before the first token", "in the middle"])
+@pytest.mark.parametrize(("error", "code", "pushback"), ERRORS, ids=lambda e: type(e).__name__)
+async def test_the_error_table(
+    grpc_client: Client,
+    generator: FakeGenerator,
+    error: errors.BatonError,
+    code: grpc.StatusCode,
+    pushback: str | None,
+    where: str,
+) -> None:
+    generator.script = [*(say("a", "b")[:1] if where == "in the middle" else []), error]
+    got, message, details, metadata = await grpc_client.refused()
+    assert got == code
+    assert metadata.get("grpc-retry-pushback-ms") == pushback
+    assert ("RetryInfo" in details) == (pushback is not None)
+    assert details["ErrorInfo"].domain == "baton"
+    assert "secret" not in message
+
+
+async def test_a_client_that_cancels_closes_the_generator_at_once(
+    grpc_client: Client, generator: FakeGenerator
+) -> None:
+    generator.script = [*say("a", "b")[:1], asyncio.Event()]
+    call = grpc_client.generate()
+    assert (await call.read()).WhichOneof("message") == "started"
+    assert (await call.read()).WhichOneof("message") == "delta"
+    call.cancel()
+    await generator.until(finished=1, timeout_s=1.0)
+
+
+async def test_a_client_that_cancels_before_the_first_token(grpc_client: Client, generator: FakeGenerator) -> None:
+    generator.script = [asyncio.Event()]
+    call = grpc_client.generate()
+    reading = asyncio.ensure_future(call.read())
+    await generator.until(submitted=1)
+    call.cancel()
+    await generator.until(finished=1, timeout_s=1.0)
+    await asyncio.wait({reading})
+
+
+async def test_the_deadline_of_the_call_is_the_deadline_of_the_request(
+    grpc_client: Client, generator: FakeGenerator
+) -> None:
+    generator.script = [asyncio.Event()]
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in grpc_client.generate(timeout=0.2):
+            pass
+    assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert 0 < generator.submissions[0].deadline_s <= 0.2
+    await generator.until(finished=1, timeout_s=1.0)
+
+
+async def test_without_a_deadline_the_servers_own_holds(grpc_client: Client, generator: FakeGenerator) -> None:
+    await grpc_client.all()
+    assert generator.submissions[0].deadline_s == 600.0
+
+
+async def test_a_request_that_is_too_large_is_refused(grpc_client: Client, generator: FakeGenerator) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await grpc_client.all(text="x" * (1 << 17))
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert generator.submissions == []
+
+
+async def test_model_info(grpc_client: Client, text_model: TextModel) -> None:
+    info = await grpc_client.stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert (info.model, info.vocab_size) == ("tiny", text_model.vocab_size)
+    assert tuple(info.eos_token_ids) == text_model.eos_token_ids
+
+
+@pytest.mark.parametrize("service", ["", SERVICE])
+async def test_health_follows_the_pools(grpc_client: Client, generator: FakeGenerator, service: str) -> None:
+    stub = health_pb2_grpc.HealthStub(grpc_client.channel)
+    watching = stub.Watch(health_pb2.HealthCheckRequest(service=service))
+
+    async def becomes(state: int) -> None:
+        async with asyncio.timeout(3):
+            while (await watching.read()).status != state:
+                pass
+
+    await becomes(health_pb2.HealthCheckResponse.SERVING)
+    generator.not_ready = "no decode worker is ready"
+    await becomes(health_pb2.HealthCheckResponse.NOT_SERVING)
+    watching.cancel()
+
+
+async def test_reflection_lists_the_service(grpc_client: Client) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(grpc_client.channel)
+    call = stub.ServerReflectionInfo()
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    names = {s.name for s in (await call.read()).list_services_response.service}
+    assert names >= {SERVICE, "grpc.health.v1.Health"}
+    call.cancel()
+
+
+async def test_a_port_in_use_is_one_plain_line(generator: FakeGenerator, text_model: TextModel) -> None:
+    first = PublicServer(generator, Translator(text_model), "tiny", 1 << 16)
+    port = await first.start("127.0.0.1", 0)
+    with pytest.raises(errors.StartupError, match=f"gRPC port {port} on 127.0.0.1 is in use"):
+        await PublicServer(generator, Translator(text_model), "tiny", 1 << 16).start("127.0.0.1", port)
+    await first.stop(0)
