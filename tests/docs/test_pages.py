@@ -111,3 +111,12 @@ def test_decisions_are_numbered_and_listed() -> None:
         assert f"]({page})" in index
         assert text.startswith(f"# {page[:4]}. ")
         assert [h for h in ("## Context", "## Decision", "## Consequences") if h not in text] == []
+
+
+def test_python_in_the_pages_compiles() -> None:
+    blocks = [
+        b for p in PAGES for b in re.findall(r"^```python\n(.*?)^```", p.read_text(encoding="utf-8"), re.S | re.M)
+    ]
+    assert len(blocks) >= 2
+    for block in blocks:
+        compile(block, "page", "exec")
