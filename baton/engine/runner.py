@@ -6,7 +6,6 @@ leaves behind is KV in the blocks that the plan names.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,8 +87,6 @@ class Runner:
         self._max_num_tokens = options.max_num_tokens
         # Exact mode never computes a single row: kernels may treat a product of one row differently.
         self._min_tokens = 2 if options.exact else 1
-        self._threads = options.threads
-        self._compute_thread: int | None = None
         self._device = device
 
     def step(self, plan: StepPlan) -> StepOutcome:
@@ -112,17 +109,9 @@ class Runner:
 
     @torch.no_grad()
     def _forward(self, batch: Batch) -> Tensor:
-        self._adopt_thread()
         if not batch.spans:
             return torch.empty((0, self.model_config.vocab_size))
         return self._model.forward(batch, self.kv, self._attention)
-
-    def _adopt_thread(self) -> None:
-        """OpenMP keeps the number of threads per calling thread: a new one starts with all cores, and oneDNN takes
-        them. So the thread that computes is told at its first step."""
-        if threading.get_ident() != self._compute_thread:
-            torch.set_num_threads(self._threads)
-            self._compute_thread = threading.get_ident()
 
 
 def load_runner(options: EngineOptions, on_stage: OnStage | None = None) -> Runner:

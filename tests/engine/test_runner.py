@@ -48,7 +48,8 @@ def test_step_samples_what_its_logits_say(checkpoint: Callable[..., Path]) -> No
 
 
 def test_the_thread_that_computes_has_the_wanted_number_of_threads(checkpoint: Callable[..., Path]) -> None:
-    """A new thread would start with all cores, whatever was set in the thread that loaded the model."""
+    """OpenMP counts per calling thread, and a new thread starts with all cores; torch passes its own setting on at the
+    thread's first parallel operation. This watches that a step has one before its first oneDNN call."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     loaded = [line.split()[-1] for line in maps if "gomp" in line or "iomp" in line]
     if not loaded:
