@@ -82,12 +82,8 @@ class Cluster:
         live = Live(Journal(replace(request, attempt=self._next_attempt())), now, now + request.deadline_s)
         if request.deadline_s <= 0:
             raise live.late()
-        ticket = Ticket(
-            request.request_id,
-            request.num_prefill_tokens,
-            request.max_total_tokens,
-            needs_decode=request.max_tokens - len(request.output) > 1,
-        )
+        goes_on = request.max_tokens - len(request.output) > 1
+        ticket = Ticket(request.request_id, request.num_prefill_tokens, request.max_total_tokens, needs_decode=goes_on)
         self.dispatcher.submit(ticket)
         self._live[request.request_id] = live
         self.dispatch()
@@ -179,8 +175,10 @@ class Cluster:
         try:
             while True:
                 await stream.send(await queue.get())
-        except LinkLost:
-            self._detach(queue, join, stream)  # it may still be heard, but hears nothing: it has to dial again
+        except Exception as e:
+            if not isinstance(e, LinkLost):
+                log.exception("commands to %s", join.worker_id)
+        self._detach(queue, join, stream)  # it may still be heard, but hears nothing: it has to dial again
 
     def _detach(self, queue: asyncio.Queue[ToWorker], join: Join, stream: MessageStream) -> None:
         worker = join.worker_id
@@ -283,12 +281,16 @@ class Cluster:
     def _reassign(self, live: Live) -> None:
         """Names new decode workers for parked KV under the next attempt, when one has room. Not before the first
         token is here (it comes under the present attempt), nor while the prefill worker cannot be told."""
-        if live.stage != "decode" or live.prefill_worker not in self._outgoing:
+        if live.journal.next_index > len(live.request.output) + 1:  # another one might not repeat what has been told
+            self._fail(live, WorkerLost("the link to its decode worker broke after that had begun", retry_after_s=1))
+        if live.over or live.stage != "decode" or live.prefill_worker not in self._outgoing:
             return
         placement = self.dispatcher.reassign(live.request.request_id, frozenset())
         if placement is None:
             return
         old = live.sequence
+        for target in live.targets:  # one of them may have all KV and run, with only its last word lost
+            self._send(target.worker_id, Abort(old, "its KV goes elsewhere", tombstone_s=0.0))
         live.journal.begin_attempt(max(self._next_attempt(), live.journal.attempt + 1))
         live.parked_since = 0.0
         live.decode_worker = placement.decode or ""
@@ -307,9 +309,8 @@ class Cluster:
     def _gone(self, worker: str, why: str) -> None:
         self._incarnations.pop(worker, None)
         for request_id in self.dispatcher.remove_worker(worker):
-            if (live := self._live.get(request_id)) is not None:
-                what = f"worker {worker} was lost in stage {live.stage}: {why}"
-                self._fail(live, WorkerLost(what, retry_after_s=1))
+            if live := self._live.get(request_id):
+                self._fail(live, WorkerLost(f"worker {worker} was lost in stage {live.stage}: {why}", retry_after_s=1))
 
     # Time.
 
@@ -321,16 +322,15 @@ class Cluster:
             for record in self.registry.expire(now):
                 self._outgoing.pop(record.worker_id, None)
                 self._lost(record, f"silent for {self._lease_s:g} s")
+            missing = self.dispatcher.missing_pool(even_unready=True)
             for live in self._live.values():
                 if now >= live.deadline_at:
                     self._fail(live, live.late())  # its reader would find out, but may be slow
-                elif live.parked_since and not live.over:
+                elif missing is not None and (not live.dispatched_at or live.parked_since):
+                    what, code = f"no {missing} worker is left", f"no_{missing}_worker"
+                    self._fail(live, Unavailable(what, code=code, retry_after_s=2))
+                elif live.parked_since:
                     self._reassign(live)
-            if (missing := self.dispatcher.missing_pool(even_unready=True)) is not None:
-                code = f"no_{missing}_worker"
-                for live in self._live.values():
-                    if not live.dispatched_at or live.parked_since:
-                        self._fail(live, Unavailable(f"no {missing} worker is left", code=code, retry_after_s=2))
             self.dispatch()
 
     async def drain(self, timeout_s: float) -> None:

@@ -66,17 +66,20 @@ class OutputLog:
             for sequence in done_first[: len(self._records) - self._limit]:
                 del self._records[sequence]
 
-    def since(self, following: Iterable[Following]) -> tuple[StepEvents, tuple[SequenceId, ...]]:
-        """What to say again, and the sequences named that this worker does not know (they are lost here)."""
+    def done(self, sequence: SequenceId) -> bool:
+        """Whether the end of a sequence here has been said, and is kept."""
+        record = self._records.get(sequence)
+        return record is not None and record.done
+
+    def since(self, following: Iterable[Following]) -> StepEvents:
+        """What to say again."""
         tokens: list[TokenEvent] = []
         ended: list[SequenceEnded] = []
         parked: list[Parked] = []
         over: list[HandedOver] = []
-        unknown: list[SequenceId] = []
         for item in following:
             record = self._records.get(item.sequence)
             if record is None:
-                unknown.append(item.sequence)
                 continue
             first = record.first_index or 0
             start = max(item.next_index, first)
@@ -89,8 +92,7 @@ class OutputLog:
                 parked.append(record.parked)
             if record.handed_over is not None:
                 over.append(record.handed_over)
-        events = StepEvents(tokens=tuple(tokens), ended=tuple(ended), parked=tuple(parked), handed_over=tuple(over))
-        return events, tuple(unknown)
+        return StepEvents(tokens=tuple(tokens), ended=tuple(ended), parked=tuple(parked), handed_over=tuple(over))
 
     def release(self, sequences: Iterable[SequenceId]) -> None:
         for sequence in sequences:

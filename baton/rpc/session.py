@@ -35,6 +35,7 @@ from baton.rpc.streams import LinkLost, MessageStream, dial
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger("baton.session")
+LEASE_CHECK_S = 0.2
 
 
 class SessionOwner(Protocol):
@@ -58,7 +59,8 @@ class SessionOwner(Protocol):
 
 
 class WorkerSession:
-    """Complete state: the outgoing queue, the output log, the run it belongs to and when it last heard from it."""
+    """Complete state: the outgoing queue, the output log, the stream if one stands, the run it belongs to and when it
+    last heard from it."""
 
     def __init__(self, address: str, owner: SessionOwner, clock: Callable[[], float] = time.monotonic) -> None:
         self._address = address
@@ -66,6 +68,7 @@ class WorkerSession:
         self._clock = clock
         self._outgoing: asyncio.Queue[StepEvents | Drained] = asyncio.Queue()
         self._connected = False
+        self._stream: MessageStream | None = None
         self._last_heard = clock()
         self._lease_s = 3.0
         self.run_id = ""
@@ -89,8 +92,8 @@ class WorkerSession:
             while True:
                 started = self._clock()
                 try:
-                    await self._one_session()
-                    log.warning("session with %s ended; dialling again", self._address)
+                    ended = await self._one_session()
+                    log.warning("session with %s ended, dialling again: %s", self._address, ended)
                 except LinkLost as e:
                     log.log(logging.INFO if delay <= 0.1 else logging.DEBUG, "no coordinator yet: %s", e.message)
                 except BatonError as e:
@@ -113,7 +116,8 @@ class WorkerSession:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.05)
 
-    async def _one_session(self) -> None:
+    async def _one_session(self) -> str:
+        """Runs one session to its end and returns why it ended."""
         channel, stream, welcome = await dial(
             self._address,
             lambda c: worker_pb2_grpc.WorkerControlStub(c).Session,
@@ -124,6 +128,7 @@ class WorkerSession:
         try:
             if not isinstance(welcome, Welcome):
                 raise InvariantError(f"{self._address} answered a join with {type(welcome).__name__}")
+            self._stream = stream
             self._begin(welcome)
             async with asyncio.TaskGroup() as group:
                 sender = group.create_task(self._send(stream), name="session sender")
@@ -138,9 +143,10 @@ class WorkerSession:
         except* InvalidRequest as e:
             log.warning("%s said what cannot be: %s", self._address, e.exceptions[0])
         finally:
-            self._connected = False
+            self._connected, self._stream = False, None
             stream.end("closed here")
             await channel.close()
+        return stream.ended or ""
 
     def _begin(self, welcome: Welcome) -> None:
         self._last_heard = self._clock()
@@ -151,12 +157,11 @@ class WorkerSession:
         self.run_id = welcome.run_id
         while not self._outgoing.empty():
             self._outgoing.get_nowait()
-        again, unknown = self.log.since(welcome.following)
+        again = self.log.since(welcome.following)
         here = set(self._owner.sequence_ids())
+        gone = [f.sequence for f in welcome.following if f.sequence not in here and not self.log.done(f.sequence)]
         lost = tuple(
-            SequenceEnded(s, "error", "unknown_sequence", "this worker does not know the sequence")
-            for s in unknown
-            if s not in here
+            SequenceEnded(s, "error", "unknown_sequence", "this worker does not know the sequence") for s in gone
         )
         self._owner.welcome(welcome)
         self._owner.abandon("the coordinator no longer follows them", {f.sequence for f in welcome.following})
@@ -189,10 +194,20 @@ class WorkerSession:
                 raise InvariantError(f"the coordinator sent {type(message).__name__}")
 
     async def _watch_lease(self) -> None:
-        abandoned_at = -1.0
+        """Ends the sequences when the coordinator has been silent for a lease, and the stream with them: it may live
+        at the other end, where somebody would go on waiting. Seen twice in a row, since a process that stood still
+        has to read first what came meanwhile."""
+        seen_silent = abandoned_at = -1.0
         while True:
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(LEASE_CHECK_S)
             silent_since = self._last_heard
-            if self._clock() - silent_since > self._lease_s and abandoned_at != silent_since:
-                abandoned_at = silent_since
-                self._owner.abandon(f"the coordinator was silent for {self._lease_s:g} s")
+            if self._clock() - silent_since <= self._lease_s or abandoned_at == silent_since:
+                continue
+            if seen_silent != silent_since:
+                seen_silent = silent_since
+                continue
+            abandoned_at = silent_since
+            reason = f"the coordinator was silent for {self._lease_s:g} s"
+            self._owner.abandon(reason)
+            if self._stream is not None:
+                self._stream.end(reason)

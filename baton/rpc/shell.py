@@ -125,7 +125,7 @@ class WorkerShell:
         match command:
             case Abort(sequence, reason, tombstone_s):
                 self.deadlines.forget(sequence)
-                if not self._tier.end(sequence, reason):
+                if not self._tier.end(sequence, reason) and tombstone_s > 0:
                     self.tombstones.add(sequence, time.monotonic(), tombstone_s)
             case Drain(timeout_s):
                 self.draining = True

@@ -7,15 +7,17 @@ that has ended raises LinkLost. Nothing here waits without a limit: keepalive pi
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from baton.core.errors import BatonError, InvalidRequest, Unavailable
+from baton.core.errors import BatonError, InvalidRequest, InvariantError, Unavailable
 from baton.rpc import codec
 
+log = logging.getLogger("baton.rpc")
 MAX_MESSAGE_BYTES = 16 << 20
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -66,13 +68,15 @@ class MessageStream:
             raise LinkLost(f"the stream to {self.peer} has ended: {self.ended}")
         message = codec.wrap(self._envelope, value)
         # Shielded: cancelling a write cancels the whole call, and others send on it too.
-        await asyncio.shield(asyncio.create_task(self._write(message, timeout_s)))
+        writing = asyncio.create_task(self._write(message, timeout_s))
+        writing.add_done_callback(_seen)
+        await asyncio.shield(writing)
 
     async def _write(self, message: Any, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s), self._writing:
                 await self._call.write(message)
-        except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError, TimeoutError) as e:
+        except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.BaseError, TimeoutError) as e:
             self.end(_reason(e))
             raise LinkLost(f"the stream to {self.peer} has ended: {self.ended}") from e
 
@@ -89,7 +93,7 @@ class MessageStream:
             if self.ended is None or task is None or task.cancelling():
                 raise
             return None  # grpc says so when `end` cancelled the call under a reader that nobody cancelled
-        except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError) as e:
+        except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.BaseError) as e:
             self.end(_reason(e))
             return None
         if message is grpc.aio.EOF:
@@ -103,6 +107,12 @@ class MessageStream:
             cancel = getattr(self._call, "cancel", None)
             if cancel is not None:
                 cancel()
+
+
+def _seen(task: asyncio.Task[None]) -> None:
+    """A sender that was cancelled does not come to see how its write ended: that is no error to log."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _reason(error: BaseException) -> str:
@@ -159,6 +169,8 @@ async def serve_stream(
     try:
         await handle(stream, first)
     except BatonError as e:
+        if isinstance(e, InvariantError):
+            log.exception("stream with %s", stream.peer)
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, e.message)
     finally:
         if stream.ended is None:

@@ -122,6 +122,7 @@ async def test_a_session_that_breaks_in_any_phase_loses_and_doubles_nothing(phas
                 step()
         assert await reader.done() == [5, 6, 7, 8]
         assert not p.abandoned and not d.abandoned
+        assert len(p.all(Prefill)) == 1  # it was here, though nothing had been said of it
 
 
 async def test_a_command_lost_with_its_stream_is_given_again() -> None:
@@ -308,6 +309,92 @@ async def test_parked_kv_goes_elsewhere_under_the_next_attempt_and_the_old_one_i
         assert reader.deltas[-1].timeline.decode_worker == "d1"  # type: ignore[union-attr]
 
 
+async def test_kv_that_goes_elsewhere_is_ended_where_it_was() -> None:
+    """The old decode worker may have had all of it, and only its last word was lost."""
+    async with bench("p0", "d0") as b:
+        reader = b.submit()
+        p, d, s = await begun(b)
+        p.say(s, 0, 5)
+        d.here.add(s)
+        p.park(s)
+        await p.told(Assign)
+        abort = await d.told(Abort)
+        assert (abort.sequence, abort.tombstone_s) == (s, 0)
+        second = s._replace(attempt=2)
+        p.hand_over(second, "d0")
+        d.say(second, 0, 5, 6, 7, 8, ended="length")
+        assert await reader.done() == [5, 6, 7, 8]
+        assert not d.here
+
+
+@pytest.mark.parametrize("order", ["tokens first", "parked first"])
+async def test_kv_does_not_go_elsewhere_once_decode_has_begun(order: str) -> None:
+    """Outside exact mode another worker might not repeat the tokens that the client has."""
+    async with bench("p0", "d0") as b:
+        reader = b.submit()
+        p, d, s = await begun(b)
+        p.say(s, 0, 5)
+        await reader.got(1)
+        if order == "tokens first":
+            d.say(s, 0, 5, 6)
+            await reader.got(2)
+            p.park(s)
+        else:
+            b.cluster.dispatcher.set_ready("d0", False)  # so that nobody can be named
+            p.park(s)
+            await asyncio.sleep(0.05)
+            d.say(s, 0, 5, 6)
+        assert isinstance(await reader.failed(), WorkerLost)
+        assert reader.tokens == [5, 6]
+        assert not p.all(Assign)
+        await d.told(Abort)
+
+
+async def test_a_worker_that_gave_up_says_so() -> None:
+    """It heard nothing for a lease; the coordinator may have heard it all the while, and its clients must not wait."""
+    async with bench("p0", "d0", lease_s=2.0) as b:
+        reader = b.submit()
+        p, d, s = await begun(b)
+        p.say(s, 0, 5)
+        p.hand_over(s, "d0")
+        d.say(s, 0, 5, 6)
+        await reader.got(2)
+        d.session._lease_s = 0.05  # shorter than the heartbeat: it seems to hear nothing
+        error = await reader.failed()
+        assert isinstance(error, WorkerLost) and "does not know" in error.message
+        assert d.abandoned == ["the coordinator was silent for 0.05 s"]
+        await until(lambda: b.state("d0") == "ready")
+
+
+async def test_a_process_that_stood_still_reads_first_what_came_meanwhile() -> None:
+    async with bench("p0", "d0", lease_s=1.6) as b:
+        reader = b.submit()
+        p, d, s = await begun(b)
+        p.say(s, 0, 5)
+        p.hand_over(s, "d0")
+        d.say(s, 0, 5, 6)
+        await reader.got(2)
+        time.sleep(1.0)  # the coordinator, on the same loop, stands still too and renews the lease first
+        d.session._last_heard -= 0.7
+        await asyncio.sleep(0.5)
+        assert not d.abandoned
+        d.say(s, 2, 7, 8, ended="length")
+        assert await reader.done() == [5, 6, 7, 8]
+
+
+async def test_a_command_that_cannot_be_sent_breaks_the_session_and_not_in_silence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with bench("p0", "d0") as b:
+        reader = b.submit()
+        p, d, s = await begun(b)
+        b.cluster._send("p0", object())  # type: ignore[arg-type]
+        await until(lambda: len(p.welcomes) == 2, what="p0 to join again", timeout_s=3)
+        assert "commands to p0" in caplog.text
+        run_out(p, d, s)
+        assert await reader.done() == [5, 6, 7, 8]
+
+
 async def test_a_refusing_decode_worker_is_not_asked_in_a_tight_loop() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit()
@@ -392,6 +479,7 @@ async def test_a_worker_that_ends_a_sequence_early_has_lost_it() -> None:
         reader = b.submit()
         p, d, s = await begun(b)
         p.say(s, 0, 5)
+        await reader.got(1)
         d.say(s, 1, 6, ended="aborted")
         assert isinstance(await reader.failed(), WorkerLost)
         assert reader.tokens == [5, 6]  # what was journaled is written before the error

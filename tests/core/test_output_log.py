@@ -31,12 +31,11 @@ def log_of(first_index: int, pieces: list[int], limit: int = 4096) -> tuple[Outp
 @given(first=st.integers(0, 5), pieces=sizes, skip=st.integers(0, 30))
 def test_resend_from_any_index_is_the_suffix(first: int, pieces: list[int], skip: int) -> None:
     log, _ = log_of(first, pieces)
-    events, unknown = log.since([Following(A, skip)])
+    events = log.since([Following(A, skip)])
     told = [token for event in events.tokens for token in event.tokens]
     assert told == list(range(max(first, skip), first + sum(pieces)))
     assert all(event.first_index == max(first, skip) for event in events.tokens)
     assert [e.reason for e in events.ended] == ["stop"]
-    assert unknown == ()
 
 
 @given(first=st.integers(0, 5), pieces=sizes, broken_after=st.integers(0, 8))
@@ -47,7 +46,7 @@ def test_stream_broken_anywhere_plus_resend_is_the_whole_history(
     heard = {
         e.first_index + i: t for step in history[:broken_after] for e in step.tokens for i, t in enumerate(e.tokens)
     }
-    again, _ = log.since([Following(A, first + len(heard))])
+    again = log.since([Following(A, first + len(heard))])
     rest = {e.first_index + i: t for e in again.tokens for i, t in enumerate(e.tokens)}
     assert not heard.keys() & rest.keys()
     assert heard | rest == {index: index for index in range(first, first + sum(pieces))}
@@ -64,7 +63,7 @@ def test_repeats_change_nothing_and_gaps_are_refused(repeats: list[tuple[int, in
             continue
         log.record(said(A, start, *range(start, start + count)))
         length = max(length, start + count)
-    assert log.since([Following(A, 0)])[0].tokens == (TokenEvent(A, 0, tuple(range(length))),)
+    assert log.since([Following(A, 0)]).tokens == (TokenEvent(A, 0, tuple(range(length))),)
 
 
 def test_tokens_before_the_first_are_refused() -> None:
@@ -77,7 +76,7 @@ def test_resumed_sequence_that_parks_before_its_first_token_keeps_its_indices() 
     log = OutputLog()
     log.record(StepEvents(parked=(Parked(A, "no_free_blocks"),)))
     log.record(said(A, 7, 70))
-    events, _ = log.since([Following(A, 7)])
+    events = log.since([Following(A, 7)])
     assert events.tokens == (TokenEvent(A, 7, (70,)),)
     assert [p.sequence for p in events.parked] == [A]
 
@@ -87,15 +86,27 @@ def test_hand_over_and_end_replace_the_parking() -> None:
     log.record(StepEvents(parked=(Parked(A, "full"), Parked(B, "full"))))
     log.record(StepEvents(handed_over=(HandedOver(A, "d0", 64),)))
     log.record(said(B, 0, ended="error"))
-    events, _ = log.since([Following(A, 0), Following(B, 0)])
+    events = log.since([Following(A, 0), Following(B, 0)])
     assert events.parked == ()
     assert (len(events.handed_over), len(events.ended)) == (1, 1)
 
 
-def test_unknown_and_released_sequences_are_named_as_lost() -> None:
+def test_of_unknown_and_released_sequences_there_is_nothing_to_say() -> None:
     log, _ = log_of(0, [2])
     log.release([A, B])
-    assert log.since([Following(A, 0), Following(B, 0)]) == (StepEvents(), (A, B))
+    assert log.since([Following(A, 0), Following(B, 0)]) == StepEvents()
+
+
+def test_a_sequence_is_done_once_its_end_or_its_hand_over_has_been_said() -> None:
+    log = OutputLog()
+    log.record(said(A, 0, 1))
+    log.record(StepEvents(parked=(Parked(B, "full"),)))
+    assert not log.done(A) and not log.done(B) and not log.done(SequenceId("unknown"))
+    log.record(said(A, 1, ended="error"))
+    log.record(StepEvents(handed_over=(HandedOver(B, "d0", 64),)))
+    assert log.done(A) and log.done(B)
+    log.release([A])
+    assert not log.done(A)
 
 
 @pytest.mark.parametrize("end", ["ended", "handed_over"])
@@ -107,7 +118,7 @@ def test_log_is_bounded_when_nothing_is_ever_released(end: str) -> None:
         log.record(said(sequence, 0, 1, ended="stop" if end == "ended" else ""))
         log.record(StepEvents(handed_over=over))
         assert len(log) <= 3
-    assert len(log.since([Following(SequenceId("49"), 0)])[0].tokens) == 1
+    assert len(log.since([Following(SequenceId("49"), 0)]).tokens) == 1
 
 
 def test_live_sequence_outlasts_any_number_that_are_done() -> None:
@@ -116,7 +127,7 @@ def test_live_sequence_outlasts_any_number_that_are_done() -> None:
     for number in range(5):
         log.record(said(SequenceId(str(number)), 0, 1, ended="stop"))
     log.record(said(A, 1, 2))
-    assert log.since([Following(A, 0)])[0].tokens == (TokenEvent(A, 0, (1, 2)),)
+    assert log.since([Following(A, 0)]).tokens == (TokenEvent(A, 0, (1, 2)),)
 
 
 def test_log_of_live_sequences_is_bounded_too() -> None:
