@@ -71,7 +71,7 @@ class Journal:
                 raise InvariantError(
                     f"{self.request.request_id}: output {index} came as {known} and as {token} in attempt {attempt}"
                 )
-            if index >= len(self.tokens) and self.finish is None:
+            if index >= len(self.tokens):
                 self._held[index] = token
         if len(self._held) > MAX_HELD_TOKENS:
             raise InvariantError(f"{self.request.request_id}: {len(self._held)} tokens wait for {self.next_index}")

@@ -63,6 +63,23 @@ def test_the_head_waits_for_blocks_and_is_not_overtaken() -> None:
     assert [p.request_id for p in d.place()] == ["big", "small"]
 
 
+@pytest.mark.parametrize("away", ["p0", "d0"])
+def test_nothing_is_placed_on_a_worker_that_is_not_ready(away: str) -> None:
+    d = dispatcher()
+    d.submit(Ticket("a", 4, 8))
+    d.set_ready(away, False)
+    assert d.place() == []
+    d.set_ready(away, True)
+    assert len(d.place()) == 1
+
+
+def test_a_spare_is_ready_and_has_room() -> None:
+    d = dispatcher(view("p0"), view("d0"), view("d1"), view("d2", blocks=1))
+    d.set_ready("d1", False)
+    d.submit(Ticket("a", 4, 8))
+    assert d.place() == [Placement("a", "p0", "d0", None)]
+
+
 def test_refusals_say_why() -> None:
     d = dispatcher(view("p0"), view("d0"), requests=2, tokens=10)
     d.submit(Ticket("a", 4, 8))

@@ -52,7 +52,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         pool = [w for w in self.m.workers.values() if w.role == role]
         return any(-(-tokens // 4) <= w.blocks_total for w in pool)
 
-    @rule(prefill=st.integers(1, 40), extra=st.integers(0, 30), decode=st.booleans())
+    @rule(prefill=st.integers(1, 16), extra=st.integers(0, 12), decode=st.booleans())
     def submit(self, prefill: int, extra: int, decode: bool) -> None:
         self.counter += 1
         ticket = Ticket(f"r{self.counter}", prefill, prefill + extra, decode)
@@ -151,7 +151,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             table.pop(r, None)
         self.m.computing.discard(r)
 
-    @rule(worker=prefill_ids | decode_ids, blocks=st.integers(1, 30))
+    @rule(worker=prefill_ids | decode_ids, blocks=st.integers(3, 30))
     def join(self, worker: str, blocks: int) -> None:
         if worker not in self.m.workers:
             self.add(worker, blocks)
@@ -191,4 +191,4 @@ class DispatcherMachine(RuleBasedStateMachine):
 
 
 TestDispatcher = DispatcherMachine.TestCase
-TestDispatcher.settings = settings(max_examples=60, stateful_step_count=40)
+TestDispatcher.settings = settings(max_examples=100, stateful_step_count=40)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -31,6 +33,7 @@ from baton.rpc.link import DialledLink, dial_link
 from baton.transfer.edge import EdgeSpec, edge_prefix
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.staging import checksum, chunk_bytes
+from decode import incoming
 from tests.support.builders import make_layout, make_request
 from tests.support.fake_runner import DecodeNode, PrefillNode, pair, until
 
@@ -276,3 +279,36 @@ async def test_a_link_that_does_not_fit_is_refused_by_name(field: str, value: An
         with pytest.raises(BatonError, match="block_size" if field == "layout" else field) as caught:
             await dial_link(decode.address, hello, 2.0)
         assert caught.value.code == "join_refused"
+
+
+@pytest.mark.parametrize("slow", ["checksum", "unpack"])
+async def test_nothing_is_written_into_blocks_that_are_free_again(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The edge is torn down while its thread is still at work: the loop hears of it at once, the thread does not."""
+    started, wrote_with_free = threading.Event(), []
+    original = getattr(incoming, slow)
+
+    def slowly(*args: Any) -> Any:
+        started.set()
+        time.sleep(0.2)
+        return original(*args)
+
+    monkeypatch.setattr(incoming, slow, slowly)
+    async with peer() as p:
+        written = incoming.unpack
+
+        def noted(*args: Any) -> None:
+            written(*args)
+            wrote_with_free.append(p.decode.worker.scheduler.blocks.num_free)
+
+        monkeypatch.setattr(incoming, "unpack", noted)
+        await p.ask(p.offer())
+        await p.open_edge(1)
+        chunk, buffer = p.chunk()
+        assert isinstance(await p.ask(chunk), Posted)
+        assert p.edge is not None
+        await p.edge.send(buffer)
+        await asyncio.to_thread(started.wait, 2)
+        await p.link.close()
+        await until(lambda: p.decode.idle)
+        await asyncio.sleep(0.3)
+        assert wrote_with_free == ([13] if slow == "unpack" else [])
