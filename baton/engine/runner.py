@@ -21,7 +21,7 @@ from baton.core.model_config import ModelConfig
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepOutcome, StepPlan
 from baton.engine.attention import Attention, FastAttention
-from baton.engine.attention_exact import ExactAttention
+from baton.engine.attention_exact import KEY_STEP, ExactAttention
 from baton.engine.batch import Batch, Limits, make_batch
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
 from baton.engine.device import choose_device, choose_dtype, default_kv_bytes
@@ -122,6 +122,8 @@ def load_runner(options: EngineOptions, on_stage: OnStage | None = None) -> Runn
     torch.set_num_threads(options.threads)
     device = choose_device(options.device, options.exact)
     dtype = choose_dtype(options.dtype, device, options.exact)
+    if options.exact and KEY_STEP % options.block_size:
+        raise StartupError(f"exact mode: block-size must divide {KEY_STEP}, not {options.block_size}")
     torch_dtype: torch.dtype = getattr(torch, dtype)
     with _stage("check", on_stage), torch.no_grad():
         config = read_model_config(options.model_dir)

@@ -84,6 +84,21 @@ def test_two_threads(checkpoint: Callable[..., Path]) -> None:
     assert torch.equal(all_logits(runner, tokens, [255, 1, 7, 40]), all_logits(runner, tokens, [300], seed=1))
 
 
+@pytest.mark.parametrize("block_size", [8, 64])
+def test_the_block_size_does_not_change_bits(block_size: int, checkpoint: Callable[..., Path]) -> None:
+    model, tokens = checkpoint(arch="mistral"), random_tokens(200)
+    other = tiny_runner(model, exact=True, block_size=block_size)
+    assert torch.equal(all_logits(other, tokens, [70]), all_logits(tiny_runner(model, exact=True), tokens, [200]))
+
+
+@pytest.mark.parametrize("block_size", [24, 128])
+def test_a_block_size_that_tiles_of_keys_do_not_fit_is_refused(
+    block_size: int, checkpoint: Callable[..., Path]
+) -> None:
+    with pytest.raises(StartupError, match=f"block-size must divide 64, not {block_size}"):
+        tiny_runner(checkpoint("llama"), exact=True, block_size=block_size)
+
+
 def test_self_test_refuses_the_fast_path(checkpoint: Callable[..., Path]) -> None:
     runner = tiny_runner(checkpoint("llama"))
     with pytest.raises(StartupError, match=r"self-test failed: .* of layer 1 differ .* not row-invariant"):
