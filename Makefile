@@ -27,7 +27,7 @@ test: $(STAMP) ## the whole suite, under 10 minutes on 2 cores (ARGS="-k name")
 	$(BIN)/python -m pytest -m "not long and not gpu" $(ARGS)
 
 test-long: $(STAMP) ## every combination and repetition
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python tools/test_long.py $(ARGS)
 
 check: $(STAMP) ## ruff, mypy strict, import rules, buf lint
 	$(BIN)/ruff check .

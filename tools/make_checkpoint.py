@@ -2,13 +2,15 @@
 
     python tools/make_checkpoint.py 135m /tmp/135m
 
-The tokenizer is byte-level with 269 entries; ids from there to the vocabulary's size decode to nothing. What the model
-writes is noise.
+What the model writes is noise, but every id of it is text: behind the 269 entries of the small tokenizer the vocabulary
+is filled with words of two to four ASCII letters, so that a client that times text sees every token.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import string
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,24 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+def fill_tokenizer(path: Path, size: int) -> None:
+    """Extends the tokenizer in `path` to `size` entries: longer and longer words over a to z."""
+    file = path / "tokenizer.json"
+    tokenizer = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
+    taken = len(vocabulary) + len(tokenizer["added_tokens"])
+    stems = list(string.ascii_lowercase)
+    while taken < size:
+        longer = [(stem, letter) for stem in stems for letter in string.ascii_lowercase]
+        for stem, letter in longer[: size - taken]:
+            if stem + letter not in vocabulary:
+                vocabulary[stem + letter] = taken
+                merges.append([stem, letter])
+                taken += 1
+        stems = [stem + letter for stem, letter in longer]
+    file.write_text(json.dumps(tokenizer), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
@@ -55,6 +75,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     make_checkpoint(arguments.directory, "llama", seed=arguments.seed, **SHAPES[arguments.shape])
+    fill_tokenizer(arguments.directory, SHAPES[arguments.shape].get("vocab_size", 320))
     size = sum(file.stat().st_size for file in arguments.directory.glob("*.safetensors"))
     print(f"{arguments.shape}: {size / 2**20:.0f} MiB of weights in {arguments.directory}")
 
