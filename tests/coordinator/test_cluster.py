@@ -113,10 +113,11 @@ async def test_a_session_that_breaks_in_any_phase_loses_and_doubles_nothing(phas
         }
         for name, step in steps.items():
             if name == phase:
-                for worker in [w for w in (p, d) if who in (w.name, "both")]:
+                broken = [w for w in (p, d) if who in (w.name, "both")]
+                for worker in broken:
                     worker.cut()  # the step below is said into a dead stream, or into none
                 step()
-                await until(lambda: all(b.state(w) == "ready" for w in ("p0", "d0")), timeout_s=3)
+                await until(lambda ws=broken: all(len(w.welcomes) == 2 for w in ws), timeout_s=3, what="the redial")
                 await asyncio.sleep(0.02)
             else:
                 step()
