@@ -12,20 +12,22 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from baton.core.commands import Join, Role
-from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
+from baton.core.errors import ContextLengthExceeded, DuplicateRequest, InvariantError, Unavailable
 
 BACKLOG_STEPS = 2
 
 
 @dataclass(slots=True)
 class WorkerView:
-    """What routing knows of a worker. `reserved_blocks` and `backlog_tokens` count our own dispatches."""
+    """What routing knows of a worker. No sequence there may be longer than `max_tokens`; `reserved_blocks` and
+    `backlog_tokens` count our own dispatches."""
 
     worker_id: str
     role: Role
     blocks_total: int
     block_size: int
     step_tokens: int
+    max_tokens: int = 1 << 31
     ready: bool = True
     reserved_blocks: int = 0
     backlog_tokens: int = 0
@@ -34,11 +36,16 @@ class WorkerView:
     @classmethod
     def of(cls, join: Join) -> WorkerView:
         block_size = join.facts.layout.block_size
-        return cls(join.worker_id, join.role, join.blocks_total, block_size, max(join.step_tokens, 1))
+        step_tokens, max_tokens = max(join.step_tokens, 1), join.facts.max_model_len
+        return cls(join.worker_id, join.role, join.blocks_total, block_size, step_tokens, max_tokens)
 
     @property
     def blocks_left(self) -> int:
         return self.blocks_total - self.reserved_blocks
+
+    def could_hold(self, tokens: int) -> bool:
+        """Whether an idle worker has room for a sequence of that length."""
+        return tokens <= min(self.max_tokens, self.blocks_total * self.block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +135,8 @@ class Dispatcher:
 
         Raises:
             DuplicateRequest: the id is in flight.
-            Unavailable: a pool is missing, the queue is full, or no pair of workers could ever hold it.
+            ContextLengthExceeded: no pair of workers could ever hold it.
+            Unavailable: a pool is missing, or the queue is full.
         """
         if ticket.request_id in self._queue or ticket.request_id in self._active:
             raise DuplicateRequest(f"request {ticket.request_id} is already in flight", param="request_id")
@@ -143,7 +151,7 @@ class Dispatcher:
             )
         too_large = self._too_large(ticket)
         if too_large is not None:
-            raise Unavailable(too_large, code="exceeds_pool")
+            raise ContextLengthExceeded(too_large, code="exceeds_pool", param="max_tokens")  # another try is in vain
         self._queue[ticket.request_id] = ticket
         self._queued_tokens += ticket.prefill_tokens
 
@@ -240,8 +248,8 @@ class Dispatcher:
             if role == "decode" and not ticket.needs_decode:
                 continue
             pool = [w for w in self._workers.values() if w.role == role]
-            if pool and not any(self._blocks(w, tokens) <= w.blocks_total for w in pool):
-                most = max(w.blocks_total * w.block_size for w in pool)
+            if pool and not any(w.could_hold(tokens) for w in pool):
+                most = max(min(w.max_tokens, w.blocks_total * w.block_size) for w in pool)
                 return f"the request needs KV for {tokens} tokens; the largest {role} worker holds {most}"
         return None
 
@@ -256,7 +264,7 @@ class Dispatcher:
             if w.ready
             and w.role == "prefill"
             and (w.backlog_tokens == 0 or w.backlog_tokens + ticket.prefill_tokens <= BACKLOG_STEPS * w.step_tokens)
-            and self._blocks(w, ticket.prefill_tokens) <= w.blocks_total
+            and w.could_hold(ticket.prefill_tokens)
         ]
         return min(fits, key=lambda w: (w.backlog_tokens, w.worker_id), default=None)
 
@@ -268,6 +276,7 @@ class Dispatcher:
             if w.ready
             and w.role == "decode"
             and w.worker_id not in exclude
+            and w.could_hold(tokens)
             and self._blocks(w, tokens) <= w.blocks_left
         ]
         fits.sort(key=lambda w: (w.running, w.reserved_blocks, w.worker_id))

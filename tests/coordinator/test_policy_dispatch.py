@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from baton.core.errors import BatonError, DuplicateRequest, Unavailable
+from baton.core.errors import BatonError, DuplicateRequest, InvalidRequest, Unavailable
 from coordinator.policy.dispatch import BACKLOG_STEPS, Dispatcher, Placement, Ticket, WorkerView
 
 
@@ -24,6 +26,19 @@ def refusal(d: Dispatcher, ticket: Ticket) -> BatonError:
         d.submit(ticket)
     d.check()
     return caught.value
+
+
+def test_a_worker_started_with_a_shorter_context_gets_nothing_longer() -> None:
+    """Its engine would end with an error of ours, and take the worker with it."""
+    short = replace(view("d0"), max_tokens=12)
+    d = dispatcher(view("p0"), short)
+    assert "13 tokens; the largest decode worker holds 12" in refusal(d, Ticket("long", 4, 13)).message
+    d.submit(Ticket("fits", 4, 12))
+    d.add_worker(view("d1"))
+    d.submit(Ticket("long", 4, 13))
+    assert d.place() == [Placement("fits", "p0", "d0", "d1"), Placement("long", "p0", "d1", None)]
+    short_prefill = dispatcher(replace(view("p0"), max_tokens=3), view("d0"))
+    assert "largest prefill worker holds 3" in refusal(short_prefill, Ticket("x", 4, 8)).message
 
 
 def test_a_pair_and_a_spare() -> None:
@@ -92,6 +107,7 @@ def test_refusals_say_why() -> None:
     d.place()
     assert isinstance(refusal(d, Ticket("a", 4, 8)), DuplicateRequest)  # active, no longer queued
     too_large = refusal(d, Ticket("huge", 4, 65))
+    assert isinstance(too_large, InvalidRequest)  # 400: another try would be in vain
     assert too_large.code == "exceeds_pool" and "65 tokens; the largest decode worker holds 64" in too_large.message
     d.set_ready("d0", False)
     gone = refusal(d, Ticket("x", 1, 2))
