@@ -10,7 +10,9 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from baton.core.errors import StartupError
 from baton.process import PARENT_VARIABLE, descendants, set_death_signal
 
 TAIL_LINES = 15
@@ -29,7 +31,10 @@ class ChildSpec:
 
 
 class Child:
-    """A running process. Must be made on the main thread: the kernel ties its death to the thread that forked it."""
+    """A running process. Must be made on the main thread: the kernel ties its death to the thread that forked it.
+
+    Raises StartupError when it cannot be started, or its log not be opened.
+    """
 
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
@@ -42,11 +47,16 @@ class Child:
             if cores:
                 os.sched_setaffinity(0, cores)
 
-        with spec.log.open("ab") as log:
-            log.write(f"$ {shlex.join(spec.command)}\n".encode())
-            log.flush()
-            self._log_start = log.tell()
-            self._process = subprocess.Popen(
+        try:
+            log = spec.log.open("ab", buffering=0)
+        except OSError as error:
+            raise StartupError(f"the log {spec.log} cannot be written: {error.strerror or error}") from None
+        with log:
+            with contextlib.suppress(OSError):  # a full disk costs the log and not the process
+                log.write(f"$ {shlex.join(spec.command)}\n".encode())
+            self._log_start = log.seek(0, os.SEEK_END)
+            self._process = _popen(
+                spec.name,
                 spec.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -100,6 +110,13 @@ class Child:
                 return log.read().decode("utf-8", "replace").splitlines()
         except OSError:
             return []
+
+
+def _popen(name: str, command: tuple[str, ...], **options: Any) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(command, **options)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise StartupError(f"{name} cannot be started: {error}") from None
 
 
 def describe_exit(code: int) -> str:

@@ -28,10 +28,14 @@ def get_workers(url: str, timeout_s: float = TIMEOUT_S) -> list[WorkerView]:
     Raises:
         OSError: no answer, or not the expected one.
     """
-    parts = urlsplit(url if "//" in url else f"http://{url}")
-    if not parts.hostname:
+    try:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        host, port = parts.hostname, parts.port or 80
+    except ValueError:
+        host, port = None, 0
+    if not host:
         raise OSError(f"{url!r} is no address")
-    connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout_s)
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
         connection.request("GET", "/workers")
         answer = connection.getresponse()

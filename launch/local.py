@@ -14,6 +14,7 @@ is left running: the children die with this process even under SIGKILL (`baton.p
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -58,7 +59,8 @@ class LocalCluster:
         """
         with Signals() as signals:
             try:
-                self._start_coordinator()
+                self._forget_ready_file()
+                self._coordinator.start()
                 reminded = time.monotonic()
                 while not signals.stops:
                     self._tick()
@@ -74,7 +76,8 @@ class LocalCluster:
 
     def _tick(self) -> None:
         if self._coordinator.restart_at is not None and time.monotonic() >= self._coordinator.restart_at:
-            self._start_coordinator("   again, on the same ports")
+            self._forget_ready_file()
+            self._coordinator.start_again("   again, on the same ports")
         else:
             self._coordinator.tick()
         if self._coordinator.child is not None and not self._coordinator.joined:
@@ -89,9 +92,10 @@ class LocalCluster:
         if not self._announced:
             self._announce_when_ready()
 
-    def _start_coordinator(self, note: str = "") -> None:
-        self._plan.ready_file.unlink(missing_ok=True)
-        self._coordinator.start(note)
+    def _forget_ready_file(self) -> None:
+        """The one of an earlier life; the run directory was seen to be writable."""
+        with contextlib.suppress(OSError):
+            self._plan.ready_file.unlink(missing_ok=True)
 
     def _look_for_ready_file(self) -> None:
         try:

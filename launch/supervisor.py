@@ -10,6 +10,8 @@ from launch.child import Child, ChildSpec, describe_exit
 from launch.console import Console
 from launch.restart import Backoff, GiveUp, RestartPolicy
 
+RETRY_S = 5.0
+
 
 class Supervised:
     """Its whole state: the present `child` or the time of the next one, whether this life has joined the present
@@ -38,11 +40,23 @@ class Supervised:
         return self._restart_at
 
     def start(self, note: str = "") -> None:
+        """Raises StartupError when the process cannot even be started."""
         spec = self._spec()
         self.joined, self._joined_this_life, self._restart_at = False, False, None
         self._started_at = time.monotonic()
         self.child = Child(spec)
         self._console.stage(self.name, f"starting   pid {self.child.pid}{note}   log {spec.log}")
+
+    def start_again(self, note: str = "   again") -> None:
+        """The next life. What keeps it from starting (a full process table, a log that cannot be opened) may pass, and
+        the others serve meanwhile: once this member has joined, it is only said and tried again."""
+        try:
+            self.start(note)
+        except StartupError as error:
+            if not self._policy.ever_joined:
+                raise
+            self._restart_at = time.monotonic() + RETRY_S
+            self._console.stage(self.name, f"{error.message}; trying again in {RETRY_S:g} s")
 
     def mark_joined(self, what: str) -> None:
         now = time.monotonic()
@@ -63,7 +77,7 @@ class Supervised:
             if code is not None:
                 self._died(self.child, code, now)
         elif self._restart_at is not None and now >= self._restart_at:
-            self.start("   again")
+            self.start_again()
 
     def _died(self, child: Child, code: int, now: float) -> None:
         child.kill(0)  # what it may have left below itself, and the reaping

@@ -80,7 +80,7 @@ def open_run_dir(wanted: str) -> Path:
     """The directory of this run's logs: as asked, else a fresh one in the cache directory, else a temporary one.
 
     Raises:
-        StartupError: the directory asked for cannot be made.
+        StartupError: the directory asked for cannot be made, or not be written to.
     """
     if wanted:
         path = Path(wanted).expanduser().resolve()
@@ -88,6 +88,13 @@ def open_run_dir(wanted: str) -> Path:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StartupError(f"run directory {wanted} cannot be made: {error.strerror or error}") from None
+        try:
+            for name in ("cluster.json", "coordinator.json"):
+                (path / name).unlink(missing_ok=True)  # of an earlier run: nobody shall take it for this one's
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            raise StartupError(f"run directory {wanted} cannot be used: {error}") from None
         return path
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     try:

@@ -36,7 +36,7 @@ class EngineConfig:
     exact: bool = option(False, "row-invariant float32: the same bits whatever the batch, chunk or cache")
     threads: int = option(0, "compute threads of a worker; 0: all cores it may run on", low=0, high=1024)
     block_size: int = option(16, "tokens in a KV block", low=1, high=1024)
-    kv_memory_gib: float = option(0.0, "memory for KV blocks of a worker; 0: chosen from free memory", low=0)
+    kv_memory_gib: float = option(0.0, "memory for KV blocks of a worker; 0: chosen from free memory", low=0, high=1e6)
     max_model_len: int = option(0, "longest prompt + output in tokens; 0: the model's own limit", low=0)
 
 

@@ -15,6 +15,8 @@ class KVPool:
     Blocks 0..num_blocks-1 belong to the scheduler. One more block of zeros lies behind them in the same storage; padded
     block tables point at it (`zero_block`), and `storage[i]` shows the tensors with it. Memory is not initialised (the
     operating system hands out pages as blocks are first used); attention never reads positions that were not written.
+
+    Raises StartupError when there is not that much memory.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
@@ -25,7 +27,11 @@ class KVPool:
         for layer in layout.layers:
             shape = (num_blocks + 1, layout.block_size, layer.num_kv_heads, layer.head_dim)
             dtype = getattr(torch, layer.dtype)
-            pair = (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
+            try:
+                pair = (torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
+            except RuntimeError:  # torch's way to say that memory is out, on every device
+                gib = num_blocks * layout.bytes_per_block / (1 << 30)
+                raise StartupError(f"{device} has no {gib:.4g} GiB for KV; give less with --kv-memory-gib") from None
             for tensor in pair:
                 tensor[self.zero_block].zero_()
             self.storage.append(pair)

@@ -19,6 +19,11 @@ from tests.engine.driver import GREEDY, Job, random_tokens, run, tiny_runner
 LAYOUT = KVLayout(4, (LayerKV(2, 8, "float32"), LayerKV(1, 8, "bfloat16")))
 
 
+def test_more_memory_than_there_is_is_refused_in_one_line() -> None:
+    with pytest.raises(StartupError, match=r"cpu has no \S+ GiB for KV; give less with --kv-memory-gib"):
+        KVPool(LAYOUT, 1 << 50, torch.device("cpu"))
+
+
 def test_layers_have_the_shape_that_transfer_relies_on() -> None:
     pool = KVPool(LAYOUT, 10, torch.device("cpu"))
     for (keys, values), layer in zip(pool.layers, LAYOUT.layers, strict=True):

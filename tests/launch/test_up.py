@@ -85,6 +85,25 @@ def test_dead_worker_is_shown_and_started_again(start) -> None:
     cluster.stop()
 
 
+def test_a_log_that_cannot_be_written_before_the_first_life_is_one_line(start, tmp_path: Path) -> None:
+    (tmp_path / "run" / "prefill-0.log").mkdir(parents=True)
+    lines = ended(start(), expect=3)
+    assert lines[-1].startswith("error: the log ") and "prefill-0.log" in lines[-1]
+
+
+def test_a_log_that_cannot_be_written_later_ends_nobody(start) -> None:
+    cluster = wait_ready(start())
+    log = cluster.run_dir / "decode-0.log"
+    log.unlink()
+    log.mkdir()
+    cluster.kill(cluster.pids("decode-0")[0])
+    cluster.wait_until(lambda c: "trying again" in output(c), "a life that could not begin")
+    assert f"the log {log} cannot be written" in output(cluster)
+    log.rmdir()
+    cluster.wait_until(lambda c: output(c).count("joined") == 3, "third join")
+    cluster.stop()
+
+
 def test_dead_coordinator_comes_back_on_the_same_ports(start) -> None:
     cluster = wait_ready(start(env={"FAKE_COORDINATOR": "crash-once"}))
     url = cluster.url

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from baton.core.config import CoordinatorConfig, WorkerConfig
 from baton.core.errors import StartupError
+from launch.cluster_api import get_workers
 from launch.model_source import builtin_directory, resolve_model, served_name
 from launch.plan import Addresses, Programs, make_plan, visible_gpus
 from launch.up import check_ports, open_run_dir
@@ -96,6 +97,11 @@ def test_run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StartupError, match="cannot be made"):
         open_run_dir(str(tmp_path / "file" / "below"))
+    with pytest.raises(StartupError, match="cannot be used"):
+        open_run_dir("/proc/self")
+    (tmp_path / "mine" / "cluster.json").mkdir()
+    with pytest.raises(StartupError, match=r"cannot be used.*cluster\.json"):
+        open_run_dir(str(tmp_path / "mine"))
 
 
 def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,3 +142,9 @@ def test_precedence_and_print_config(tmp_path: Path) -> None:
     arguments = ["up", "--config", str(file), "--dtype", "bfloat16", "--exact", "--print-config"]
     shown = CliRunner().invoke(baton, arguments, env=environment).output
     assert shown.split("\n") == ["prefill = 2", "decode = 3", 'dtype = "bfloat16"', "exact = true", ""]
+
+
+@pytest.mark.parametrize("url", ["http://[", "http://a:b", "http://a:99999", "", "//"])
+def test_an_address_that_is_none_is_one_line(url: str) -> None:
+    with pytest.raises(OSError, match="is no address"):
+        get_workers(url)
