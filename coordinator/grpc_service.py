@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -13,7 +14,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from baton.core.errors import BatonError, InvalidRequest, InvariantError, NotFound, StartupError
+from baton.core.errors import InvalidRequest, InvariantError, NotFound, StartupError
 from baton.rpc import status
 from baton.rpc.streams import SERVER_OPTIONS
 from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2
@@ -21,6 +22,7 @@ from coordinator.chat import ChatMessage
 from coordinator.submission import Delta, Generator, Submission
 from coordinator.translate import Options, Translator
 
+log = logging.getLogger("baton.grpc")
 SERVICE = serving_pb2.DESCRIPTOR.services_by_name["Serving"].full_name
 SERVED = frozenset({"request_id", "model", "text", "token_ids", "messages", "max_tokens", "sampling", "stop"})
 SERVED_SAMPLING = frozenset({"temperature", "top_p", "top_k", "seed", "ignore_eos"})
@@ -59,7 +61,9 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
                     index += len(delta.token_ids)
                     if delta.finish_reason is not None:
                         yield _finished(delta)
-        except BatonError as e:
+        except Exception as e:  # what is not a BatonError has a row in the table too: our bug
+            if status.row(e).hide:
+                log.error("internal error: %s", type(e).__name__, exc_info=e)
             context.set_trailing_metadata(status.grpc_trailing_metadata(e))
             await context.abort(status.grpc_code(e), status.public_message(e))
 

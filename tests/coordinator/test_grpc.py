@@ -188,6 +188,7 @@ ERRORS = [
     (errors.DeadlineExceeded("late"), grpc.StatusCode.DEADLINE_EXCEEDED, None),
     (errors.KVCorrupt("bits"), grpc.StatusCode.DATA_LOSS, None),
     (errors.InvariantError("secret"), grpc.StatusCode.INTERNAL, None),
+    (RuntimeError("secret"), grpc.StatusCode.INTERNAL, None),
 ]
 
 
