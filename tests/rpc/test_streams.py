@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator
 
 import grpc.aio
@@ -79,6 +80,29 @@ async def test_a_peer_that_does_not_read_is_lost_after_the_limit() -> None:
         assert link.stream.ended is not None
         assert await link.stream.receive() is None
         await link.close()
+
+
+async def test_a_write_that_fails_after_its_sender_was_cancelled_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def deaf(stream: MessageStream, hello: LinkHello) -> None:
+        await stream.send(WELCOME)
+        await asyncio.sleep(10)
+
+    async with serving(deaf) as address:
+        link = await dial_link(address, HELLO, 2.0)
+        senders = [asyncio.create_task(link.stream.send(HandedTooMuch, timeout_s=0.3)) for _ in range(8)]
+        await asyncio.sleep(0.1)
+        for sender in senders:
+            sender.cancel()
+        await asyncio.wait(senders)
+        async with asyncio.timeout(2.0):
+            while link.stream.ended is None:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        gc.collect()
+        await link.close()
+    assert not [r for r in caplog.records if r.name == "asyncio"]
 
 
 HandedTooMuch = LinkHello("p" * (1 << 20), 1, "run", "m", make_layout(), 1, 1)
