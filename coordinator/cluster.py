@@ -110,11 +110,9 @@ class Cluster:
 
     def end(self, request_id: str, reason: str) -> None:
         """The front end is done with a request, well or not: both pools hear of it at once."""
-        live = self._live.pop(request_id, None)
-        if live is None:
-            return
-        self._settle(live, reason)
-        self.dispatch()
+        if (live := self._live.pop(request_id, None)) is not None:
+            self._settle(live, reason)
+            self.dispatch()
 
     def _settle(self, live: Live, reason: str) -> None:
         """Both pools hear of the end, and what the request held is free: now, however slowly its client reads."""
@@ -274,8 +272,9 @@ class Cluster:
         if live is None or live.over:
             return
         log.warning("KV of %s is parked: %s", parked.sequence, parked.reason)
-        live.parked_since = time.monotonic()
-        if live.journal.attempt == live.request.attempt:
+        if (error := live.park(parked.reason)) is not None:
+            self._fail(live, error)
+        elif live.journal.attempt == live.request.attempt:
             self._reassign(live)  # later times wait for the tick: whoever refused just now would refuse again
 
     def _reassign(self, live: Live) -> None:

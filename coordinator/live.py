@@ -13,6 +13,8 @@ from baton.core.request import FinishReason, GenerateRequest, SequenceId
 from coordinator.policy.journal import Appended, Journal
 from coordinator.submission import Timeline
 
+MAX_TIMES_PARKED = 30  # tries; from the second on they are a tick apart
+
 # What a worker's error code means to the client; any other is our bug.
 _WORKER_ERRORS: dict[str, type[BatonError]] = {
     "deadline_exceeded": DeadlineExceeded,
@@ -41,6 +43,7 @@ class Live:
     decode_worker: str = ""
     stage: str = "queue"
     parked_since: float = 0.0
+    times_parked: int = 0
     targets: tuple[Target, ...] = ()
     handed_over: bool = False
     settled: bool = False
@@ -67,6 +70,13 @@ class Live:
             self.first_token_at = time.monotonic()
         self.fresh.set()
         return verdict.finish
+
+    def park(self, reason: str) -> HandoffError | None:
+        """No decode worker took the KV; after too many tries, the error that ends the request."""
+        self.parked_since, self.times_parked = time.monotonic(), self.times_parked + 1
+        if self.times_parked <= MAX_TIMES_PARKED:
+            return None
+        return HandoffError(f"KV could not be handed over in {MAX_TIMES_PARKED} tries: {reason}", retry_after_s=1)
 
     def fail(self, error: BatonError) -> None:
         if not self.over:

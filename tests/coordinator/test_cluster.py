@@ -20,6 +20,7 @@ from baton.core.errors import (
 from baton.core.events import StepEvents
 from baton.core.handles import verify
 from baton.core.request import SequenceId
+from coordinator.live import MAX_TIMES_PARKED
 from tests.support.fake_runner import until
 from tests.support.fake_workers import Bench, FakeWorker, bench
 
@@ -409,6 +410,20 @@ async def test_a_refusing_decode_worker_is_not_asked_in_a_tight_loop() -> None:
             await p.told(Assign, attempt)
         assert time.monotonic() - began > 0.25  # one tick each
         await reader.leave()
+
+
+async def test_kv_that_nobody_ever_takes_ends_with_the_reason() -> None:
+    async with bench("p0", "d0") as b:
+        reader = b.submit()
+        p, _, s = await begun(b)
+        p.say(s, 0, 5)
+        live = b.cluster._live["r"]
+        live.times_parked = MAX_TIMES_PARKED - 1
+        p.park(s)
+        assign = await p.told(Assign)
+        p.park(s._replace(attempt=assign.attempt))
+        error = await reader.failed()
+        assert isinstance(error, HandoffError) and "30 tries" in error.message
 
 
 async def test_kv_is_not_assigned_while_its_worker_cannot_hear() -> None:
