@@ -1,0 +1,183 @@
+"""The loops around a worker's scheduler, on a tier that a test plays: deadlines, tombstones, bugs, the drain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from baton.core.commands import Abort, Assign, Command, Drain, Join
+from baton.core.config import WorkerConfig
+from baton.core.errors import InvariantError
+from baton.core.events import Load, StepEvents, TokenEvent
+from baton.core.request import SequenceId
+from baton.core.step import StepOutcome, StepPlan
+from baton.rpc.shell import WorkerShell
+from tests.support.builders import make_facts, make_request
+from tests.support.fake_runner import until
+
+R = SequenceId("r")
+
+
+class FakeTier:
+    """`here` are its sequences; each gets one token per step. A `bug` is raised by what is asked for next."""
+
+    def __init__(self) -> None:
+        self.here: set[SequenceId] = set()
+        self.commands: list[Command] = []
+        self.ended: list[tuple[SequenceId, str]] = []
+        self.bug: Exception | None = None
+        self.checks = self.plans = 0
+        self.closed = self.stepping = False
+
+    def join(self, run_id: str) -> Join:
+        return Join("w", "decode", 1, make_facts())
+
+    def load(self) -> Load:
+        return Load()
+
+    def begin_step(self, now: float) -> StepPlan | None:
+        if not (self.stepping and self.here):
+            return None
+        self.plans += 1
+        return StepPlan(self.plans, ())
+
+    def finish_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> StepEvents:
+        return StepEvents(plan.step_id, tuple(TokenEvent(s, plan.step_id - 1, (7,)) for s in sorted(self.here)))
+
+    def command(self, command: Command) -> None:
+        self.commands.append(command)
+
+    def end(self, sequence: SequenceId, reason: str) -> bool:
+        self.ended.append((sequence, reason))
+        known = sequence in self.here
+        self.here.discard(sequence)
+        return known
+
+    def sequence_ids(self) -> tuple[SequenceId, ...]:
+        return tuple(self.here)
+
+    def check(self) -> None:
+        self.checks += 1
+        if self.bug is not None:
+            raise self.bug
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Running:
+    def __init__(self) -> None:
+        self.tier = FakeTier()
+        config = WorkerConfig(worker_id="w", coordinator="127.0.0.1:1")  # nobody listens: it dials for ever
+        self.step_bug: Exception | None = None
+        self.shell = WorkerShell(config, self.tier, self._step)
+        self.said: list[StepEvents] = []
+        self.shell.session.post = self.said.append  # type: ignore[method-assign]
+        self.task = asyncio.create_task(self.shell.run())
+
+    def _step(self, plan: StepPlan) -> StepOutcome:
+        if self.step_bug is not None:
+            raise self.step_bug
+        return StepOutcome(plan.step_id, ())
+
+    async def outcome(self) -> BaseException | None:
+        """How `run` ended."""
+        await asyncio.wait({self.task}, timeout=3.0)
+        assert self.task.done(), "the worker goes on"
+        assert self.tier.closed
+        return self.task.exception()
+
+
+@pytest.fixture
+async def running() -> AsyncIterator[Running]:
+    made = Running()
+    yield made
+    made.task.cancel()
+    await asyncio.wait({made.task})
+
+
+async def test_a_deadline_ends_a_sequence_here_and_says_so(running: Running) -> None:
+    running.tier.here.add(R)
+    running.shell.follow(replace(make_request("r"), deadline_s=0.15))
+    await asyncio.sleep(0.05)
+    assert not running.tier.ended
+    await until(lambda: running.said, timeout_s=2)
+    assert running.tier.ended == [(R, "deadline")]
+    (ended,) = running.said[0].ended
+    assert (ended.sequence, ended.reason, ended.code) == (R, "error", "deadline_exceeded")
+
+
+async def test_a_deadline_of_a_sequence_that_has_left_says_nothing(running: Running) -> None:
+    running.shell.follow(replace(make_request("r"), deadline_s=0.05))
+    await until(lambda: running.tier.ended, timeout_s=2)
+    assert not running.said and not len(running.shell.deadlines)
+
+
+async def test_an_abort_of_a_known_sequence_ends_it_and_one_of_an_unknown_one_buries_it(running: Running) -> None:
+    running.tier.here.add(R)
+    running.shell.command(Abort(R, "client left", 5.0))
+    assert not running.shell.buried(R)
+    running.shell.command(Abort(R, "client left", 0.0))  # nothing can come any more, says the coordinator
+    assert not len(running.shell.tombstones)
+    running.shell.command(Abort(R, "client left", 5.0))
+    assert running.shell.buried(R)
+    running.shell.command(assign := Assign(R, (), 2))
+    assert running.tier.commands == [assign]
+
+
+async def test_steps_are_said_in_order_and_stop_when_there_is_nothing(running: Running) -> None:
+    running.tier.here.add(R)
+    running.tier.stepping = True
+    running.shell.wake()
+    await until(lambda: len(running.said) >= 3, timeout_s=2)
+    running.tier.here.clear()
+    await asyncio.sleep(0.05)
+    assert [e.step_id for e in running.said] == list(range(1, len(running.said) + 1)) and running.shell.steps >= 3
+
+
+@pytest.mark.parametrize("where", ["books", "step"])
+async def test_a_bug_ends_the_worker(running: Running, where: str) -> None:
+    """Its supervisor starts another; going on with wrong books would be worse."""
+    if where == "books":
+        running.tier.here.add(R)
+        await asyncio.sleep(0.15)
+        running.tier.bug = InvariantError("a block leaked")
+        running.tier.here.clear()
+    else:
+        running.step_bug = InvariantError("a block leaked")
+        running.tier.stepping = True
+        running.tier.here.add(R)
+        running.shell.wake()
+    error = await running.outcome()
+    assert isinstance(error, BaseExceptionGroup) and error.subgroup(InvariantError) is not None
+
+
+async def test_the_books_are_checked_once_each_time_it_falls_idle(running: Running) -> None:
+    await until(lambda: running.tier.checks == 1, timeout_s=2)
+    running.tier.here.add(R)
+    await asyncio.sleep(0.25)
+    assert running.tier.checks == 1
+    running.tier.here.clear()
+    await until(lambda: running.tier.checks == 2, timeout_s=2)
+    await asyncio.sleep(0.25)
+    assert running.tier.checks == 2
+
+
+async def test_a_drain_waits_for_what_runs_and_ends_well(running: Running) -> None:
+    running.tier.here.add(R)
+    running.shell.command(Drain(5.0))
+    await asyncio.sleep(0.15)
+    assert running.shell.draining and not running.task.done()
+    running.tier.here.clear()
+    assert await running.outcome() is None
+    assert not running.tier.ended
+
+
+async def test_a_drain_does_not_wait_for_ever(running: Running) -> None:
+    running.tier.here.add(R)
+    running.shell.command(Drain(0.1))
+    assert await running.outcome() is None
+    assert running.tier.ended == [(R, "the drain timeout has passed")]
