@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test test-long check format proto bench train clean
+.PHONY: help setup up test test-long check format proto clean
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -20,8 +20,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP) ## install into .venv, nothing more
 
-up: $(STAMP) ## start coordinator, one prefill and one decode worker with the built-in model (ARGS="--model DIR")
-	@exec $(BIN)/baton up $(ARGS)
+up: $(STAMP) ## start coordinator, one prefill and one decode worker on CPU with the built-in model (ARGS="--model DIR")
+	@exec $(BIN)/baton up --device cpu $(ARGS)
 
 test: $(STAMP) ## the whole suite, under 10 minutes on 2 cores (ARGS="-k name")
 	$(BIN)/python -m pytest -m "not long and not gpu" $(ARGS)

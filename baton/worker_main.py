@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import NoReturn, Protocol
 
 from baton.core.commands import Role, WorkerFacts
 from baton.core.config import WorkerConfig
-from baton.core.errors import BatonError, JoinRefused, StartupError
+from baton.core.errors import JoinRefused, StartupError
+from baton.model_source import resolve_model
 from baton.options import config_command, run_main
 from baton.process import die_with_parent
 
@@ -59,11 +59,16 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
             config = replace(config, worker_id=f"{role}-{socket.gethostname()}-{os.getpid()}")
         try:
             asyncio.run(_serve(config, load))
-        except* StartupError as group:
-            raise _first(group) from None
-        except* JoinRefused as group:
-            refusal = _first(group)
-            raise StartupError(f"{config.worker_id}: the coordinator refused this worker: {refusal.message}") from None
+        except Exception as e:
+            error = _root(e)
+            if isinstance(error, StartupError):
+                raise error from None
+            if isinstance(error, JoinRefused):
+                what = f"{config.worker_id}: the coordinator refused this worker: {error.message}"
+                raise StartupError(what) from None
+            log.critical("%s ends and has to be started again: %s", config.worker_id, error, exc_info=e)
+            logging.shutdown()
+            os._exit(1)  # a thread that hangs would keep an orderly exit from ending
         log.info("drained")
         logging.shutdown()
         os._exit(0)  # all is closed; the C++ threads of torch and grpc may abort a process that unwinds under them
@@ -71,12 +76,10 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
     run_main(command, argv, prog_name=role)
 
 
-def _first(group: BaseExceptionGroup[BatonError]) -> BatonError:
-    error: BaseException = group
+def _root(error: BaseException) -> BaseException:
+    """The first error inside groups of task groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    if not isinstance(error, BatonError):
-        raise error
     return error
 
 
@@ -89,7 +92,7 @@ async def _serve(config: WorkerConfig, load: Callable[[], MakeWorker]) -> None:
     make = load()
     from baton.engine.runner import EngineOptions, load_runner
 
-    model_dir = _model_dir(config.model)
+    model_dir = resolve_model(config.model)
     started = time.monotonic()
     threads = config.threads or len(os.sched_getaffinity(0))
     options = EngineOptions(
@@ -112,7 +115,7 @@ async def _serve(config: WorkerConfig, load: Callable[[], MakeWorker]) -> None:
         code_version=code_version(),
         exact=config.exact,
         vocab_size=runner.model_config.vocab_size,
-        max_model_len=runner.max_model_len,
+        max_model_len=config.max_model_len or runner.model_config.max_position_embeddings,
     )
     worker = make(config, runner, facts, (os.getpid(),))
     log.info(
@@ -126,10 +129,3 @@ async def _serve(config: WorkerConfig, load: Callable[[], MakeWorker]) -> None:
         time.monotonic() - started,
     )
     await worker.run()
-
-
-def _model_dir(model: str) -> Path:
-    path = Path(__file__).parent / "builtin" / "target" if model == "builtin" else Path(model)
-    if not (path / "config.json").is_file():
-        raise StartupError(f"model directory {path} has no config.json")
-    return path

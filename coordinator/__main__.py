@@ -13,6 +13,7 @@ from pathlib import Path
 
 from baton.core.config import CoordinatorConfig
 from baton.core.errors import StartupError
+from baton.model_source import resolve_model, served_name
 from baton.options import config_command, run_main
 from baton.process import die_with_parent
 from coordinator.cluster import Cluster
@@ -38,9 +39,11 @@ def main(config: CoordinatorConfig) -> int:
 
 
 async def _serve(config: CoordinatorConfig) -> None:
-    model_dir = _model_dir(config.model)
-    name = config.served_model_name or ("builtin" if config.model == "builtin" else model_dir.name)
+    model_dir = resolve_model(config.model)
+    name = config.served_model_name or served_name(config.model)
     text = TextModel.load(model_dir, max_model_len=config.max_model_len or None)
+    if text.ignored_defaults:
+        log.warning("generation_config asks for what is not served, so it is ignored: %s", text.ignored_defaults)
     digest = hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest()
     cluster = Cluster(config.lease_s, config.max_queued_requests, config.max_queued_tokens, digest)
     pipeline = Pipeline(cluster, text.vocabulary)
@@ -96,13 +99,6 @@ def _end_on_failure(task: asyncio.Task[None], stop: asyncio.Event) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.error("%s failed", task.get_name(), exc_info=task.exception())
         stop.set()
-
-
-def _model_dir(model: str) -> Path:
-    path = Path(__file__).parent.parent / "baton" / "builtin" / "target" if model == "builtin" else Path(model)
-    if not (path / "config.json").is_file():
-        raise StartupError(f"model directory {path} has no config.json")
-    return path
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 from typing import NoReturn
@@ -11,7 +12,7 @@ import click
 from baton.core.errors import StartupError
 from baton.options import config_command, run_main
 from launch.bench import bench_command
-from launch.up_config import UpConfig
+from launch.up_config import UpConfig, check_environment
 
 DEFAULT_URL = "http://127.0.0.1:8100"
 
@@ -29,6 +30,7 @@ def baton() -> None:
 def up_command(config: UpConfig) -> int:
     from launch.up import up
 
+    check_environment(os.environ)
     return up(config)
 
 

@@ -12,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from baton.core.errors import StartupError
+from baton.model_source import resolve_model, served_name
 from launch.console import Console
 from launch.local import LocalCluster
-from launch.model_source import resolve_model, served_name
 from launch.plan import Programs, make_plan, visible_gpus
 from launch.restart import Backoff
 from launch.up_config import UpConfig, check_supported

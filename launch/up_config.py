@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
-from baton.core.config import option
+from baton.core.config import CoordinatorConfig, WorkerConfig, option
 from baton.core.errors import StartupError
+from baton.event_log import VARIABLE as EVENT_LOG
+from baton.process import PARENT_VARIABLE as PARENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +38,30 @@ class UpConfig:
     max_running: int = option(64, "most sequences in one decode step", low=1, high=65536)
     drain_timeout_s: float = option(30.0, "longest running requests may take to finish at shutdown", low=0)
     start_timeout_s: float = option(900.0, "longest the cluster may take to become ready", low=1)
+    request_timeout_s: float = option(600.0, "longest a request may take in all", low=0.1)
+    lease_s: float = option(3.0, "silence after which a worker counts as lost", low=0.2)
+    max_queued_requests: int = option(1024, "requests that may wait before callers get 503", low=1)
+    max_queued_tokens: int = option(1 << 20, "prompt tokens that may wait before callers get 503", low=1)
+    max_body_mib: float = option(4.0, "largest request body", low=0.001)
+    edge_timeout_s: float = option(5.0, "longest one KV operation may take", low=0.1)
     run_dir: str = option("", "directory for logs; default a fresh one in the user's cache directory")
     log_level: str = option("info", "least severe message logged", choices=("debug", "info", "warning", "error"))
 
 
-COORDINATOR_FIELDS = ("host", "port", "grpc_port", "control_port", "max_model_len", "drain_timeout_s", "log_level")
+COORDINATOR_FIELDS = (
+    "host",
+    "port",
+    "grpc_port",
+    "control_port",
+    "max_model_len",
+    "drain_timeout_s",
+    "request_timeout_s",
+    "lease_s",
+    "max_queued_requests",
+    "max_queued_tokens",
+    "max_body_mib",
+    "log_level",
+)
 WORKER_FIELDS = (
     "device",
     "dtype",
@@ -48,8 +71,24 @@ WORKER_FIELDS = (
     "max_model_len",
     "step_tokens",
     "max_running",
+    "edge_timeout_s",
     "log_level",
 )
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Refuses a `BATON_*` variable that no process of the cluster reads.
+
+    Raises:
+        StartupError: names it and the nearest that is read.
+    """
+    known = {f.name for cls in (UpConfig, CoordinatorConfig, WorkerConfig) for f in fields(cls)}
+    read = {"BATON_" + name.upper() for name in known} | {EVENT_LOG, PARENT}
+    for name in environment:
+        if name.startswith("BATON_") and not name.startswith("BATON_TEST_") and name not in read:
+            close = difflib.get_close_matches(name, read, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise StartupError(f"nothing reads the environment variable {name}{hint}")
 
 
 def check_supported(config: UpConfig) -> None:

@@ -42,8 +42,8 @@ class OutgoingOwner(Protocol):
         """Nobody reads the sequence's blocks any more."""
         ...
 
-    def hand_over_failed(self, sequence: SequenceId, message: str) -> None:
-        """A bug of ours ended the hand-over; `hand_over_ended` follows."""
+    def hand_over_failed(self, sequence: SequenceId, error: BatonError) -> None:
+        """No other worker could do better (the KV is damaged here, or a bug of ours); `hand_over_ended` follows."""
         ...
 
 
@@ -190,9 +190,12 @@ class Outgoing:
                 await over.assigned.wait()  # ended by assign, abort, or the request's deadline
         except asyncio.CancelledError:
             log.info("hand-over of %s aborted: %s", origin, over.abort_reason)
+        except KVCorrupt as e:
+            log.error("hand-over of %s failed: %s", origin, e.message)
+            self._owner.hand_over_failed(origin, e)
         except Exception:
             log.exception("hand-over of %s failed", origin)
-            self._owner.hand_over_failed(origin, "internal error in a KV hand-over")
+            self._owner.hand_over_failed(origin, BatonError("internal error in a KV hand-over"))
         finally:
             if over.on_edge is not None and not over.on_edge.done():
                 await asyncio.wait({over.on_edge}, timeout=3 * self._edge_timeout_s)
@@ -207,6 +210,7 @@ class Outgoing:
             link: Link | None = None
             try:
                 link = await self._link(target)
+                offered = time.monotonic()
                 self._events.write("offer", sequence=over.request.sequence_id, to=target.worker_id)
                 num_tokens = over.request.num_prefill_tokens
                 offer = Offer(replace(over.request, deadline_s=over.left_s), target.handle, num_tokens)
@@ -217,7 +221,7 @@ class Outgoing:
                 accepted, over.bytes_sent = True, 0
                 started = time.monotonic()
                 await self._send_all(over, link, answer.prefix_tokens, num_tokens)
-                stamps = StageStamps(transfer_s=time.monotonic() - started)
+                stamps = StageStamps(reserve_s=started - offered, transfer_s=time.monotonic() - started)
                 event = HandedOver(over.request.sequence_id, target.worker_id, over.bytes_sent, stamps)
                 self._owner.handed_over(event, source=origin)
                 return True
@@ -230,6 +234,8 @@ class Outgoing:
                 reason = f"{target.worker_id}: {e.message}"
                 if link is not None:
                     await link.abort(over.request.sequence_id, reason, tombstone_s=over.left_s)
+                if isinstance(e, KVCorrupt):
+                    raise
                 if accepted:  # it may have begun to decode: only another attempt may go elsewhere
                     break
         log.warning("KV of %s is parked: %s", over.request.sequence_id, reason)

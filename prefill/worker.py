@@ -163,7 +163,7 @@ class PrefillWorker:
 
     def handed_over(self, event: HandedOver, source: SequenceId) -> None:
         stamps = self.scheduler.stamps(source)
-        event = replace(event, stamps=replace(stamps, transfer_s=event.stamps.transfer_s))
+        event = replace(event, stamps=replace(event.stamps, queue_s=stamps.queue_s, prefill_s=stamps.prefill_s))
         self.shell.session.post(StepEvents(handed_over=(event,), load=self.load()))
 
     def hand_over_ended(self, sequence: SequenceId) -> None:
@@ -171,6 +171,6 @@ class PrefillWorker:
         self.shell.deadlines.forget(sequence)
         self.shell.wake()
 
-    def hand_over_failed(self, sequence: SequenceId, message: str) -> None:
-        self.shell.say_ended(self.outgoing.current_id(sequence), "internal_error", message)
+    def hand_over_failed(self, sequence: SequenceId, error: BatonError) -> None:
+        self.shell.say_ended(self.outgoing.current_id(sequence), error.code, error.message)
         self.scheduler.abort(sequence)

@@ -68,6 +68,7 @@ class WorkerSession:
         self._clock = clock
         self._outgoing: asyncio.Queue[StepEvents | Drained] = asyncio.Queue()
         self._connected = False
+        self._leaving = False
         self._stream: MessageStream | None = None
         self._last_heard = clock()
         self._lease_s = 3.0
@@ -93,7 +94,8 @@ class WorkerSession:
                 started = self._clock()
                 try:
                     ended = await self._one_session()
-                    log.warning("session with %s ended, dialling again: %s", self._address, ended)
+                    if not self._leaving:
+                        log.warning("session with %s ended, dialling again: %s", self._address, ended)
                 except LinkLost as e:
                     log.log(logging.INFO if delay <= 0.1 else logging.DEBUG, "no coordinator yet: %s", e.message)
                 except BatonError as e:
@@ -109,6 +111,7 @@ class WorkerSession:
 
     async def drained(self, timeout_s: float) -> None:
         """Says that this worker has nothing left, and waits until that was written."""
+        self._leaving = True
         if self._connected:
             self._outgoing.put_nowait(Drained())
             deadline = self._clock() + timeout_s

@@ -16,6 +16,7 @@ from typing import Protocol
 from baton.core.commands import Abort, Command, Drain, Join, Welcome
 from baton.core.config import WorkerConfig
 from baton.core.deadlines import Deadlines
+from baton.core.errors import BatonError, InvariantError
 from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.request import GenerateRequest, SequenceId
 from baton.core.step import StepOutcome, StepPlan
@@ -24,6 +25,7 @@ from baton.rpc.session import WorkerSession
 
 log = logging.getLogger("baton.worker")
 HOUSEKEEPING_S = 0.1
+STEP_LIMIT_S = 300.0  # a step that takes longer hangs: the process ends and its supervisor starts another
 
 
 class Tier(Protocol):
@@ -132,7 +134,10 @@ class WorkerShell:
                 self._drain_timeout_s = timeout_s
                 self._drain.set()
             case _:
-                self._tier.command(command)
+                try:
+                    self._tier.command(command)
+                except BatonError as e:  # nonsense from the coordinator costs a line, not the worker
+                    log.error("%s refused: %s", type(command).__name__, e.message)
         self.wake()
 
     def sequence_ids(self) -> tuple[SequenceId, ...]:
@@ -157,9 +162,14 @@ class WorkerShell:
                 self._wake.clear()
                 await self._wake.wait()  # ended by a command, a hand-over, or housekeeping
                 continue
-            outcome = await loop.run_in_executor(compute, self._step, plan)
+            step = loop.run_in_executor(compute, self._step, plan)
+            await asyncio.wait({step}, timeout=STEP_LIMIT_S)
+            if not step.done():
+                raise InvariantError(
+                    f"step {plan.step_id} of {len(plan.rows)} rows has not ended in {STEP_LIMIT_S:g} s"
+                )
             self.steps += 1
-            events = self._tier.finish_step(plan, outcome, time.monotonic())
+            events = self._tier.finish_step(plan, step.result(), time.monotonic())
             for ended in events.ended:
                 self.deadlines.forget(ended.sequence)
             self.session.post(events)

@@ -78,7 +78,7 @@ def test_command_and_tiers_in_a_directory_with_a_decode_py(python: Path, tmp_pat
     assert Path(found).is_relative_to(python.parents[1])
     for tier in ("prefill", "decode", "coordinator"):
         assert "--model" in run([python, "-m", tier, "--help"], cwd=tmp_path, env=environment).stdout
-    code = "from launch.model_source import resolve_model; print(resolve_model('builtin'))"
+    code = "from baton.model_source import resolve_model; print(resolve_model('builtin'))"
     model = run([python, "-c", code], cwd=tmp_path, env=environment).stdout.strip()
     assert Path(model).is_relative_to(python.parents[1])
 

@@ -10,11 +10,11 @@ from click.testing import CliRunner
 
 from baton.core.config import CoordinatorConfig, WorkerConfig
 from baton.core.errors import StartupError
+from baton.model_source import builtin_directory, resolve_model, served_name
 from launch.cluster_api import get_workers
-from launch.model_source import builtin_directory, resolve_model, served_name
 from launch.plan import Addresses, Programs, make_plan, visible_gpus
 from launch.up import check_ports, open_run_dir
-from launch.up_config import COORDINATOR_FIELDS, WORKER_FIELDS, UpConfig, check_supported
+from launch.up_config import COORDINATOR_FIELDS, WORKER_FIELDS, UpConfig, check_environment, check_supported
 
 
 def plan(config: UpConfig, gpus: tuple[str, ...] = ()):
@@ -148,3 +148,9 @@ def test_precedence_and_print_config(tmp_path: Path) -> None:
 def test_an_address_that_is_none_is_one_line(url: str) -> None:
     with pytest.raises(OSError, match="is no address"):
         get_workers(url)
+
+
+def test_an_environment_variable_that_nothing_reads_is_refused_with_the_nearest() -> None:
+    check_environment({"BATON_PORT": "1", "BATON_LEASE_S": "2", "BATON_EVENT_LOG_DIR": "x", "HOME": "y"})
+    with pytest.raises(StartupError, match="BATON_PROT; did you mean BATON_PORT"):
+        check_environment({"BATON_PROT": "1"})

@@ -327,17 +327,15 @@ async def test_a_flipped_bit_is_sent_again_once(monkeypatch: pytest.MonkeyPatch)
         assert source.worker.load().chunks_resent == 1 == decode.worker.incoming.chunks_damaged
 
 
-async def test_a_bit_flipped_twice_parks_the_kv_and_frees_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bit_flipped_twice_ends_the_request_and_frees_both(monkeypatch: pytest.MonkeyPatch) -> None:
     damage(monkeypatch, 2)
     async with pair() as (source, [decode]):
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.compute()
-        await until(lambda: source.told.parked and decode.idle)
-        assert "damaged twice" in source.told.parked[0].reason
-        source.assign(R, 2, decode)
-        await until(lambda: source.told.handed_over)
-        decode.compute()
-        assert decode.told.output("r") == dict(enumerate(oracle(range(1000, 1020), 4)))
+        await until(lambda: source.told.ended and decode.idle and source.idle)
+        (ended,) = source.told.ended
+        assert (ended.reason, ended.code) == ("error", "kv_corrupt")
+        assert "damaged twice" in ended.message
 
 
 async def test_intact_kv_of_another_request_is_found_by_its_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
