@@ -7,6 +7,7 @@ within the lease. A newer incarnation replaces an older one at once; an older on
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,6 +19,8 @@ from baton.core.leases import LeaseTable
 
 WorkerState = Literal["joining", "ready", "draining", "lost"]
 KEEP_LOST_S = 300.0
+_WORKER_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")  # it becomes part of log lines and of names in stores
+_ADDRESS = re.compile(r"[A-Za-z0-9._:\[\]-]+:[0-9]{1,5}")
 
 
 @dataclass(slots=True)
@@ -62,8 +65,7 @@ class Registry:
         Raises:
             JoinRefused: it does not fit; the message names the field and both values.
         """
-        if join.facts.layout.block_size < 1:
-            raise _refused(join, f"block_size: {join.facts.layout.block_size} is no size")
+        _check_possible(join)
         reference = self._reference(join.worker_id)
         if self._config_digest and join.facts.config_digest != self._config_digest:
             raise _refused(join, f"config_digest: {self._config_digest} here and {join.facts.config_digest}")
@@ -155,6 +157,23 @@ class Registry:
             }
             for r in self.records()
         ]
+
+
+def _check_possible(join: Join) -> None:
+    """Raises JoinRefused for what no worker of ours says about itself."""
+    if _WORKER_ID.fullmatch(join.worker_id) is None:
+        shown = join.worker_id[:40].encode("ascii", "backslashreplace").decode()
+        name = f"worker_id: {shown!r} is not 1 to 128 of A-Z a-z 0-9 . _ -"
+        raise JoinRefused(f"{join.role} worker refused: {name}", param="worker_id")
+    for name, size, least in (
+        ("block_size", join.facts.layout.block_size, 1),
+        ("blocks_total", join.blocks_total, 1),
+        ("step_tokens", join.step_tokens, 0),
+    ):
+        if size < least:
+            raise _refused(join, f"{name}: {size} is no size")
+    if join.role == "decode" and _ADDRESS.fullmatch(join.link_address) is None:
+        raise _refused(join, f"link_address: {join.link_address[:100]!r} is not HOST:PORT")
 
 
 def _refused(join: Join, difference: str) -> JoinRefused:

@@ -14,7 +14,7 @@ from tests.support.builders import make_facts, make_layout
 
 
 def join(name: str = "d0", role: Role = "decode", incarnation: int = 1, **facts: object) -> Join:
-    return Join(name, role, incarnation, make_facts(**facts), pids=(11, 12), blocks_total=8)
+    return Join(name, role, incarnation, make_facts(**facts), link_address="127.0.0.1:1", pids=(11, 12), blocks_total=8)
 
 
 @pytest.fixture
@@ -71,6 +71,23 @@ def test_the_first_worker_must_fit_the_coordinators_own_model_and_have_blocks(re
         registry.join(join(config_digest="x"), 0.0)
     with pytest.raises(JoinRefused, match="block_size"):
         registry.join(join(layout=make_layout(0)), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("worker_id", name) for name in ("", "a b", "a/b", "a\n", "ä", "x" * 129, "../x", "a@1")),
+        *(("blocks_total", n) for n in (0, -5)),
+        ("step_tokens", -1),
+        *(("link_address", a) for a in ("", "%%%", "host", "host:", "host:x", "a b:1", "dns:///x:1")),
+    ],
+)
+def test_what_no_worker_says_of_itself_is_refused_by_name(registry: Registry, field: str, value: object) -> None:
+    with pytest.raises(JoinRefused) as caught:
+        registry.join(replace(join(), **{field: value}), 0.0)  # type: ignore[arg-type]
+    assert caught.value.param == field
+    assert caught.value.message.isascii() and len(caught.value.message) < 400
+    assert not list(registry.records())
 
 
 def test_tensor_parallel_may_differ(registry: Registry) -> None:
