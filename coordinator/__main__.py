@@ -20,7 +20,7 @@ from coordinator.cluster import Cluster
 from coordinator.control import serve_control
 from coordinator.grpc_service import PublicServer
 from coordinator.http import HttpSettings, create_app
-from coordinator.http_server import serve
+from coordinator.http_server import allow_connections, serve
 from coordinator.pipeline import Pipeline
 from coordinator.text import TextModel
 from coordinator.translate import Translator
@@ -54,6 +54,7 @@ async def _serve(config: CoordinatorConfig) -> None:
         text,
         HttpSettings(model_name=name, request_timeout_s=config.request_timeout_s, max_body_bytes=max_body_bytes),
     )
+    allow_connections()
     http = serve(app, config.host, config.port, grace_s=2.0)
     public = PublicServer(pipeline, Translator(text, deadline_s=config.request_timeout_s), name, max_body_bytes)
     control, control_port = await serve_control(cluster, config.control_host, config.control_port)

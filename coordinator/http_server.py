@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import socket
 from collections.abc import Generator
 from typing import Any, cast
@@ -31,6 +32,7 @@ MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 HEAD_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 30
 MAX_CONNECTIONS = 4_096
+RESERVED_FILES = 128  # what the process opens besides: gRPC, workers, logs
 BACKLOG = 1_024
 SEND_BUFFER_BYTES = 64 * 1024
 
@@ -53,7 +55,7 @@ class GuardedProtocol(HttpToolsProtocol):
         sock = transport.get_extra_info("socket")
         if sock is not None:  # left alone, the kernel would buffer megabytes for a client that reads nothing
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        if len(self.connections) > MAX_CONNECTIONS:
+        if len(self.connections) > connection_limit():
             self._refuse(_FULL)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -108,6 +110,26 @@ class GuardedProtocol(HttpToolsProtocol):
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(STATUS_LINE[http] + head.encode() + body)
         self.transport.close()
+
+
+def allow_connections() -> None:
+    """Raises this process's limit of open files, where it may, to what MAX_CONNECTIONS needs. At the limit every accept
+    fails, which asyncio logs thousands of times a second."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + RESERVED_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def connection_limit() -> int:
+    """How many connections leave files to open for everything else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(1, min(MAX_CONNECTIONS, soft - RESERVED_FILES))
 
 
 class HttpServer:

@@ -204,3 +204,29 @@ async def test_too_many_connections_are_turned_away(app: FastAPI, monkeypatch: p
         assert (status, json.loads(body)["error"]["code"]) == (503, "overloaded")
         for client in clients:
             await client.close()
+
+
+async def test_connections_leave_files_to_open(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the limit of open files every accept would fail and be logged, thousands of times a second."""
+    few = http_server.RESERVED_FILES + 2
+    monkeypatch.setattr(http_server.resource, "getrlimit", lambda which: (few, few))
+    async with running(app) as server:
+        clients = [await RawClient.connect(server) for _ in range(3)]
+        status, _, body = await clients[2].answer()
+        assert (status, json.loads(body)["error"]["code"]) == (503, "overloaded")
+        for client in clients:
+            await client.close()
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "expected"),
+    [(1024, 1 << 20, (4224, 1 << 20)), (1024, 2048, (2048, 2048)), (1024, -1, (4224, -1)), (8192, 8192, None)],
+)
+def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
+    soft: int, hard: int, expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(http_server.resource, "getrlimit", lambda which: (soft, hard))
+    monkeypatch.setattr(http_server.resource, "setrlimit", lambda which, limits: asked.append(limits))
+    http_server.allow_connections()
+    assert asked == ([expected] if expected else [])
