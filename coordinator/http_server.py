@@ -34,6 +34,7 @@ KEEP_ALIVE_S = 30
 MAX_CONNECTIONS = 4_096
 RESERVED_FILES = 128  # what the process opens besides: gRPC, workers, logs
 BACKLOG = 1_024
+ACCEPTS_PER_TURN = 16  # so that a burst is refused before it takes the files that are reserved
 SEND_BUFFER_BYTES = 64 * 1024
 
 _Refusal = tuple[int, str, str]
@@ -150,7 +151,7 @@ class HttpServer:
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                backlog=BACKLOG,
+                backlog=ACCEPTS_PER_TURN,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=max(1, round(grace_s)),
             )
@@ -221,7 +222,13 @@ class _Ending:
 
 
 class _Quiet(uvicorn.Server):
-    """Signals belong to the process, not to one of its servers."""
+    """Signals belong to the process, not to one of its servers. asyncio takes one number for the queue of the kernel
+    and for how many connections it accepts in one turn of the loop: here they differ."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for sock in sockets or ():
+            sock.listen(BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import resource
 import socket
 import statistics
 import time
@@ -230,3 +232,26 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
     monkeypatch.setattr(http_server.resource, "setrlimit", lambda which, limits: asked.append(limits))
     http_server.allow_connections()
     assert asked == ([expected] if expected else [])
+
+
+async def test_a_burst_of_connections_does_not_use_up_the_files(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with running(app) as server:
+        await RawClient.connect(server)
+        opened = len(os.listdir("/proc/self/fd"))
+        clients = [socket.socket() for _ in range(300)]
+        for client in clients:
+            client.setblocking(False)
+            client.connect_ex(server.address)
+        # The kernel has queued them all; 100 files are left, and 3 may be connections.
+        monkeypatch.setattr(http_server, "connection_limit", lambda: 3)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 400, before[1]))
+        try:
+            await asyncio.sleep(0.5)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            for client in clients:
+                client.close()
+    assert not [r for r in caplog.records if "out of system resource" in r.message]
