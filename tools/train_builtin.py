@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--tokens-per-step", type=int, default=0, help="0: the default of the stage")
     parser.add_argument("--tokens-per-pass", type=int, default=4096, help="tokens in one forward and backward pass")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--written-tokens", type=int, default=300_000, help="text by the target, to distil on")
+    parser.add_argument("--written-tokens", type=int, default=120_000, help="text by the target, to distil on")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile (no C++ compiler needed)")
     arguments = parser.parse_args()
@@ -60,7 +60,7 @@ def train_stage(arguments: argparse.Namespace) -> None:
     if arguments.stage == "target":
         model = Llama(TARGET)
         rates, lengths = (0.02, 0.004), TARGET_LENGTHS
-        steps = arguments.steps or 2200
+        steps = arguments.steps or 1340
         step_tokens = arguments.tokens_per_step or 8192
     else:
         model = Llama(DRAFT)
@@ -70,7 +70,7 @@ def train_stage(arguments: argparse.Namespace) -> None:
         print(f"{len(written)} documents of {len(written[0])} tokens by the target", flush=True)
         documents = documents + written
         rates, lengths = (0.02, 0.006), DRAFT_LENGTHS
-        steps = arguments.steps or 2500
+        steps = arguments.steps or 1570
         step_tokens = arguments.tokens_per_step or 4096
     print(f"{model.parameter_count()} parameters", flush=True)
     run = Run(steps, arguments.minutes, step_tokens, arguments.tokens_per_pass, *rates, lengths)
