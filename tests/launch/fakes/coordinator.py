@@ -57,8 +57,8 @@ def main() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", options.port[-1]), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    stops: list[int] = []  # not an Event: its `set` in a handler can meet its own lock, held by `wait`
+    signal.signal(signal.SIGTERM, lambda number, _: stops.append(number))
     address = f"127.0.0.1:{server.server_address[1]}"
     partial = options.ready_file.with_suffix(".tmp")
     partial.write_text(json.dumps({"http": address, "grpc": address, "control": address}))
@@ -72,7 +72,9 @@ def main() -> None:
         time.sleep(1.0)
         print("the fake coordinator crashes", flush=True)
         os._exit(1)
-    stop.wait(60)
+    give_up = time.monotonic() + 60
+    while not stops and time.monotonic() < give_up:
+        time.sleep(0.02)
     draining.set()
     if mode == "hang":
         time.sleep(60)
