@@ -9,7 +9,7 @@ from baton.core.commands import Command, Join, WorkerFacts
 from baton.core.config import WorkerConfig
 from baton.core.errors import JoinRefused, StaleHandle, Unavailable
 from baton.core.events import Load, StepEvents
-from baton.core.handles import verify
+from baton.core.handles import SpentHandles, verify
 from baton.core.handover import LinkHello, LinkWelcome, Offer
 from baton.core.request import SequenceId
 from baton.core.step import StepOutcome, StepPlan
@@ -45,6 +45,7 @@ class DecodeWorker:
         )
         self.shell = WorkerShell(config, self, runner.step)
         self.handles_refused = 0
+        self._spent = SpentHandles()
         self._server: grpc.aio.Server | None = None
         self._link_port = 0
 
@@ -149,6 +150,7 @@ class DecodeWorker:
                 destination=self.config.worker_id,
                 incarnation=self.incarnation,
             )
+            self._spent.spend(offer.handle, time.monotonic())
         except StaleHandle:
             self.handles_refused += 1
             raise

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from baton.core.commands import PROTOCOL_VERSION, Assign, Command, Join, Prefill, WorkerFacts
+from baton.core.commands import PROTOCOL_VERSION, Assign, Command, Join, Prefill, Target, WorkerFacts
 from baton.core.config import WorkerConfig
-from baton.core.errors import BatonError
+from baton.core.errors import BatonError, StaleHandle
 from baton.core.events import HandedOver, Load, Parked, StepEvents, TokenEvent
+from baton.core.handles import verify
 from baton.core.handover import LinkHello
 from baton.core.request import SequenceId
 from baton.core.step import StepOutcome, StepPlan
@@ -29,6 +30,7 @@ class PrefillWorker:
         self.facts = facts
         self.pids = pids
         self.incarnation = time.time_ns()
+        self.handles_refused = 0
         self.scheduler = PrefillScheduler(runner.layout, runner.num_blocks, config.step_tokens)
         self.events = EventLog(config.worker_id)
         self.outgoing = Outgoing(
@@ -77,6 +79,7 @@ class PrefillWorker:
             sequences=scheduler.num_sequences,
             leases=len(self.outgoing),
             chunks_resent=self.outgoing.chunks_resent,
+            handles_refused=self.handles_refused,
         )
 
     def begin_step(self, now: float) -> StepPlan | None:
@@ -110,7 +113,9 @@ class PrefillWorker:
             case Prefill():
                 self._start(command)
             case Assign(sequence, targets, attempt):
-                if not self.outgoing.assign(sequence, targets, attempt):
+                if not self._may_hand_over(sequence._replace(attempt=attempt), targets):
+                    self.end(sequence, "its new targets have no valid handles")
+                elif not self.outgoing.assign(sequence, targets, attempt):
                     lost = sequence._replace(attempt=attempt)
                     self.shell.say_ended(lost, "handoff_failed", "the parked KV is no longer here")
 
@@ -135,6 +140,8 @@ class PrefillWorker:
         if self.shell.draining:
             self.shell.say_ended(request.sequence_id, "draining", "this prefill worker is draining")
             return
+        if not self._may_hand_over(request.sequence_id, command.targets):
+            return
         try:
             hand_over = bool(command.targets)
             self.scheduler.submit(request, time.monotonic(), hand_over=hand_over)
@@ -144,6 +151,25 @@ class PrefillWorker:
         self.shell.follow(request)
         if hand_over:
             self.outgoing.expect(request, command.targets)
+
+    def _may_hand_over(self, sequence: SequenceId, targets: tuple[Target, ...]) -> bool:
+        """Checks the handles of the targets; a bad one ends the sequence here and is counted."""
+        try:
+            for target in targets:
+                verify(
+                    self.shell.handle_key,
+                    target.handle,
+                    sequence=sequence,
+                    source=self.config.worker_id,
+                    source_incarnation=self.incarnation,
+                    destination=target.worker_id,
+                    incarnation=target.incarnation,
+                )
+        except StaleHandle as e:
+            self.handles_refused += 1
+            self.shell.say_ended(sequence, e.code, e.message)
+            return False
+        return True
 
     def _hello(self) -> LinkHello:
         return LinkHello(

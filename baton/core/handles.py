@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from baton.core.errors import StaleHandle
 from baton.core.request import SequenceId
 
+SWEEP_EVERY_S = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class Handle:
@@ -84,3 +86,28 @@ def verify(
     ):
         if said != true:
             raise StaleHandle(f"the handle of {sequence} names another {name}: {said}, not {true}", param=name)
+
+
+class SpentHandles:
+    """Handles give their right once. Complete state: `_until`, signature -> when the handle is no longer valid, on the
+    caller's monotonic clock; from then on its sequence's deadline has passed too."""
+
+    def __init__(self) -> None:
+        self._until: dict[bytes, float] = {}
+        self._sweep_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def spend(self, handle: Handle, now: float) -> None:
+        """Takes note of a verified handle.
+
+        Raises:
+            StaleHandle: it was used before.
+        """
+        if now >= self._sweep_at:
+            self._until = {s: until for s, until in self._until.items() if until > now}
+            self._sweep_at = now + SWEEP_EVERY_S
+        if self._until.get(handle.signature, 0.0) > now:
+            raise StaleHandle(f"the handle of {handle.sequence} was used before", param="nonce")
+        self._until[handle.signature] = now + handle.valid_ms / 1000

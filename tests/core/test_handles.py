@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import StaleHandle
-from baton.core.handles import Handle, sign, verify
+from baton.core.handles import Handle, SpentHandles, sign, verify
 from baton.core.request import SequenceId
 from tests.support.builders import make_handle
 
@@ -97,3 +97,12 @@ def test_bytes_do_not_slide_between_neighbouring_fields() -> None:
 
 def test_every_field_is_signed() -> None:
     assert {f.name for f in fields(Handle)} == set(values)
+
+
+def test_spent_handles_are_refused_until_they_are_no_longer_valid() -> None:
+    spent, handle = SpentHandles(), make_handle(valid_ms=2000, signature=b"s")
+    spent.spend(handle, 10.0)
+    with pytest.raises(StaleHandle, match="used before"):
+        spent.spend(handle, 11.9)
+    spent.spend(make_handle(valid_ms=2000, signature=b"t"), 25.0)
+    assert len(spent) == 1

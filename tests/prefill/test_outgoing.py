@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from baton.core.commands import Abort
+from baton.core.errors import StaleHandle
 from baton.core.handover import AbortTransfer, Accept, Ack, Offer
 from baton.core.request import SequenceId
 from prefill.link import Link
@@ -370,13 +372,23 @@ async def test_a_forged_handle_is_refused_and_counted() -> None:
         ]
         for number, handle in enumerate(forged, 1):
             source.submit(make_request("r", 6, max_tokens=4), decode, handle=handle)
-            source.compute()
-            await until(lambda n=number: len(source.told.parked) == n)
-            assert "handle of r/0#1" in source.told.parked[-1].reason
-            source.abort(R)
-            await until(lambda: source.idle)
-        assert decode.worker.load().handles_refused == len(forged)
+            assert [e.code for e in source.told.ended] == ["stale_handle"] * number
+            assert "handle of r/0#1" in source.told.ended[-1].message and source.idle
+            offer = Offer(make_request("r", 6, max_tokens=4), handle, 6)
+            with pytest.raises(StaleHandle):  # were it offered all the same
+                decode.worker.reserve(offer, source.worker._hello())
+        assert source.worker.load().handles_refused == decode.worker.load().handles_refused == len(forged)
         assert decode.worker.scheduler.num_sequences == 0
+
+
+async def test_a_handle_gives_its_right_once() -> None:
+    async with pair() as (source, [decode]):
+        offer = Offer(make_request("r", 6, max_tokens=4), decode.handle(R, source.worker), 6)
+        decode.worker.reserve(offer, source.worker._hello())
+        decode.worker.shell.command(Abort(R, "the client left", 0.0))
+        with pytest.raises(StaleHandle, match="used before"):
+            decode.worker.reserve(offer, source.worker._hello())
+        assert decode.worker.load().handles_refused == 1 and decode.idle
 
 
 @pytest.mark.parametrize(("method", "when"), [("offer", "after"), ("announce", "before"), ("announce", "after")])
