@@ -45,6 +45,7 @@ async def _serve(config: CoordinatorConfig) -> None:
     if text.ignored_defaults:
         log.warning("generation_config asks for what is not served, so it is ignored: %s", text.ignored_defaults)
     digest = hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest()
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # one line per malformed request is for its sender
     cluster = Cluster(config.lease_s, config.max_queued_requests, config.max_queued_tokens, digest)
     pipeline = Pipeline(cluster, text.vocabulary)
     max_body_bytes = round(config.max_body_mib * (1 << 20))
