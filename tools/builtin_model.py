@@ -228,7 +228,14 @@ def export(model: Llama, folder: Path) -> None:
     """Writes config, generation config and bf16 weights; the tied head is not stored twice."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", config_of(model.shape))
-    generation = {"bos_token_id": BOS_ID, "eos_token_id": END_ID, "pad_token_id": PAD_ID}
+    generation = {
+        "bos_token_id": BOS_ID,
+        "eos_token_id": END_ID,
+        "pad_token_id": PAD_ID,
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_p": 0.95,
+    }
     write_json(folder / "generation_config.json", generation)
     tensors = {f"model.{name}": p.detach().to(torch.bfloat16).contiguous() for name, p in model.named_parameters()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
