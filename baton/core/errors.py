@@ -17,6 +17,7 @@ BatonError
   Cancelled               the client left                        (499, CANCELLED)
   JoinRefused             a worker does not fit the cluster      (-, FAILED_PRECONDITION)
   StartupError            one plain line, exit code not 0        (-, -)
+  RankLost                a rank of this worker is gone          (-, -)
   InvariantError          our bug: the books do not balance      (500, INTERNAL)
 """
 
@@ -100,6 +101,10 @@ class JoinRefused(BatonError):
 
 class StartupError(BatonError):
     code = "startup_error"
+
+
+class RankLost(BatonError):
+    code = "rank_lost"
 
 
 class InvariantError(BatonError):

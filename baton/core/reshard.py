@@ -11,9 +11,10 @@ carries the same token range, and the wire is token-major, so block sizes need n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.core.errors import StartupError
+from baton.core.kv_layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,12 @@ def local_heads(num_heads: int, tp: int, rank: int) -> range:
         head = rank // (tp // num_heads)
         return range(head, head + 1)
     raise StartupError(f"{num_heads} KV heads cannot be divided over {tp} tensor-parallel ranks")
+
+
+def local_layout(layout: KVLayout, tp: int, rank: int) -> KVLayout:
+    """What `rank` of `tp` keeps of a whole model's `layout`: the same layers and blocks with its own heads."""
+    layers = (replace(layer, num_kv_heads=len(local_heads(layer.num_kv_heads, tp, rank))) for layer in layout.layers)
+    return KVLayout(layout.block_size, tuple(layers))
 
 
 def reshard(heads_per_layer: Sequence[int], prefill_tp: int, decode_tp: int) -> tuple[EdgePlan, ...]:

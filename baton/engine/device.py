@@ -16,15 +16,18 @@ _CPU_KV_SHARE = 0.125
 _CUDA_KV_SHARE = 0.85
 
 
-def choose_device(wanted: str, exact: bool) -> torch.device:
-    """ "auto" is CUDA if there is one, except in exact mode. Raises StartupError for CUDA without a GPU."""
+def choose_device(wanted: str, exact: bool, local_rank: int = 0) -> torch.device:
+    """ "auto" is CUDA if there is one, except in exact mode; the ranks of a machine take its GPUs in turn. Raises
+    StartupError for CUDA without a GPU."""
     if wanted not in ("auto", "cpu", "cuda"):
         raise StartupError(f"device must be auto, cpu or cuda, not {wanted!r:.60}")
     if wanted == "cuda" and not torch.cuda.is_available():
         raise StartupError("device cuda: torch finds no CUDA device")
     if exact and wanted == "cuda":
         raise StartupError("exact mode runs on CPU only")
-    return torch.device("cuda" if wanted != "cpu" and not exact and torch.cuda.is_available() else "cpu")
+    if wanted == "cpu" or exact or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def choose_dtype(wanted: str, device: torch.device, exact: bool) -> ComputeDType:
@@ -45,10 +48,12 @@ def cpu_multiplies_bfloat16() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
-def default_kv_bytes(device: torch.device) -> int:
-    """CPU: an eighth of the machine's memory, 4 GiB at most (pages are taken from the system only as blocks are used).
-    CUDA: 85 % of what is free once the weights are there."""
+def default_kv_bytes(device: torch.device, local_size: int = 1) -> int:
+    """For one of a worker's `local_size` ranks on this machine. CPU: its part of an eighth of the machine's memory, or
+    of 4 GiB if that is less (pages are taken from the system only as blocks are used). CUDA: 85 % of what is free once
+    the weights are there, divided among the ranks on the same GPU."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * _CUDA_KV_SHARE)
+        sharers = -(-local_size // torch.cuda.device_count())
+        return int(torch.cuda.mem_get_info(device)[0] * _CUDA_KV_SHARE) // sharers
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(_CPU_KV_BYTES, int(physical * _CPU_KV_SHARE))
+    return min(_CPU_KV_BYTES, int(physical * _CPU_KV_SHARE)) // local_size

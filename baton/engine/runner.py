@@ -1,7 +1,8 @@
 """One rank's engine: `load_runner` brings a checkpoint up, `Runner.step` computes a plan of rows.
 
 A runner belongs to one compute thread. It holds no sequence state: everything a step needs is in its plan, and what it
-leaves behind is KV in the blocks that the plan names.
+leaves behind is KV in the blocks that the plan names. Under tensor parallelism every rank has a runner and computes the
+same plans; only the leader's gets logits and samples.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,9 @@ from torch import Tensor
 from baton.core.errors import InvariantError, StartupError
 from baton.core.kv_layout import KVLayout
 from baton.core.model_config import ModelConfig
+from baton.core.ranks import Ranks
 from baton.core.request import SamplingParams, SequenceId
+from baton.core.reshard import local_layout
 from baton.core.step import Row, StepOutcome, StepPlan
 from baton.engine.attention import Attention, FastAttention
 from baton.engine.attention_exact import KEY_STEP, ExactAttention
@@ -27,10 +31,10 @@ from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
 from baton.engine.device import choose_device, choose_dtype, default_kv_bytes
 from baton.engine.kv_pool import KVPool, plan_blocks
 from baton.engine.layers import EXACT, FAST, Rotary
-from baton.engine.model import Model
+from baton.engine.model import Model, shard_config
+from baton.engine.parallel import TPGroup, connect
 from baton.engine.sampler import sample
 from baton.engine.selftest import prove_row_invariance
-from baton.engine.tp import TPGroup
 from baton.engine.weights import WeightReader
 
 OnStage = Callable[[str, float], None]
@@ -43,7 +47,8 @@ class EngineOptions:
     """How to bring up a model. None means: decide from the machine and the checkpoint.
 
     `exact` makes the bits of a row's logits independent of its batch (CPU, float32, slower). `threads` is the number
-    of compute threads of this process. `max_num_tokens` bounds the tokens of one step.
+    of compute threads of this process. `kv_memory_bytes` is the worker's, all ranks together. `max_num_tokens` bounds
+    the tokens of one step. `host` is this machine's address for the worker's other ranks.
     """
 
     model_dir: Path
@@ -55,11 +60,25 @@ class EngineOptions:
     kv_memory_bytes: int | None = None
     max_model_len: int | None = None
     max_num_tokens: int = 8192
+    host: str = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Bytes of one rank beside those of the whole model. `replicated` lists, by tensor or "kv heads", what this rank
+    holds beyond an even share: without it, parameters and KV are at most whole / size each."""
+
+    parameter_bytes: int
+    whole_parameter_bytes: int
+    kv_bytes: int
+    whole_kv_bytes: int
+    replicated: dict[str, int]
 
 
 class Runner:
-    """A loaded model with its KV pool. Facts that others read: `model_config`, `layout`, `num_blocks`,
-    `max_model_len` (positions per sequence), `dtype_name`, `digest` (of the checkpoint), `kv`."""
+    """A loaded model with its KV pool. Facts that others read: `model_config`, `layout` (the whole model's),
+    `local_layout` (this rank's part of it, which `kv` has), `num_blocks`, `max_model_len` (positions per sequence),
+    `dtype_name`, `digest` (of the checkpoint), `kv`, `group`, `memory`."""
 
     def __init__(
         self,
@@ -72,15 +91,21 @@ class Runner:
         max_model_len: int,
         digest: str,
         device: torch.device,
+        group: TPGroup,
+        memory: MemoryReport,
     ) -> None:
         self.model_config = model_config
-        self.layout: KVLayout = kv.layout
+        self.local_layout: KVLayout = kv.layout
+        self.layout = model_config.kv_layout(kv.layout.block_size, kv.layout.layers[0].dtype)
         self.num_blocks = kv.num_blocks
         self.max_model_len = max_model_len
         self.dtype_name: str = kv.layout.layers[0].dtype
         self.digest = digest
         self.exact = options.exact
         self.kv = kv
+        self.group = group
+        self.memory = memory
+        self._announce: Callable[[StepPlan], None] | None = None
         self._model = model
         self._attention = attention
         self._limits = Limits(kv.layout.block_size, kv.num_blocks, model_config.vocab_size, max_model_len)
@@ -89,18 +114,27 @@ class Runner:
         self._min_tokens = 2 if options.exact else 1
         self._device = device
 
+    def lead(self, announce: Callable[[StepPlan], None]) -> None:
+        """From now on every plan goes to `announce`, which tells the followers, before it is computed here."""
+        self._announce = announce
+
     def step(self, plan: StepPlan) -> StepOutcome:
-        """Computes the plan's rows and samples from them. Raises InvariantError for a plan that does not fit."""
+        """Computes the plan's rows and samples from them; a follower samples nothing. Raises InvariantError for a plan
+        that does not fit, RankLost when another rank is gone."""
         started = time.perf_counter()
         batch = self._batch(plan)
-        tokens = iter(sample(self._forward(batch), batch.draws))
-        sampled = tuple(tuple(next(tokens) for _ in range(row.num_sampled)) for row in plan.rows)
+        logits = self._forward(batch, plan)
+        sampled: tuple[tuple[int, ...], ...] = ()
+        if self.group.leads:
+            tokens = iter(sample(logits, batch.draws))
+            sampled = tuple(tuple(next(tokens) for _ in range(row.num_sampled)) for row in plan.rows)
         return StepOutcome(plan.step_id, sampled, time.perf_counter() - started)
 
     def step_logits(self, plan: StepPlan) -> list[Tensor]:
-        """Computes the plan's rows and returns, per row, the logits [num_sampled, vocab] instead of sampling."""
-        logits = self._forward(self._batch(plan)).cpu()
-        return list(torch.split(logits, [row.num_sampled for row in plan.rows]))
+        """Computes the plan's rows and returns, per row, the logits [num_sampled, vocab] instead of sampling; a
+        follower has none."""
+        logits = self._forward(self._batch(plan), plan).cpu()
+        return list(torch.split(logits, [row.num_sampled if self.group.leads else 0 for row in plan.rows]))
 
     def _batch(self, plan: StepPlan) -> Batch:
         if plan.num_tokens > self._max_num_tokens:
@@ -108,51 +142,87 @@ class Runner:
         return make_batch(plan, self._limits, self._device, self._min_tokens)
 
     @torch.no_grad()
-    def _forward(self, batch: Batch) -> Tensor:
+    def _forward(self, batch: Batch, plan: StepPlan) -> Tensor:
+        if self._announce is not None:
+            self._announce(plan)
         if not batch.spans:
             return torch.empty((0, self.model_config.vocab_size))
         return self._model.forward(batch, self.kv, self._attention)
 
 
-def load_runner(options: EngineOptions, on_stage: OnStage | None = None) -> Runner:
-    """Loads a checkpoint onto this machine; `on_stage` hears of each finished stage and its seconds.
+def load_runner(
+    options: EngineOptions, on_stage: OnStage | None = None, *, ranks: Ranks | None = None, store: Any = None
+) -> Runner:
+    """Loads a checkpoint onto this machine; `on_stage` hears of each finished stage and its seconds. Several `ranks`
+    load their shares at the same time and meet in `store`.
 
-    Raises StartupError, one plain line, for everything that is wrong with the directory or does not fit the machine.
+    Raises StartupError, one plain line, for everything that is wrong with the directory or does not fit the machine,
+    RankLost when another rank gives up.
     """
     torch.set_num_threads(options.threads)
-    device = choose_device(options.device, options.exact)
+    ranks = ranks or Ranks()
+    device = choose_device(options.device, options.exact, ranks.local_rank)
     dtype = choose_dtype(options.dtype, device, options.exact)
     if options.exact and KEY_STEP % options.block_size:
         raise StartupError(f"exact mode: block-size must divide {KEY_STEP}, not {options.block_size}")
     torch_dtype: torch.dtype = getattr(torch, dtype)
     with _stage("check", on_stage), torch.no_grad():
         config = read_model_config(options.model_dir)
-        weights = WeightReader(Checkpoint.open(options.model_dir), config, TPGroup(), torch_dtype, device)
+        share = TPGroup(ranks.rank, ranks.size)  # says who has what; connected further down
+        weights = WeightReader(Checkpoint.open(options.model_dir), config, share, torch_dtype, device)
         longest = _longest(config, options)
         digest = model_digest(options.model_dir)
+    with _stage("connect", on_stage if ranks.size > 1 else None):
+        group = connect(store, ranks, device, options.host)
+        group.agree(digest, "checkpoint digest")
     with _stage("load", on_stage), torch.no_grad():
         rotary = Rotary(config, longest, torch_dtype, device)
-        model = Model(config, weights, TPGroup(), rotary, EXACT if options.exact else FAST)
+        model = Model(config, weights, group, rotary, EXACT if options.exact else FAST)
     with _stage("kv", on_stage), torch.no_grad():
         layout = config.kv_layout(options.block_size, dtype)
-        budget = options.kv_memory_bytes
-        if budget is None:
-            enough = layout.blocks_for(longest) * layout.bytes_per_block * _DEFAULT_SEQUENCES
-            budget = min(default_kv_bytes(device), enough)
-        kv = KVPool(layout, plan_blocks(layout, budget, options.max_model_len), device)
+        mine = local_layout(layout, ranks.size, ranks.rank)
+        if options.kv_memory_bytes is None:
+            enough = mine.blocks_for(longest) * mine.bytes_per_block * _DEFAULT_SEQUENCES
+            budget = min(default_kv_bytes(device, ranks.local_size), enough)
+        else:
+            budget = options.kv_memory_bytes // ranks.size
+        num_blocks = group.minimum(plan_blocks(mine, budget, options.max_model_len), "KV blocks")
+        kv = KVPool(mine, num_blocks, device)
+    local = shard_config(config, group)
     attention: Attention
     if options.exact:
-        attention = ExactAttention(config, options.block_size, kv.zero_block, device)
+        attention = ExactAttention(local, options.block_size, kv.zero_block, device)
     else:
-        attention = FastAttention(config, options.block_size, kv.zero_block, torch_dtype, device)
-    max_model_len = min(longest, kv.num_blocks * options.block_size)
-    runner = Runner(model, config, kv, attention, options, max_model_len=max_model_len, digest=digest, device=device)
+        attention = FastAttention(local, options.block_size, kv.zero_block, torch_dtype, device)
+    runner = Runner(
+        model,
+        config,
+        kv,
+        attention,
+        options,
+        max_model_len=min(longest, kv.num_blocks * options.block_size),
+        digest=digest,
+        device=device,
+        group=group,
+        memory=_memory_report(weights, kv, layout, ranks.size),
+    )
     with _stage("warm-up", on_stage):
         _warm_up(runner)
     if options.exact:
         with _stage("self-test", on_stage):
-            prove_row_invariance(runner.step_logits, kv, config.vocab_size, max_model_len, options.max_num_tokens)
+            limits = (config.vocab_size, runner.max_model_len, options.max_num_tokens)
+            prove_row_invariance(runner.step_logits, kv, *limits)
+    group.barrier("end of loading")
     return runner
+
+
+def _memory_report(weights: WeightReader, kv: KVPool, layout: KVLayout, size: int) -> MemoryReport:
+    blocks = kv.num_blocks + 1
+    mine, whole = kv.layout.bytes_per_block * blocks, layout.bytes_per_block * blocks
+    replicated = dict(weights.replicated)
+    if mine > whole // size:
+        replicated["kv heads"] = mine - whole // size
+    return MemoryReport(weights.bytes_read, weights.whole_bytes, mine, whole, replicated)
 
 
 def _longest(config: ModelConfig, options: EngineOptions) -> int:

@@ -1,16 +1,23 @@
-"""The tensors of a model under their Hugging Face names, and one rank's share of them, layer by layer."""
+"""The tensors of a model under their Hugging Face names, and one rank's share of them, layer by layer.
+
+Split by rows (what a layer puts out): q, k, v, gate, up, and by vocabulary the embedding and the head. Split by columns
+(what it takes in), with a sum over ranks behind: o and down. A rank reads its slices and nothing else; what it has in
+common with other ranks is listed by name in `WeightReader.replicated`.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from baton.core.errors import StartupError
 from baton.core.model_config import ModelConfig
 from baton.engine.checkpoint import Checkpoint
-from baton.engine.tp import TPGroup
+from baton.engine.parallel import TPGroup
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -70,7 +77,11 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 class WeightReader:
-    """Reads one rank's share of a verified checkpoint in the dtype and on the device it is computed in."""
+    """Reads one rank's share of a verified checkpoint in the dtype and on the device it is computed in.
+
+    `bytes_read` is what it has given out so far; `replicated` how much of that is beyond an even share, by tensor.
+    Raises StartupError for sizes that cannot be divided over the ranks, with the numbers.
+    """
 
     def __init__(
         self, checkpoint: Checkpoint, config: ModelConfig, group: TPGroup, dtype: torch.dtype, device: torch.device
@@ -84,39 +95,53 @@ class WeightReader:
         self._group = group
         self._dtype = dtype
         self._device = device
+        self._heads = self._features(group.part(config.num_heads, "num_attention_heads"))
+        self._kv_heads = self._features(group.kv_part(config.num_kv_heads))
+        self._inner = group.part(config.intermediate_size, "intermediate_size")
+        self._ids, self._rows = group.vocabulary_part(config.vocab_size)
+        self.bytes_read = 0
+        self.replicated: dict[str, int] = {}
         if HEAD in checkpoint.tensors and config.tie_word_embeddings:
             self._check_tied()
 
+    @property
+    def whole_bytes(self) -> int:
+        """What a single rank would be given."""
+        sizes = {name: math.prod(shape) for name, shape in expected_tensors(self._config).items()}
+        tied = sizes[EMBEDDING] if self._config.tie_word_embeddings else 0
+        return (sum(sizes.values()) + tied) * self._dtype.itemsize
+
     def embedding(self) -> Tensor:
-        """[vocab, hidden], whole on every rank."""
-        return self._read(EMBEDDING)
+        """[rows, hidden]: the embeddings of this rank's token ids, then zeros up to the common number of rows."""
+        return self._vocabulary(EMBEDDING)
 
     def head(self) -> Tensor:
-        """[vocab, hidden]; a checkpoint with tied embeddings has the embedding itself here."""
-        return self._read(EMBEDDING if self._config.tie_word_embeddings else HEAD)
+        """[rows, hidden], likewise; a checkpoint with tied embeddings has the embedding itself here."""
+        return self._vocabulary(EMBEDDING if self._config.tie_word_embeddings else HEAD)
 
     def final_norm(self) -> Tensor:
         return self._read(NORM)
 
     def layer(self, index: int) -> LayerWeights:
-        config, name = self._config, f"model.layers.{index}"
-        heads, kv_heads = self._heads(config.num_heads), self._heads(config.num_kv_heads)
-        inner = self._group.part(config.intermediate_size)
+        config, name, inner = self._config, f"model.layers.{index}", self._inner
         attention, mlp = f"{name}.self_attn", f"{name}.mlp"
         return LayerWeights(
             attention_norm=self._read(f"{name}.input_layernorm.weight"),
-            qkv=self._stacked([(f"{attention}.{p}_proj", heads if p == "q" else kv_heads) for p in "qkv"]),
+            qkv=self._stacked([(f"{attention}.{p}_proj", self._heads if p == "q" else self._kv_heads) for p in "qkv"]),
             q_norm=self._read(f"{attention}.q_norm.weight") if config.qk_norm else None,
             k_norm=self._read(f"{attention}.k_norm.weight") if config.qk_norm else None,
-            attention_out=self._row_parallel(f"{attention}.o_proj", heads),
+            attention_out=self._row_parallel(f"{attention}.o_proj", self._heads),
             mlp_norm=self._read(f"{name}.post_attention_layernorm.weight"),
             gate_up=self._stacked([(f"{mlp}.gate_proj", inner), (f"{mlp}.up_proj", inner)]),
             down=self._row_parallel(f"{mlp}.down_proj", inner),
         )
 
-    def _heads(self, total: int) -> slice:
-        part, size = self._group.part(total), self._config.head_dim
-        return slice(part.start * size, part.stop * size)
+    def _features(self, heads: slice) -> slice:
+        return slice(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)
+
+    def _vocabulary(self, name: str) -> Tensor:
+        shard = self._load(name, self._ids)
+        return self._counted(name, F.pad(shard, (0, 0, 0, self._rows - shard.shape[0])))
 
     def _stacked(self, parts: list[tuple[str, slice]]) -> Projection:
         """Column-parallel layers that read the same input, their output rows under each other."""
@@ -132,9 +157,21 @@ class WeightReader:
         return Projection(weight, self._read(f"{name}.bias") if has_bias else None)
 
     def _read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
+        return self._counted(name, self._load(name, rows, columns))
+
+    def _load(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
         return self._checkpoint.read(name, rows, columns).to(dtype=self._dtype, device=self._device)
 
+    def _counted(self, name: str, tensor: Tensor) -> Tensor:
+        size = tensor.numel() * tensor.element_size()
+        whole = math.prod(self._checkpoint.tensors[name].shape) * tensor.element_size()
+        surplus = size - whole // self._group.size
+        if surplus > 0:
+            self.replicated[name] = self.replicated.get(name, 0) + surplus
+        self.bytes_read += size
+        return tensor
+
     def _check_tied(self) -> None:
-        if not torch.equal(self._checkpoint.read(HEAD), self._checkpoint.read(EMBEDDING)):
+        if not torch.equal(self._checkpoint.read(HEAD, self._ids), self._checkpoint.read(EMBEDDING, self._ids)):
             file = self._checkpoint.tensors[HEAD].file.name
             raise StartupError(f"{file}: tensor {HEAD} differs from {EMBEDDING}, but config.json ties them")

@@ -1,0 +1,217 @@
+"""The ranks that share one model's weights: what layers, loader and KV pool see of tensor parallelism.
+
+The only file of the engine that uses torch.distributed, and only when there is more than one rank. The group is built
+from torchrun's store: Gloo on CPU, on an address of this rank's own; NCCL on CUDA.
+
+Sums are made in one fixed order: every rank gathers all partial results and adds them up by rank, in float32. So all
+ranks hold the same bits, and an element's sum does not depend on what else is summed with it (a ring's would: its order
+follows from the element's place in the buffer), which exact mode needs. With two ranks that moves no more bytes than a
+ring.
+
+Every operation comes from one thread at a time, and none waits for ever: on Gloo each has a timeout; on NCCL an
+operation only orders streams, and a peer that is gone or stuck is the lockstep channel's to find.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baton.core.errors import InvariantError, RankLost, StartupError
+from baton.core.ranks import Ranks
+from baton.core.reshard import local_heads
+
+CONNECT_TIMEOUT_S = 60.0
+OPERATION_TIMEOUT_S = 20.0
+LOAD_TIMEOUT_S = 600.0
+"""How long a rank may be behind the others while all are loading."""
+
+
+class TPGroup:
+    """A tensor-parallel group; without a process group, one rank that owns every slice.
+
+    `hold` of units names what this rank has of them; the operations below are collective: every rank calls the same
+    ones in the same order, with the same shapes.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, process_group: Any = None, device: str = "cpu") -> None:
+        self.rank, self.size = rank, size
+        self._group = process_group
+        self._device = torch.device(device)
+        self._in_use = threading.Lock()
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def part(self, total: int, what: str) -> slice:
+        """This rank's share of `total` equal units. Raises StartupError when they cannot be divided evenly."""
+        share, rest = divmod(total, self.size)
+        if rest:
+            raise StartupError(f"{what} {total} cannot be divided over {self.size} tensor-parallel ranks")
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+    def kv_part(self, num_kv_heads: int) -> slice:
+        """This rank's KV heads; ranks share them when there are more ranks than heads."""
+        heads = local_heads(num_kv_heads, self.size, self.rank)
+        return slice(heads.start, heads.stop)
+
+    def vocabulary_part(self, vocab_size: int) -> tuple[slice, int]:
+        """This rank's token ids, and how many rows its shard has: the last shards are padded when the vocabulary does
+        not divide."""
+        share = -(-vocab_size // self.size)
+        return slice(min(self.rank * share, vocab_size), min((self.rank + 1) * share, vocab_size)), share
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """The sum over ranks, in float32 by rising rank, rounded once to the dtype of `partial`."""
+        if self.size == 1:
+            return partial
+        gathered = self._all_gather(partial, "all-reduce", OPERATION_TIMEOUT_S)
+        total = gathered[0].float()
+        for rank in range(1, self.size):
+            total += gathered[rank]
+        return total.to(partial.dtype)
+
+    def all_gather(self, shard: Tensor) -> Tensor:
+        """Shards [..., n] side by side in the order of ranks: [..., size * n], on every rank."""
+        if self.size == 1:
+            return shard
+        return _side_by_side(self._all_gather(shard, "all-gather", OPERATION_TIMEOUT_S))
+
+    def gather(self, shard: Tensor) -> Tensor | None:
+        """The same on the leader alone; None on its followers."""
+        if self.size == 1:
+            return shard
+        from torch._C._distributed_c10d import GatherOptions
+
+        options: Any = GatherOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=OPERATION_TIMEOUT_S)
+        shard = shard.contiguous()
+        gathered = shard.new_empty((self.size, *shard.shape)) if self.leads else None
+        outputs = [] if gathered is None else [list(gathered.unbind())]
+        self._run("gather", lambda: self._group.gather(outputs, [shard], options), OPERATION_TIMEOUT_S)
+        return None if gathered is None else _side_by_side(gathered)
+
+    def minimum(self, value: int, what: str) -> int:
+        """The least value of any rank; `what` is being agreed on while ranks may still be loading."""
+        if self.size == 1:
+            return value
+        mine = torch.tensor([value], dtype=torch.int64, device=self._device)
+        return int(self._all_gather(mine, what, LOAD_TIMEOUT_S).min())
+
+    def barrier(self, what: str) -> None:
+        self.minimum(0, what)
+
+    def agree(self, digest: str, what: str) -> None:
+        """Raises StartupError unless every rank has the same `digest` (hexadecimal)."""
+        mine = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8, device=self._device)
+        everyone = self._all_gather(mine, what, LOAD_TIMEOUT_S) if self.size > 1 else mine[None]
+        for rank in range(1, self.size):
+            if not torch.equal(everyone[rank], everyone[0]):
+                raise StartupError(f"{what}: rank {rank} has another one than rank 0")
+
+    def close(self) -> None:
+        """Drops the connections. Every rank is to have ended its last operation."""
+        self._group = None
+
+    def _all_gather(self, tensor: Tensor, what: str, timeout_s: float) -> Tensor:
+        """[size, *shape]."""
+        from torch._C._distributed_c10d import AllgatherOptions
+
+        options: Any = AllgatherOptions()
+        options.timeout = timedelta(seconds=timeout_s)
+        tensor = tensor.contiguous()
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        self._run(what, lambda: self._group._allgather_base(gathered.view(-1), tensor.view(-1), options), timeout_s)
+        return gathered
+
+    def _run(self, what: str, launch: Callable[[], Any], timeout_s: float) -> None:
+        with self._alone(what):
+            if self._group is None:
+                raise InvariantError(f"tensor-parallel {what} on a closed group")
+            try:
+                work = launch()
+                if self._device.type == "cpu":
+                    work.wait(timedelta(seconds=timeout_s))
+                else:
+                    work.wait()
+            except RuntimeError as error:
+                first = str(error).splitlines()[0] if str(error) else repr(error)
+                raise RankLost(f"tensor-parallel {what} of rank {self.rank} failed: {first}") from error
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        if not self._in_use.acquire(blocking=False):
+            raise InvariantError(f"tensor-parallel {what} while another thread uses the group")
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
+
+def open_store(env: Mapping[str, str], timeout_s: float = CONNECT_TIMEOUT_S) -> Any:
+    """A client of the store that torchrun keeps for this job. Raises StartupError when there is none."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    if not host or not port.isdigit():
+        raise StartupError("environment: MASTER_ADDR and MASTER_PORT must name torchrun's store")
+    try:
+        client = TCPStore(host, int(port), None, False, timedelta(seconds=timeout_s), False)
+    except (RuntimeError, OSError) as error:
+        raise StartupError(f"the store at {host}:{port} does not answer: {str(error).splitlines()[0]}") from None
+    return PrefixStore(f"baton/tp/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", client)
+
+
+def connect(store: Any, ranks: Ranks, device: torch.device, host: str) -> TPGroup:
+    """The group of this worker's ranks, once all of them are there. `host` is this machine's address for the others.
+
+    Raises StartupError when they do not come within CONNECT_TIMEOUT_S.
+    """
+    if ranks.size == 1:
+        return TPGroup()
+    from torch._C._distributed_c10d import PrefixStore
+
+    make = _gloo if device.type == "cpu" else _nccl
+    try:
+        group = TPGroup(ranks.rank, ranks.size, make(PrefixStore("group", store), ranks, device, host), str(device))
+        group.barrier("connecting")
+    except RankLost as error:
+        raise StartupError(error.message) from None
+    except RuntimeError as error:
+        raise StartupError(f"tensor-parallel ranks cannot connect: {str(error).splitlines()[0]}") from None
+    return group
+
+
+def _gloo(store: Any, ranks: Ranks, device: torch.device, host: str) -> Any:
+    from torch._C._distributed_c10d import ProcessGroupGloo
+
+    gloo: Any = ProcessGroupGloo  # the stubs lack `_Options`
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
+    options._threads = 1
+    options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+    return gloo(store, ranks.rank, ranks.size, options)
+
+
+def _nccl(store: Any, ranks: Ranks, device: torch.device, host: str) -> Any:
+    """Has not run yet: no GPU was at hand."""
+    nccl: Any = getattr(torch.distributed, "ProcessGroupNCCL", None)
+    if nccl is None:
+        raise StartupError("this torch has no NCCL")
+    torch.cuda.set_device(device)
+    options = nccl.Options(is_high_priority_stream=False)
+    options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+    return nccl(store, ranks.rank, ranks.size, options)
+
+
+def _side_by_side(gathered: Tensor) -> Tensor:
+    """[size, ..., n] -> [..., size * n]."""
+    return torch.cat(gathered.unbind(), dim=-1)

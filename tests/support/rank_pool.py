@@ -1,0 +1,192 @@
+"""Real processes as the ranks of a worker, driven from a test.
+
+    with RankPool(2) as pool:
+        with pool.load(model_dir, tp=2) as runner:      # a RemoteRunner: the leader's, by pipe
+            runner.step_logits(plan)
+
+Processes live as long as the pool and load one model after the other, so that torch is imported once in each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from baton.core.errors import BatonError, RankLost
+from baton.core.kv_layout import KVLayout
+from baton.core.ranks import Ranks
+from baton.core.step import StepOutcome, StepPlan
+from baton.engine.lockstep import FollowerChannel, LeaderChannel
+from baton.engine.parallel import open_store
+from baton.engine.runner import EngineOptions, MemoryReport, Runner, load_runner
+from baton.transfer.store import EdgeStore
+
+ANSWER_TIMEOUT_S = 60.0
+LOST_EXIT_CODE = 9
+
+
+@dataclass(frozen=True)
+class Facts:
+    rank: int
+    pids: tuple[int, ...]
+    layout: KVLayout
+    local_layout: KVLayout
+    kv_shapes: tuple[tuple[int, ...], ...]
+    num_blocks: int
+    max_model_len: int
+    memory: MemoryReport
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rank ended because of another."""
+
+    message: str
+
+
+class RemoteRunner:
+    """The leader's runner as tests/engine/driver.py uses one. `facts` has one entry per rank."""
+
+    def __init__(self, pipe: Connection, facts: list[Facts]) -> None:
+        self.facts = facts
+        self.layout, self.num_blocks = facts[0].layout, facts[0].num_blocks
+        self._pipe = pipe
+
+    def step_logits(self, plan: StepPlan) -> list[Tensor]:
+        logits: list[Tensor] = ask(self._pipe, "step_logits", plan)
+        return logits
+
+    def step(self, plan: StepPlan) -> StepOutcome:
+        outcome: StepOutcome = ask(self._pipe, "step", plan)
+        return outcome
+
+
+class RankPool:
+    def __init__(self, size: int) -> None:
+        self._store = EdgeStore("127.0.0.1")
+        self._rounds = 0
+        context = multiprocessing.get_context("spawn")
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for _ in range(size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=rank_process, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pipe in self.pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(("end",))
+        for process in self.processes:
+            process.join(5.0)
+            if process.is_alive():
+                process.kill()
+            process.join()
+        self._store.close()
+
+    def start(self, model_dir: Path, tp: int, **options: Any) -> list[Any]:
+        """Loads on the first `tp` processes; what each answers: Facts, an error, or Lost."""
+        self._rounds += 1
+        defaults: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_memory_bytes": 8 << 20}
+        engine = EngineOptions(model_dir=model_dir, **{**defaults, **options})
+        for rank, pipe in enumerate(self.pipes[:tp]):
+            env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
+            pipe.send(
+                ("load", env | {"TORCHELASTIC_RESTART_COUNT": str(self._rounds)}, Ranks(rank, tp, rank, tp), engine)
+            )
+        return [answer(pipe) for pipe in self.pipes[:tp]]
+
+    @contextlib.contextmanager
+    def load(self, model_dir: Path, tp: int, **options: Any) -> Iterator[RemoteRunner]:
+        answers = self.start(model_dir, tp, **options)
+        for found in answers:
+            if isinstance(found, Exception):
+                raise found
+        yield RemoteRunner(self.pipes[0], answers)
+        ask(self.pipes[0], "unload", None)
+        for pipe in self.pipes[1:tp]:
+            assert answer(pipe) == "unloaded"
+
+
+def answer(pipe: Connection, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+    """The next thing a rank says; Lost("") when it ended without a word."""
+    if not pipe.poll(timeout_s):
+        raise TimeoutError("a rank does not answer")
+    try:
+        return pipe.recv()
+    except EOFError:
+        return Lost("")
+
+
+def ask(pipe: Connection, name: str, argument: Any) -> Any:
+    pipe.send((name, argument))
+    found = answer(pipe)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def rank_process(pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    while (message := pipe.recv())[0] == "load":
+        _, env, ranks, options = message
+        try:
+            _serve(pipe, env, ranks, options)
+        except BatonError as error:
+            pipe.send(type(error)(error.message))
+    pipe.close()
+    os._exit(0)
+
+
+def _serve(pipe: Connection, env: dict[str, str], ranks: Ranks, options: EngineOptions) -> None:
+    def lost(error: RankLost) -> None:
+        pipe.send(Lost(error.message))
+        os._exit(LOST_EXIT_CODE)
+
+    store: Any = open_store(env)
+    channel: LeaderChannel | FollowerChannel
+    if ranks.leads:
+        channel = LeaderChannel.open(store, ranks.size, options.host, lost)
+    else:
+        channel = FollowerChannel.open(store, ranks.rank, lost)
+    pids = channel.pids if isinstance(channel, LeaderChannel) else ()
+    try:
+        runner = load_runner(options, ranks=ranks, store=store)
+    except BaseException:
+        channel.close()
+        raise
+    channel.serving()
+    pipe.send(_facts(runner, ranks.rank, pids))
+    if isinstance(channel, FollowerChannel):
+        channel.follow(runner.step)
+        channel.close()
+        pipe.send("unloaded")
+        return
+    runner.lead(channel.send)
+    while (request := pipe.recv())[0] != "unload":
+        pipe.send(getattr(runner, request[0])(request[1]))
+    channel.stop("unloaded")
+    pipe.send("unloaded")
+
+
+def _facts(runner: Runner, rank: int, pids: tuple[int, ...]) -> Facts:
+    shapes = tuple(tuple(keys.shape) for keys, _ in runner.kv.layers)
+    return Facts(
+        rank, pids, runner.layout, runner.local_layout, shapes, runner.num_blocks, runner.max_model_len, runner.memory
+    )
