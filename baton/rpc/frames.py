@@ -13,7 +13,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -112,7 +111,7 @@ def _decode(cls: type[Any], body: bytes) -> Any:
         )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise FrameError(f"{cls.__name__}: not msgpack: {str(error)[:100]}") from None
-    return _reader_of(cls)(values)
+    return _READERS[cls](values)
 
 
 def _values(value: Any) -> tuple[Any, ...]:
@@ -120,11 +119,6 @@ def _values(value: Any) -> tuple[Any, ...]:
     if not is_dataclass(value):
         raise TypeError(f"{type(value).__name__} cannot travel in a frame")
     return tuple(getattr(value, f.name) for f in fields(value))
-
-
-@cache
-def _reader_of(cls: type[Any]) -> Callable[[Any], Any]:
-    return _reader(cls)
 
 
 def _reader(kind: Any) -> Callable[[Any], Any]:
@@ -155,12 +149,11 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
 def _tuple_reader(kind: Any) -> Callable[[Any], Any]:
     read = _reader(kind)
 
-    def read_items(value: Any) -> tuple[Any, ...]:
+    def read_items(value: Any) -> Any:
         if type(value) is not tuple:
             return _refuse(tuple, value)
         if kind is int and set(map(type, value)) <= {int}:  # token and block ids: the bulk of every plan
-            whole: tuple[Any, ...] = value
-            return whole
+            return value
         return tuple(read(item) for item in value)
 
     return read_items
@@ -168,3 +161,6 @@ def _tuple_reader(kind: Any) -> Callable[[Any], Any]:
 
 def _refuse(kind: Any, value: Any) -> Any:
     raise FrameError(f"{type(value).__name__} where {getattr(kind, '__name__', kind)} belongs")
+
+
+_READERS = {kind: _reader(kind) for kind in KINDS.values()}

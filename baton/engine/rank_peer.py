@@ -1,0 +1,172 @@
+"""One connection between two ranks of a worker: how it is made and proven, and how its loss is named.
+
+The leader listens on a free port of its named host and leaves port and token in the job's store; a follower dials,
+shows the token, its rank and its pid, and is answered. What does not know the token is closed without an answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import socket
+import threading
+import time
+from typing import Any, Protocol
+
+from baton.core.errors import RankLost, StartupError
+from baton.rpc.frames import FrameError, FrameReader, Heartbeat, Hello, encode
+
+CONNECT_TIMEOUT_S = 60.0
+
+_HELLO_TIMEOUT_S = 1.0
+_HELLO_BYTES = 1024
+_SEND_TIMEOUT_S = 4.0
+_READ_BYTES = 1 << 18
+_KEY = "lockstep"
+
+
+class Store(Protocol):
+    """What is needed of torchrun's store. `get` waits as long as the store was told to, then raises RuntimeError."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+
+class Peer:
+    """One end of a connection: frames out from any thread, frames in by the control thread."""
+
+    def __init__(self, sock: socket.socket, rank: int) -> None:
+        self.rank = rank
+        self.heard = time.monotonic()
+        self._socket = sock
+        self._reader = FrameReader()
+        self._sending = threading.Lock()
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(_SEND_TIMEOUT_S)
+
+    @property
+    def name(self) -> str:
+        return "the leader" if self.rank == 0 else f"rank {self.rank}"
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, data: bytes) -> None:
+        """Raises RankLost when the peer is gone or takes nothing for _SEND_TIMEOUT_S."""
+        try:
+            with self._sending:
+                self._socket.sendall(data)
+        except OSError as error:
+            raise RankLost(f"{self.name} is gone: {error.strerror or error}") from None
+
+    def receive(self) -> list[Any]:
+        """What has arrived, or after at most the socket's timeout RankLost."""
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except OSError as error:
+            raise RankLost(f"{self.name} is gone: {error.strerror or error}") from None
+        if not data:
+            raise RankLost(f"{self.name} is gone: its connection ended")
+        try:
+            frames = self._reader.feed(data)
+        except FrameError as error:
+            raise RankLost(f"{self.name} sent a bad frame: {error.message}") from None
+        self.heard = time.monotonic()
+        return frames
+
+    def await_answer(self) -> None:
+        """Waits for the heartbeat that says this rank is let in."""
+        self._socket.settimeout(CONNECT_TIMEOUT_S)
+        if not all(isinstance(frame, Heartbeat) for frame in self.receive()):
+            raise RankLost(f"{self.name} answered with something else")
+        self._socket.settimeout(_SEND_TIMEOUT_S)
+
+    def check_heard(self, silence_s: float) -> None:
+        silent_s = time.monotonic() - self.heard
+        if silent_s > silence_s:
+            raise RankLost(f"{self.name} is silent for {silent_s:.1f} s")
+
+    def hang_up(self) -> None:
+        """Ends the connection at both ends; what was sent still arrives. `close` frees it."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def gather_followers(
+    store: Store, size: int, host: str, timeout_s: float = CONNECT_TIMEOUT_S
+) -> tuple[list[Peer], tuple[int, ...]]:
+    """Waits for the followers; returns them and the pids of all ranks. Raises StartupError if one does not come, by its
+    rank."""
+    token = secrets.token_hex(16)
+    peers: dict[int, Peer] = {}
+    pids = {0: os.getpid()}
+    deadline = time.monotonic() + timeout_s
+    with _listen(host) as listener:
+        store.set(_KEY, f"{token} {host} {listener.getsockname()[1]}")
+        while len(peers) < size - 1:
+            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                sock, _ = listener.accept()
+            except TimeoutError:
+                missing = ", ".join(str(rank) for rank in range(1, size) if rank not in peers)
+                for peer in peers.values():
+                    peer.close()
+                raise StartupError(f"no word from rank {missing} within {timeout_s:g} s") from None
+            hello = _greet(sock, token)
+            if hello is None or not 0 < hello.rank < size or hello.rank in peers:
+                sock.close()
+                continue
+            peers[hello.rank], pids[hello.rank] = Peer(sock, hello.rank), hello.pid
+            peers[hello.rank].send(encode(Heartbeat(0)))
+    ranks = range(size)
+    return [peers[rank] for rank in ranks[1:]], tuple(pids[rank] for rank in ranks)
+
+
+def dial_leader(store: Store, rank: int) -> Peer:
+    """Raises StartupError if there is no leader or it does not answer."""
+    try:
+        token, host, port = store.get(_KEY).decode().split()
+        sock = socket.create_connection((host, int(port)), timeout=_SEND_TIMEOUT_S)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise StartupError(f"rank {rank} finds no leader: {str(error).splitlines()[0]}") from None
+    leader = Peer(sock, 0)
+    try:
+        leader.send(encode(Hello(token, rank, os.getpid())))
+        leader.await_answer()
+    except RankLost as error:
+        raise StartupError(f"rank {rank} was not let in: {error.message}") from None
+    return leader
+
+
+def _listen(host: str) -> socket.socket:
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, proto)
+        listener.bind(address)
+        listener.listen(64)
+    except OSError as error:
+        raise StartupError(f"lockstep: cannot listen on {host}: {error.strerror or error}") from None
+    return listener
+
+
+def _greet(sock: socket.socket, token: str) -> Hello | None:
+    """The Hello of a connection that knows the token, or None. A follower sends nothing more before it is answered."""
+    reader, until = FrameReader(_HELLO_BYTES), time.monotonic() + _HELLO_TIMEOUT_S
+    try:
+        while (left_s := until - time.monotonic()) > 0:
+            sock.settimeout(left_s)
+            data = sock.recv(_HELLO_BYTES)
+            frames = reader.feed(data)
+            if frames or not data:
+                hello = frames[0] if len(frames) == 1 else None
+                known = isinstance(hello, Hello) and hmac.compare_digest(hello.token.encode(), token.encode())
+                return hello if known else None
+    except (OSError, FrameError):
+        return None
+    return None
