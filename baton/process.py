@@ -1,16 +1,23 @@
-"""What a process owes its parent: to die with it, even when the parent is killed with SIGKILL."""
+"""What a process owes its parent: to die with it, even when the parent is killed with SIGKILL, and to say why."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import json
 import os
 import signal
 import sys
+import time
 
 PARENT_VARIABLE = "BATON_PARENT_PID"
 """Names the parent a child was started by, so that the child sees it even if the parent died before it could look."""
 
+EXIT_RANK_LOST = 4
+"""The exit code of a rank that ended because another rank of its worker is gone."""
+
 _TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
+_ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -32,6 +39,16 @@ def die_with_parent(parent: int | None = None) -> None:
     set_death_signal()
     if os.getppid() != parent:
         os._exit(1)
+
+
+def record_error(message: str) -> None:
+    """Leaves the reason of this rank's end where torchrun looks for it, so that it can tell which rank failed first."""
+    path = os.environ.get(_ERROR_FILE_VARIABLE, "")
+    if not path:
+        return
+    extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 
 
 def set_death_signal() -> None:

@@ -1,4 +1,4 @@
-"""How both kinds of worker start: options, engine, worker. What torchrun runs ends up here."""
+"""How both kinds of worker start: options, engine, worker. What torchrun runs ends up here, once for each rank."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from baton.core.commands import Role, WorkerFacts
 from baton.core.config import WorkerConfig
-from baton.core.errors import JoinRefused, StartupError
+from baton.core.errors import JoinRefused, RankLost, StartupError, innermost
+from baton.core.ranks import Ranks
 from baton.model_source import resolve_model
-from baton.options import config_command, run_main
-from baton.process import die_with_parent
+from baton.options import config_command, error_line, run_main
+from baton.process import EXIT_RANK_LOST, die_with_parent
+
+if TYPE_CHECKING:
+    from baton.engine.runner import EngineOptions
 
 log = logging.getLogger("baton.worker")
 
@@ -57,15 +61,22 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
         )
         if not config.worker_id:
             config = replace(config, worker_id=f"{role}-{socket.gethostname()}-{os.getpid()}")
+        ranks = Ranks.from_environment(os.environ)
         try:
-            asyncio.run(_serve(config, load))
+            if ranks.leads:
+                asyncio.run(_serve(config, ranks, load))
+            else:
+                _follow(config, ranks)
         except Exception as e:
-            error = _root(e)
+            error = innermost(e)
             if isinstance(error, StartupError):
                 raise error from None
             if isinstance(error, JoinRefused):
                 what = f"{config.worker_id}: the coordinator refused this worker: {error.message}"
                 raise StartupError(what) from None
+            if isinstance(error, RankLost):
+                print(error_line(error), file=sys.stderr, flush=True)
+                os._exit(EXIT_RANK_LOST)
             log.critical("%s ends and has to be started again: %s", config.worker_id, error, exc_info=e)
             logging.shutdown()
             os._exit(1)  # a thread that hangs would keep an orderly exit from ending
@@ -76,56 +87,64 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
     run_main(command, argv, prog_name=role)
 
 
-def _root(error: BaseException) -> BaseException:
-    """The first error inside groups of task groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 def _ignore_terminal() -> None:
     """Ctrl-C reaches every process of a terminal; only the launcher acts on it, and drains its workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-async def _serve(config: WorkerConfig, load: Callable[[], MakeWorker]) -> None:
+async def _serve(config: WorkerConfig, ranks: Ranks, load: Callable[[], MakeWorker]) -> None:
     make = load()
-    from baton.engine.runner import EngineOptions, load_runner
+    from baton.worker_ranks import lead
 
-    model_dir = resolve_model(config.model)
     started = time.monotonic()
+    options = _engine_options(config, ranks)
+    with lead(ranks, options, _log_stage) as (runner, pids):
+        facts = WorkerFacts(
+            model_digest=runner.digest,
+            config_digest=hashlib.sha256((options.model_dir / "config.json").read_bytes()).hexdigest(),
+            layout=runner.layout,
+            dtype=runner.dtype_name,
+            code_version=code_version(),
+            exact=config.exact,
+            vocab_size=runner.model_config.vocab_size,
+            max_model_len=config.max_model_len or runner.model_config.max_position_embeddings,
+            tensor_parallel=ranks.size,
+        )
+        worker = make(config, runner, facts, pids)
+        log.info(
+            "%s: %s, %d blocks of %d tokens (%.2f GiB), %d ranks of %d threads, loaded in %.2f s",
+            config.worker_id,
+            runner.dtype_name,
+            runner.num_blocks,
+            runner.layout.block_size,
+            runner.num_blocks * runner.layout.bytes_per_block / (1 << 30),
+            ranks.size,
+            options.threads,
+            time.monotonic() - started,
+        )
+        await worker.run()
+
+
+def _follow(config: WorkerConfig, ranks: Ranks) -> None:
+    from baton.worker_ranks import follow
+
+    follow(ranks, _engine_options(config, ranks), _log_stage)
+
+
+def _engine_options(config: WorkerConfig, ranks: Ranks) -> EngineOptions:
+    """A worker's threads are shared out among its ranks on this machine."""
+    from baton.engine.runner import EngineOptions
+
     threads = config.threads or len(os.sched_getaffinity(0))
-    options = EngineOptions(
-        model_dir=model_dir,
+    return EngineOptions(
+        model_dir=resolve_model(config.model),
         device=config.device,
         dtype=config.dtype,
         exact=config.exact,
-        threads=threads,
+        threads=max(threads // ranks.local_size, 1),
         block_size=config.block_size,
         kv_memory_bytes=round(config.kv_memory_gib * (1 << 30)) or None,
         max_model_len=config.max_model_len or None,
         max_num_tokens=max(config.step_tokens, config.max_running, 512),
+        host=config.host,
     )
-    runner = load_runner(options, lambda stage, seconds: log.info("stage %s: %.2f s", stage, seconds))
-    facts = WorkerFacts(
-        model_digest=runner.digest,
-        config_digest=hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest(),
-        layout=runner.layout,
-        dtype=runner.dtype_name,
-        code_version=code_version(),
-        exact=config.exact,
-        vocab_size=runner.model_config.vocab_size,
-        max_model_len=config.max_model_len or runner.model_config.max_position_embeddings,
-    )
-    worker = make(config, runner, facts, (os.getpid(),))
-    log.info(
-        "%s: %s, %d blocks of %d tokens (%.2f GiB), %d threads, loaded in %.2f s",
-        config.worker_id,
-        runner.dtype_name,
-        runner.num_blocks,
-        runner.layout.block_size,
-        runner.num_blocks * runner.layout.bytes_per_block / (1 << 30),
-        threads,
-        time.monotonic() - started,
-    )
-    await worker.run()

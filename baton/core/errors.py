@@ -109,3 +109,10 @@ class RankLost(BatonError):
 
 class InvariantError(BatonError):
     code = "internal_error"
+
+
+def innermost(error: BaseException) -> BaseException:
+    """The first error inside the groups that task groups make."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,82 @@
+"""The ranks of one worker as processes: how they start together, follow their leader, and end together.
+
+Rank 0 leads: it runs the tier's worker. The others only follow. They meet in the store that torchrun keeps for the job,
+first over the lockstep channel, so that a rank that fails while loading tells the others why. One that is lost later
+ends them all at once, from the channel's own thread: a step that waits for it would not come back soon.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from baton.core.errors import BatonError, RankLost, innermost
+from baton.core.ranks import Ranks
+from baton.engine.lockstep import Channel, FollowerChannel, LeaderChannel
+from baton.engine.parallel import open_store
+from baton.engine.runner import EngineOptions, OnStage, Runner, load_runner
+from baton.options import EXIT_STARTUP_ERROR, error_line
+from baton.process import EXIT_RANK_LOST, record_error
+from baton.transfer.nccl import configure_watchdog
+
+log = logging.getLogger("baton.worker")
+
+VERDICT_S = 0.5
+"""How long an operation that failed waits for the channel to say which rank was lost; the process ends meanwhile."""
+
+
+@contextmanager
+def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[tuple[Runner, tuple[int, ...]]]:
+    """The leader's runner, its followers in step with it, and the pids of all ranks. They end with the block: well when
+    it ends well, else with its error."""
+    if ranks.size == 1:
+        yield load_runner(options, on_stage), (os.getpid(),)
+        return
+    configure_watchdog()
+    store = open_store(os.environ)
+    channel = LeaderChannel.open(store, ranks.size, options.host, lambda error: _end(ranks, channel, error))
+    with _telling(channel):
+        runner = load_runner(options, on_stage, ranks=ranks, store=store)
+        channel.serving()
+        runner.lead(channel.send)
+        yield runner, channel.pids
+    channel.stop("drained")
+
+
+def follow(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> None:
+    """Computes what the leader plans until it has drained."""
+    configure_watchdog()
+    store = open_store(os.environ)
+    channel = FollowerChannel.open(store, ranks.rank, lambda error: _end(ranks, channel, error))
+    with _telling(channel):
+        runner = load_runner(options, on_stage, ranks=ranks, store=store)
+        channel.serving()
+        log.info("rank %d of %d follows", ranks.rank, ranks.size)
+        reason = channel.follow(runner.step)
+    channel.close()
+    log.info("rank %d ends: %s", ranks.rank, reason)
+
+
+@contextmanager
+def _telling(channel: Channel) -> Iterator[None]:
+    """Tells the other ranks of an error here before it goes on."""
+    try:
+        yield
+    except BaseException as error:
+        found = innermost(error)
+        if isinstance(found, RankLost):
+            time.sleep(VERDICT_S)  # the channel knows better who is gone, and ends this process
+        line = found.message if isinstance(found, BatonError) else f"{type(found).__name__}: {found}"
+        record_error(line)
+        channel.fail(line)
+        raise
+
+
+def _end(ranks: Ranks, channel: Channel, error: RankLost) -> None:
+    """Another rank is lost: this process has nothing left to do, and its worker starts anew."""
+    print(f"{error_line(error)} (seen by rank {ranks.rank})", file=sys.stderr, flush=True)
+    os._exit(EXIT_RANK_LOST if channel.is_serving else EXIT_STARTUP_ERROR)

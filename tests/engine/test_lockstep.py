@@ -1,0 +1,268 @@
+"""The channel between a leader and its followers, over real sockets in one process."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from baton.core.errors import RankLost, StartupError
+from baton.core.step import StepOutcome, StepPlan
+from baton.engine import lockstep, rank_peer
+from baton.engine.lockstep import FollowerChannel, LeaderChannel
+from baton.rpc import frames
+from baton.rpc.frames import Failed, Hello, encode
+
+
+class DictStore:
+    """What torchrun's store does, in this process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, 5.0):
+                raise RuntimeError("wait timeout")
+            return self._values[key].encode()
+
+
+@dataclass(frozen=True)
+class Order:
+    after_step: int
+    name: str
+
+
+@dataclass
+class Crew:
+    """A leader, its followers, and what each heard."""
+
+    leader: LeaderChannel
+    followers: list[FollowerChannel]
+    lost: dict[int, list[str]]
+
+    def await_lost(self, rank: int, timeout_s: float) -> str:
+        deadline = time.monotonic() + timeout_s
+        while not self.lost[rank] and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert self.lost[rank], f"rank {rank} lost nobody within {timeout_s} s"
+        return self.lost[rank][0]
+
+
+@pytest.fixture
+def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Crew]]:
+    monkeypatch.setitem(frames.KINDS, 200, Order)
+    monkeypatch.setitem(frames._READERS, Order, frames._reader(Order))
+    with ExitStack() as stack:
+
+        def make(size: int = 2, store: DictStore | None = None) -> Crew:
+            store = store or DictStore()
+            lost: dict[int, list[str]] = {rank: [] for rank in range(size)}
+            followers: dict[int, FollowerChannel] = {}
+
+            def hear(rank: int) -> Callable[[RankLost], None]:
+                return lambda error: lost[rank].append(error.message)
+
+            def join(rank: int) -> None:
+                followers[rank] = FollowerChannel.open(store, rank, hear(rank))
+
+            threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size - 1, 0, -1)]
+            for thread in threads:
+                thread.start()
+            leader = LeaderChannel.open(store, size, "127.0.0.1", hear(0), timeout_s=10.0)
+            for thread in threads:
+                thread.join()
+            made = Crew(leader, [followers[rank] for rank in range(1, size)], lost)
+            for channel in (leader, *made.followers):
+                stack.callback(channel.close)
+            return made
+
+        yield make
+
+
+def plan(step_id: int) -> StepPlan:
+    return StepPlan(step_id, ())
+
+
+def run_follower(channel: FollowerChannel, log: list[Any], pause_s: float = 0.0) -> threading.Thread:
+    def step(plan: StepPlan) -> StepOutcome:
+        time.sleep(pause_s)
+        log.append(plan.step_id)
+        return StepOutcome(plan.step_id, ())
+
+    def follow() -> None:
+        try:
+            log.append(channel.follow(step))
+        except RankLost as error:
+            log.append(error)
+
+    channel.on_order = log.append
+    thread = threading.Thread(target=follow)
+    thread.start()
+    return thread
+
+
+def test_followers_get_every_plan_in_order_and_stop_well(crew: Callable[..., Crew]) -> None:
+    made = crew(4)
+    assert len(made.leader.pids) == 4
+    logs: list[list[Any]] = [[] for _ in made.followers]
+    threads = [run_follower(channel, log) for channel, log in zip(made.followers, logs, strict=True)]
+    for step_id in range(200):
+        made.leader.send(plan(step_id))
+    made.leader.stop("drained")
+    for thread in threads:
+        thread.join(5.0)
+    assert logs == [[*range(200), "drained"]] * 3
+    assert not any(made.lost.values())
+
+
+def test_an_order_comes_at_once_or_after_its_step(crew: Callable[..., Crew]) -> None:
+    made, log = crew(), []  # type: ignore[var-annotated]
+    thread = run_follower(made.followers[0], log, pause_s=0.1)
+    made.leader.send(plan(1))
+    time.sleep(0.02)
+    made.leader.send(Order(1, "after"))
+    made.leader.send(Order(-1, "now"))
+    made.leader.send(plan(2))
+    time.sleep(0.25)
+    made.leader.send(Order(2, "then"))
+    time.sleep(0.05)
+    made.leader.stop("done")
+    thread.join(5.0)
+    assert log == [Order(-1, "now"), 1, Order(1, "after"), 2, Order(2, "then"), "done"]
+
+
+def test_reports_reach_the_leader_with_their_rank(crew: Callable[..., Crew]) -> None:
+    made, reports = crew(3), []  # type: ignore[var-annotated]
+    made.leader.on_report = lambda rank, frame: reports.append((rank, frame))
+    for index, channel in enumerate(made.followers):
+        channel.report(Order(index, "report"))
+    deadline = time.monotonic() + 5
+    while len(reports) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert sorted(reports, key=lambda r: r[0]) == [(1, Order(0, "report")), (2, Order(1, "report"))]
+
+
+def test_heartbeats_keep_an_idle_channel(crew: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockstep, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(lockstep, "SILENCE_S", 0.6)
+    made = crew(3)
+    for channel in (made.leader, *made.followers):
+        channel.serving()
+    time.sleep(1.0)
+    assert not any(made.lost.values())
+
+
+def test_a_silent_peer_is_lost(crew: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockstep, "HEARTBEAT_S", 0.05)
+    monkeypatch.setattr(lockstep, "SILENCE_S", 0.3)
+    made = crew()
+    monkeypatch.setattr(made.followers[0], "_beat", lambda number: None)
+    made.leader.serving()
+    assert "rank 1 is silent for 0." in made.await_lost(0, 2.0)
+
+
+def test_a_follower_that_is_gone_is_seen_within_half_a_second(crew: Callable[..., Crew]) -> None:
+    made = crew(3)
+    started = time.monotonic()
+    made.followers[1]._leader._socket.shutdown(socket.SHUT_RDWR)
+    assert made.await_lost(0, 0.5) == "rank 2 is gone: its connection ended"
+    assert time.monotonic() - started < 0.5
+    assert len(made.lost[0]) == 1
+
+
+def test_a_leader_that_is_gone_ends_its_followers(crew: Callable[..., Crew]) -> None:
+    made, log = crew(), []  # type: ignore[var-annotated]
+    thread = run_follower(made.followers[0], log)
+    made.leader._peers[0]._socket.shutdown(socket.SHUT_RDWR)
+    assert made.await_lost(1, 0.5) == "the leader is gone: its connection ended"
+    thread.join(5.0)
+    assert isinstance(log[0], RankLost)
+
+
+def test_who_fails_says_why(crew: Callable[..., Crew]) -> None:
+    made = crew(3)
+    made.followers[0].fail("tensor x holds NaN")
+    assert made.await_lost(0, 1.0) == "rank 1: tensor x holds NaN"
+    made.leader.fail("rank 1: tensor x holds NaN")
+    assert made.await_lost(2, 1.0) == "the leader: rank 1: tensor x holds NaN"
+    assert made.lost[1] == []
+
+
+@pytest.mark.parametrize(
+    "sent", [b"\0" * 64, encode(Hello("", 1, 1)), encode(StepPlan(1, ())), b"GET / HTTP/1.1\r\n\r\n"]
+)
+def test_a_bad_frame_ends_the_channel_by_name(crew: Callable[..., Crew], sent: bytes) -> None:
+    made = crew()
+    made.followers[0]._leader.send(sent)
+    assert made.await_lost(0, 1.0).startswith("rank 1 sent a")
+
+
+def test_strangers_are_closed_and_the_crew_still_meets(crew: Callable[..., Crew]) -> None:
+    seen: list[bytes] = []
+
+    class Intruded(DictStore):
+        def set(self, key: str, value: str) -> None:
+            _, host, port = value.split()
+            hellos = (encode(Hello("guess", 1, 1)), encode(Hello(value.split()[0], 7, 1)), b"x" * 3000, b"")
+            with ExitStack() as stack:
+                dialled = [stack.enter_context(closing(socket.create_connection((host, int(port))))) for _ in hellos]
+                for sock, hello in zip(dialled, hellos, strict=True):
+                    sock.sendall(hello)
+                    sock.shutdown(socket.SHUT_WR)
+                super().set(key, value)
+                closer = threading.Thread(target=lambda socks: seen.extend(map(until_closed, socks)), args=(dialled,))
+                closer.start()
+                self.closer = closer
+                stack.pop_all()
+
+    store = Intruded()
+    made = crew(2, store)
+    store.closer.join(5.0)
+    assert seen == [b""] * 4
+    made.leader.send(plan(1))
+
+
+def until_closed(sock: socket.socket) -> bytes:
+    try:
+        return sock.recv(100)
+    except ConnectionResetError:
+        return b""
+    finally:
+        sock.close()
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StartupError, match=r"no word from rank 1, 2 within 0\.2 s"):
+        LeaderChannel.open(DictStore(), 3, "127.0.0.1", timeout_s=0.2)
+    with pytest.raises(StartupError, match=r"cannot listen on 192\.0\.2\.1"):
+        LeaderChannel.open(DictStore(), 2, "192.0.2.1", timeout_s=0.2)
+    store = DictStore()
+    store.set("lockstep", "token 127.0.0.1 1")
+    with pytest.raises(StartupError, match="rank 1 finds no leader"):
+        FollowerChannel.open(store, 1)
+
+
+def test_a_follower_that_takes_nothing_is_lost(crew: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_peer, "_SEND_TIMEOUT_S", 0.2)
+    made = crew()
+    stuck = threading.Event()
+    made.followers[0].on_order = lambda order: stuck.wait(10.0) and None
+    made.leader.send(Order(-1, "stick"))
+    with pytest.raises(RankLost, match="rank 1 is gone: timed out"):
+        for _ in range(100):
+            made.leader.send(Failed("x" * (1 << 20)))
+    stuck.set()
+    assert made.await_lost(0, 1.0) == "rank 1 is gone: timed out"
