@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from baton.core.errors import InvariantError
+from baton.core.request import SamplingParams, SequenceId
+from baton.core.step import Row, StepPlan
+from baton.engine.sampler import Draw, sample
 from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
 from tests.support.rank_pool import RankPool
 
@@ -55,3 +59,112 @@ def test_logits_and_greedy_tokens_equal_those_of_one_rank(
         stops += bool(near_tie)
         assert job.output[:until] == logits.argmax(-1).tolist()[:until]
     assert stops <= 1
+
+
+@pytest.mark.parametrize(
+    ("variant", "tp", "shared"),
+    [
+        ("llama", 2, set()),
+        ("llama-bias", 2, {"self_attn.o_proj.bias"}),
+        ("qwen3", 4, {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}),
+        ("llama", 4, {"self_attn.k_proj.weight", "self_attn.v_proj.weight", "kv heads"}),
+        ("llama2", 2, {"model.embed_tokens.weight"}),  # 333 ids: one row of padding
+    ],
+)
+def test_each_rank_holds_its_share_and_a_listed_rest(
+    checkpoint: Callable[..., Path], pool: RankPool, variant: str, tp: int, shared: set[str]
+) -> None:
+    norms = {"input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight"}
+    model_dir = checkpoint(**VARIANTS[variant])
+    alone = tiny_runner(model_dir).memory
+    assert alone.replicated == {}
+    assert (alone.parameter_bytes, alone.kv_bytes) == (alone.whole_parameter_bytes, alone.whole_kv_bytes)
+    with pool.load(model_dir, tp) as runner:
+        assert len({facts.num_blocks for facts in runner.facts}) == 1
+        listed: set[str] = set()
+        for facts in runner.facts:
+            memory = facts.memory
+            rest = dict(memory.replicated)
+            more_kv = rest.pop("kv heads", 0)
+            assert memory.whole_parameter_bytes == alone.parameter_bytes
+            assert memory.parameter_bytes - sum(rest.values()) <= memory.whole_parameter_bytes // tp
+            assert memory.kv_bytes - more_kv <= memory.whole_kv_bytes // tp
+            assert sum(rest.values()) < memory.parameter_bytes / 4
+            listed |= {name.partition("model.layers.")[2].partition(".")[2] or name for name in memory.replicated}
+            heads = facts.local_layout.layers[0].num_kv_heads
+            assert {shape[2] for shape in facts.kv_shapes} == {heads}
+        assert listed == norms | shared
+        assert runner.facts[0].layout.layers[0].num_kv_heads == VARIANTS[variant].get("num_kv_heads", 2)
+
+
+def test_kv_memory_is_the_workers_and_the_least_rank_decides(checkpoint: Callable[..., Path], pool: RankPool) -> None:
+    model_dir = checkpoint("llama")
+    alone = tiny_runner(model_dir, kv_memory_bytes=1 << 20)
+    with pool.load(model_dir, 2, kv_memory_bytes=1 << 20) as runner:
+        assert [facts.num_blocks for facts in runner.facts] == [alone.num_blocks] * 2
+        assert runner.layout == alone.layout
+    with pool.load(model_dir, 2, kv_memory_bytes=[1 << 20, 1 << 19]) as runner:
+        assert [facts.num_blocks for facts in runner.facts] == [alone.num_blocks // 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_heads": 3, "num_kv_heads": 3}, "num_attention_heads 3 cannot be divided over 2 tensor-parallel ranks"),
+        ({"num_heads": 6, "num_kv_heads": 3}, "3 KV heads cannot be divided over 2 tensor-parallel ranks"),
+        ({"intermediate_size": 161}, "intermediate_size 161 cannot be divided over 2 tensor-parallel ranks"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_with_the_numbers(
+    checkpoint: Callable[..., Path], pool: RankPool, sizes: dict[str, int], message: str
+) -> None:
+    assert [str(found) for found in pool.start(checkpoint("llama", **sizes), 2)] == [message] * 2
+
+
+def test_ranks_with_different_checkpoints_are_refused(checkpoint: Callable[..., Path], pool: RankPool) -> None:
+    found = pool.start([checkpoint("llama"), checkpoint("llama", seed=1)], 2)  # type: ignore[arg-type]
+    assert [str(error) for error in found] == ["checkpoint digest: rank 1 has another one than rank 0"] * 2
+
+
+SEEDED = SamplingParams(temperature=0.8, seed=1234)
+
+
+@pytest.mark.parametrize(("variant", "tp"), [("llama", 2), ("qwen2", 2), ("llama-bias", 4)])
+def test_exact_mode_has_the_same_bits_in_any_batch_and_chunk(
+    checkpoint: Callable[..., Path], pool: RankPool, variant: str, tp: int
+) -> None:
+    tokens = random_tokens(200)
+    with pool.load(checkpoint(**VARIANTS[variant]), tp, exact=True) as runner:
+        whole = all_logits(runner, tokens, [200], seed=1)
+        for chunk in (7, 16, 64):
+            assert torch.equal(all_logits(runner, tokens, [chunk], seed=2), whole)
+        assert torch.equal(all_logits(runner, tokens, [150, *[1] * 50], seed=3), whole)
+        lengths = {5: 100, 33: 7, 70: 16, 17: 1, 1: 512, 48: 64}
+        together = [Job(random_tokens(n, seed=n), 12, SEEDED, chunk) for n, chunk in lengths.items()]
+        run(runner, together)
+        for job in together[::3]:
+            alone = Job(job.prompt, 12, SEEDED, 16)
+            run(runner, [alone], seed=5)
+            assert alone.output == job.output
+            assert torch.equal(torch.cat(alone.logits), torch.cat(job.logits))
+
+
+def test_the_leader_alone_samples(checkpoint: Callable[..., Path], pool: RankPool) -> None:
+    with pool.load(checkpoint("llama"), 2) as runner:
+        row = Row(SequenceId("a"), 0, tuple(random_tokens(9)), (0,), SEEDED, num_sampled=2, output_index=3)
+        logits = runner.step_logits(StepPlan(1, (row,)))[0]
+        outcome = runner.step(StepPlan(2, (row, row.__class__(SequenceId("b"), 0, (1, 2), (4,), SEEDED))))
+        assert logits.shape == (2, 320)
+        assert outcome.sampled == (tuple(sample(logits, [Draw(SEEDED, 0, index) for index in (3, 4)])), ())
+        assert runner.step(StepPlan(3, ())).sampled == ()
+        assert len(runner.facts[0].pids) == 2
+        assert runner.facts[0].pids == tuple(process.pid for process in pool.processes[:2])
+
+
+def test_a_plan_that_does_not_fit_is_the_leaders_error_and_ends_nobody(
+    checkpoint: Callable[..., Path], pool: RankPool
+) -> None:
+    with pool.load(checkpoint("llama"), 2) as runner:
+        with pytest.raises(InvariantError, match="token id outside"):
+            runner.step(StepPlan(1, (Row(SequenceId("a"), 0, (999,), (0,), SEEDED, 1),)))
+        assert len(runner.step(StepPlan(2, (Row(SequenceId("a"), 0, (9,), (0,), SEEDED, 1),))).sampled[0]) == 1

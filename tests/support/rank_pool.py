@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -20,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from baton.core.errors import BatonError, RankLost
+from baton.core.errors import BatonError, InvariantError, RankLost
 from baton.core.kv_layout import KVLayout
 from baton.core.ranks import Ranks
 from baton.core.step import StepOutcome, StepPlan
@@ -98,17 +99,22 @@ class RankPool:
             process.join()
         self._store.close()
 
-    def start(self, model_dir: Path, tp: int, **options: Any) -> list[Any]:
-        """Loads on the first `tp` processes; what each answers: Facts, an error, or Lost."""
+    def start(self, model_dir: Path | list[Path], tp: int, **options: Any) -> list[Any]:
+        """Loads on the first `tp` processes; what each answers: Facts, an error, or Lost. An option (or the directory)
+        given as a list has one value per rank."""
         self._rounds += 1
         defaults: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_memory_bytes": 8 << 20}
-        engine = EngineOptions(model_dir=model_dir, **{**defaults, **options})
+        settings = {**defaults, **options, "model_dir": model_dir}
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
+        env["TORCHELASTIC_RESTART_COUNT"] = str(self._rounds)
         for rank, pipe in enumerate(self.pipes[:tp]):
-            env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
-            pipe.send(
-                ("load", env | {"TORCHELASTIC_RESTART_COUNT": str(self._rounds)}, Ranks(rank, tp, rank, tp), engine)
-            )
-        return [answer(pipe) for pipe in self.pipes[:tp]]
+            mine = {name: value[rank] if isinstance(value, list) else value for name, value in settings.items()}
+            pipe.send(("load", env, Ranks(rank, tp, rank, tp), EngineOptions(**mine)))
+        answers = [answer(pipe) for pipe in self.pipes[:tp]]
+        for pipe, found in zip(self.pipes, answers, strict=False):
+            if isinstance(found, Exception):
+                pipe.send(("heard",))
+        return answers
 
     @contextlib.contextmanager
     def load(self, model_dir: Path, tp: int, **options: Any) -> Iterator[RemoteRunner]:
@@ -155,7 +161,11 @@ def rank_process(pipe: Connection) -> None:
 
 
 def _serve(pipe: Connection, env: dict[str, str], ranks: Ranks, options: EngineOptions) -> None:
+    failed = threading.Event()
+
     def lost(error: RankLost) -> None:
+        if failed.is_set():
+            return
         pipe.send(Lost(error.message))
         os._exit(LOST_EXIT_CODE)
 
@@ -168,9 +178,12 @@ def _serve(pipe: Connection, env: dict[str, str], ranks: Ranks, options: EngineO
     pids = channel.pids if isinstance(channel, LeaderChannel) else ()
     try:
         runner = load_runner(options, ranks=ranks, store=store)
-    except BaseException:
+    except BatonError as error:
+        failed.set()
+        pipe.send(type(error)(error.message))
+        pipe.recv()  # each rank may have an error of its own to tell before it hears of this one
         channel.close()
-        raise
+        return
     channel.serving()
     pipe.send(_facts(runner, ranks.rank, pids))
     if isinstance(channel, FollowerChannel):
@@ -180,7 +193,10 @@ def _serve(pipe: Connection, env: dict[str, str], ranks: Ranks, options: EngineO
         return
     runner.lead(channel.send)
     while (request := pipe.recv())[0] != "unload":
-        pipe.send(getattr(runner, request[0])(request[1]))
+        try:
+            pipe.send(getattr(runner, request[0])(request[1]))
+        except InvariantError as error:
+            pipe.send(InvariantError(error.message))
     channel.stop("unloaded")
     pipe.send("unloaded")
 
