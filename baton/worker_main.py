@@ -98,7 +98,7 @@ async def _serve(config: WorkerConfig, ranks: Ranks, load: Callable[[], MakeWork
 
     started = time.monotonic()
     options = _engine_options(config, ranks)
-    with lead(ranks, options, _log_stage) as (runner, pids):
+    with lead(ranks, options, lambda stage, seconds: log.info("stage %s: %.2f s", stage, seconds)) as (runner, pids):
         facts = WorkerFacts(
             model_digest=runner.digest,
             config_digest=hashlib.sha256((options.model_dir / "config.json").read_bytes()).hexdigest(),
@@ -128,7 +128,7 @@ async def _serve(config: WorkerConfig, ranks: Ranks, load: Callable[[], MakeWork
 def _follow(config: WorkerConfig, ranks: Ranks) -> None:
     from baton.worker_ranks import follow
 
-    follow(ranks, _engine_options(config, ranks), _log_stage)
+    follow(ranks, _engine_options(config, ranks))
 
 
 def _engine_options(config: WorkerConfig, ranks: Ranks) -> EngineOptions:

@@ -47,13 +47,13 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[tu
     channel.stop("drained")
 
 
-def follow(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> None:
+def follow(ranks: Ranks, options: EngineOptions) -> None:
     """Computes what the leader plans until it has drained."""
     configure_watchdog()
     store = open_store(os.environ)
     channel = FollowerChannel.open(store, ranks.rank, lambda error: _end(ranks, channel, error))
     with _telling(channel):
-        runner = load_runner(options, on_stage, ranks=ranks, store=store)
+        runner = load_runner(options, ranks=ranks, store=store)
         channel.serving()
         log.info("rank %d of %d follows", ranks.rank, ranks.size)
         reason = channel.follow(runner.step)

@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from baton.options import EXIT_STARTUP_ERROR
-from baton.process import PARENT_VARIABLE, die_with_parent
+from baton.process import EXIT_RANK_LOST, PARENT_VARIABLE, die_with_parent
 
 _STORE_TIMEOUT_S = 600
 
@@ -75,8 +75,9 @@ def _name_the_store(args: Any) -> None:
 
 
 def _report(error: Any) -> int:
-    """One line about the rank that failed first; returns the exit code to pass on."""
-    rank, failure = error.get_first_failure()
+    """One line about the rank that failed first, not one that ended because of it; returns the exit code to pass on."""
+    failures = {r: f for r, f in error.failures.items() if f.exitcode != EXIT_RANK_LOST} or error.failures
+    rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
     code = int(failure.exitcode)
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     if code != EXIT_STARTUP_ERROR:
