@@ -1,0 +1,176 @@
+"""Workers of several ranks as torchrun starts them: they join as one, compute as one, and end as one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support import oracle
+from tests.support.checkpoints import make_checkpoint
+from tests.support.client import body
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+
+AGENT = ("-m", "launch.agent")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+PROMPT = tuple(range(30, 130))
+
+
+class Jobs:
+    """A coordinator and jobs of ranks, each with its log. What is left at the end is killed."""
+
+    def __init__(self, model: Path, where: Path) -> None:
+        self.model, self.where = model, where
+        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        ready = where / "ready.json"
+        flags = ["--port", "0", "--grpc-port", "0", "--control-port", "0", "--ready-file", str(ready)]
+        flags += ["--served-model-name", "m"]
+        self.coordinator = self._start("coordinator", ["-m", "coordinator", "--model", str(model), *flags])
+        self.wait_until(ready.exists, "coordinator")
+        self.addresses: dict[str, str] = json.loads(ready.read_text())
+        self.http = httpx.Client(base_url=f"http://{self.addresses['http']}", timeout=30.0)
+
+    def start(
+        self, role: str, ranks: int, program: tuple[str, ...] = AGENT, **flags: object
+    ) -> subprocess.Popen[bytes]:
+        settings = {"model": self.model, "coordinator": self.addresses["control"], "worker_id": role, **flags}
+        words = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        return self._start(role, [*program, "--nproc-per-node", str(ranks), "-m", role, "--dtype", "float32", *words])
+
+    def worker(self, worker_id: str) -> dict[str, Any]:
+        workers: list[dict[str, Any]] = self.http.get("/workers").json()["workers"]
+        return next((w for w in workers if w["id"] == worker_id), {"state": "unknown"})
+
+    def await_state(self, worker_id: str, state: str) -> dict[str, Any]:
+        self.wait_until(lambda: self.worker(worker_id)["state"] == state, f"{worker_id} {state}")
+        return self.worker(worker_id)
+
+    def log(self, name: str) -> str:
+        return (self.where / f"{name}.log").read_text(errors="replace")
+
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            logs = "\n".join(f"--- {name}\n{self.log(name)}" for name in self.running)
+            assert time.monotonic() < deadline, f"no {what} within {timeout_s} s\n{logs}"
+            time.sleep(0.02)
+
+    def _start(self, name: str, words: list[str]) -> subprocess.Popen[bytes]:
+        with (self.where / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen([sys.executable, *words], stdout=log, stderr=log, env=ENVIRONMENT)
+        self.running[name] = process
+        return process
+
+    def close(self) -> None:
+        self.http.close()
+        for process in reversed(self.running.values()):
+            if process.poll() is None:
+                process.terminate()
+        for process in self.running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(15)
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    started = Jobs(make_checkpoint(tmp_path / "m", "llama"), tmp_path)
+    yield started
+    started.close()
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_two_ranks_join_as_one_worker_compute_as_one_and_drain(jobs: Jobs) -> None:
+    decode, prefill = jobs.start("decode", 1), jobs.start("prefill", 2)
+    jobs.await_state("decode", "ready")
+    pids = jobs.await_state("prefill", "ready")["pids"]
+    assert len(set(pids)) == 2
+    for length in (1, 40, 100):  # requests that end with token 1: no KV changes hands
+        answer = jobs.http.post("/v1/completions", json=body(PROMPT[:length], 1)).json()
+        expected = oracle.greedy(jobs.model, PROMPT[:length], 1)
+        assert tuple(answer["choices"][0]["token_ids"])[: expected.decided] == expected.tokens[: expected.decided]
+    assert jobs.worker("prefill")["prompt_tokens_computed"] == 141
+    jobs.coordinator.terminate()
+    assert (prefill.wait(30), decode.wait(30)) == (0, 0), jobs.log("prefill")
+    assert all(map(gone, pids))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_ends_its_worker_at_once_and_says_so(jobs: Jobs, victim: int) -> None:
+    prefill = jobs.start("prefill", 2)
+    pids = jobs.await_state("prefill", "ready")["pids"]
+    killed = time.monotonic()
+    os.kill(pids[victim], signal.SIGKILL)
+    jobs.wait_until(lambda: gone(pids[1 - victim]), "end of the other rank", 5.0)
+    assert time.monotonic() - killed < 0.5
+    assert prefill.wait(30) == 128 + signal.SIGKILL
+    log = jobs.log("prefill").strip().splitlines()
+    assert log[-1].startswith(f"agent: rank {victim} (pid {pids[victim]}) was ended by SIGKILL")
+    assert jobs.await_state("prefill", "lost")
+
+
+def test_a_model_that_does_not_divide_ends_the_start_with_the_numbers(jobs: Jobs) -> None:
+    jobs.model = make_checkpoint(jobs.where / "odd", "llama", intermediate_size=161)
+    assert jobs.start("prefill", 2).wait(60) == 3
+    last = jobs.log("prefill").strip().splitlines()[-1]
+    assert "intermediate_size 161 cannot be divided over 2 tensor-parallel ranks" in last
+
+
+@pytest.mark.long
+def test_a_stopped_rank_is_lost_within_five_seconds(jobs: Jobs) -> None:
+    prefill = jobs.start("prefill", 2)
+    pids = jobs.await_state("prefill", "ready")["pids"]
+    stopped = time.monotonic()
+    os.kill(pids[1], signal.SIGSTOP)
+    jobs.wait_until(lambda: gone(pids[0]), "end of the leader", 10.0)
+    assert time.monotonic() - stopped < 6.0
+    assert "error: rank 1 is silent for 4." in jobs.log("prefill")
+    os.kill(pids[1], signal.SIGCONT)
+    assert prefill.wait(60) != 0
+
+
+@pytest.mark.long
+def test_plain_torchrun_will_do(jobs: Jobs) -> None:
+    prefill = jobs.start("prefill", 2, TORCHRUN)
+    jobs.await_state("prefill", "ready")
+    jobs.coordinator.terminate()
+    assert prefill.wait(30) == 0
+
+
+@pytest.mark.long
+def test_one_worker_on_two_nodes(jobs: Jobs) -> None:
+    """Two torchrun jobs, as two nodes would start them; node 0 keeps the store."""
+    with contextlib.ExitStack() as stack:
+        import socket
+
+        probe = stack.enter_context(socket.socket())
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    nodes = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--node-rank")
+    first = jobs.start("prefill", 1, (*AGENT, *nodes, "0"))
+    first_log = jobs.running.pop("prefill")
+    jobs.running["first"] = first_log
+    (jobs.where / "prefill.log").rename(jobs.where / "first.log")
+    second = jobs.start("prefill", 1, (*AGENT, *nodes, "1"))
+    assert len(jobs.await_state("prefill", "ready")["pids"]) == 2
+    jobs.coordinator.terminate()
+    assert (first.wait(30), second.wait(30)) == (0, 0)
