@@ -19,7 +19,7 @@ from baton.core.ranks import Ranks
 from baton.engine.lockstep import Channel, FollowerChannel, LeaderChannel
 from baton.engine.parallel import open_store
 from baton.engine.runner import EngineOptions, OnStage, Runner, load_runner
-from baton.options import EXIT_STARTUP_ERROR, error_line
+from baton.options import error_line
 from baton.process import EXIT_RANK_LOST, record_error
 from baton.transfer.nccl import configure_watchdog
 
@@ -38,7 +38,7 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[tu
         return
     configure_watchdog()
     store = open_store(os.environ)
-    channel = LeaderChannel.open(store, ranks.size, options.host, lambda error: _end(ranks, channel, error))
+    channel = LeaderChannel.open(store, ranks.size, options.host, lambda error: _end(ranks, error))
     with _telling(channel):
         runner = load_runner(options, on_stage, ranks=ranks, store=store)
         channel.serving()
@@ -51,7 +51,7 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
     """Computes what the leader plans until it has drained."""
     configure_watchdog()
     store = open_store(os.environ)
-    channel = FollowerChannel.open(store, ranks.rank, lambda error: _end(ranks, channel, error))
+    channel = FollowerChannel.open(store, ranks.rank, lambda error: _end(ranks, error))
     with _telling(channel):
         runner = load_runner(options, ranks=ranks, store=store)
         channel.serving()
@@ -76,7 +76,7 @@ def _telling(channel: Channel) -> Iterator[None]:
         raise
 
 
-def _end(ranks: Ranks, channel: Channel, error: RankLost) -> None:
+def _end(ranks: Ranks, error: RankLost) -> None:
     """Another rank is lost: this process has nothing left to do, and its worker starts anew."""
     print(f"{error_line(error)} (seen by rank {ranks.rank})", file=sys.stderr, flush=True)
-    os._exit(EXIT_RANK_LOST if channel.is_serving else EXIT_STARTUP_ERROR)
+    os._exit(EXIT_RANK_LOST)

@@ -49,10 +49,6 @@ class Channel:
         self._losing = threading.Lock()
         self._thread = threading.Thread(target=self._control, name="lockstep", daemon=True)
 
-    @property
-    def is_serving(self) -> bool:
-        return self._silence_s == SILENCE_S
-
     def serving(self) -> None:
         """All ranks have loaded: from now on a silent peer is soon a lost one."""
         self._silence_s = SILENCE_S

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -99,11 +100,28 @@ def gone(pid: int) -> bool:
         return True
 
 
+def listening(pid: int) -> list[str]:
+    """The addresses that a process listens on."""
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[9] in inodes:
+                raw = bytes.fromhex(words[1].partition(":")[0])
+                found.append(socket.inet_ntoa(raw[::-1]) if len(raw) == 4 else f"ipv6 {raw.hex()}")
+    return found
+
+
 def test_two_ranks_join_as_one_worker_compute_as_one_and_drain(jobs: Jobs) -> None:
     decode, prefill = jobs.start("decode", 1), jobs.start("prefill", 2)
     jobs.await_state("decode", "ready")
     pids = jobs.await_state("prefill", "ready")["pids"]
     assert len(set(pids)) == 2
+    assert {address for pid in pids for address in listening(pid)} == {"127.0.0.1"}
     for length in (1, 40, 100):  # requests that end with token 1: no KV changes hands
         answer = jobs.http.post("/v1/completions", json=body(PROMPT[:length], 1)).json()
         expected = oracle.greedy(jobs.model, PROMPT[:length], 1)
@@ -159,16 +177,11 @@ def test_plain_torchrun_will_do(jobs: Jobs) -> None:
 @pytest.mark.long
 def test_one_worker_on_two_nodes(jobs: Jobs) -> None:
     """Two torchrun jobs, as two nodes would start them; node 0 keeps the store."""
-    with contextlib.ExitStack() as stack:
-        import socket
-
-        probe = stack.enter_context(socket.socket())
+    with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     nodes = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--node-rank")
-    first = jobs.start("prefill", 1, (*AGENT, *nodes, "0"))
-    first_log = jobs.running.pop("prefill")
-    jobs.running["first"] = first_log
+    first = jobs.running["first"] = jobs.start("prefill", 1, (*AGENT, *nodes, "0"))
     (jobs.where / "prefill.log").rename(jobs.where / "first.log")
     second = jobs.start("prefill", 1, (*AGENT, *nodes, "1"))
     assert len(jobs.await_state("prefill", "ready")["pids"]) == 2

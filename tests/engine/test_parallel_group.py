@@ -1,0 +1,144 @@
+"""The group of ranks by itself: two real ranks as two threads of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.core.errors import InvariantError, RankLost, StartupError
+from baton.core.ranks import Ranks
+from baton.engine import parallel
+from baton.engine.parallel import TPGroup, connect, open_store
+from baton.transfer.store import EdgeStore
+
+SIZE = 3
+
+
+class Group:
+    """The ranks of one group; `each(f)` calls f(group) on all at once and returns their results by rank."""
+
+    def __init__(self, port: int, round_: int) -> None:
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": str(round_)}
+
+        def join(rank: int) -> TPGroup:
+            return connect(open_store(env, 5.0), Ranks(rank, SIZE, rank, SIZE), torch.device("cpu"), "127.0.0.1")
+
+        self.ranks = at_once([lambda rank=rank: join(rank) for rank in range(SIZE)])  # type: ignore[misc]
+
+    def each(self, do: Callable[[TPGroup], Any]) -> list[Any]:
+        return at_once([lambda group=group: do(group) for group in self.ranks])  # type: ignore[misc]
+
+
+def at_once(calls: list[Callable[[], Any]]) -> list[Any]:
+    results: list[Any] = [None] * len(calls)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = calls[index]()
+        except (RankLost, StartupError, InvariantError) as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    return results
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Group]:
+    store = EdgeStore("127.0.0.1")
+    yield Group(store.port, 1)
+    store.close()
+
+
+def partial(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    return (torch.randn(37, 64, generator=generator) * 10.0**rank).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_have_one_order_whatever_is_summed_with_them(group: Group, dtype: torch.dtype) -> None:
+    expected = partial(0, dtype).float()
+    for rank in range(1, SIZE):
+        expected = expected + partial(rank, dtype).float()
+    for found in group.each(lambda g: g.all_reduce(partial(g.rank, dtype))):
+        assert found.dtype == dtype
+        assert torch.equal(found, expected.to(dtype))
+    for found in group.each(lambda g: g.all_reduce(partial(g.rank, dtype)[5:6, 3:])):  # not contiguous either
+        assert torch.equal(found, expected.to(dtype)[5:6, 3:])
+
+
+def test_gathers_are_in_the_order_of_ranks(group: Group) -> None:
+    whole = torch.cat([partial(rank) for rank in range(SIZE)], dim=-1)
+    for found in group.each(lambda g: g.all_gather(partial(g.rank))):
+        assert torch.equal(found, whole)
+    leader, *followers = group.each(lambda g: g.gather(partial(g.rank)))
+    assert torch.equal(leader, whole)
+    assert followers == [None] * (SIZE - 1)
+
+
+def test_agreement(group: Group) -> None:
+    assert group.each(lambda g: g.minimum(100 - g.rank, "blocks")) == [98] * SIZE
+    assert group.each(lambda g: g.agree("ab12", "digest")) == [None] * SIZE
+    for error in group.each(lambda g: g.agree("ab12" if g.rank < 2 else "ab13", "digest")):
+        assert str(error) == "digest: rank 2 has another one than rank 0"
+
+
+def test_two_threads_on_one_group_are_our_bug(group: Group) -> None:
+    first = group.ranks[0]
+    waiting = threading.Thread(target=lambda: first.barrier("one"))
+    waiting.start()
+    time.sleep(0.1)
+    with pytest.raises(InvariantError, match="tensor-parallel two while another thread uses the group"):
+        first.barrier("two")
+    at_once([lambda g=g: g.barrier("one") for g in group.ranks[1:]])  # type: ignore[misc]
+    waiting.join(10.0)
+    assert not waiting.is_alive()
+
+
+def test_a_rank_that_does_not_call_is_not_awaited_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "OPERATION_TIMEOUT_S", 0.3)
+    store = EdgeStore("127.0.0.1")
+    group = Group(store.port, 1)
+    started = time.monotonic()
+    with pytest.raises(RankLost, match="tensor-parallel all-reduce of rank 0 failed: "):
+        group.ranks[0].all_reduce(partial(0))
+    assert time.monotonic() - started < 5.0
+    group.ranks[0].close()
+    with pytest.raises(InvariantError, match="closed"):
+        group.ranks[0].barrier("end")
+    store.close()
+
+
+def test_a_single_rank_needs_nobody() -> None:
+    alone = TPGroup()
+    x = partial(0)
+    assert alone.all_reduce(x) is x and alone.all_gather(x) is x and alone.gather(x) is x
+    assert alone.minimum(5, "blocks") == 5
+    alone.agree("ab", "digest")
+    assert connect(None, Ranks(), torch.device("cpu"), "nowhere").size == 1
+
+
+def test_shares_cover_everything_once() -> None:
+    for size in (1, 2, 4, 8):
+        ranks = [TPGroup(rank, size) for rank in range(size)]
+        assert [i for g in ranks for i in range(*g.part(48, "x").indices(48))] == list(range(48))
+        for vocab in (320, 333, 5):
+            shards = [g.vocabulary_part(vocab) for g in ranks]
+            assert [i for ids, _ in shards for i in range(*ids.indices(vocab))] == list(range(vocab))
+            assert {rows for _, rows in shards} == {-(-vocab // size)}
+
+
+def test_no_store_no_group() -> None:
+    with pytest.raises(StartupError, match="MASTER_ADDR and MASTER_PORT"):
+        open_store({})
+    with pytest.raises(StartupError, match=r"the store at 127\.0\.0\.1:1 does not answer"):
+        open_store({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, 1.0)
