@@ -24,6 +24,7 @@ from baton.options import EXIT_STARTUP_ERROR
 from baton.process import EXIT_RANK_LOST, PARENT_VARIABLE, die_with_parent
 
 _STORE_TIMEOUT_S = 600
+_FOLLOWED = (EXIT_RANK_LOST, -signal.SIGTERM)  # how ranks end because another has: by themselves, or by torchrun
 
 
 def main() -> NoReturn:
@@ -76,7 +77,7 @@ def _name_the_store(args: Any) -> None:
 
 def _report(error: Any) -> int:
     """One line about the rank that failed first, not one that ended because of it; returns the exit code to pass on."""
-    failures = {r: f for r, f in error.failures.items() if f.exitcode != EXIT_RANK_LOST} or error.failures
+    failures = {r: f for r, f in error.failures.items() if f.exitcode not in _FOLLOWED} or error.failures
     rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
     code = int(failure.exitcode)
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
