@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 from baton.core.errors import BatonError, RankLost, innermost
 from baton.core.ranks import Ranks
-from baton.engine.lockstep import Channel, FollowerChannel, LeaderChannel
+from baton.engine.lockstep import RANK_FAILED, Channel, FollowerChannel, LeaderChannel
 from baton.engine.parallel import open_store
 from baton.engine.runner import EngineOptions, OnStage, Runner, load_runner
 from baton.options import error_line
@@ -27,6 +27,8 @@ log = logging.getLogger("baton.worker")
 
 VERDICT_S = 0.5
 """How long an operation that failed waits for the channel to say which rank was lost; the process ends meanwhile."""
+LAST_WORDS_S = 2.0
+"""How long a rank that says why it ends is given to end first, so that torchrun takes its exit code."""
 
 
 @contextmanager
@@ -78,5 +80,7 @@ def _telling(channel: Channel) -> Iterator[None]:
 
 def _end(ranks: Ranks, error: RankLost) -> None:
     """Another rank is lost: this process has nothing left to do, and its worker starts anew."""
+    if error.code == RANK_FAILED:
+        time.sleep(LAST_WORDS_S)
     print(f"{error_line(error)} (seen by rank {ranks.rank})", file=sys.stderr, flush=True)
     os._exit(EXIT_RANK_LOST)

@@ -31,6 +31,9 @@ SILENCE_S = 4.0
 LOADING_SILENCE_S = 60.0
 """While a model is being loaded its control thread may not run for a while: one large tensor is read in one go."""
 
+RANK_FAILED = "rank_failed"
+"""The code of a RankLost whose rank said why it ends."""
+
 _GOODBYE_S = 2.0
 _NO_STEP = -1
 
@@ -56,14 +59,14 @@ class Channel:
     def fail(self, message: str) -> None:
         """Tells the peers why this process ends, and ends the channel."""
         self._say_last(Failed(message))
-        self.close()
+        self.close(wait_s=0.1)
 
-    def close(self) -> None:
+    def close(self, wait_s: float = _GOODBYE_S) -> None:
         """Says good-bye, waits a moment for the peers to do the same, and frees the connections."""
         self._ended.set()
         for peer in self._peers:
             peer.hang_up()
-        self._thread.join(_GOODBYE_S)
+        self._thread.join(wait_s)
         for peer in self._peers:
             peer.close()
 
@@ -113,7 +116,7 @@ class Channel:
 
     def _take(self, peer: Peer, frame: Any) -> None:
         if isinstance(frame, Failed):
-            raise RankLost(f"{peer.name}: {frame.message}")
+            raise RankLost(f"{peer.name}: {frame.message}", code=RANK_FAILED)
         if not isinstance(frame, Heartbeat):
             self.handle(peer, frame)
 

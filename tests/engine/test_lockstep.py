@@ -86,7 +86,7 @@ def crew(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Crew]]:
                 thread.join()
             made = Crew(leader, [followers[rank] for rank in range(1, size)], lost)
             for channel in (leader, *made.followers):
-                stack.callback(channel.close)
+                stack.callback(channel.close, wait_s=0.0)
             return made
 
         yield make
@@ -105,6 +105,7 @@ def run_follower(channel: FollowerChannel, log: list[Any], pause_s: float = 0.0)
     def follow() -> None:
         try:
             log.append(channel.follow(step))
+            channel.close()
         except RankLost as error:
             log.append(error)
 

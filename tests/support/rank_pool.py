@@ -13,6 +13,7 @@ import contextlib
 import multiprocessing
 import os
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -187,7 +188,11 @@ def _serve(pipe: Connection, env: dict[str, str], ranks: Ranks, options: EngineO
     channel.serving()
     pipe.send(_facts(runner, ranks.rank, pids))
     if isinstance(channel, FollowerChannel):
-        channel.follow(runner.step)
+        try:
+            channel.follow(runner.step)
+        except RankLost:
+            time.sleep(1.0)
+            raise
         channel.close()
         pipe.send("unloaded")
         return
@@ -197,6 +202,9 @@ def _serve(pipe: Connection, env: dict[str, str], ranks: Ranks, options: EngineO
             pipe.send(getattr(runner, request[0])(request[1]))
         except InvariantError as error:
             pipe.send(InvariantError(error.message))
+        except RankLost:
+            time.sleep(1.0)  # `lost` knows better, and ends this process
+            raise
     channel.stop("unloaded")
     pipe.send("unloaded")
 
