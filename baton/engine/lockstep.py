@@ -7,13 +7,15 @@ A connection that ends, or is silent for longer than a peer may be, is a lost ra
 control thread, and the process is to end, for a worker with a rank missing can compute nothing more. A drained leader
 sends `Stop` first: then the ends of connections mean nothing.
 
-A follower's control thread hands plans to the compute thread (`follow`). Any other frame is an order for `on_order`. An
-order with an attribute `after_step` is kept back until the plan of that step has been computed here.
+A follower's control thread hands plans to the compute thread (`follow`). Any other frame is an order for `on_order`: at
+once on the control thread, or, if it has an attribute `after_step` and that step is not computed yet, on the compute
+thread behind the plans sent before it. Step numbers rise.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import selectors
 import threading
@@ -26,6 +28,7 @@ from baton.core.step import StepOutcome, StepPlan
 from baton.engine.rank_peer import CONNECT_TIMEOUT_S, Peer, Store, dial_leader, gather_followers
 from baton.rpc.frames import Failed, Heartbeat, Hello, Stop, encode
 
+log = logging.getLogger("baton.lockstep")
 HEARTBEAT_S = 1.0
 SILENCE_S = 4.0
 LOADING_SILENCE_S = 60.0
@@ -89,6 +92,14 @@ class Channel:
             self._on_lost(error)
 
     def _control(self) -> None:
+        try:
+            self._exchange()
+        except Exception as error:  # whatever an order or report does wrong must not leave this process deaf
+            if not self._ended.is_set():
+                log.exception("lockstep: an order or report failed")
+            self._lose(RankLost(f"lockstep failed: {type(error).__name__}: {error}"))
+
+    def _exchange(self) -> None:
         number, due, last_beats = 0, 0.0, int(_GOODBYE_S / HEARTBEAT_S)
         with selectors.DefaultSelector() as selector:
             for peer in self._peers:

@@ -202,6 +202,13 @@ def test_who_fails_says_why(crew: Callable[..., Crew]) -> None:
     assert made.lost[1] == []
 
 
+def test_an_order_that_goes_wrong_ends_the_rank(crew: Callable[..., Crew]) -> None:
+    made = crew()
+    made.followers[0].on_order = lambda order: 1 / 0  # type: ignore[func-returns-value]
+    made.leader.send(Order(-1, "now"))
+    assert made.await_lost(1, 1.0) == "lockstep failed: ZeroDivisionError: division by zero"
+
+
 @pytest.mark.parametrize(
     "sent", [b"\0" * 64, encode(Hello("", 1, 1)), encode(StepPlan(1, ())), b"GET / HTTP/1.1\r\n\r\n"]
 )
