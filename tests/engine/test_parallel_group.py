@@ -64,8 +64,12 @@ def partial(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.randn(37, 64, generator=generator) * 10.0**rank).to(dtype)
 
 
+@pytest.mark.parametrize("large", [1, 1 << 30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sums_have_one_order_whatever_is_summed_with_them(group: Group, dtype: torch.dtype) -> None:
+def test_sums_have_one_order_whatever_is_summed_with_them(
+    group: Group, dtype: torch.dtype, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "_LARGE_SUM", large)
     expected = partial(0, dtype).float()
     for rank in range(1, SIZE):
         expected = expected + partial(rank, dtype).float()
