@@ -125,6 +125,10 @@ class DecodeWorker:
         ):
             if theirs != mine:
                 raise JoinRefused(f"link refused: {name} {theirs} is not {mine}", param=name)
+        for side, size in (("prefill", hello.tensor_parallel), ("decode", self.facts.tensor_parallel)):
+            if size != 1:  # the edges of other ranks are not there yet: nothing must pass for the whole KV
+                what = f"link refused: tensor_parallel {size} on the {side} side has no KV hand-over yet"
+                raise JoinRefused(what, param="tensor_parallel")
         difference = self.facts.layout.first_difference(hello.layout)
         if difference is not None:
             raise JoinRefused(f"link refused: {difference}", param=difference.split(":")[0])

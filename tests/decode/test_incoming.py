@@ -312,3 +312,12 @@ async def test_nothing_is_written_into_blocks_that_are_free_again(slow: str, mon
         await until(lambda: p.decode.idle)
         await asyncio.sleep(0.3)
         assert wrote_with_free == ([13] if slow == "unpack" else [])
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_tensor_parallel_worker_gets_no_link_while_its_ranks_have_no_edges(side: str) -> None:
+    async with pair() as (source, [decode]):
+        worker = source.worker if side == "prefill" else decode.worker
+        worker.facts = replace(worker.facts, tensor_parallel=2)
+        with pytest.raises(BatonError, match=f"tensor_parallel 2 on the {side} side"):
+            await dial_link(decode.address, source.worker._hello(), 2.0)
