@@ -572,8 +572,8 @@ async def test_two_sessions_of_one_worker_are_one_worker() -> None:
         reader = b.submit()
         p, d, s = await begun(b)
         d.wire.refuses = True  # the old one does not dial again
-        twin = await b.add("d0")  # the same incarnation, as after a redial that the coordinator saw before the break
-        twin.here.add(s)
+        # The same incarnation, as after a redial that the coordinator saw before the break.
+        twin = await b.add("d0", here=[s])
         stale = list(b.cluster._outgoing.values())
         assert len(stale) == 2
         run_out(p, twin, s)

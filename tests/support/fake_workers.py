@@ -164,11 +164,13 @@ class Bench:
         self.workers: list[FakeWorker] = []
         self.port = 0
 
-    async def add(self, name: str, *, ready: bool = True, **more: Any) -> FakeWorker:
-        """A worker of its own wire; with `ready` it has joined when this returns."""
+    async def add(self, name: str, *, ready: bool = True, here: Collection[SequenceId] = (), **more: Any) -> FakeWorker:
+        """A worker of its own wire, with the sequences `here` from the start; with `ready` it has joined when this
+        returns."""
         wire = Wire(self.port)
         await wire.start()
         worker = FakeWorker(name, wire, **more)
+        worker.here.update(here)
         self.workers.append(worker)
         worker.start()
         if ready:
