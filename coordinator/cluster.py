@@ -207,8 +207,7 @@ class Cluster:
 
     def _events(self, worker: str, events: StepEvents) -> None:
         for t in events.tokens:
-            live = self._find(worker, t.sequence)
-            if live is None:
+            if (live := self._find(worker, t.sequence)) is None:
                 continue
             try:
                 live.accept(t.sequence.attempt, t.first_index, t.tokens)
@@ -218,6 +217,8 @@ class Cluster:
             if worker == live.prefill_worker:
                 self.dispatcher.prefilled(t.sequence.request_id)
                 live.stage = "decode"
+            else:
+                live.decode_worker = worker  # it speaks, though its hand-over may not have been told yet
             if live.journal.finish is not None:
                 self._settle(live, "done")
             elif live.parked_since:
