@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -143,10 +142,6 @@ class Link:
             raise HandoffError(f"{self.decode_worker} could not build its end of an edge: {answer.error}")
         self._edge = edge
         return edge
-
-    async def on_edge_thread(self, work: Callable[[], T]) -> T:
-        """Runs packing or hashing on the edge's own thread, never in the event loop."""
-        return await (await self.edge()).run(work)
 
     async def send_bytes(self, buffer: torch.Tensor) -> None:
         """Sends on the living edge; when that fails the edge is dead and the next use builds another."""

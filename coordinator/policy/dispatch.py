@@ -123,9 +123,6 @@ class Dispatcher:
         hit += [t.request_id for t in self._queue.values() if self._too_large(t) is not None]
         return hit
 
-    def has_worker(self, worker_id: str) -> bool:
-        return worker_id in self._workers
-
     def set_ready(self, worker_id: str, ready: bool) -> None:
         if worker_id in self._workers:
             self._workers[worker_id].ready = ready
