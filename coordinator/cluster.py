@@ -1,70 +1,56 @@
-"""The cluster as the coordinator acts on it: sessions of workers, dispatch of requests, what becomes of both.
+"""The cluster as the coordinator acts on it: where requests go, what workers say of them, what becomes of them.
 
-Registry and Dispatcher decide; here commands are sent and events taken in. One event loop owns all of it.
+The Dispatcher decides; Members knows the workers; here commands are sent and events taken in. One event loop owns all
+of it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 
-from baton.core.commands import (
-    Abort,
-    Command,
-    Drain,
-    Drained,
-    Following,
-    Heartbeat,
-    HeartbeatAck,
-    Join,
-    Prefill,
-    Release,
-    Welcome,
-)
+from baton.core.commands import Abort, Following, Prefill, Release
 from baton.core.commands import Assign as AssignCommand
 from baton.core.errors import BatonError, DuplicateRequest, InvariantError, Unavailable, WorkerLost
 from baton.core.events import HandedOver, Parked, SequenceEnded, StepEvents
 from baton.core.request import GenerateRequest, SequenceId
-from baton.rpc.streams import LinkLost, MessageStream
 from coordinator.live import Live
+from coordinator.members import Members
 from coordinator.mint import Mint
-from coordinator.policy.dispatch import Dispatcher, Ticket, WorkerView
+from coordinator.policy.dispatch import Dispatcher, Ticket
 from coordinator.policy.journal import Journal
-from coordinator.policy.registry import Registry, WorkerRecord
+from coordinator.policy.registry import Registry
 
 log = logging.getLogger("baton.coordinator")
 TICK_S = 0.1
-ToWorker = Welcome | Command | HeartbeatAck
 _MAX_ATTEMPT = 1 << 30  # an int32 on the wire
 
 
 class Cluster:
-    """Complete state: registry, dispatcher, the stream of each connected worker, the live requests, and the number of
-    the last attempt: no two requests share one, so a client may use its request id again at once, while workers still
-    bury, or speak of, the sequence that had it before."""
+    """Complete state: the members, the dispatcher, the live requests, and the number of the last attempt: no two
+    requests share one, so a client may use its request id again at once, while workers still bury, or speak of, the
+    sequence that had it before."""
 
     def __init__(
         self, lease_s: float, max_queued_requests: int, max_queued_tokens: int, config_digest: str = ""
     ) -> None:
-        self.registry = Registry(lease_s, config_digest)
         self.dispatcher = Dispatcher(max_queued_requests, max_queued_tokens)
-        self.run_id = secrets.token_hex(8)
+        self._mint = Mint(registry := Registry(lease_s, config_digest))
+        self.members = Members(self, self.dispatcher, registry, self._mint.key)
         self.draining = False
         self.stale_events = 0
-        self._mint = Mint(self.registry)
-        self._lease_s = lease_s
         self._live: dict[str, Live] = {}
-        self._outgoing: dict[str, asyncio.Queue[ToWorker]] = {}
-        self._incarnations: dict[str, int] = {}
         self._attempt = 0
 
     @property
     def num_live(self) -> int:
         return len(self._live)
+
+    @property
+    def registry(self) -> Registry:
+        return self.members.registry
 
     # Requests.
 
@@ -106,7 +92,7 @@ class Cluster:
 
     def _start(self, live: Live) -> None:
         remaining = max(live.deadline_at - time.monotonic(), 0.001)
-        self._send(live.prefill_worker, Prefill(replace(live.request, deadline_s=remaining), live.targets))
+        self.members.send(live.prefill_worker, Prefill(replace(live.request, deadline_s=remaining), live.targets))
 
     def end(self, request_id: str, reason: str) -> None:
         """The front end is done with a request, well or not: both pools hear of it at once."""
@@ -122,8 +108,8 @@ class Cluster:
         left = max(live.deadline_at - time.monotonic(), 1.0)
         for worker in live.workers():
             if live.journal.finish is None or reason != "done":
-                self._send(worker, Abort(live.sequence, reason, tombstone_s=left))
-            self._send(worker, Release((live.sequence,)))
+                self.members.send(worker, Abort(live.sequence, reason, tombstone_s=left))
+            self.members.send(worker, Release((live.sequence,)))
         self.dispatcher.finish(live.request.request_id)
 
     def _fail(self, live: Live, error: BatonError) -> None:
@@ -131,81 +117,9 @@ class Cluster:
         if live.error is not None:
             self._settle(live, error.code)
 
-    def _send(self, worker: str, command: ToWorker) -> None:
-        queue = self._outgoing.get(worker)
-        if queue is not None:
-            queue.put_nowait(command)
+    # What workers say.
 
-    # Workers.
-
-    async def session(self, stream: MessageStream, first: object) -> None:
-        """Runs the session of one worker to its end.
-
-        Raises:
-            JoinRefused: it does not fit; the message names the field.
-        """
-        if not isinstance(first, Join):
-            raise InvariantError(f"a session begins with a join, not {type(first).__name__}")
-        replaced = self.registry.join(first, time.monotonic())
-        worker, incarnation = first.worker_id, first.incarnation
-        if replaced is not None:
-            self._lost(replaced, "it was replaced by a new incarnation")
-        fresh = self._incarnations.get(worker) != incarnation
-        if fresh:
-            self.dispatcher.add_worker(WorkerView.of(first))
-        following = () if fresh else tuple(self._following(worker))
-        queue: asyncio.Queue[ToWorker] = asyncio.Queue()
-        queue.put_nowait(Welcome(self.run_id, self._lease_s, self._lease_s / 4, self._mint.key, following))
-        self._outgoing[worker], self._incarnations[worker] = queue, incarnation
-        self.dispatcher.set_ready(worker, not self.draining)
-        log.info("%s worker %s joined (incarnation %d)", first.role, worker, incarnation)
-        sender = asyncio.create_task(self._pump(stream, queue, first), name=f"commands to {worker}")
-        try:
-            self.dispatch()
-            while (message := await stream.receive()) is not None and self._outgoing.get(worker) is queue:
-                if not self._on(worker, incarnation, message):
-                    break
-        finally:
-            sender.cancel()
-            self._detach(queue, first, stream)
-
-    async def _pump(self, stream: MessageStream, queue: asyncio.Queue[ToWorker], join: Join) -> None:
-        try:
-            while True:
-                await stream.send(await queue.get())
-        except Exception as e:
-            if not isinstance(e, LinkLost):
-                log.exception("commands to %s", join.worker_id)
-        self._detach(queue, join, stream)  # it may still be heard, but hears nothing: it has to dial again
-
-    def _detach(self, queue: asyncio.Queue[ToWorker], join: Join, stream: MessageStream) -> None:
-        worker = join.worker_id
-        if self._outgoing.get(worker) is queue:
-            del self._outgoing[worker]
-            if self.registry.disconnected(worker, join.incarnation, time.monotonic()):
-                self.dispatcher.set_ready(worker, False)
-                log.warning("session of %s broke: %s", worker, stream.ended)
-
-    def _on(self, worker: str, incarnation: int, message: object) -> bool:
-        """Takes in one message; False ends the session."""
-        load = message.load if isinstance(message, Heartbeat | StepEvents) else None
-        if not self.registry.heard(worker, incarnation, load, time.monotonic()):
-            log.warning("%s is fenced: its lease has run out", worker)
-            return False
-        match message:
-            case StepEvents():
-                self._events(worker, message)
-            case Heartbeat(number):
-                self._send(worker, HeartbeatAck(number))
-            case Drained():
-                self.registry.left(worker, incarnation)
-                self._gone(worker, "it drained")
-                return False
-            case _:
-                raise InvariantError(f"{worker} sent {type(message).__name__}")
-        return True
-
-    def _events(self, worker: str, events: StepEvents) -> None:
+    def events(self, worker: str, events: StepEvents) -> None:
         for t in events.tokens:
             if (live := self._find(worker, t.sequence)) is None:
                 continue
@@ -236,7 +150,7 @@ class Cluster:
         live = self._live.get(sequence.request_id)
         if live is None or live.sequence != sequence or live.error is not None:
             self.stale_events += 1
-            self._send(worker, Release((sequence,)))
+            self.members.send(worker, Release((sequence,)))
             return None
         return live
 
@@ -249,7 +163,7 @@ class Cluster:
         self.dispatcher.moved(over.sequence.request_id, over.decode_worker)
         self.dispatcher.handed_over(over.sequence.request_id)
         taker = next((t.incarnation for t in live.targets if t.worker_id == over.decode_worker), None)
-        if self._incarnations.get(over.decode_worker) != taker:
+        if self.members.incarnation(over.decode_worker) != taker:
             self._fail(live, WorkerLost(f"worker {over.decode_worker} was lost as it took the KV", retry_after_s=1))
 
     def _ended(self, worker: str, ended: SequenceEnded) -> None:
@@ -263,7 +177,7 @@ class Cluster:
                 self._start(live)  # its session broke before the command had arrived
             elif here or ended.code not in ("unknown_sequence", "worker_lost"):
                 self._fail(live, live.error_of(ended))
-            elif ended.code == "worker_lost" and live.prefill_worker not in self._outgoing:
+            elif ended.code == "worker_lost" and not self.members.connected(live.prefill_worker):
                 self._fail(live, live.error_of(ended))  # else the prefill worker parks it, and it goes elsewhere
         elif live.journal.finish is None:
             self._fail(live, WorkerLost(f"{worker} ended the request: {ended.reason}", retry_after_s=1))
@@ -283,31 +197,27 @@ class Cluster:
         token is here (it comes under the present attempt), nor while the prefill worker cannot be told."""
         if live.journal.next_index > len(live.request.output) + 1:  # another one might not repeat what has been told
             self._fail(live, WorkerLost("the link to its decode worker broke after that had begun", retry_after_s=1))
-        if live.over or live.stage != "decode" or live.prefill_worker not in self._outgoing:
+        if live.over or live.stage != "decode" or not self.members.connected(live.prefill_worker):
             return
         placement = self.dispatcher.reassign(live.request.request_id, frozenset())
         if placement is None:
             return
         old = live.sequence
         for target in live.targets:  # one of them may have all KV and run, with only its last word lost
-            self._send(target.worker_id, Abort(old, "its KV goes elsewhere", tombstone_s=0.0))
+            self.members.send(target.worker_id, Abort(old, "its KV goes elsewhere", tombstone_s=0.0))
         live.journal.begin_attempt(max(self._next_attempt(), live.journal.attempt + 1))
         live.parked_since = 0.0
         live.decode_worker = placement.decode or ""
         live.targets = self._mint.targets(live.sequence, placement, live.deadline_at)
-        self._send(placement.prefill, AssignCommand(old, live.targets, live.journal.attempt))
+        self.members.send(placement.prefill, AssignCommand(old, live.targets, live.journal.attempt))
 
-    def _following(self, worker: str) -> Iterable[Following]:
-        for live in self._live.values():
-            if live.dispatched_at and not live.settled and worker in live.workers():
-                yield Following(live.sequence, live.journal.next_index)
+    def following(self, worker: str) -> tuple[Following, ...]:
+        """The sequences that are followed at a worker, and the next output index of each."""
+        here = (v for v in self._live.values() if v.dispatched_at and not v.settled and worker in v.workers())
+        return tuple(Following(live.sequence, live.journal.next_index) for live in here)
 
-    def _lost(self, record: WorkerRecord, why: str) -> None:
-        log.warning("%s worker %s is lost: %s", record.role, record.worker_id, why)
-        self._gone(record.worker_id, why)
-
-    def _gone(self, worker: str, why: str) -> None:
-        self._incarnations.pop(worker, None)
+    def gone(self, worker: str, why: str) -> None:
+        """A worker is not there any more: what needed it ends."""
         for request_id in self.dispatcher.remove_worker(worker):
             if live := self._live.get(request_id):
                 self._fail(live, WorkerLost(f"worker {worker} was lost in stage {live.stage}: {why}", retry_after_s=1))
@@ -319,9 +229,7 @@ class Cluster:
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
-            for record in self.registry.expire(now):
-                self._outgoing.pop(record.worker_id, None)
-                self._lost(record, f"silent for {self._lease_s:g} s")
+            self.members.expire(now)
             missing = self.dispatcher.missing_pool(even_unready=True)
             for live in self._live.values():
                 if now >= live.deadline_at:
@@ -342,9 +250,4 @@ class Cluster:
             await asyncio.sleep(0.02)
         for live in self._live.values():
             self._fail(live, Unavailable("the cluster stops and the request did not finish in time", code="draining"))
-        for worker in list(self._outgoing):
-            self.registry.draining(worker, time.monotonic())
-            self._send(worker, Drain(max(deadline - time.monotonic(), 1.0)))
-        patience = time.monotonic() + 5.0
-        while self._outgoing and time.monotonic() < patience:
-            await asyncio.sleep(0.02)
+        await self.members.drain(max(deadline - time.monotonic(), 1.0))

@@ -15,7 +15,7 @@ class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
         self._cluster = cluster
 
     async def Session(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
-        await serve_stream(context, worker_pb2.SessionResponse, self._cluster.session)
+        await serve_stream(context, worker_pb2.SessionResponse, self._cluster.members.session)
 
 
 async def serve_control(cluster: Cluster, host: str, port: int) -> tuple[grpc.aio.Server, int]:

@@ -390,7 +390,7 @@ async def test_a_command_that_cannot_be_sent_breaks_the_session_and_not_in_silen
     async with bench("p0", "d0") as b:
         reader = b.submit()
         p, d, s = await begun(b)
-        b.cluster._send("p0", object())  # type: ignore[arg-type]
+        b.cluster.members.send("p0", object())  # type: ignore[arg-type]
         await until(lambda: len(p.welcomes) == 2, what="p0 to join again", timeout_s=3)
         assert "commands to p0" in caplog.text
         run_out(p, d, s)
@@ -574,7 +574,7 @@ async def test_two_sessions_of_one_worker_are_one_worker() -> None:
         d.wire.refuses = True  # the old one does not dial again
         # The same incarnation, as after a redial that the coordinator saw before the break.
         twin = await b.add("d0", here=[s])
-        stale = list(b.cluster._outgoing.values())
+        stale = list(b.cluster.members._outgoing.values())
         assert len(stale) == 2
         run_out(p, twin, s)
         assert len(await reader.done()) == 4

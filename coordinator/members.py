@@ -1,0 +1,156 @@
+"""The workers of the cluster as the coordinator talks to them: who is here, what is sent to whom, who has gone.
+
+Life of a worker's session: it dials and says Join; the Registry takes it in or refuses it by the field's name; Welcome
+goes back, then commands go down and events up until the stream breaks. A worker that redials within its lease goes on
+where it was. One that is replaced, silent for a lease, or drained is gone, and the owner hears of it once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from typing import Protocol
+
+from baton.core.commands import Command, Drain, Drained, Following, Heartbeat, HeartbeatAck, Join, Welcome
+from baton.core.errors import InvariantError
+from baton.core.events import StepEvents
+from baton.rpc.streams import LinkLost, MessageStream
+from coordinator.policy.dispatch import Dispatcher, WorkerView
+from coordinator.policy.registry import Registry, WorkerRecord
+
+log = logging.getLogger("baton.coordinator")
+LAST_WORD_S = 5.0  # how long workers that drain with the whole cluster may take to say that they have
+ToWorker = Welcome | Command | HeartbeatAck
+
+
+class MembersOwner(Protocol):
+    """What becomes of requests when workers come, speak and go."""
+
+    draining: bool
+
+    def following(self, worker: str) -> tuple[Following, ...]: ...
+
+    def dispatch(self) -> None: ...
+
+    def events(self, worker: str, events: StepEvents) -> None: ...
+
+    def gone(self, worker: str, why: str) -> None: ...
+
+
+class Members:
+    """Complete state: the registry, the queue of commands to each connected worker, the incarnation of each worker that
+    has not gone."""
+
+    def __init__(self, owner: MembersOwner, dispatcher: Dispatcher, registry: Registry, handle_key: bytes) -> None:
+        self.registry = registry
+        self.run_id = secrets.token_hex(8)
+        self._owner = owner
+        self._dispatcher = dispatcher
+        self._handle_key = handle_key
+        self._outgoing: dict[str, asyncio.Queue[ToWorker]] = {}
+        self._incarnations: dict[str, int] = {}
+
+    def connected(self, worker: str) -> bool:
+        return worker in self._outgoing
+
+    def incarnation(self, worker: str) -> int | None:
+        """None for a worker that has gone."""
+        return self._incarnations.get(worker)
+
+    def send(self, worker: str, command: ToWorker) -> None:
+        queue = self._outgoing.get(worker)
+        if queue is not None:
+            queue.put_nowait(command)
+
+    async def session(self, stream: MessageStream, first: object) -> None:
+        """Runs the session of one worker to its end.
+
+        Raises:
+            JoinRefused: it does not fit; the message names the field.
+        """
+        if not isinstance(first, Join):
+            raise InvariantError(f"a session begins with a join, not {type(first).__name__}")
+        replaced = self.registry.join(first, time.monotonic())
+        worker, incarnation = first.worker_id, first.incarnation
+        if replaced is not None:
+            self._lost(replaced, "it was replaced by a new incarnation")
+        fresh = self._incarnations.get(worker) != incarnation
+        if fresh:
+            self._dispatcher.add_worker(WorkerView.of(first))
+        following = () if fresh else self._owner.following(worker)
+        queue: asyncio.Queue[ToWorker] = asyncio.Queue()
+        lease_s = self.registry.leases.duration_s
+        queue.put_nowait(Welcome(self.run_id, lease_s, lease_s / 4, self._handle_key, following))
+        self._outgoing[worker], self._incarnations[worker] = queue, incarnation
+        self._dispatcher.set_ready(worker, not self._owner.draining)
+        log.info("%s worker %s joined (incarnation %d)", first.role, worker, incarnation)
+        sender = asyncio.create_task(self._pump(stream, queue, first), name=f"commands to {worker}")
+        try:
+            self._owner.dispatch()
+            while (message := await stream.receive()) is not None and self._outgoing.get(worker) is queue:
+                if not self._on(worker, incarnation, message):
+                    break
+        finally:
+            sender.cancel()
+            self._detach(queue, first, stream)
+
+    async def _pump(self, stream: MessageStream, queue: asyncio.Queue[ToWorker], join: Join) -> None:
+        try:
+            while True:
+                await stream.send(await queue.get())
+        except Exception as e:
+            if not isinstance(e, LinkLost):
+                log.exception("commands to %s", join.worker_id)
+        self._detach(queue, join, stream)  # it may still be heard, but hears nothing: it has to dial again
+
+    def _detach(self, queue: asyncio.Queue[ToWorker], join: Join, stream: MessageStream) -> None:
+        worker = join.worker_id
+        if self._outgoing.get(worker) is queue:
+            del self._outgoing[worker]
+            if self.registry.disconnected(worker, join.incarnation, time.monotonic()):
+                self._dispatcher.set_ready(worker, False)
+                log.warning("session of %s broke: %s", worker, stream.ended)
+
+    def _on(self, worker: str, incarnation: int, message: object) -> bool:
+        """Takes in one message; False ends the session."""
+        load = message.load if isinstance(message, Heartbeat | StepEvents) else None
+        if not self.registry.heard(worker, incarnation, load, time.monotonic()):
+            log.warning("%s is fenced: its lease has run out", worker)
+            return False
+        match message:
+            case StepEvents():
+                self._owner.events(worker, message)
+            case Heartbeat(number):
+                self.send(worker, HeartbeatAck(number))
+            case Drained():
+                self.registry.left(worker, incarnation)
+                self._gone(worker, "it drained")
+                return False
+            case _:
+                raise InvariantError(f"{worker} sent {type(message).__name__}")
+        return True
+
+    def expire(self, now: float) -> None:
+        """Workers whose lease has run out are lost."""
+        for record in self.registry.expire(now):
+            self._outgoing.pop(record.worker_id, None)
+            self._lost(record, f"silent for {self.registry.leases.duration_s:g} s")
+
+    def _lost(self, record: WorkerRecord, why: str) -> None:
+        log.warning("%s worker %s is lost: %s", record.role, record.worker_id, why)
+        self._gone(record.worker_id, why)
+
+    def _gone(self, worker: str, why: str) -> None:
+        self._incarnations.pop(worker, None)
+        self._owner.gone(worker, why)
+
+    async def drain(self, timeout_s: float) -> None:
+        """All workers leave, and say so within a while."""
+        for worker in list(self._outgoing):
+            self.registry.draining(worker, time.monotonic())
+            self.send(worker, Drain(timeout_s))
+        patience = time.monotonic() + LAST_WORD_S
+        while self._outgoing and time.monotonic() < patience:
+            await asyncio.sleep(0.02)
