@@ -14,9 +14,9 @@ from baton.core.blocks import BlockTable, Holder
 from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
 from baton.core.events import SequenceEnded, StageStamps, TokenEvent
 from baton.core.kv_layout import KVLayout
-from baton.core.request import GenerateRequest, SequenceId
+from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Sequence, State
-from baton.core.step import Row, StepOutcome, StepPlan
+from baton.core.step import Row, StepOutcome, StepPlan, check_outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,9 @@ class DecodeScheduler:
         self._entries[sequence_id] = _Entry(sequence, _Times(now), untold=len(request.output))
         return blocks
 
-    def received(self, sequence_id: SequenceId, first_token: int, now: float) -> SequenceEnded | None:
+    def received(
+        self, sequence_id: SequenceId, first_token: int, now: float, first_logprob: TokenLogprob | None = None
+    ) -> SequenceEnded | None:
         """All KV up to the first token has arrived: the sequence joins the batch at the next step.
 
         Returns its end when there is nothing left to generate (the abort came first, or the token ends it).
@@ -118,7 +120,7 @@ class DecodeScheduler:
         sequence.num_computed = sequence.num_tokens
         entry.times.received_at = now
         self._ready.append(sequence_id)
-        reason = sequence.append(first_token)
+        reason = sequence.append(first_token, first_logprob)
         if sequence.ending is not None or reason is not None:
             ended = SequenceEnded(sequence_id, sequence.ending or reason or "aborted", stamps=self.stamps(sequence_id))
             self._leave(entry)
@@ -140,17 +142,7 @@ class DecodeScheduler:
             if sequence.ending is not None:
                 continue
             start, end = sequence.num_computed, sequence.num_tokens
-            rows.append(
-                Row(
-                    sequence_id,
-                    start,
-                    sequence.tokens(start, end),
-                    sequence.block_ids,
-                    sequence.request.sampling,
-                    num_sampled=1,
-                    output_index=len(sequence.output),
-                )
-            )
+            rows.append(sequence.row(start, end, num_sampled=1))
             sequence.step_id = self._next_step
             self.prompt_tokens_computed += max(0, min(end, len(sequence.request.prompt)) - start)
         if not rows:
@@ -163,17 +155,13 @@ class DecodeScheduler:
         """Takes in the tokens of the outstanding step.
 
         Raises:
-            InvariantError: the outcome is of another step, or has more or fewer tokens than it.
+            InvariantError: the outcome is not that of the outstanding step.
         """
-        plan = self._plan
-        if plan is None or plan.step_id != outcome.step_id:
-            raise InvariantError(f"outcome of step {outcome.step_id} while {plan and plan.step_id} is out")
-        if [len(tokens) for tokens in outcome.sampled] != [row.num_sampled for row in plan.rows]:
-            raise InvariantError(f"the outcome of step {plan.step_id} does not have the tokens that its rows sample")
+        plan = check_outcome(self._plan, outcome)
         self._plan = None
         tokens: list[TokenEvent] = []
         ended: list[SequenceEnded] = []
-        for row, sampled in zip(plan.rows, outcome.sampled, strict=True):
+        for index, (row, sampled) in enumerate(zip(plan.rows, outcome.sampled, strict=True)):
             entry = self._entries[row.sequence_id]
             sequence = entry.sequence
             sequence.step_id = None
@@ -181,9 +169,9 @@ class DecodeScheduler:
             if sequence.ending is not None:
                 self._leave(entry)
                 continue
-            reason = sequence.append(sampled[0])
+            reason = sequence.append(sampled[0], *outcome.logprobs_of(index))
             self.tokens_generated += 1
-            tokens.append(TokenEvent(sequence.id, entry.untold, tuple(sequence.output[entry.untold :])))
+            tokens.append(sequence.told(entry.untold))
             entry.untold = len(sequence.output)
             if reason is not None:
                 ended.append(SequenceEnded(sequence.id, reason, stamps=self._stamps(entry, now)))

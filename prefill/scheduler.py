@@ -16,20 +16,25 @@ from baton.core.blocks import BlockTable, Holder
 from baton.core.errors import DuplicateRequest, HandoffError, InvalidRequest, InvariantError, Unavailable
 from baton.core.events import SequenceEnded, StageStamps
 from baton.core.kv_layout import KVLayout
-from baton.core.request import GenerateRequest, SequenceId
+from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Sequence, State
-from baton.core.step import Row, StepOutcome, StepPlan
+from baton.core.step import Row, StepOutcome, StepPlan, check_outcome
+
+MAX_SCORED_TOKENS = 256
+"""Prompt tokens per step whose log-probabilities are wanted: each needs the logits of a whole vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     """KV of positions [0, computed) of a sequence is complete; `first_token`, the output `output_index`, is set with
-    the last of them."""
+    the last of them, and with it the log-probabilities that the request asks for."""
 
     sequence_id: SequenceId
     computed: int
     first_token: int | None = None
     output_index: int = 0
+    first_logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,7 @@ class _Times:
 class _Entry:
     sequence: Sequence
     pinned: bool = False
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     times: _Times = field(default_factory=_Times)
 
 
@@ -126,7 +132,7 @@ class PrefillScheduler:
             return None
         self._start_waiting(now)
         rows: list[Row] = []
-        budget = self.step_tokens
+        budget, scorable = self.step_tokens, MAX_SCORED_TOKENS
         for sequence_id in self._running:
             if budget == 0:
                 break
@@ -134,18 +140,14 @@ class PrefillScheduler:
             if sequence.ending is not None:
                 continue
             count = min(budget, sequence.num_uncomputed)
+            if sequence.request.sampling.prompt_logprobs is not None:
+                count = min(count, scorable)
+                scorable -= count
+            if count == 0:
+                continue
             start, end = sequence.num_computed, sequence.num_computed + count
-            rows.append(
-                Row(
-                    sequence_id,
-                    start,
-                    sequence.tokens(start, end),
-                    sequence.block_ids,
-                    sequence.request.sampling,
-                    num_sampled=1 if end == sequence.num_tokens else 0,
-                    output_index=len(sequence.output),
-                )
-            )
+            last = end == sequence.num_tokens
+            rows.append(sequence.row(start, end, num_sampled=int(last), score=True))
             sequence.step_id = self._next_step
             budget -= count
         if not rows:
@@ -172,32 +174,30 @@ class PrefillScheduler:
         """Takes in what the outstanding step computed.
 
         Raises:
-            InvariantError: the outcome is of another step, or has more or fewer tokens than it.
+            InvariantError: the outcome is not that of the outstanding step.
         """
-        plan = self._plan
-        if plan is None or plan.step_id != outcome.step_id:
-            raise InvariantError(f"outcome of step {outcome.step_id} while {plan and plan.step_id} is out")
-        if [len(tokens) for tokens in outcome.sampled] != [row.num_sampled for row in plan.rows]:
-            raise InvariantError(f"the outcome of step {plan.step_id} does not have the tokens that its rows sample")
+        plan = check_outcome(self._plan, outcome)
         self._plan = None
         progress: list[Progress] = []
         ended: list[SequenceEnded] = []
-        for row, sampled in zip(plan.rows, outcome.sampled, strict=True):
+        for index, (row, sampled) in enumerate(zip(plan.rows, outcome.sampled, strict=True)):
             entry = self._entries[row.sequence_id]
             sequence = entry.sequence
             sequence.step_id = None
             sequence.num_computed = row.end
             self.prompt_tokens_computed += len(row.tokens)
+            entry.prompt_logprobs += outcome.scored_of(index)
             if sequence.ending is not None:
                 self._leave(entry)
                 continue
             if not row.num_sampled:
                 progress.append(Progress(sequence.id, row.end))
                 continue
-            token = sampled[0]
+            token, (logprob,) = sampled[0], outcome.logprobs_of(index) or (None,)
             self.tokens_generated += 1
             entry.times.computed_at = now
-            progress.append(Progress(sequence.id, row.end, token, row.output_index))
+            prompt_logprobs = tuple(entry.prompt_logprobs)
+            progress.append(Progress(sequence.id, row.end, token, row.output_index, logprob, prompt_logprobs))
             reason = sequence.append(token)
             if reason is not None:
                 ended.append(SequenceEnded(sequence.id, reason, stamps=self.stamps(sequence.id)))

@@ -101,7 +101,9 @@ class PrefillWorker:
             last = p.first_token is not None
             self.events.write("chunk_computed", sequence=p.sequence_id, end=p.computed, last=last)
             if p.first_token is not None:
-                tokens.append(TokenEvent(current(p.sequence_id), p.output_index, (p.first_token,)))
+                logprobs = () if p.first_logprob is None else (p.first_logprob,)
+                first = (p.output_index, (p.first_token,), logprobs, p.prompt_logprobs)
+                tokens.append(TokenEvent(current(p.sequence_id), *first))
             if p.sequence_id in ended:
                 self.outgoing.abort(p.sequence_id, "it ended with its first token")
             else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton.core.request import SequenceId
+from baton.core.request import SequenceId, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,16 @@ class StageStamps:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """`tokens[i]` is output `first_index + i`."""
+    """`tokens[i]` is output `first_index + i`, `logprobs[i]` its log-probability where the request asks for them.
+
+    `prompt_logprobs` comes with the first token that a prefill worker samples, if asked for: entry i is that of prompt
+    token i + 1 (the first has none)."""
 
     sequence: SequenceId
     first_index: int
     tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from baton.core.handles import Handle
 from baton.core.kv_layout import KVLayout
-from baton.core.request import GenerateRequest, SequenceId
+from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,8 @@ class Refuse:
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Announces KV of layers [start_layer, end_layer) and tokens [start_token, end_token), `num_bytes` in one
-    contiguous buffer. `first_token` is set on the last chunk. `resend` counts earlier sends of the same chunk."""
+    contiguous buffer. `first_token` is set on the last chunk, and `first_logprob` where it is asked for.
+    `resend` counts earlier sends of the same chunk."""
 
     sequence: SequenceId
     index: int
@@ -103,6 +104,7 @@ class Chunk:
     first_token: int | None = None
     last: bool = False
     resend: int = 0
+    first_logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from baton.core.commands import Following
 from baton.core.errors import InvariantError
 from baton.core.events import HandedOver, Parked, SequenceEnded, StepEvents, TokenEvent
-from baton.core.request import SequenceId
+from baton.core.request import SequenceId, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -19,6 +19,9 @@ class _Record:
     # Index of tokens[0]; None until a token has been said.
     first_index: int | None = None
     tokens: list[int] = field(default_factory=list)
+    # As many as tokens, or none.
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     ended: SequenceEnded | None = None
     parked: Parked | None = None
     handed_over: HandedOver | None = None
@@ -53,6 +56,8 @@ class OutputLog:
             if not 0 <= known <= len(record.tokens):
                 raise InvariantError(f"tokens of {event.sequence} from {event.first_index} leave a gap")
             record.tokens[known : known + len(event.tokens)] = event.tokens
+            record.logprobs[known : known + len(event.logprobs)] = event.logprobs
+            record.prompt_logprobs = record.prompt_logprobs or event.prompt_logprobs
         for ended in events.ended:
             record = self._records.setdefault(ended.sequence, _Record())
             record.ended, record.parked = ended, None
@@ -85,7 +90,8 @@ class OutputLog:
             start = max(item.next_index, first)
             rest = tuple(record.tokens[start - first :])
             if rest:
-                tokens.append(TokenEvent(item.sequence, start, rest))
+                logprobs = tuple(record.logprobs[start - first :])
+                tokens.append(TokenEvent(item.sequence, start, rest, logprobs, record.prompt_logprobs))
             if record.ended is not None:
                 ended.append(record.ended)
             if record.parked is not None:

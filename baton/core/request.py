@@ -19,21 +19,62 @@ class SequenceId(NamedTuple):
         return f"{self.request_id}/{self.choice}#{self.attempt}"
 
 
+class TokenBias(NamedTuple):
+    """What is added to the logit of one token."""
+
+    token_id: int
+    bias: float
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a token is chosen from logits. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
+    """How a token is chosen from logits; every default asks for nothing. Exactly what each field does, and in which
+    order: docs/sampling.md. Ranges: baton.core.sampling_limits.
 
-    `seed` is a 64-bit pattern, always set: admission draws one for a request that names none.
+    `temperature` 0 is greedy; `top_k` 0 is off. `seed` is a 64-bit pattern, always set: admission draws one for a
+    request that names none. `logit_bias` is in rising order of ids, each once. `stop_token_ids` end the choice as EOS
+    does; they and EOS are masked while fewer than `min_tokens` tokens are out. `bad_words` are token sequences that
+    the output never contains. `allowed_token_ids` empty allows all. `logprobs` n reports the log-probability of every
+    token chosen and of the n most likely ones, `prompt_logprobs` the same of the prompt's tokens; None reports none.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[TokenBias, ...] = ()
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens seen before count."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural log-probability of `token_id` under the model's own softmax, before any processing, and the same of the
+    most likely tokens, likeliest first, equal ones by lowest id. `rank` 1 is the likeliest token. Values are float32.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +104,11 @@ class GenerateRequest:
         return SequenceId(self.request_id, self.choice, self.attempt)
 
     @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end the choice: EOS, and those that the client named."""
+        return self.eos_token_ids + self.sampling.stop_token_ids
+
+    @property
     def num_prefill_tokens(self) -> int:
         """Tokens whose KV must exist before the next one is sampled: the prompt and the output so far."""
         return len(self.prompt) + len(self.output)
@@ -78,7 +124,9 @@ def finish_reason(request: GenerateRequest, output_len: int, last_token: int) ->
 
     Workers and journal call the same function, so they cannot disagree about the end.
     """
-    if last_token in request.eos_token_ids:
+    if output_len > request.sampling.min_tokens and (
+        last_token in request.eos_token_ids or last_token in request.sampling.stop_token_ids
+    ):
         return "stop"
     if output_len >= request.max_tokens:
         return "length"

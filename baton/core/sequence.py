@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.core.errors import InvariantError
-from baton.core.request import FinishReason, GenerateRequest, SequenceId, finish_reason
+from baton.core.events import TokenEvent
+from baton.core.request import FinishReason, GenerateRequest, SequenceId, TokenLogprob, finish_reason
+from baton.core.step import History, Row
 
 
 class State(Enum):
@@ -41,7 +43,8 @@ LEGAL_MOVES: dict[State, frozenset[State]] = {
 class Sequence:
     """Two counters are stored, `output` and `num_computed`; the rest is derived.
 
-    `output` starts as what earlier attempts produced. `num_computed` counts positions whose KV is in the blocks.
+    `output` starts as what earlier attempts produced; `logprobs` are of the tokens appended since, where the request
+    asks for them. `num_computed` counts positions whose KV is in the blocks.
     `step_id` is the outstanding step that computes a row of it, or None. `ending` is why it ends once that step is in.
     """
 
@@ -49,6 +52,7 @@ class Sequence:
     state: State
     arrived_at: float
     output: list[int] = field(init=False)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     num_computed: int = 0
     block_ids: tuple[int, ...] = ()
     step_id: int | None = None
@@ -82,10 +86,49 @@ class Sequence:
             return tuple(self.output[start - len(prompt) : end - len(prompt)])
         return prompt[start:] + tuple(self.output[: end - len(prompt)])
 
-    def append(self, token: int) -> FinishReason | None:
+    def row(self, start: int, end: int, *, num_sampled: int, drafts: tuple[int, ...] = (), score: bool = False) -> Row:
+        """The row that computes positions [start, end) and then `drafts`, guesses at the next tokens, and samples at
+        the last `num_sampled` positions: at end - 1 and at each draft, or nowhere. With `score` it also reports the
+        prompt's log-probabilities that the request asks for."""
+        return Row(
+            self.id,
+            start,
+            self.tokens(start, end) + drafts,
+            self.block_ids,
+            self.request.sampling,
+            num_sampled,
+            len(self.output),
+            self._history() if num_sampled else None,
+            self._scored(start, end) if score else (),
+        )
+
+    def _history(self) -> History | None:
+        params = self.request.sampling
+        short = len(self.output) < params.min_tokens
+        if params.penalises or params.bad_words:
+            output = tuple(self.output)
+        elif short:
+            output = ()
+        else:
+            return None
+        return History(self.request.prompt, output, self.request.end_token_ids if short else ())
+
+    def _scored(self, start: int, end: int) -> tuple[int, ...]:
+        if self.request.sampling.prompt_logprobs is None:
+            return ()
+        return self.request.prompt[start + 1 : end + 1]
+
+    def append(self, token: int, logprob: TokenLogprob | None = None) -> FinishReason | None:
         """Adds a sampled token and says why the sequence ends with it, if it does."""
         self.output.append(token)
+        if logprob is not None:
+            self.logprobs.append(logprob)
         return finish_reason(self.request, len(self.output), token)
+
+    def told(self, first_index: int) -> TokenEvent:
+        """The output from `first_index` on, as an event."""
+        logprobs = self.logprobs[first_index - len(self.request.output) :] if self.logprobs else ()
+        return TokenEvent(self.id, first_index, tuple(self.output[first_index:]), tuple(logprobs))
 
     def move(self, state: State) -> None:
         """Goes to `state`.

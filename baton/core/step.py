@@ -6,9 +6,21 @@ runner serves both pools (design, section 1.2).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from baton.core.request import SamplingParams, SequenceId
+from baton.core.errors import InvariantError
+from baton.core.request import SamplingParams, SequenceId, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What the choice of a row's first token depends on besides its logits: the tokens before it. `output` holds
+    the first `output_index` tokens, or none where they do not matter; `prompt` is the request's own tuple, never a
+    copy. `end_token_ids` are masked while fewer than min_tokens are out."""
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    end_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +29,10 @@ class Row:
 
     `block_ids` is the sequence's block table and covers at least start + len(tokens) positions; KV of positions
     before `start` is already there. Of the last `num_sampled` positions a token is sampled each; the first of these
-    samples is output index `output_index` of (sampling.seed, choice). `num_sampled` 0 computes KV only.
+    samples is output index `output_index` of (sampling.seed, choice), and each later one is sampled as if the row's
+    tokens before it (drafts) were output. `num_sampled` 0 computes KV only. `history` is there when sampling depends
+    on earlier tokens (Sequence.row decides that). `scored[i]` is the token known to follow position start + i: its
+    log-probability is wanted.
     """
 
     sequence_id: SequenceId
@@ -27,6 +42,8 @@ class Row:
     sampling: SamplingParams
     num_sampled: int = 0
     output_index: int = 0
+    history: History | None = None
+    scored: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -42,11 +59,44 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(len(row.tokens) for row in self.rows)
 
+    def to_compute(self) -> StepPlan:
+        """The plan without what only choosing tokens needs: for ranks that compute and choose nothing."""
+        if all(row.history is None for row in self.rows):
+            return self
+        return replace(self, rows=tuple(replace(row, history=None) for row in self.rows))
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """`sampled[i]` holds the tokens sampled for `plan.rows[i]`, `num_sampled` of them. `elapsed_s` is wall time."""
+    """`sampled[i]` holds the tokens sampled for `plan.rows[i]`, `num_sampled` of them, and `logprobs[i]` as many
+    log-probabilities, or none where the row's sampling asks for none; `scored[i]` has one per token of its `scored`.
+    Both are empty when no row asks. `elapsed_s` is wall time."""
 
     step_id: int
     sampled: tuple[tuple[int, ...], ...]
     elapsed_s: float = 0.0
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    scored: tuple[tuple[TokenLogprob, ...], ...] = ()
+
+    def logprobs_of(self, row: int) -> tuple[TokenLogprob, ...]:
+        return self.logprobs[row] if self.logprobs else ()
+
+    def scored_of(self, row: int) -> tuple[TokenLogprob, ...]:
+        return self.scored[row] if self.scored else ()
+
+
+def check_outcome(plan: StepPlan | None, outcome: StepOutcome) -> StepPlan:
+    """The plan that `outcome` answers.
+
+    Raises:
+        InvariantError: it is of another step, or does not have just what the plan's rows ask for.
+    """
+    if plan is None or plan.step_id != outcome.step_id:
+        raise InvariantError(f"outcome of step {outcome.step_id} while {plan and plan.step_id} is out")
+    if [len(tokens) for tokens in outcome.sampled] != [row.num_sampled for row in plan.rows]:
+        raise InvariantError(f"the outcome of step {plan.step_id} does not have the tokens that its rows sample")
+    for index, row in enumerate(plan.rows):
+        wanted = row.num_sampled if row.sampling.logprobs is not None else 0
+        if len(outcome.logprobs_of(index)) != wanted or len(outcome.scored_of(index)) != len(row.scored):
+            raise InvariantError(f"step {plan.step_id} does not have the log-probabilities that {row.sequence_id} asks")
+    return plan

@@ -66,8 +66,10 @@ def make_batch(plan: StepPlan, limits: Limits, device: torch.device, min_tokens:
         positions.extend(range(row.start, row.end))
         slots.extend(row.block_ids[p // size] * size + p % size for p in range(row.start, row.end))
         sampled.extend(range(len(tokens) - row.num_sampled, len(tokens)))
-        for index in range(row.output_index, row.output_index + row.num_sampled):
-            draws.append(Draw(row.sampling, row.sequence_id.choice, index))
+        drafts = row.tokens[len(row.tokens) - row.num_sampled + 1 :]
+        for index in range(row.num_sampled):
+            where = (row.sequence_id.choice, row.output_index + index)
+            draws.append(Draw(row.sampling, *where, row.history, drafts[:index]))
     padding = [0] * max(0, min_tokens - len(tokens))
 
     def tensor(values: list[int]) -> Tensor:

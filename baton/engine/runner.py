@@ -144,7 +144,7 @@ class Runner:
     @torch.no_grad()
     def _forward(self, batch: Batch, plan: StepPlan) -> Tensor:
         if self._announce is not None:
-            self._announce(plan)
+            self._announce(plan.to_compute())
         if not batch.spans:
             return torch.empty((0, self.model_config.vocab_size))
         return self._model.forward(batch, self.kv, self._attention)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.core.request import SamplingParams
+from baton.core.step import History
 from baton.engine.philox import philox4x32
 
 Floats = NDArray[np.float64]
@@ -36,11 +37,14 @@ _GROWTH = 8
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What decides one token besides its logits."""
+    """What decides one token besides its logits. `history` is the row's, and `drafts` are the tokens between it and
+    this draw: output as far as this draw goes."""
 
     sampling: SamplingParams
     choice: int
     output_index: int
+    history: History | None = None
+    drafts: tuple[int, ...] = ()
 
 
 @torch.no_grad()

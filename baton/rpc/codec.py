@@ -22,6 +22,7 @@ _ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 _MESSAGES: dict[type, type[Message]] = {
     request.SequenceId: types_pb2.SequenceId,
     request.SamplingParams: types_pb2.SamplingParams,
+    request.TokenLogprob: types_pb2.TokenLogprob,
     request.GenerateRequest: types_pb2.SequenceRequest,
     handles.Handle: types_pb2.Handle,
     kv_layout.LayerKV: types_pb2.LayerLayout,
@@ -181,7 +182,7 @@ def _value(name: str, field: Any, message: Any) -> Any:
     if field.is_repeated:
         return tuple(from_message(i) for i in item) if field.message_type is not None else tuple(item)
     if field.has_presence and not message.HasField(name):
-        if field.message_type is None or _CORE[type(item)] is events.Load:
+        if field.message_type is None or _CORE[type(item)] in (events.Load, request.TokenLogprob):
             return 0.0 if name.endswith("_s") else None
         if _CORE[type(item)] is not events.StageStamps:
             raise InvalidRequest(f"{type(message).__name__} has no {name}", param=name)
@@ -196,21 +197,36 @@ def _signed(pattern: int) -> int:
     return pattern - (1 << 64) if pattern >> 63 else pattern
 
 
+_NEUTRAL = request.SamplingParams()
+_PLAIN_SAMPLING = tuple(
+    name for name in _field_names(request.SamplingParams) if name not in ("seed", "logit_bias", "bad_words")
+)
+
+
 def _sampling_message(s: request.SamplingParams) -> types_pb2.SamplingParams:
-    return types_pb2.SamplingParams(temperature=s.temperature, top_p=s.top_p, top_k=s.top_k, seed=_signed(s.seed))
+    plain = {name: getattr(s, name) for name in _PLAIN_SAMPLING if getattr(s, name) != getattr(_NEUTRAL, name)}
+    return types_pb2.SamplingParams(
+        **plain,
+        seed=_signed(s.seed),
+        logit_bias=dict(s.logit_bias),
+        bad_words=[types_pb2.TokenIds(ids=ids) for ids in s.bad_words],
+    )
 
 
 def _sampling_value(s: types_pb2.SamplingParams) -> request.SamplingParams:
-    """Every hop checks what it takes in: a field that this version does not serve is refused by name, not ignored."""
-    for field, _ in s.ListFields():
-        if field.name not in ("temperature", "top_p", "top_k", "seed"):
+    """Every hop checks what it takes in: a field that this version does not serve is refused by name, not ignored.
+    (`ignore_eos` is the front's: workers are told which tokens end a choice.)"""
+    given: dict[str, Any] = {}
+    for field, value in s.ListFields():
+        if field.name in _PLAIN_SAMPLING:
+            given[field.name] = tuple(value) if field.is_repeated else value
+        elif field.name not in ("seed", "logit_bias", "bad_words"):
             raise InvalidRequest(f"sampling field {field.name} is not served by this version", param=field.name)
-    neutral = request.SamplingParams()
     return request.SamplingParams(
-        temperature=s.temperature if s.HasField("temperature") else neutral.temperature,
-        top_p=s.top_p if s.HasField("top_p") else neutral.top_p,
-        top_k=s.top_k if s.HasField("top_k") else neutral.top_k,
+        **given,
         seed=s.seed & _MASK_64,
+        logit_bias=tuple(request.TokenBias(token, s.logit_bias[token]) for token in sorted(s.logit_bias)),
+        bad_words=tuple(tuple(word.ids) for word in s.bad_words),
     )
 
 

@@ -21,7 +21,7 @@ import msgpack
 from baton.core.errors import BatonError
 from baton.core.step import StepPlan
 
-VERSION = 1
+VERSION = 2
 MAX_FRAME_BYTES = 32 << 20
 _HEAD = struct.Struct(">IBB")
 _BODY_OFFSET = 2  # version and kind count as part of the length

@@ -248,20 +248,22 @@ class StepEvents(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceEnded, _Mapping]]] = ..., parked: _Optional[_Iterable[_Union[Parked, _Mapping]]] = ..., handed_over: _Optional[_Iterable[_Union[HandedOver, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., block_news: _Optional[_Union[BlockNews, _Mapping]] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
-    __slots__ = ("sequence", "first_index", "tokens", "logprobs", "stamps", "speculation")
+    __slots__ = ("sequence", "first_index", "tokens", "logprobs", "stamps", "speculation", "prompt_logprobs")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     STAMPS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     sequence: _types_pb2.SequenceId
     first_index: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprob]
     stamps: _types_pb2.StageStamps
     speculation: _types_pb2.SpeculationCounters
-    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., stamps: _Optional[_Union[_types_pb2.StageStamps, _Mapping]] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprob]
+    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., stamps: _Optional[_Union[_types_pb2.StageStamps, _Mapping]] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class SequenceEnded(_message.Message):
     __slots__ = ("sequence", "reason", "code", "message", "stamps", "speculation", "blamed")

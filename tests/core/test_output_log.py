@@ -10,7 +10,7 @@ from baton.core.commands import Following
 from baton.core.errors import InvariantError
 from baton.core.events import HandedOver, Parked, StepEvents, TokenEvent
 from baton.core.output_log import OutputLog
-from baton.core.request import SequenceId
+from baton.core.request import SequenceId, TokenLogprob
 from tests.support.builders import said
 
 A, B = SequenceId("a"), SequenceId("b")
@@ -135,3 +135,11 @@ def test_log_of_live_sequences_is_bounded_too() -> None:
     for number in range(5):
         log.record(said(SequenceId(str(number)), 0, 1))
     assert len(log) == 2
+
+
+def test_log_probabilities_are_said_again_with_their_tokens() -> None:
+    log = OutputLog()
+    scores = [TokenLogprob(token, -float(token), 1) for token in (1, 2, 3)]
+    log.record(StepEvents(tokens=(TokenEvent(A, 0, (1, 2), tuple(scores[:2]), (scores[0],)),)))
+    log.record(StepEvents(tokens=(TokenEvent(A, 2, (3,), (scores[2],)),)))
+    assert log.since([Following(A, 1)]).tokens == (TokenEvent(A, 1, (2, 3), tuple(scores[1:]), (scores[0],)),)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import InvariantError
-from baton.core.request import SequenceId, finish_reason
+from baton.core.events import TokenEvent
+from baton.core.request import SamplingParams, SequenceId, TokenLogprob, finish_reason
 from baton.core.sequence import LEGAL_MOVES, Sequence, State
+from baton.core.step import StepPlan
 from tests.support.builders import EOS, make_request
 
 tokens = st.lists(st.integers(0, 50), max_size=6)
@@ -81,3 +84,56 @@ def test_every_try_of_every_choice_has_its_own_name() -> None:
     names = {make_request("r", choice=c, attempt=a).sequence_id for c in (0, 1) for a in (1, 2)}
     assert len(names) == 4
     assert str(SequenceId("r", 1, 2)) == "r/1#2"
+
+
+def ask(**params: object) -> Sequence:
+    request = replace(make_request(prompt=(1, 2, 3), eos=(EOS,)), sampling=SamplingParams(**params))  # type: ignore[arg-type]
+    return Sequence(request, State.RUNNING, 0.0, block_ids=(4, 5))
+
+
+def test_a_row_names_what_it_computes_and_samples() -> None:
+    sequence = ask(temperature=0.5)
+    sequence.append(7)
+    row = sequence.row(3, 4, num_sampled=3, drafts=(8, 9))
+    assert (row.tokens, row.num_sampled, row.output_index, row.block_ids) == ((7, 8, 9), 3, 1, (4, 5))
+    assert row.history is None and row.scored == ()
+
+
+@pytest.mark.parametrize("params", [{"presence_penalty": 1.0}, {"repetition_penalty": 1.1}, {"bad_words": ((1,),)}])
+def test_a_row_carries_the_tokens_before_it_where_sampling_depends_on_them(params: dict[str, object]) -> None:
+    sequence = ask(**params)
+    sequence.append(7)
+    row = sequence.row(3, 4, num_sampled=1)
+    assert row.history is not None and row.history.output == (7,)
+    assert row.history.prompt is sequence.request.prompt
+    assert sequence.row(0, 3, num_sampled=0).history is None
+    assert StepPlan(1, (row,)).to_compute().rows[0].history is None
+
+
+def test_tokens_that_end_are_named_only_while_too_few_are_out() -> None:
+    sequence = ask(min_tokens=1, stop_token_ids=(9,))
+    first = sequence.row(2, 3, num_sampled=1).history
+    assert first is not None and first.end_token_ids == (EOS, 9)
+    sequence.append(7)
+    assert sequence.row(3, 4, num_sampled=1).history is None
+
+
+def test_a_chunk_is_scored_against_the_prompt_tokens_that_follow_it() -> None:
+    sequence = ask(prompt_logprobs=0)
+    assert sequence.row(0, 2, num_sampled=0, score=True).scored == (2, 3)
+    assert sequence.row(2, 3, num_sampled=1, score=True).scored == ()
+    assert sequence.row(0, 2, num_sampled=0).scored == ()
+
+
+def test_a_stop_token_ends_like_eos_but_not_before_min_tokens() -> None:
+    request = replace(make_request(), sampling=SamplingParams(stop_token_ids=(9,), min_tokens=2))
+    assert [finish_reason(request, n, 9) for n in (1, 2, 3)] == [None, None, "stop"]
+    assert [finish_reason(request, n, EOS) for n in (2, 3)] == [None, "stop"]
+
+
+def test_log_probabilities_are_told_with_their_tokens() -> None:
+    sequence = ask(logprobs=0)
+    first, second = TokenLogprob(7, -0.5, 1), TokenLogprob(8, -1.0, 2)
+    sequence.append(7, first)
+    sequence.append(8, second)
+    assert sequence.told(1) == TokenEvent(sequence.id, 1, (8,), (second,))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from baton.core.errors import DuplicateRequest, InvalidRequest, InvariantError, Unavailable
 from baton.core.events import StageStamps
+from baton.core.request import SamplingParams, TokenLogprob
 from baton.core.step import StepOutcome
-from prefill.scheduler import PrefillResult, PrefillScheduler, Progress
+from prefill.scheduler import MAX_SCORED_TOKENS, PrefillResult, PrefillScheduler, Progress
 from tests.support.builders import EOS, make_outcome, make_prefill, make_request
 
 
@@ -174,3 +177,34 @@ def test_check_finds_a_lost_hold_and_a_lost_place_in_the_queue(spoil: str) -> No
     }[spoil]()
     with pytest.raises(InvariantError):
         scheduler.check()
+
+
+def test_prompt_log_probabilities_are_collected_over_chunks_and_bounded_per_step() -> None:
+    scheduler = make_prefill(num_blocks=200, block_size=16, step_tokens=1000)
+    request = replace(make_request(prompt=400), sampling=SamplingParams(prompt_logprobs=0))
+    scheduler.submit(request, 0.0, hand_over=False)
+    collected: list[TokenLogprob] = []
+    while not (progress := _score(scheduler, collected)).first_token:
+        pass
+    assert [score.token_id for score in collected] == list(request.prompt[1:])
+    assert progress.prompt_logprobs == tuple(collected)
+
+
+def _score(scheduler: PrefillScheduler, collected: list[TokenLogprob]) -> Progress:
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None and 0 < plan.num_tokens <= MAX_SCORED_TOKENS
+    scored = tuple(tuple(TokenLogprob(token, -1.0, 1) for token in row.scored) for row in plan.rows)
+    collected += scored[0]
+    return scheduler.finish_step(replace(make_outcome(plan), scored=scored), 0.0).progress[0]
+
+
+def test_an_outcome_without_the_log_probabilities_asked_for_is_refused() -> None:
+    scheduler = make_prefill()
+    scheduler.submit(replace(make_request(), sampling=SamplingParams(logprobs=0)), 0.0, hand_over=True)
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None
+    with pytest.raises(InvariantError, match="log-probabilities"):
+        scheduler.finish_step(make_outcome(plan), 0.0)
+    score = TokenLogprob(7, -1.0, 1)
+    progress = scheduler.finish_step(replace(make_outcome(plan), logprobs=((score,),)), 0.0).progress
+    assert progress[0].first_logprob == score

@@ -19,6 +19,7 @@ from tests.support.builders import make_request
 INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
 INT64 = st.integers(-(1 << 63), (1 << 63) - 1)
 NATURAL = st.integers(0, (1 << 31) - 1)
+FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 # Durations travel in whole milliseconds.
@@ -28,13 +29,18 @@ WIRE = codec._MESSAGES
 
 def values(core: type) -> st.SearchStrategy[Any]:
     """Any value of a core dataclass or named tuple, as its annotations say."""
-    if core is request.SamplingParams:
-        seeds = st.integers(0, (1 << 64) - 1)
-        return st.builds(core, FINITE, FINITE, NATURAL, seeds)
     hints = get_type_hints(core)
     descriptor = WIRE[core].DESCRIPTOR.fields_by_name
     names = [f.name for f in fields(core)] if is_dataclass(core) else list(core._fields)  # type: ignore[attr-defined]
-    parts = {name: field(hints[name], descriptor.get(name)) for name in names}
+    by_hand = {"seed", "logit_bias", "bad_words"} if core is request.SamplingParams else set()
+    parts = {name: field(hints[name], descriptor.get(name)) for name in names if name not in by_hand}
+    if core is request.SamplingParams:
+        biases = st.dictionaries(NATURAL, FINITE, max_size=3)
+        parts["seed"] = st.integers(0, (1 << 64) - 1)
+        parts["logit_bias"] = biases.map(lambda b: tuple(request.TokenBias(i, b[i]) for i in sorted(b)))
+        parts["bad_words"] = st.lists(st.lists(NATURAL, max_size=3).map(tuple), max_size=2).map(tuple)
+    if core is request.TokenLogprob:
+        parts |= {"logprob": FLOAT32, "top_logprobs": st.lists(FLOAT32, max_size=3).map(tuple)}
     if core is request.GenerateRequest:
         parts |= {
             "prompt": st.lists(NATURAL, min_size=1, max_size=4).map(tuple),
@@ -85,18 +91,14 @@ def test_every_core_field_is_on_the_wire_under_its_name(core: type) -> None:
 
 # Wire fields that later versions serve; every other one has its core twin.
 LATER = {
-    "SamplingParams": {
-        *("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "min_tokens"),
-        *("stop_token_ids", "bad_words", "allowed_token_ids", "ignore_eos", "logprobs", "prompt_logprobs", "grammar"),
-    },
+    "SamplingParams": {"ignore_eos", "grammar"},
     "SequenceRequest": {"sequence"},  # its parts are fields of the core's request
     "LayerLayout": {"latent_size"},
-    "TokenEvent": {"logprobs", "stamps", "speculation"},
+    "TokenEvent": {"stamps", "speculation"},
     "SequenceEnded": {"speculation", "blamed"},
     "Load": {"speculation"},
     "StepEvents": {"block_news"},
     "WorkerFacts": {"draft_digest"},
-    "Chunk": {"first_logprob"},
 }
 
 
@@ -114,16 +116,7 @@ def test_a_seed_is_a_64_bit_pattern(seed: int) -> None:
     assert codec.from_message(codec.to_message(value)).sampling.seed == seed
 
 
-UNSERVED: dict[str, Any] = {
-    **dict.fromkeys(("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"), 0.5),
-    **dict.fromkeys(("min_tokens", "logprobs", "prompt_logprobs"), 0),
-    "logit_bias": {1: 0.5},
-    "stop_token_ids": [1],
-    "bad_words": [types_pb2.TokenIds(ids=[1])],
-    "allowed_token_ids": [1],
-    "ignore_eos": False,
-    "grammar": "root",
-}
+UNSERVED: dict[str, Any] = {"ignore_eos": False, "grammar": "root"}
 
 
 def test_the_list_of_unserved_sampling_fields_is_whole() -> None:

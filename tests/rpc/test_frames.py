@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.request import SamplingParams, SequenceId
-from baton.core.step import Row, StepPlan
+from baton.core.request import SamplingParams, SequenceId, TokenBias
+from baton.core.step import History, Row, StepPlan
 from baton.rpc.frames import VERSION, Failed, FrameError, FrameReader, Heartbeat, Hello, Stop, encode
 
 IDS = st.integers(0, 2**31 - 1)
@@ -22,7 +22,11 @@ SAMPLING = st.builds(
     top_p=st.floats(0, 1),
     top_k=IDS,
     seed=st.integers(0, 2**64 - 1),
+    logit_bias=st.lists(st.builds(TokenBias, IDS, st.floats(-100, 100)), max_size=2).map(tuple),
+    bad_words=st.lists(st.lists(IDS, max_size=2).map(tuple), max_size=2).map(tuple),
+    logprobs=st.none() | IDS,
 )
+HISTORIES = st.builds(History, prompt=st.just((1, 2)), output=st.lists(IDS, max_size=3).map(tuple))
 ROWS = st.builds(
     Row,
     sequence_id=st.builds(SequenceId, st.text(max_size=20), IDS, IDS),
@@ -32,6 +36,8 @@ ROWS = st.builds(
     sampling=SAMPLING,
     num_sampled=IDS,
     output_index=IDS,
+    history=st.none() | HISTORIES,
+    scored=st.lists(IDS, max_size=3).map(tuple),
 )
 FRAMES = st.one_of(
     st.builds(StepPlan, step_id=IDS, rows=st.lists(ROWS, max_size=4).map(tuple)),
