@@ -24,6 +24,7 @@ import click
 
 from baton.core.config import differences, resolve
 from baton.core.errors import BatonError, StartupError
+from baton.process import record_error
 
 Config = TypeVar("Config")
 
@@ -61,11 +62,13 @@ def run_main(command: click.Command, argv: Sequence[str] | None = None, *, prog_
     try:
         code = command.main(args=argv, prog_name=prog_name, standalone_mode=False)
     except click.ClickException as exception:
+        record_error(exception.format_message())
         exception.show()
         sys.exit(exception.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
     except StartupError as error:
+        record_error(error.message)
         sys.stdout.flush()
         print(error_line(error), file=sys.stderr, flush=True)
         sys.exit(EXIT_STARTUP_ERROR)

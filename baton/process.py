@@ -42,9 +42,10 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def record_error(message: str) -> None:
-    """Leaves the reason of this rank's end where torchrun looks for it, so that it can tell which rank failed first."""
+    """Leaves the reason of this rank's end where torchrun looks for it, so that it can tell which rank failed first.
+    The first reason counts: what follows it is how the process then ends."""
     path = os.environ.get(_ERROR_FILE_VARIABLE, "")
-    if not path:
+    if not path or os.path.exists(path):
         return
     extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import hashlib
 import logging
 import os
@@ -17,11 +18,11 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from baton.core.commands import Role, WorkerFacts
 from baton.core.config import WorkerConfig
-from baton.core.errors import JoinRefused, RankLost, StartupError, innermost
+from baton.core.errors import BatonError, JoinRefused, RankLost, StartupError, innermost
 from baton.core.ranks import Ranks
 from baton.model_source import resolve_model
 from baton.options import config_command, error_line, run_main
-from baton.process import EXIT_RANK_LOST, die_with_parent
+from baton.process import EXIT_RANK_LOST, die_with_parent, record_error
 
 if TYPE_CHECKING:
     from baton.engine.runner import EngineOptions
@@ -54,6 +55,7 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
     @config_command(WorkerConfig, name=role, help=f"A {role} worker. torchrun starts one process per rank.")
     def command(config: WorkerConfig) -> int:
         die_with_parent()
+        faulthandler.enable()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         _ignore_terminal()
         logging.basicConfig(
@@ -74,6 +76,7 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
             if isinstance(error, JoinRefused):
                 what = f"{config.worker_id}: the coordinator refused this worker: {error.message}"
                 raise StartupError(what) from None
+            record_error(error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}")
             if isinstance(error, RankLost):
                 print(error_line(error), file=sys.stderr, flush=True)
                 os._exit(EXIT_RANK_LOST)

@@ -82,5 +82,6 @@ def _end(ranks: Ranks, error: RankLost) -> None:
     """Another rank is lost: this process has nothing left to do, and its worker starts anew."""
     if error.code == RANK_FAILED:
         time.sleep(LAST_WORDS_S)
+    record_error(error.message)
     print(f"{error_line(error)} (seen by rank {ranks.rank})", file=sys.stderr, flush=True)
     os._exit(EXIT_RANK_LOST)

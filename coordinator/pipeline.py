@@ -92,7 +92,7 @@ class Pipeline:
         return (True, "ready") if missing is None else (False, f"no {missing} worker is ready")
 
     def workers(self) -> list[dict[str, object]]:
-        return self._cluster.registry.table()
+        return self._cluster.registry.table(time.monotonic())
 
 
 def _request(submission: Submission) -> GenerateRequest:

@@ -2,8 +2,8 @@
 
 1. torchrun's store listens on every address and anybody may write to it. `--rdzv-backend baton` (the default here)
    binds it to `--master-addr` only, and on one node to a port the kernel picks, so parallel jobs cannot collide.
-2. torchrun exits with 1 and a traceback of its own whatever happened. The agent exits with its worker's code and adds
-   one line, so the worker's own last words stay the last in the log.
+2. torchrun exits with 1 and a traceback of its own whatever happened. The agent exits with its worker's code, and the
+   last thing it prints is one box about the rank that failed first (`launch.failure`).
 3. `kill -9` of torchrun orphans its workers. The agent names itself as their parent (`baton.process`) and they die
    with it; the agent in turn dies with the launcher.
 4. `python -m` puts the directory it is called from first on the path, where a user's own `decode.py` would shadow a
@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from baton.options import EXIT_STARTUP_ERROR
 from baton.process import EXIT_RANK_LOST, PARENT_VARIABLE, die_with_parent
+from launch.failure import Failure, box
 
 _STORE_TIMEOUT_S = 600
 _FOLLOWED = (EXIT_RANK_LOST, -signal.SIGTERM)  # how ranks end because another has: by themselves, or by torchrun
@@ -46,7 +47,7 @@ def main() -> NoReturn:
     try:
         run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        code = _report(error)
+        code = _report(error, args)
     except SignalException as error:
         code = 128 + int(error.sigval)
     except OSError as error:
@@ -75,15 +76,35 @@ def _name_the_store(args: Any) -> None:
     args.node_rank = 0
 
 
-def _report(error: Any) -> int:
-    """One line about the rank that failed first, not one that ended because of it; returns the exit code to pass on."""
+def _report(error: Any, args: Any) -> int:
+    """A box about the rank that failed first, not one that ended because of it; returns the exit code to pass on."""
     failures = {r: f for r, f in error.failures.items() if f.exitcode not in _FOLLOWED} or error.failures
     rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
     code = int(failure.exitcode)
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    if code != EXIT_STARTUP_ERROR:
-        print(f"agent: rank {rank} (pid {failure.pid}) {how}", file=sys.stderr, flush=True)
+    role = str(args.training_script)
+    ranks = int(str(args.nnodes).rpartition(":")[2]) * int(args.nproc_per_node)
+    where = f"{role}, rank {rank} of {ranks}, pid {failure.pid}"
+    told = _option(args.training_script_args, "--worker-id") or role
+    reason = _recorded(failure) or "it left no reason; the log above this box is all there is"
+    lines = box(Failure(told, where, socket.gethostname(), code, reason))
+    print("\n".join(lines), file=sys.stderr, flush=True)
     return code if code > 0 else 128 - code
+
+
+def _recorded(failure: Any) -> str:
+    """What the rank wrote into its error file (`baton.process.record_error`, or torch's own `record`)."""
+    message = failure.error_file_data.get("message", "")
+    return str(message.get("message", "") if isinstance(message, dict) else message)
+
+
+def _option(words: list[str], name: str) -> str:
+    """The last value of an option on the worker's command line."""
+    for index in range(len(words) - 1, -1, -1):
+        if words[index].startswith(name + "="):
+            return words[index].partition("=")[2]
+        if words[index] == name and index + 1 < len(words):
+            return words[index + 1]
+    return ""
 
 
 def _register_rendezvous() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from baton.core.errors import StartupError
 from baton.process import PARENT_VARIABLE, descendants, set_death_signal
+from launch.failure import find_box
 
 TAIL_LINES = 15
 _TAIL_BYTES = 64 * 1024
@@ -102,6 +103,10 @@ class Child:
                 return line.removeprefix("error: ").strip()
         return None
 
+    def box(self) -> list[str]:
+        """The box that an agent ended this life with, or nothing."""
+        return find_box(self._lines())
+
     def _lines(self) -> list[str]:
         try:
             with self.spec.log.open("rb") as log:
@@ -117,12 +122,3 @@ def _popen(name: str, command: tuple[str, ...], **options: Any) -> subprocess.Po
         return subprocess.Popen(command, **options)
     except (OSError, subprocess.SubprocessError) as error:
         raise StartupError(f"{name} cannot be started: {error}") from None
-
-
-def describe_exit(code: int) -> str:
-    """`exit code 1`, or the signal behind a code below 0 (subprocess) or above 128 (a shell, the agent)."""
-    number = -code if code < 0 else code - 128
-    with contextlib.suppress(ValueError):
-        if number > 0:
-            return f"killed by {signal.Signals(number).name}"
-    return f"exit code {code}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
@@ -36,15 +37,20 @@ def up_command(config: UpConfig) -> int:
 
 @baton.command("ps")
 @click.argument("url", default=DEFAULT_URL)
-def ps_command(url: str) -> int:
+@click.option("--json", "as_json", is_flag=True, help="the whole of GET /workers, as JSON")
+def ps_command(url: str, as_json: bool) -> int:
     """Show the workers of the cluster at URL."""
     from launch.cluster_api import get_workers
     from launch.ps import print_workers
 
     try:
-        print_workers(get_workers(url))
+        workers = get_workers(url)
     except OSError as error:
         raise StartupError(f"no cluster answers at {url}: {error}") from None
+    if as_json:
+        click.echo(json.dumps({"workers": [worker.fields for worker in workers]}, indent=2))
+    else:
+        print_workers(workers)
     return 0
 
 

@@ -22,9 +22,9 @@ import time
 from pathlib import Path
 
 from baton.core.errors import StartupError
-from launch.child import describe_exit
 from launch.cluster_api import get_workers
 from launch.console import Console
+from launch.failure import describe_exit
 from launch.plan import Addresses, Plan
 from launch.restart import Backoff
 from launch.signals import Signals

@@ -1,4 +1,4 @@
-"""GET /workers as a table that fits 80 columns."""
+"""GET /workers as a table that fits 100 columns."""
 
 from __future__ import annotations
 
@@ -9,28 +9,45 @@ from rich.table import Table
 
 from launch.cluster_api import WorkerView
 
-_COUNTS = ("running", "waiting", "prompt_tokens_computed", "tokens_generated")
 _COLORS = {"ready": "green", "joining": "yellow", "draining": "yellow", "lost": "red"}
+_STEPS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 
 
 def print_workers(workers: Sequence[WorkerView], console: Console | None = None) -> None:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for heading in ("worker", "state", "pids"):
+    """`since` is how long each worker has been in its state."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for heading in ("worker", "role"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("blocks\nfree", "run", "wait", "prompt\ntokens", "output\ntokens", "KV out\nMiB", "KV in\nMiB"):
+    table.add_column("tp", justify="right")
+    for heading in ("host", "state"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("incarnation", "blocks free", "running", "waiting", "since"):
         table.add_column(heading, justify="right", no_wrap=True)
     for worker in workers:
         fields = worker.fields
         table.add_row(
             worker.id,
+            worker.role,
+            str(fields.get("tensor_parallel", "?")),
+            str(fields.get("host", "?")),
             f"[{_COLORS.get(worker.state, 'default')}]{worker.state}[/]",
-            " ".join(map(str, worker.pids)),
+            str(fields.get("incarnation", "?")),
             f"{fields.get('blocks_free', '?')}/{fields.get('blocks_total', '?')}",
-            *(str(fields.get(key, "?")) for key in _COUNTS),
-            *(_mib(fields.get(key)) for key in ("kv_bytes_sent", "kv_bytes_received")),
+            str(fields.get("running", "?")),
+            str(fields.get("waiting", "?")),
+            since(fields.get("since_s")),
         )
     (console or Console()).print(table if workers else "no workers have joined")
 
 
-def _mib(count: object) -> str:
-    return f"{count / 2**20:.1f}" if isinstance(count, int) else "?"
+def since(seconds: object) -> str:
+    """`4m10s`: the two largest units."""
+    if not isinstance(seconds, int | float):
+        return "?"
+    left = int(seconds)
+    parts: list[str] = []
+    for size, unit in _STEPS:
+        count, left = divmod(left, size)
+        if count or parts or size == 1:
+            parts.append(f"{count}{unit}")
+    return "".join(parts[:2])

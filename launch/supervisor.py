@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 
 from baton.core.errors import StartupError
-from launch.child import Child, ChildSpec, describe_exit
+from launch.child import Child, ChildSpec
 from launch.console import Console
+from launch.failure import Failure, box, describe_exit
 from launch.restart import Backoff, GiveUp, RestartPolicy
 
 RETRY_S = 5.0
+
+
+class MemberFailed(StartupError):
+    """A member could not come up, so neither can the cluster; `box` says which, where and why."""
+
+    def __init__(self, message: str, box: list[str]) -> None:
+        super().__init__(message)
+        self.box = box
 
 
 class Supervised:
@@ -84,11 +94,14 @@ class Supervised:
         self.child, self.joined = None, False
         error, log = child.error_line(), child.spec.log
         verdict = self._policy.died(code, now)
-        if isinstance(verdict, GiveUp) and error:
-            raise StartupError(f"{self.name}: {error}")
+        if isinstance(verdict, GiveUp):
+            reason = error or f"it ended before it joined; its log is {log}"
+            if not error:
+                self._console.stage(self.name, f"died: {describe_exit(code)}; the end of {log}:")
+                self._console.quote(child.tail())
+            failure = Failure(self.name, f"{self.name}, pid {child.pid}", socket.gethostname(), code, reason)
+            raise MemberFailed(f"{self.name}: {reason}", child.box() or box(failure))
         self._console.stage(self.name, f"died: {describe_exit(code)}; the end of {log}:")
         self._console.quote(child.tail())
-        if isinstance(verdict, GiveUp):
-            raise StartupError(f"{self.name} ended with {describe_exit(code)} before it joined; its log is {log}")
         self._restart_at = verdict.at
         self._console.stage(self.name, f"starting again in {verdict.wait_s:g} s")

@@ -13,10 +13,12 @@ from pathlib import Path
 
 from baton.core.errors import StartupError
 from baton.model_source import resolve_model, served_name
+from baton.options import EXIT_STARTUP_ERROR
 from launch.console import Console
 from launch.local import LocalCluster
 from launch.plan import Programs, make_plan, visible_gpus
 from launch.restart import Backoff
+from launch.supervisor import MemberFailed
 from launch.up_config import UpConfig, check_supported
 
 
@@ -42,7 +44,12 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
     counts = f"{config.prefill} prefill + {config.decode} decode"
     console.stage("baton", f"{release()}   model {plan.served_name}   {counts}   device {config.device}")
     console.stage("logs", str(plan.run_dir))
-    return LocalCluster(plan, console, backoff).run()
+    try:
+        return LocalCluster(plan, console, backoff).run()
+    except MemberFailed as failed:
+        sys.stdout.flush()
+        print("\n".join(failed.box), file=sys.stderr, flush=True)
+        return EXIT_STARTUP_ERROR
 
 
 def release() -> str:

@@ -134,13 +134,16 @@ class Registry:
             del self._records[worker_id]
         return lost
 
-    def table(self) -> list[dict[str, object]]:
+    def table(self, now: float) -> list[dict[str, object]]:
         """The `/workers` table."""
         return [
             {
                 "id": r.worker_id,
                 "role": r.role,
+                "tensor_parallel": r.join.facts.tensor_parallel,
+                "host": r.join.host,
                 "state": r.state,
+                "since_s": round(max(now - r.since, 0.0), 1),
                 "incarnation": r.join.incarnation,
                 "pids": list(r.join.pids),
                 "address": r.join.link_address or r.join.host,

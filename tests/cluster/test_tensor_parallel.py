@@ -16,7 +16,9 @@ from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
+from launch.failure import find_box
 from tests.support import oracle
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import body
@@ -141,16 +143,31 @@ def test_a_killed_rank_ends_its_worker_at_once_and_says_so(jobs: Jobs, victim: i
     jobs.wait_until(lambda: gone(pids[1 - victim]), "end of the other rank", 5.0)
     assert time.monotonic() - killed < 0.5
     assert prefill.wait(30) == 128 + signal.SIGKILL
-    log = jobs.log("prefill").strip().splitlines()
-    assert log[-1].startswith(f"agent: rank {victim} (pid {pids[victim]}) was ended by SIGKILL")
+    lines = jobs.log("prefill").strip().splitlines()
+    shown = find_box(lines)
+    assert shown[-1] == lines[-1] and f"prefill, rank {victim} of 2, pid {pids[victim]}" in shown[1]
+    assert socket.gethostname() in shown[2] and "killed by SIGKILL" in shown[3]
     assert jobs.await_state("prefill", "lost")
 
 
 def test_a_model_that_does_not_divide_ends_the_start_with_the_numbers(jobs: Jobs) -> None:
     jobs.model = make_checkpoint(jobs.where / "odd", "llama", intermediate_size=161)
     assert jobs.start("prefill", 2).wait(60) == 3
-    last = jobs.log("prefill").strip().splitlines()[-1]
-    assert "intermediate_size 161 cannot be divided over 2 tensor-parallel ranks" in last
+    shown = " ".join(find_box(jobs.log("prefill").splitlines()))
+    assert "intermediate_size 161 cannot be divided over 2 tensor-parallel ranks" in shown
+
+
+def test_the_rank_whose_share_is_damaged_is_the_one_in_the_box(jobs: Jobs) -> None:
+    """NaN in the last columns of a row-parallel weight: only rank 1 reads them; rank 0 ends because rank 1 has."""
+    weights = jobs.model / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.layers.1.mlp.down_proj.weight"][:, -1] = float("nan")
+    save_file(tensors, weights)
+    assert jobs.start("prefill", 2).wait(60) == 3
+    lines = jobs.log("prefill").strip().splitlines()
+    shown = find_box(lines)
+    assert shown[-1] == lines[-1] and "prefill, rank 1 of 2" in shown[1] and "exit code 3" in shown[3]
+    assert "model.layers.1.mlp.down_proj.weight" in shown[4] and "rank 0" not in " ".join(shown)
 
 
 @pytest.mark.long

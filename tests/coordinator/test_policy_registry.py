@@ -129,7 +129,7 @@ def test_a_broken_stream_may_come_back_within_the_lease(registry: Registry) -> N
     assert state(registry) == "joining"
     assert registry.join(join(), 2.0) is None
     assert state(registry) == "ready"
-    assert registry.table()[0]["blocks_free"] == 3  # what it said last still stands
+    assert registry.table(100.0)[0]["blocks_free"] == 3  # what it said last still stands
     assert registry.expire(4.9) == []
 
 
@@ -169,14 +169,14 @@ def test_draining_and_leaving(registry: Registry) -> None:
     assert state(registry) == "draining"  # a redial does not make it ready again
     registry.left("d0", 1)
     assert state(registry) == "forgotten"
-    assert registry.table() == []
+    assert registry.table(100.0) == []
     assert len(registry.leases) == 0
 
 
 def test_the_table_lists_prefill_first(registry: Registry) -> None:
     registry.join(join(), 0.0)
     registry.join(join("p0", "prefill"), 0.0)
-    rows = registry.table()
+    rows = registry.table(100.0)
     assert [(r["id"], r["role"], r["state"], r["pids"], r["blocks_total"]) for r in rows] == [
         ("p0", "prefill", "ready", [11, 12], 8),
         ("d0", "decode", "ready", [11, 12], 8),

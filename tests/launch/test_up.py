@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.failure import find_box
 from tests.support.cluster import Cluster, command_line, start_cluster, wait_ready
 
 FAKE_UP = (sys.executable, str(Path(__file__).parent / "fakes" / "up.py"))
@@ -113,21 +114,28 @@ def test_dead_coordinator_comes_back_on_the_same_ports(start) -> None:
     cluster.stop()
 
 
-def test_startup_error_of_a_worker_is_the_last_line(start) -> None:
-    lines = ended(start(env={"FAKE_WORKER": "refuse"}), expect=3)
-    assert lines[-1].startswith("error: ") and lines[-1].endswith("lm_head.weight in model.safetensors is damaged")
-    assert "noise" not in "\n".join(lines)
+@pytest.mark.parametrize("agent", ["", "1"])
+def test_startup_error_of_a_worker_is_said_last_in_a_box(start, agent: str) -> None:
+    lines = ended(start(env={"FAKE_WORKER": "refuse", "FAKE_AGENT": agent}), expect=3)
+    shown = find_box(lines)
+    assert shown[-1] == lines[-1] and "-0 failed" in shown[0]
+    assert ("rank 0 of 1" in "\n".join(shown)) == bool(agent)
+    (error,) = (line for line in shown if "│ error" in line)
+    assert "tensor lm_head.weight in model.safetensors is damaged" in error
+    assert "noise" not in "\n".join(lines) and "correct what the error names" in "\n".join(shown)
 
 
-def test_startup_error_of_the_coordinator_is_the_last_line(start) -> None:
-    assert ended(start(env={"FAKE_COORDINATOR": "refuse"}), expect=3)[-1] == (
-        "error: coordinator: the fake coordinator refuses"
-    )
+def test_startup_error_of_the_coordinator_is_said_last_in_a_box(start) -> None:
+    lines = ended(start(env={"FAKE_COORDINATOR": "refuse"}), expect=3)
+    shown = find_box(lines)
+    assert shown[-1] == lines[-1] and "coordinator failed" in shown[0]
+    assert "error      the fake coordinator refuses" in "\n".join(shown)
 
 
 def test_worker_that_keeps_crashing_before_it_joins_ends_the_cluster(start) -> None:
     lines = ended(start(env={"FAKE_WORKER": "crash"}), expect=3)
-    assert "before it joined" in lines[-1] and any("the fake worker crashes" in line for line in lines)
+    assert any("before it joined" in line for line in find_box(lines))
+    assert any("the fake worker crashes" in line for line in lines) and lines[-1] == find_box(lines)[-1]
 
 
 def test_port_in_use_is_one_line(start) -> None:

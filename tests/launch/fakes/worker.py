@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.request
 
-from baton.process import die_with_parent
+from baton.process import die_with_parent, record_error
 
 
 def main() -> None:
@@ -25,6 +25,7 @@ def main() -> None:
     print("worker starts with", *rest, "on cores", sorted(os.sched_getaffinity(0)), flush=True)
     if mode == "refuse":
         print("noise before", file=sys.stderr)
+        record_error("tensor lm_head.weight in model.safetensors is damaged")
         print("error: tensor lm_head.weight in model.safetensors is damaged", file=sys.stderr)
         print("noise after", file=sys.stderr)
         sys.exit(3)

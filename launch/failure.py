@@ -1,0 +1,83 @@
+"""The box that ends the output of a job that failed: who failed first, where, why, and what to do. Pure.
+
+The agent prints it for the ranks of its node; `baton up` finds it in the log of a member and repeats it last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.options import EXIT_STARTUP_ERROR
+from baton.process import EXIT_RANK_LOST
+
+_WIDTH = 112  # of the text in a box; a longer word, such as a path, is not broken
+_LABEL = 11
+_TOP, _SIDE, _BOTTOM = "┌─ ", "│ ", "└"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """`who` is the member's name; `role` says its rank too; `code` is below 0 for a signal, as in `subprocess`."""
+
+    who: str
+    role: str
+    host: str
+    code: int
+    error: str
+
+    @property
+    def advice(self) -> str:
+        """What to do, in one sentence."""
+        return _BY_CODE.get(-self.code if self.code < 0 else self.code + _PLAIN, _ADVICE)
+
+
+_PLAIN = 1000  # keeps exit codes apart from the numbers of signals
+_ADVICE = "read the log above this box from its first error on; a supervisor starts the worker again"
+_CRASH = "native code crashed: the stack is in the log above this box; report it with the model and both versions"
+_BY_CODE: dict[int, str] = {
+    _PLAIN + EXIT_STARTUP_ERROR: "correct what the error names and start again; the same start would fail again",
+    _PLAIN + EXIT_RANK_LOST: "look for the rank that the error names, in the log of its own node",
+    _PLAIN + 2: "correct the command line",
+    signal.SIGKILL: "if nobody killed it, memory ran out (`dmesg` tells): give less with --kv-memory-gib",
+    signal.SIGTERM: "somebody ended it; a coordinator's SIGTERM drains its workers first",
+    **dict.fromkeys((signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT, signal.SIGFPE), _CRASH),
+}
+
+
+def describe_exit(code: int) -> str:
+    """`exit code 1`, or the signal behind a code below 0 (subprocess) or above 128 (a shell, the agent)."""
+    number = -code if code < 0 else code - 128
+    with contextlib.suppress(ValueError):
+        if number > 0:
+            return f"killed by {signal.Signals(number).name}"
+    return f"exit code {code}"
+
+
+def box(failure: Failure) -> list[str]:
+    """The lines of the box."""
+    rows = {
+        "role": failure.role,
+        "host": failure.host,
+        "exit": describe_exit(failure.code),
+        "error": " ".join(failure.error.split()),
+        "what to do": failure.advice,
+    }
+    lines: list[str] = []
+    for label, text in rows.items():
+        wrapped = textwrap.wrap(text, _WIDTH - _LABEL, break_long_words=False, break_on_hyphens=False) or [""]
+        lines += [f"{label if index == 0 else '':<{_LABEL}}{line}" for index, line in enumerate(wrapped)]
+    title = f"{failure.who} failed "
+    width = max(len(title), *map(len, lines))
+    top = _TOP + title + "─" * (width - len(title)) + "┐"
+    return [top, *(f"{_SIDE}{line:<{width}} │" for line in lines), _BOTTOM + "─" * (width + 2) + "┘"]
+
+
+def find_box(lines: Sequence[str]) -> list[str]:
+    """The last whole box in a log, or nothing."""
+    ends = [index for index, line in enumerate(lines) if line.startswith(_BOTTOM)]
+    starts = [index for index, line in enumerate(lines) if line.startswith(_TOP) and ends and index < ends[-1]]
+    return list(lines[starts[-1] : ends[-1] + 1]) if starts else []
