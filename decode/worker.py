@@ -34,7 +34,7 @@ class DecodeWorker:
         self.pids = pids
         self.incarnation = time.time_ns()
         self.scheduler = DecodeScheduler(runner.layout, runner.num_blocks, config.max_running)
-        self.store = EdgeStore(config.host)
+        self.store = EdgeStore(config.host, config.store_port)
         self.incoming = Incoming(
             self,
             KVSink(runner.layout, runner.kv.layers),
@@ -51,7 +51,7 @@ class DecodeWorker:
 
     async def run(self) -> None:
         """Serves until drained; raises as WorkerShell.run does."""
-        self._server, self._link_port = await serve_links(self.config.host, self.incoming.handle)
+        self._server, self._link_port = await serve_links(self.config.host, self.incoming.handle, self.config.link_port)
         await self.shell.run()
 
     # What the shell asks for.

@@ -55,7 +55,7 @@ class LocalCluster:
         """Until a signal; returns the exit code.
 
         Raises:
-            StartupError: the cluster cannot come up; nothing is left running.
+            StartupError, MemberFailed: the cluster cannot come up; nothing is left running.
         """
         with Signals() as signals:
             try:

@@ -15,11 +15,11 @@ from launch.restart import Backoff, GiveUp, RestartPolicy
 RETRY_S = 5.0
 
 
-class MemberFailed(StartupError):
+class MemberFailed(Exception):
     """A member could not come up, so neither can the cluster; `box` says which, where and why."""
 
-    def __init__(self, message: str, box: list[str]) -> None:
-        super().__init__(message)
+    def __init__(self, box: list[str]) -> None:
+        super().__init__("\n".join(box))
         self.box = box
 
 
@@ -79,7 +79,7 @@ class Supervised:
         """Notices a death and starts the next life when it is due.
 
         Raises:
-            StartupError: it cannot come up, so neither can the cluster.
+            MemberFailed: it cannot come up, so neither can the cluster.
         """
         now = time.monotonic()
         if self.child is not None:
@@ -100,7 +100,7 @@ class Supervised:
                 self._console.stage(self.name, f"died: {describe_exit(code)}; the end of {log}:")
                 self._console.quote(child.tail())
             failure = Failure(self.name, f"{self.name}, pid {child.pid}", socket.gethostname(), code, reason)
-            raise MemberFailed(f"{self.name}: {reason}", child.box() or box(failure))
+            raise MemberFailed(child.box() or box(failure))
         self._console.stage(self.name, f"died: {describe_exit(code)}; the end of {log}:")
         self._console.quote(child.tail())
         self._restart_at = verdict.at

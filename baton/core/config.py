@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from baton.core.errors import StartupError
 
@@ -47,6 +47,8 @@ class WorkerConfig(EngineConfig):
     worker_id: str = option("", "name of the worker in the cluster; default ROLE-HOST-PID")
     coordinator: str = option("127.0.0.1:8101", "the coordinator's control address")
     host: str = option("127.0.0.1", "address this worker listens on for its peers")
+    link_port: int = option(0, "port of a decode worker that prefill workers dial; 0: any free one", low=0, high=65535)
+    store_port: int = option(0, "port of a decode worker where edges meet; 0: any free one", low=0, high=65535)
     step_tokens: int = option(512, "most tokens computed in one step", low=1, high=1 << 20)
     max_running: int = option(64, "most sequences in one decode step", low=1, high=65536)
     edge_timeout_s: float = option(5.0, "longest one KV operation may take", low=0.1)
@@ -104,6 +106,23 @@ def resolve(
     return cls(**values)
 
 
+def from_table(cls: type[Config], table: Mapping[str, object], where: str, without: Collection[str] = ()) -> Config:
+    """The config that one table of a TOML file says; `where` names the table, `without` fields that are not its to set.
+
+    Raises:
+        StartupError: an unknown or a missing key, a value of the wrong type or out of its range.
+    """
+    known = {f.name: f for f in fields(cls) if f.name not in without}  # type: ignore[arg-type]
+    types = get_type_hints(cls)
+    for name in table:
+        if name not in known:
+            raise StartupError(f"{where}: unknown key {name!r}{_nearest(name, known)}")
+    for name, f in known.items():
+        if f.default is MISSING and name not in table:
+            raise StartupError(f"{where}: {name!r} is missing")
+    return cls(**{n: _checked(known[n], types[n], value, f"{where}: {n!r}") for n, value in table.items()})
+
+
 def differences(config: object) -> dict[str, object]:
     """The fields of `config` that are not at their defaults."""
     changed: dict[str, object] = {}
@@ -132,14 +151,19 @@ def _parse(kind: type, text: str, where: str) -> object:
         raise StartupError(f"{where} must be {kind.__name__}, not {text!r}") from None
 
 
-def _checked(f: Field[Any], kind: type, value: object, where: str) -> object:
+def _checked(f: Field[Any], kind: Any, value: object, where: str) -> object:
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)[0]
+        if not isinstance(value, list) or not all(isinstance(v, inner) and not isinstance(v, bool) for v in value):
+            raise StartupError(f"{where} must be a list of {inner.__name__}, not {value!r}")
+        return tuple(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         try:
             value = float(value)
         except OverflowError:
             value = math.inf
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise StartupError(f"{where} must be {kind.__name__}, not {value!r}")
+        raise StartupError(f"{where} must be {getattr(kind, '__name__', kind)}, not {value!r}")
     choices, low, high = f.metadata.get("choices"), f.metadata.get("low"), f.metadata.get("high")
     if choices and value not in choices:
         raise StartupError(f"{where} must be one of {', '.join(choices)}, not {value!r}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from baton.core.errors import HandoffError
+from baton.core.errors import HandoffError, StartupError
 from baton.core.handover import LinkHello, LinkWelcome
 from baton.rpc.streams import SERVER_OPTIONS, MessageStream, dial, serve_stream
 from baton.v1 import kv_pb2, kv_pb2_grpc
@@ -57,10 +57,19 @@ class _Servicer(kv_pb2_grpc.KVLinkServicer):  # type: ignore[misc]
         await serve_stream(context, kv_pb2.LinkResponse, handle)
 
 
-async def serve_links(host: str, handler: LinkHandler) -> tuple[grpc.aio.Server, int]:
-    """Starts a link service on a free port of `host` and returns the server and the port."""
+async def serve_links(host: str, handler: LinkHandler, port: int = 0) -> tuple[grpc.aio.Server, int]:
+    """Starts a link service on `host` (port 0: a free one) and returns the server and the port.
+
+    Raises:
+        StartupError: the port is in use.
+    """
     server = grpc.aio.server(options=SERVER_OPTIONS)
     kv_pb2_grpc.add_KVLinkServicer_to_server(_Servicer(handler), server)
-    port = server.add_insecure_port(f"{host}:0")
+    try:
+        bound = server.add_insecure_port(f"{host}:{port}")
+    except RuntimeError:
+        bound = 0
+    if bound == 0:
+        raise StartupError(f"link port {port} on {host} cannot be used; choose another with --link-port")
     await server.start()
-    return server, port
+    return server, bound
