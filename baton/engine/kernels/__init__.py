@@ -1,1 +1,1 @@
-"""Faster kernels, each beside its plain twin."""
+"""Kernels of our own, each beside the plain twin that it is tested against."""
