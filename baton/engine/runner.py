@@ -192,6 +192,10 @@ def load_runner(
     attention: Attention
     if options.exact:
         attention = ExactAttention(local, options.block_size, kv.zero_block, device)
+    elif device.type == "cuda":
+        from baton.engine.attention_triton import TritonAttention  # Triton comes with torch's CUDA builds alone
+
+        attention = TritonAttention(local, options.block_size, device)
     else:
         attention = FastAttention(local, options.block_size, kv.zero_block, torch_dtype, device)
     runner = Runner(
