@@ -68,12 +68,15 @@ class Cluster:
         live = Live(Journal(replace(request, attempt=self._next_attempt())), now, now + request.deadline_s)
         if request.deadline_s <= 0:
             raise live.late()
-        goes_on = request.max_tokens - len(request.output) > 1
-        ticket = Ticket(request.request_id, request.num_prefill_tokens, request.max_total_tokens, needs_decode=goes_on)
-        self.dispatcher.submit(ticket)
+        self.dispatcher.submit(self._ticket(live))
         self._live[request.request_id] = live
         self.dispatch()
         return live
+
+    def _ticket(self, live: Live) -> Ticket:
+        request = live.request
+        goes_on = request.max_tokens - len(request.output) > 1
+        return Ticket(request.request_id, request.num_prefill_tokens, request.max_total_tokens, needs_decode=goes_on)
 
     def _next_attempt(self) -> int:
         self._attempt = self._attempt % _MAX_ATTEMPT + 1
@@ -84,8 +87,7 @@ class Cluster:
             live = self._live.get(placement.request_id)
             if live is None:
                 raise InvariantError(f"{placement.request_id} was placed and is not live")
-            live.dispatched_at = time.monotonic()
-            live.stage = "prefill"
+            live.dispatch(time.monotonic())
             live.prefill_worker, live.decode_worker = placement.prefill, placement.decode or ""
             live.targets = self._mint.targets(live.sequence, placement, live.deadline_at)
             self._start(live)
@@ -105,12 +107,16 @@ class Cluster:
         if live.settled:
             return
         live.settled = True
+        self._withdraw(live, "" if live.journal.finish is not None and reason == "done" else reason)
+        self.dispatcher.finish(live.request.request_id)
+
+    def _withdraw(self, live: Live, reason: str) -> None:
+        """The workers of the present attempt forget it; with a reason they end it."""
         left = max(live.deadline_at - time.monotonic(), 1.0)
         for worker in live.workers():
-            if live.journal.finish is None or reason != "done":
+            if reason:
                 self.members.send(worker, Abort(live.sequence, reason, tombstone_s=left))
             self.members.send(worker, Release((live.sequence,)))
-        self.dispatcher.finish(live.request.request_id)
 
     def _fail(self, live: Live, error: BatonError) -> None:
         live.fail(error)
@@ -163,7 +169,9 @@ class Cluster:
         self.dispatcher.moved(over.sequence.request_id, over.decode_worker)
         self.dispatcher.handed_over(over.sequence.request_id)
         taker = next((t.incarnation for t in live.targets if t.worker_id == over.decode_worker), None)
-        if self.members.incarnation(over.decode_worker) != taker:
+        if self.registry.has_left(over.decode_worker, taker):
+            self._again(live, f"{over.decode_worker} took the KV and left")
+        elif self.members.incarnation(over.decode_worker) != taker:
             self._fail(live, WorkerLost(f"worker {over.decode_worker} was lost as it took the KV", retry_after_s=1))
 
     def _ended(self, worker: str, ended: SequenceEnded) -> None:
@@ -173,7 +181,9 @@ class Cluster:
         live.add_stamps(ended.stamps)
         if ended.reason == "error":
             here = worker == (live.decode_worker if live.handed_over else live.prefill_worker)
-            if ended.code == "unknown_sequence" and here and live.stage == "prefill":
+            if ended.code == "draining":
+                self._again(live, ended.message)
+            elif ended.code == "unknown_sequence" and here and live.stage == "prefill":
                 self._start(live)  # its session broke before the command had arrived
             elif here or ended.code not in ("unknown_sequence", "worker_lost"):
                 self._fail(live, live.error_of(ended))
@@ -216,11 +226,34 @@ class Cluster:
         here = (v for v in self._live.values() if v.dispatched_at and not v.settled and worker in v.workers())
         return tuple(Following(live.sequence, live.journal.next_index) for live in here)
 
-    def gone(self, worker: str, why: str) -> None:
-        """A worker is not there any more: what needed it ends."""
+    def gone(self, worker: str, why: str, *, drained: bool) -> None:
+        """A worker is not there any more: what needed it ends, or goes elsewhere when the worker gave it back."""
         for request_id in self.dispatcher.remove_worker(worker):
-            if live := self._live.get(request_id):
+            if (live := self._live.get(request_id)) is None:
+                continue
+            if not drained:
                 self._fail(live, WorkerLost(f"worker {worker} was lost in stage {live.stage}: {why}", retry_after_s=1))
+            elif not live.dispatched_at:
+                what = f"no worker that is left after {worker} can hold the request"
+                self._fail(live, Unavailable(what, code="exceeds_pool"))
+            elif worker == live.prefill_worker or live.decoding:
+                self._again(live, why)
+            # else the KV is still at prefill, which gives it to another decode worker
+        self.dispatch()
+
+    def _again(self, live: Live, why: str) -> None:
+        """Begins a request anew under the next attempt: prompt and journal are prefilled on whatever workers are next,
+        and it goes on at the next index."""
+        if live.over:
+            return
+        log.info("%s goes elsewhere at index %d: %s", live.sequence, live.journal.next_index, why)
+        self._withdraw(live, why)
+        self.dispatcher.finish(live.request.request_id)
+        live.begin_again(self._next_attempt(), time.monotonic())
+        try:
+            self.dispatcher.submit_first(self._ticket(live))
+        except BatonError as e:
+            self._fail(live, e)
 
     # Time.
 
@@ -250,4 +283,4 @@ class Cluster:
             await asyncio.sleep(0.02)
         for live in self._live.values():
             self._fail(live, Unavailable("the cluster stops and the request did not finish in time", code="draining"))
-        await self.members.drain(max(deadline - time.monotonic(), 1.0))
+        await self.members.drain_all(max(deadline - time.monotonic(), 1.0))

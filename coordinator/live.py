@@ -29,8 +29,9 @@ _WORKER_ERRORS: dict[str, type[BatonError]] = {
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """`fresh` is set whenever the journal grew or `error` was set. `targets` are the decode workers named under the
-    present attempt: any of them may hold the sequence. `settled` once both pools have been told of the end."""
+    """`fresh` is set whenever the journal grew or `error` was set. `dispatched_at` is 0 while it waits in the queue.
+    `targets` are the decode workers named under the present attempt: any of them may hold the sequence. `settled` once
+    both pools have been told of the end."""
 
     journal: Journal
     started_at: float
@@ -47,6 +48,8 @@ class Live:
     targets: tuple[Target, ...] = ()
     handed_over: bool = False
     settled: bool = False
+    queued_at: float = 0.0
+    queued_s: float = 0.0
     stamps: StageStamps = field(default_factory=StageStamps)
 
     @property
@@ -58,8 +61,25 @@ class Live:
         return self.request.sequence_id._replace(attempt=self.journal.attempt)
 
     @property
+    def decoding(self) -> bool:
+        """Whether a decode worker has all KV, as far as that has been told."""
+        return self.handed_over or self.journal.next_index > len(self.request.output) + 1
+
+    @property
     def over(self) -> bool:
         return self.error is not None or self.journal.finish is not None
+
+    def dispatch(self, now: float) -> None:
+        self.dispatched_at, self.stage = now, "prefill"
+        self.queued_s += now - (self.queued_at or self.started_at)
+
+    def begin_again(self, attempt: int, now: float) -> None:
+        """Nothing of it is anywhere but here: it goes on from the journal under a new attempt."""
+        self.journal.resume(max(attempt, self.journal.attempt + 1))
+        self.prefill_worker = self.decode_worker = ""
+        self.targets, self.handed_over = (), False
+        self.parked_since, self.times_parked = 0.0, 0
+        self.dispatched_at, self.queued_at, self.stage = 0.0, now, "queue"
 
     def accept(self, attempt: int, first_index: int, tokens: tuple[int, ...]) -> FinishReason | None:
         """Journals tokens before anybody writes them out; says whether they end the request."""
@@ -102,9 +122,8 @@ class Live:
 
     def timeline(self) -> Timeline:
         s = self.stamps
-        waited = self.dispatched_at - self.started_at if self.dispatched_at else 0.0
         return Timeline(
-            queue_s=waited + s.queue_s,
+            queue_s=self.queued_s + s.queue_s,
             prefill_s=s.prefill_s,
             reserve_s=s.reserve_s,
             transfer_s=s.transfer_s,

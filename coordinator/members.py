@@ -2,7 +2,8 @@
 
 Life of a worker's session: it dials and says Join; the Registry takes it in or refuses it by the field's name; Welcome
 goes back, then commands go down and events up until the stream breaks. A worker that redials within its lease goes on
-where it was. One that is replaced, silent for a lease, or drained is gone, and the owner hears of it once.
+where it was. One that drains (by a command, or because it said Leave) gets no new work and says Drained in the end. One
+that is replaced, silent for a lease, or drained is gone, and the owner hears of it once.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import secrets
 import time
 from typing import Protocol
 
-from baton.core.commands import Command, Drain, Drained, Following, Heartbeat, HeartbeatAck, Join, Welcome
-from baton.core.errors import InvariantError
+from baton.core.commands import Command, Drain, Drained, Following, Heartbeat, HeartbeatAck, Join, Leave, Welcome
+from baton.core.errors import InvariantError, NotFound, Unavailable
 from baton.core.events import StepEvents
 from baton.rpc.streams import LinkLost, MessageStream
 from coordinator.policy.dispatch import Dispatcher, WorkerView
@@ -36,12 +37,14 @@ class MembersOwner(Protocol):
 
     def events(self, worker: str, events: StepEvents) -> None: ...
 
-    def gone(self, worker: str, why: str) -> None: ...
+    def gone(self, worker: str, why: str, *, drained: bool) -> None:
+        """It is not there any more. A drained one gives back what is still followed there."""
+        ...
 
 
 class Members:
     """Complete state: the registry, the queue of commands to each connected worker, the incarnation of each worker that
-    has not gone."""
+    has not gone, and by when those that drain are to have left."""
 
     def __init__(self, owner: MembersOwner, dispatcher: Dispatcher, registry: Registry, handle_key: bytes) -> None:
         self.registry = registry
@@ -51,6 +54,7 @@ class Members:
         self._handle_key = handle_key
         self._outgoing: dict[str, asyncio.Queue[ToWorker]] = {}
         self._incarnations: dict[str, int] = {}
+        self._drains: dict[str, float] = {}
 
     def connected(self, worker: str) -> bool:
         return worker in self._outgoing
@@ -69,14 +73,17 @@ class Members:
 
         Raises:
             JoinRefused: it does not fit; the message names the field.
+            Unavailable: the whole cluster drains and takes in nobody new; it may try again.
         """
         if not isinstance(first, Join):
             raise InvariantError(f"a session begins with a join, not {type(first).__name__}")
-        replaced = self.registry.join(first, time.monotonic())
         worker, incarnation = first.worker_id, first.incarnation
+        fresh = self._incarnations.get(worker) != incarnation
+        if fresh and self._owner.draining:
+            raise Unavailable(f"{worker} cannot join: the cluster is draining", code="draining")
+        replaced = self.registry.join(first, time.monotonic())
         if replaced is not None:
             self._lost(replaced, "it was replaced by a new incarnation")
-        fresh = self._incarnations.get(worker) != incarnation
         if fresh:
             self._dispatcher.add_worker(WorkerView.of(first))
         following = () if fresh else self._owner.following(worker)
@@ -84,7 +91,10 @@ class Members:
         lease_s = self.registry.leases.duration_s
         queue.put_nowait(Welcome(self.run_id, lease_s, lease_s / 4, self._handle_key, following))
         self._outgoing[worker], self._incarnations[worker] = queue, incarnation
-        self._dispatcher.set_ready(worker, not self._owner.draining)
+        drains_by = self._drains.get(worker)
+        if drains_by is not None:  # it may not have heard of it
+            queue.put_nowait(Drain(max(drains_by - time.monotonic(), 0.0)))
+        self._dispatcher.set_ready(worker, drains_by is None and not self._owner.draining)
         log.info("%s worker %s joined (incarnation %d)", first.role, worker, incarnation)
         sender = asyncio.create_task(self._pump(stream, queue, first), name=f"commands to {worker}")
         try:
@@ -124,9 +134,14 @@ class Members:
                 self._owner.events(worker, message)
             case Heartbeat(number):
                 self.send(worker, HeartbeatAck(number))
+            case Leave(timeout_s):
+                log.info("%s leaves within %.1f s", worker, timeout_s)
+                self._begin_drain(worker, timeout_s)
             case Drained():
+                log.info("%s has left", worker)
                 self.registry.left(worker, incarnation)
-                self._gone(worker, "it drained")
+                self._outgoing.pop(worker, None)
+                self._gone(worker, "it drained", drained=True)
                 return False
             case _:
                 raise InvariantError(f"{worker} sent {type(message).__name__}")
@@ -140,17 +155,37 @@ class Members:
 
     def _lost(self, record: WorkerRecord, why: str) -> None:
         log.warning("%s worker %s is lost: %s", record.role, record.worker_id, why)
-        self._gone(record.worker_id, why)
+        self._gone(record.worker_id, why, drained=False)
 
-    def _gone(self, worker: str, why: str) -> None:
+    def _gone(self, worker: str, why: str, *, drained: bool) -> None:
         self._incarnations.pop(worker, None)
-        self._owner.gone(worker, why)
+        self._drains.pop(worker, None)
+        self._owner.gone(worker, why, drained=drained)
 
-    async def drain(self, timeout_s: float) -> None:
+    # Leaving.
+
+    def drain(self, worker: str, timeout_s: float) -> None:
+        """One worker gets no new work, finishes what it has or gives it back after `timeout_s`, and leaves.
+
+        Raises:
+            NotFound: there is no such worker.
+        """
+        if worker not in self._incarnations:
+            raise NotFound(f"no worker {worker[:128]!r} is in this cluster", param="worker_id")
+        log.info("%s is told to drain within %.1f s", worker, timeout_s)
+        self._begin_drain(worker, timeout_s)
+        self.send(worker, Drain(timeout_s))
+
+    def _begin_drain(self, worker: str, timeout_s: float) -> None:
+        by = time.monotonic() + timeout_s
+        self._drains[worker] = min(by, self._drains.get(worker, by))
+        self.registry.draining(worker, time.monotonic())
+        self._dispatcher.set_ready(worker, False)
+
+    async def drain_all(self, timeout_s: float) -> None:
         """All workers leave, and say so within a while."""
-        for worker in list(self._outgoing):
-            self.registry.draining(worker, time.monotonic())
-            self.send(worker, Drain(timeout_s))
+        for worker in list(self._incarnations):
+            self.drain(worker, timeout_s)
         patience = time.monotonic() + LAST_WORD_S
         while self._outgoing and time.monotonic() < patience:
             await asyncio.sleep(0.02)

@@ -120,12 +120,21 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
+    """No new work; what is here finishes within `timeout_s` or is given back; then the worker leaves."""
+
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """From the worker: somebody asked it to end, and it drains from now on."""
+
     timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    pass
+    """From the worker: it has left. What is still followed there is given back."""
 
 
 @dataclass(frozen=True, slots=True)

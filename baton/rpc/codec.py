@@ -44,6 +44,7 @@ _MESSAGES: dict[type, type[Message]] = {
     commands.Abort: worker_pb2.Abort,
     commands.Release: worker_pb2.Release,
     commands.Drain: worker_pb2.Drain,
+    commands.Leave: worker_pb2.Leave,
     commands.Drained: worker_pb2.Drained,
     commands.Heartbeat: worker_pb2.Heartbeat,
     commands.HeartbeatAck: worker_pb2.HeartbeatAck,
@@ -69,6 +70,7 @@ _ENVELOPES: dict[type[Message], dict[type, str]] = {
         events.StepEvents: "events",
         commands.Heartbeat: "heartbeat",
         commands.Drained: "drained",
+        commands.Leave: "leave",
     },
     worker_pb2.SessionResponse: {
         commands.Welcome: "welcome",

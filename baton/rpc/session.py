@@ -3,12 +3,14 @@
 The worker dials, and redials for ever, keeping its weights. Within one run of the coordinator and one lease nothing is
 lost: after a redial the coordinator names the next index it waits for per sequence, and the worker says the rest again
 from its output log. When the coordinator has been silent for a lease, or another run answers, the worker ends its
-sequences: nobody waits for them any more.
+sequences: nobody waits for them any more. A worker that is to end says Leave, and Drained when it has nothing left.
+Both are said again after a redial; the coordinator answers the second by ending the session, or by a refusal.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection
@@ -23,6 +25,7 @@ from baton.core.commands import (
     Heartbeat,
     HeartbeatAck,
     Join,
+    Leave,
     Prefill,
     Release,
     Welcome,
@@ -31,7 +34,7 @@ from baton.core.errors import BatonError, InvalidRequest, InvariantError, JoinRe
 from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.output_log import OutputLog
 from baton.core.request import SequenceId
-from baton.rpc.streams import LinkLost, MessageStream, dial
+from baton.rpc.streams import CLOSED_BY_PEER, LinkLost, MessageStream, dial
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger("baton.session")
@@ -60,15 +63,17 @@ class SessionOwner(Protocol):
 
 class WorkerSession:
     """Complete state: the outgoing queue, the output log, the stream if one stands, the run it belongs to and when it
-    last heard from it."""
+    last heard from it, until when it leaves if it does, whether it has nothing left, and whether that was heard."""
 
     def __init__(self, address: str, owner: SessionOwner, clock: Callable[[], float] = time.monotonic) -> None:
         self._address = address
         self._owner = owner
         self._clock = clock
-        self._outgoing: asyncio.Queue[StepEvents | Drained] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[StepEvents | Leave | Drained] = asyncio.Queue()
         self._connected = False
-        self._leaving = False
+        self._leaves_by: float | None = None
+        self._empty = False
+        self._left = asyncio.Event()
         self._stream: MessageStream | None = None
         self._last_heard = clock()
         self._lease_s = 3.0
@@ -82,7 +87,7 @@ class WorkerSession:
             self._outgoing.put_nowait(events)
 
     async def run(self) -> None:
-        """Keeps a session up until cancelled.
+        """Keeps a session up until cancelled, or until the worker has left.
 
         Raises:
             JoinRefused: this worker does not fit the cluster; the message names the field.
@@ -90,15 +95,20 @@ class WorkerSession:
         watchdog = asyncio.create_task(self._watch_lease(), name="lease watchdog")
         delay = 0.1
         try:
-            while True:
+            while not self._left.is_set():
                 started = self._clock()
                 try:
                     ended = await self._one_session()
-                    if not self._leaving:
-                        log.warning("session with %s ended, dialling again: %s", self._address, ended)
+                    if self._empty and ended == CLOSED_BY_PEER:
+                        self._left.set()
+                        return
+                    log.warning("session with %s ended, dialling again: %s", self._address, ended)
                 except LinkLost as e:
                     log.log(logging.INFO if delay <= 0.1 else logging.DEBUG, "no coordinator yet: %s", e.message)
                 except BatonError as e:
+                    if e.code == "join_refused" and self._empty:
+                        self._left.set()
+                        return
                     if e.code == "join_refused":
                         raise JoinRefused(e.message) from e
                     log.warning("session with %s failed: %s", self._address, e.message)
@@ -109,15 +119,20 @@ class WorkerSession:
         finally:
             watchdog.cancel()
 
+    def leave(self, timeout_s: float) -> None:
+        """Says that this worker drains for at most `timeout_s`, so that it gets no new work."""
+        self._leaves_by = self._clock() + timeout_s
+        if self._connected:
+            self._outgoing.put_nowait(Leave(timeout_s))
+
     async def drained(self, timeout_s: float) -> None:
-        """Says that this worker has nothing left, and waits until that was written."""
-        self._leaving = True
+        """Says that this worker has nothing left, and waits until that was heard, for at most `timeout_s`."""
+        self._empty = True
         if self._connected:
             self._outgoing.put_nowait(Drained())
-            deadline = self._clock() + timeout_s
-            while not self._outgoing.empty() and self._connected and self._clock() < deadline:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.05)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._left.wait()
 
     async def _one_session(self) -> str:
         """Runs one session to its end and returns why it ended."""
@@ -169,9 +184,13 @@ class WorkerSession:
         self._owner.welcome(welcome)
         self._owner.abandon("the coordinator no longer follows them", {f.sequence for f in welcome.following})
         self._connected = True
+        if self._leaves_by is not None:
+            self._outgoing.put_nowait(Leave(max(self._leaves_by - self._clock(), 0.0)))
         self._outgoing.put_nowait(again)
         if lost:
             self._outgoing.put_nowait(StepEvents(ended=lost))
+        if self._empty:
+            self._outgoing.put_nowait(Drained())
 
     async def _send(self, stream: MessageStream) -> None:
         while True:

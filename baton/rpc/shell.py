@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from baton.rpc.session import WorkerSession
 
 log = logging.getLogger("baton.worker")
 HOUSEKEEPING_S = 0.1
+FAREWELL_S = 2.0  # how long a worker that leaves waits for the coordinator to have heard it
 STEP_LIMIT_S = 300.0  # a step that takes longer hangs: the process ends and its supervisor starts another
 
 
@@ -55,7 +57,7 @@ class Tier(Protocol):
 
 
 class WorkerShell:
-    """Complete state: the session, deadlines, tombstones, the run's handle key, and whether it drains."""
+    """Complete state: the session, deadlines, tombstones, the run's handle key, whether it drains and until when."""
 
     def __init__(self, config: WorkerConfig, tier: Tier, step: Callable[[StepPlan], StepOutcome]) -> None:
         self.config = config
@@ -69,7 +71,7 @@ class WorkerShell:
         self._step = step
         self._wake = asyncio.Event()
         self._drain = asyncio.Event()
-        self._drain_timeout_s = 0.0
+        self._drain_until = math.inf
 
     async def run(self) -> None:
         """Serves until drained.
@@ -109,6 +111,11 @@ class WorkerShell:
         self.deadlines.forget(sequence)
         self.session.post(StepEvents(ended=(SequenceEnded(sequence, "error", code, message),)))
 
+    def leave(self, timeout_s: float) -> None:
+        """Somebody asked this process to end: the coordinator hears of it, and the worker drains."""
+        self.session.leave(timeout_s)
+        self._begin_drain(timeout_s)
+
     # What the session asks for.
 
     def join(self, run_id: str) -> Join:
@@ -130,9 +137,7 @@ class WorkerShell:
                 if not self._tier.end(sequence, reason) and tombstone_s > 0:
                     self.tombstones.add(sequence, time.monotonic(), tombstone_s)
             case Drain(timeout_s):
-                self.draining = True
-                self._drain_timeout_s = timeout_s
-                self._drain.set()
+                self._begin_drain(timeout_s)
             case _:
                 try:
                     self._tier.command(command)
@@ -189,11 +194,15 @@ class WorkerShell:
                 self.tombstones.expire(now)
             self.wake()
 
+    def _begin_drain(self, timeout_s: float) -> None:
+        self._drain_until = min(self._drain_until, time.monotonic() + timeout_s)
+        self.draining = True
+        self._drain.set()
+
     async def _drained(self) -> None:
         await self._drain.wait()  # the worker serves until it is told to drain
         log.info("draining: %d sequences", len(self._tier.sequence_ids()))
-        deadline = time.monotonic() + self._drain_timeout_s
-        while self._tier.sequence_ids() and time.monotonic() < deadline:
+        while self._tier.sequence_ids() and time.monotonic() < self._drain_until:
             await asyncio.sleep(0.02)
-        self.abandon("the drain timeout has passed")
-        await self.session.drained(timeout_s=1.0)
+        self.abandon("the drain timeout has passed")  # what the coordinator still follows it gives to others
+        await self.session.drained(FAREWELL_S)

@@ -19,6 +19,7 @@ from baton.rpc import codec
 
 log = logging.getLogger("baton.rpc")
 MAX_MESSAGE_BYTES = 16 << 20
+CLOSED_BY_PEER = "closed by the peer"
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -97,7 +98,7 @@ class MessageStream:
             self.end(_reason(e))
             return None
         if message is grpc.aio.EOF:
-            self.end("closed by the peer")
+            self.end(CLOSED_BY_PEER)
             return None
         return codec.unwrap(message)
 
@@ -156,7 +157,8 @@ async def serve_stream(
 ) -> None:
     """Reads the first message and lets `handle(stream, first)` run the stream to its end.
 
-    A BatonError that `handle` raises before its first answer is the refusal the peer sees.
+    A BatonError that `handle` raises before its first answer is the refusal the peer sees; after an Unavailable it may
+    try again.
     """
     stream = MessageStream(context, envelope, context.peer())
     try:
@@ -171,7 +173,8 @@ async def serve_stream(
     except BatonError as e:
         if isinstance(e, InvariantError):
             log.exception("stream with %s", stream.peer)
-        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, e.message)
+        later = isinstance(e, Unavailable)
+        await context.abort(grpc.StatusCode.UNAVAILABLE if later else grpc.StatusCode.FAILED_PRECONDITION, e.message)
     finally:
         if stream.ended is None:
             stream.ended = "closed here"

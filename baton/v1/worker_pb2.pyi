@@ -17,17 +17,33 @@ ROLE_UNSPECIFIED: Role
 ROLE_PREFILL: Role
 ROLE_DECODE: Role
 
+class DrainWorkerRequest(_message.Message):
+    __slots__ = ("worker_id", "timeout_ms", "token")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    timeout_ms: int
+    token: str
+    def __init__(self, worker_id: _Optional[str] = ..., timeout_ms: _Optional[int] = ..., token: _Optional[str] = ...) -> None: ...
+
+class DrainWorkerResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class SessionRequest(_message.Message):
-    __slots__ = ("join", "events", "heartbeat", "drained")
+    __slots__ = ("join", "events", "heartbeat", "drained", "leave")
     JOIN_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
+    LEAVE_FIELD_NUMBER: _ClassVar[int]
     join: Join
     events: StepEvents
     heartbeat: Heartbeat
     drained: Drained
-    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., events: _Optional[_Union[StepEvents, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ...) -> None: ...
+    leave: Leave
+    def __init__(self, join: _Optional[_Union[Join, _Mapping]] = ..., events: _Optional[_Union[StepEvents, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("welcome", "prefill", "assign", "abort", "drain", "heartbeat_ack", "release")
@@ -170,6 +186,12 @@ class Release(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[_types_pb2.SequenceId, _Mapping]]] = ...) -> None: ...
 
 class Drain(_message.Message):
+    __slots__ = ("timeout_ms",)
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    timeout_ms: int
+    def __init__(self, timeout_ms: _Optional[int] = ...) -> None: ...
+
+class Leave(_message.Message):
     __slots__ = ("timeout_ms",)
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     timeout_ms: int

@@ -39,6 +39,11 @@ class WorkerControlStub:
                 request_serializer=baton_dot_v1_dot_worker__pb2.SessionRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_worker__pb2.SessionResponse.FromString,
                 _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/baton.v1.WorkerControl/DrainWorker',
+                request_serializer=baton_dot_v1_dot_worker__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_worker__pb2.DrainWorkerResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerControlServicer:
@@ -52,6 +57,14 @@ class WorkerControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainWorker(self, request, context):
+        """Takes a worker out of the running cluster: no new work, what runs finishes or goes elsewhere, then its process
+        exits. Answers once the worker has been told. NOT_FOUND when nobody of that name is here.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +72,11 @@ def add_WorkerControlServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.SessionRequest.FromString,
                     response_serializer=baton_dot_v1_dot_worker__pb2.SessionResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=baton_dot_v1_dot_worker__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_worker__pb2.DrainWorkerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +106,33 @@ class WorkerControl:
             '/baton.v1.WorkerControl/Session',
             baton_dot_v1_dot_worker__pb2.SessionRequest.SerializeToString,
             baton_dot_v1_dot_worker__pb2.SessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.WorkerControl/DrainWorker',
+            baton_dot_v1_dot_worker__pb2.DrainWorkerRequest.SerializeToString,
+            baton_dot_v1_dot_worker__pb2.DrainWorkerResponse.FromString,
             options,
             channel_credentials,
             insecure,

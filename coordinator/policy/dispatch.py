@@ -152,6 +152,19 @@ class Dispatcher:
         self._queue[ticket.request_id] = ticket
         self._queued_tokens += ticket.prefill_tokens
 
+    def submit_first(self, ticket: Ticket) -> None:
+        """Queues a request that was accepted before, ahead of all others and whatever the queue's limits.
+
+        Raises:
+            Unavailable: no worker that is here could ever hold it.
+        """
+        too_large = self._too_large(ticket)
+        if too_large is not None:
+            raise Unavailable(too_large, code="exceeds_pool")
+        self._queue[ticket.request_id] = ticket
+        self._queue.move_to_end(ticket.request_id, last=False)
+        self._queued_tokens += ticket.prefill_tokens
+
     def place(self) -> list[Placement]:
         """Takes from the queue what can start now, in order."""
         placed: list[Placement] = []

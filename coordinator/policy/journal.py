@@ -6,7 +6,7 @@ from prefill and token 2 from decode, on different streams). Text, usage and the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from baton.core.errors import InvariantError
@@ -51,6 +51,15 @@ class Journal:
             raise InvariantError(f"attempt {attempt} after {self.attempt}")
         self.attempt = attempt
         self._held.clear()
+
+    def resume(self, attempt: int) -> None:
+        """The request begins anew as `attempt`, with all tokens so far as its output: the next one counts.
+
+        Raises:
+            InvariantError: attempts only rise.
+        """
+        self.begin_attempt(attempt)
+        self.request = replace(self.request, output=tuple(self.tokens), attempt=attempt)
 
     def accept(self, attempt: int, first_index: int, tokens: tuple[int, ...]) -> Verdict:
         """Takes in tokens that a worker sent.

@@ -42,12 +42,14 @@ class WorkerRecord:
 
 
 class Registry:
-    """Complete state: `_records` by worker id, and `leases`. `config_digest` is the coordinator's own model's."""
+    """Complete state: `_records` by worker id, `leases`, and `_left`: the incarnation of each worker that drained last.
+    `config_digest` is the coordinator's own model's."""
 
     def __init__(self, lease_s: float, config_digest: str = "") -> None:
         self.leases = LeaseTable(lease_s)
         self._config_digest = config_digest
         self._records: dict[str, WorkerRecord] = {}
+        self._left: dict[str, int] = {}
 
     def __repr__(self) -> str:
         states = [r.state for r in self._records.values()]
@@ -76,6 +78,8 @@ class Registry:
         known = self._records.get(join.worker_id)
         if known is not None and known.state != "lost" and known.role != join.role:
             raise _refused(join, f"role: {join.worker_id} is a {known.role} worker and {join.role} joins")
+        if self.has_left(join.worker_id, join.incarnation):
+            raise _refused(join, f"incarnation: {join.incarnation} has drained and left")
         if not self.leases.grant(join.worker_id, join.incarnation, now):
             raise _refused(join, f"incarnation: {join.incarnation} is older than the one that holds the lease")
         record = self._records[join.worker_id] = WorkerRecord(join, "ready", now)
@@ -116,11 +120,15 @@ class Registry:
             record.state, record.since = "draining", now
 
     def left(self, worker_id: str, incarnation: int) -> None:
-        """It drained and said so: it is forgotten."""
+        """It drained and said so: it is forgotten, and does not come back."""
         record = self._records.get(worker_id)
         if record is not None and record.join.incarnation == incarnation:
             del self._records[worker_id]
             self.leases.drop(worker_id, incarnation)
+            self._left[worker_id] = incarnation
+
+    def has_left(self, worker_id: str, incarnation: int | None) -> bool:
+        return incarnation is not None and self._left.get(worker_id) == incarnation
 
     def expire(self, now: float) -> list[WorkerRecord]:
         """Marks as lost, and returns, those whose lease has run out."""
@@ -157,6 +165,9 @@ class Registry:
                 "kv_bytes_received": r.load.kv_bytes_received,
                 "steps": r.load.steps,
                 "sequences": r.load.sequences,
+                "handles_refused": r.load.handles_refused,
+                "stale_messages": r.load.stale_messages,
+                "chunks_resent": r.load.chunks_resent,
             }
             for r in self.records()
         ]

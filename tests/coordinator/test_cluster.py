@@ -479,7 +479,6 @@ async def test_kv_that_a_dead_spare_took_is_a_lost_worker() -> None:
     [
         ("deadline_exceeded", DeadlineExceeded),
         ("handoff_failed", HandoffError),
-        ("draining", Unavailable),
         ("nonsense", Exception),
     ],
 )

@@ -142,6 +142,28 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.m.decode[r] = placement.decode
 
     @rule(data=st.data())
+    def begin_again(self, data: st.DataObject) -> None:
+        """Its worker gave it back: it goes to the head of the queue, however full that is."""
+        if (r := self.a_placed(data)) is None:
+            return
+        ticket = self.m.placed[r]
+        self.d.finish(r)
+        hopeless = any(
+            any(w.role == role for w in self.m.workers.values()) and not self.pool_holds(role, tokens)
+            for role, tokens in [("prefill", ticket.prefill_tokens)]
+            + [("decode", ticket.total_tokens)] * ticket.needs_decode
+        )
+        if hopeless:
+            with pytest.raises(Unavailable):
+                self.d.submit_first(ticket)
+        else:
+            self.d.submit_first(ticket)
+            self.m.queue.insert(0, ticket)
+        for table in (self.m.placed, self.m.prefill, self.m.decode):
+            table.pop(r, None)
+        self.m.computing.discard(r)
+
+    @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         known = [t.request_id for t in self.m.queue] + sorted(self.m.placed) + ["unknown"]
         r = data.draw(st.sampled_from(known))

@@ -101,3 +101,16 @@ def test_output_of_earlier_attempts_counts() -> None:
     journal = Journal(make_request(max_tokens=3, output=(5, 6), attempt=2))
     assert journal.next_index == 2
     assert journal.accept(2, 1, (6, 7)) == Appended(2, (7,), "length")
+
+
+def test_a_request_that_begins_anew_goes_on_at_the_next_index() -> None:
+    journal = Journal(make_request(max_tokens=4, eos=()))
+    journal.accept(1, 0, (5, 6))
+    journal.accept(1, 3, (8,))
+    journal.resume(4)
+    assert (journal.request.output, journal.request.attempt, journal.next_index) == ((5, 6), 4, 2)
+    assert journal.accept(1, 2, (7,)) == "stale"
+    assert journal.accept(4, 3, (9,)) == "held"  # what the old attempt said of index 3 does not count
+    assert journal.accept(4, 2, (7,)) == Appended(2, (7, 9), "length")
+    with pytest.raises(InvariantError):
+        journal.resume(4)

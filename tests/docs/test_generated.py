@@ -77,7 +77,6 @@ def test_pure_names_of_the_waits_exist() -> None:
         "MessageStream.send": "baton.rpc.streams",
         "EdgeWorker.grace_s": None,
         "Outgoing._run": "prefill.outgoing",
-        "Cluster.drain": "coordinator.cluster",
     }
     text = (ROOT / "docs/failure-modes.md").read_text(encoding="utf-8")
     for name, module in places.items():

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import AsyncIterator, Collection
 from typing import Any, TypeVar
 
-from baton.core.commands import Abort, Command, Join, Role, Welcome
+from baton.core.commands import Abort, Command, Join, Prefill, Role, Welcome
 from baton.core.errors import BatonError
 from baton.core.events import HandedOver, Load, Parked, SequenceEnded, StepEvents, TokenEvent
 from baton.core.request import SequenceId
@@ -176,6 +176,23 @@ class Bench:
         if ready:
             await until(lambda: worker.welcomes, what=f"{name} to join", timeout_s=3)
         return worker
+
+    def worker(self, name: str) -> FakeWorker:
+        """The latest of that name."""
+        return next(w for w in reversed(self.workers) if w.name == name)
+
+    async def submit_and_run(self, name: str, prefill: str, decode: str) -> None:
+        """A request of four tokens that must be placed on these two, run to its end."""
+        reader, p, d = self.submit(name), self.worker(prefill), self.worker(decode)
+        await until(lambda: p.all(Prefill) and p.all(Prefill)[-1].request.request_id == name, timeout_s=3, what=name)
+        command = p.all(Prefill)[-1]
+        assert command.targets[0].worker_id == decode
+        sequence = command.request.sequence_id
+        p.say(sequence, 0, 5)
+        p.hand_over(sequence, decode)
+        p.here.discard(sequence)
+        d.say(sequence, 0, 5, 6, 7, 8, ended="length")
+        assert await reader.done() == [5, 6, 7, 8]
 
     def state(self, name: str) -> str:
         record = self.cluster.registry.get(name)

@@ -1,0 +1,266 @@
+"""Workers that come and go while requests run: who gets new work, what goes elsewhere, who may come back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.core.commands import Abort, Assign, Drain, Prefill
+from baton.core.errors import JoinRefused, NotFound, WorkerLost
+from tests.support.fake_runner import until
+from tests.support.fake_workers import Bench, FakeWorker, bench
+
+
+async def leaves(b: Bench, worker: FakeWorker) -> None:
+    """The end of a drain: it says that it has left, and its process is gone."""
+    await worker.session.drained(2.0)
+    assert worker.session._left.is_set()
+    await worker.stop()
+    assert b.state(worker.name) == "forgotten"
+
+
+async def test_a_worker_that_joins_later_gets_work_and_one_that_drains_gets_none() -> None:
+    async with bench("p0", "d0") as b:
+        await b.submit_and_run("a", "p0", "d0")
+        await b.add("p1")
+        await b.add("d1")
+        b.cluster.members.drain("p0", 5.0)
+        b.cluster.members.drain("d0", 5.0)
+        assert (b.state("p0"), b.state("d0")) == ("draining", "draining")
+        for name in "bcd":
+            await b.submit_and_run(name, "p1", "d1")
+        for name in ("p0", "d0"):
+            await b.worker(name).told(Drain)
+            await leaves(b, b.worker(name))
+        await b.submit_and_run("e", "p1", "d1")
+
+
+@pytest.mark.parametrize("who", ["p0", "d0"])
+async def test_a_session_that_breaks_does_not_end_a_drain(who: str) -> None:
+    """The worker comes back as draining, gets no work, and is told again, since it may not have heard it."""
+    async with bench("p0", "d0", "p1", "d1") as b:
+        worker = b.worker(who)
+        b.cluster.members.drain(who, 5.0)
+        await worker.told(Drain)
+        worker.cut()
+        again = await worker.told(Drain, 2)
+        assert again.timeout_s <= 5.0
+        assert b.state(who) == "draining"
+        await b.submit_and_run("a", "p1" if who == "p0" else "p0", "d1" if who == "d0" else "d0")
+
+
+async def test_a_worker_that_is_to_end_says_so_and_says_it_again_after_a_redial() -> None:
+    async with bench("p0", "d0", "d1") as b:
+        d0 = b.worker("d0")
+        d0.session.leave(5.0)
+        await until(lambda: b.state("d0") == "draining")
+        d0.wire.refuses = True
+        d0.cut()
+        d0.wire.refuses = False
+        await until(lambda: len(d0.welcomes) == 2, timeout_s=3)
+        await asyncio.sleep(0.05)
+        assert b.state("d0") == "draining"
+        await b.submit_and_run("a", "p0", "d1")
+        await leaves(b, d0)
+
+
+async def test_a_worker_that_has_left_does_not_come_back_but_its_next_life_may() -> None:
+    async with bench("p0", "d0", "d1") as b:
+        b.cluster.members.drain("d0", 5.0)
+        await leaves(b, b.worker("d0"))
+        late = await b.add("d0", ready=False)
+        assert late.task is not None
+        with pytest.raises(JoinRefused, match="incarnation: 1 has drained and left"):
+            await asyncio.wait_for(late.task, 3)
+        await b.add("d0", incarnation=2)
+        b.cluster.members.drain("d1", 5.0)
+        reader = b.submit("a")
+        command = await b.worker("p0").told(Prefill)
+        assert [(t.worker_id, t.incarnation) for t in command.targets] == [("d0", 2)]
+        await reader.leave()
+
+
+async def test_nobody_of_that_name_can_be_drained() -> None:
+    async with bench("p0", "d0") as b:
+        with pytest.raises(NotFound, match="no worker 'd7' is in this cluster"):
+            b.cluster.members.drain("d7", 1.0)
+
+
+async def test_prompts_and_parked_kv_of_a_prefill_worker_that_leaves_go_elsewhere() -> None:
+    """One request has only its first token, and no decode worker took its KV; the other has nothing yet."""
+    async with bench("p0", "d0") as b:
+        p0, d0 = b.worker("p0"), b.worker("d0")
+        parked = b.submit("parked", max_tokens=4)
+        s = (await p0.told(Prefill)).request.sequence_id
+        waiting = b.submit("waiting", max_tokens=1)
+        await p0.told(Prefill, 2)
+        p0.say(s, 0, 5)
+        b.cluster.dispatcher.set_ready("d0", False)
+        p0.park(s)
+        await parked.got(1)
+        await b.add("p1")
+        b.cluster.members.drain("p0", 0.0)
+        await leaves(b, p0)
+        b.cluster.dispatcher.set_ready("d0", True)
+        p1 = b.worker("p1")
+        first, second = await p1.told(Prefill, 1), await p1.told(Prefill, 2)
+        again = {c.request.request_id: c for c in (first, second)}
+        resumed = again["parked"].request
+        assert (resumed.prompt, resumed.output, resumed.num_prefill_tokens) == ((1, 2, 3), (5,), 4)
+        assert resumed.attempt > s.attempt and again["parked"].targets[0].handle.sequence == resumed.sequence_id
+        assert again["waiting"].request.output == ()
+        assert (await d0.told(Abort)).sequence == s
+        stale = b.cluster.stale_events
+        d0.say(s, 1, 99)
+        await until(lambda: b.cluster.stale_events > stale)
+        p1.say(resumed.sequence_id, 1, 6)
+        p1.hand_over(resumed.sequence_id, "d0")
+        d0.say(resumed.sequence_id, 1, 6, 7, 8, ended="length")
+        p1.say(again["waiting"].request.sequence_id, 0, 9, ended="length")
+        assert await parked.done() == [5, 6, 7, 8]
+        assert await waiting.done() == [9]
+        usage = parked.deltas[-1].usage
+        assert usage is not None and (usage.prompt_tokens, usage.completion_tokens) == (3, 4)
+
+
+@pytest.mark.parametrize("told", ["handed over", "only tokens"])
+async def test_a_decode_worker_that_leaves_gives_back_what_runs(told: str) -> None:
+    async with bench("p0", "d0") as b:
+        p, d0 = b.worker("p0"), b.worker("d0")
+        reader = b.submit(max_tokens=6)
+        s = (await p.told(Prefill)).request.sequence_id
+        p.say(s, 0, 5)
+        if told == "handed over":
+            p.hand_over(s, "d0")
+        d0.say(s, 0, 5, 6)
+        d0.say(s, 2, 7)
+        await reader.got(3)
+        await b.add("d1")
+        b.cluster.members.drain("d0", 0.0)
+        await leaves(b, d0)
+        command = await p.told(Prefill, 2)
+        assert command.request.output == (5, 6, 7)
+        assert [t.worker_id for t in command.targets] == ["d1"]
+        if told == "only tokens":
+            p.hand_over(s, "d0")  # of an attempt that does not count any more
+        again = command.request.sequence_id
+        p.say(again, 3, 8)
+        p.hand_over(again, "d1")
+        b.worker("d1").say(again, 3, 8, 9, 10, ended="length")
+        assert await reader.done() == [5, 6, 7, 8, 9, 10]
+        timeline = reader.deltas[-1].timeline
+        assert timeline is not None and timeline.decode_worker == "d1"
+
+
+async def test_kv_on_its_way_to_a_decode_worker_that_leaves_is_not_computed_again() -> None:
+    async with bench("p0", "d0") as b:
+        p = b.worker("p0")
+        reader = b.submit()
+        s = (await p.told(Prefill)).request.sequence_id
+        p.say(s, 0, 5)
+        await b.add("d1")
+        b.cluster.members.drain("d0", 0.0)
+        await leaves(b, b.worker("d0"))
+        p.park(s)  # the link to d0 has ended
+        assign = await p.told(Assign)
+        assert [t.worker_id for t in assign.targets] == ["d1"]
+        again = s._replace(attempt=assign.attempt)
+        p.hand_over(again, "d1")
+        b.worker("d1").say(again, 0, 5, 6, 7, 8, ended="length")
+        assert await reader.done() == [5, 6, 7, 8]
+        assert len(p.all(Prefill)) == 1
+
+
+async def test_a_hand_over_told_after_its_taker_has_left_is_given_back() -> None:
+    async with bench("p0", "d0") as b:
+        p = b.worker("p0")
+        reader = b.submit(max_tokens=2)
+        s = (await p.told(Prefill)).request.sequence_id
+        p.say(s, 0, 5)
+        await b.add("d1")
+        b.cluster.members.drain("d0", 0.0)
+        await leaves(b, b.worker("d0"))
+        p.hand_over(s, "d0")
+        again = (await p.told(Prefill, 2)).request
+        assert again.output == (5,)
+        p.say(again.sequence_id, 1, 6, ended="length")
+        assert await reader.done() == [5, 6]
+
+
+async def test_a_prompt_that_met_a_draining_worker_goes_to_another() -> None:
+    """The command and the worker's Leave have crossed."""
+    async with bench("p0", "p1", "d0") as b:
+        p0, p1 = b.worker("p0"), b.worker("p1")
+        reader = b.submit(max_tokens=1)
+        s = (await p0.told(Prefill)).request.sequence_id
+        p0.session.leave(5.0)
+        p0.fail(s, "draining", "p0 is draining")
+        again = (await p1.told(Prefill)).request.sequence_id
+        p1.say(again, 0, 5, ended="length")
+        assert await reader.done() == [5]
+
+
+async def test_what_was_given_back_comes_before_what_waits() -> None:
+    async with bench("p0", "d0") as b:
+        p0 = b.worker("p0")
+        first, second = b.submit("a", prompt=(1,) * 40), b.submit("b", prompt=(1,) * 8)
+        await p0.told(Prefill)
+        assert b.cluster.dispatcher.num_queued == 1
+        p1 = await b.add("p1")
+        await p1.told(Prefill)  # b
+        third = b.submit("c", prompt=(1,) * 30)
+        await asyncio.sleep(0.05)
+        assert b.cluster.dispatcher.num_queued == 1
+        b.cluster.members.drain("p0", 0.0)
+        await leaves(b, p0)
+        await b.add("p2")
+        assert (await b.worker("p2").told(Prefill)).request.request_id == "a"
+        for reader in (first, second, third):
+            await reader.leave()
+
+
+async def test_a_request_that_no_other_worker_can_hold_ends_with_the_reason() -> None:
+    async with bench("p0", "d0") as b:
+        reader = b.submit(prompt=(1,) * 40)
+        await b.worker("p0").told(Prefill)
+        await b.add("p1", blocks=2)
+        b.cluster.members.drain("p0", 0.0)
+        await leaves(b, b.worker("p0"))
+        error = await reader.failed()
+        assert error.code == "exceeds_pool" and "largest prefill worker holds 8" in error.message
+
+
+async def test_a_worker_that_dies_in_its_drain_is_a_lost_worker() -> None:
+    async with bench("p0", "d0", lease_s=0.5) as b:
+        reader = b.submit()
+        p0 = b.worker("p0")
+        await p0.told(Prefill)
+        b.cluster.members.drain("p0", 5.0)
+        p0.wire.mute()
+        assert isinstance(await reader.failed(), WorkerLost)
+
+
+async def test_nobody_new_is_taken_in_while_the_cluster_drains() -> None:
+    """A new worker goes on dialling; one that redials is told to drain."""
+    async with bench("p0", "d0") as b:
+        reader = b.submit()
+        p, d = b.worker("p0"), b.worker("d0")
+        s = (await p.told(Prefill)).request.sequence_id
+        draining = asyncio.create_task(b.cluster.drain(5.0))
+        await asyncio.sleep(0)
+        late = await b.add("d1", ready=False)
+        await asyncio.sleep(0.3)
+        assert late.task is not None and not late.task.done() and not late.welcomes
+        p.say(s, 0, 5)
+        p.hand_over(s, "d0")
+        d.wire.refuses = True
+        d.say(s, 0, 5, 6, 7, 8, ended="length")
+        assert await reader.done() == [5, 6, 7, 8]
+        d.cut()
+        await p.told(Drain)
+        d.wire.refuses = False
+        await d.told(Drain)
+        await leaves(b, p)
+        await leaves(b, d)
+        await asyncio.wait_for(draining, 3)
