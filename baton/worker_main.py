@@ -21,7 +21,7 @@ from baton.core.config import WorkerConfig
 from baton.core.errors import BatonError, JoinRefused, RankLost, StartupError, innermost
 from baton.core.ranks import Ranks
 from baton.model_source import resolve_model
-from baton.options import config_command, error_line, run_main
+from baton.options import EXIT_STARTUP_ERROR, config_command, error_line, run_main
 from baton.process import EXIT_RANK_LOST, die_with_parent, record_error
 
 if TYPE_CHECKING:
@@ -71,15 +71,12 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
                 _follow(config, ranks)
         except Exception as e:
             error = innermost(e)
-            if isinstance(error, StartupError):
-                raise error from None
             if isinstance(error, JoinRefused):
-                what = f"{config.worker_id}: the coordinator refused this worker: {error.message}"
-                raise StartupError(what) from None
+                error = StartupError(f"{config.worker_id}: the coordinator refused this worker: {error.message}")
             record_error(error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}")
-            if isinstance(error, RankLost):
+            if isinstance(error, StartupError | RankLost):  # at once: the other ranks wait for this one to end first
                 print(error_line(error), file=sys.stderr, flush=True)
-                os._exit(EXIT_RANK_LOST)
+                os._exit(EXIT_STARTUP_ERROR if isinstance(error, StartupError) else EXIT_RANK_LOST)
             log.critical("%s ends and has to be started again: %s", config.worker_id, error, exc_info=e)
             logging.shutdown()
             os._exit(1)  # a thread that hangs would keep an orderly exit from ending

@@ -72,6 +72,8 @@ def _telling(channel: Channel) -> Iterator[None]:
         found = innermost(error)
         if isinstance(found, RankLost):
             time.sleep(VERDICT_S)  # the channel knows better who is gone, and ends this process
+            if channel.lost is not None:
+                time.sleep(2 * LAST_WORDS_S)
         line = found.message if isinstance(found, BatonError) else f"{type(found).__name__}: {found}"
         record_error(line)
         channel.fail(line)

@@ -78,7 +78,8 @@ def _name_the_store(args: Any) -> None:
 
 def _report(error: Any, args: Any) -> int:
     """A box about the rank that failed first, not one that ended because of it; returns the exit code to pass on."""
-    failures = {r: f for r, f in error.failures.items() if f.exitcode not in _FOLLOWED} or error.failures
+    own = {r: f for r, f in error.failures.items() if f.exitcode not in _FOLLOWED or _gave_a_reason(f)}
+    failures = own or error.failures
     rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
     code = int(failure.exitcode)
     role = str(args.training_script)
@@ -89,6 +90,11 @@ def _report(error: Any, args: Any) -> int:
     lines = box(Failure(told, where, socket.gethostname(), code, reason))
     print("\n".join(lines), file=sys.stderr, flush=True)
     return code if code > 0 else 128 - code
+
+
+def _gave_a_reason(failure: Any) -> bool:
+    """A rank that torchrun ended while it was ending by itself."""
+    return failure.exitcode != EXIT_RANK_LOST and bool(_recorded(failure))
 
 
 def _recorded(failure: Any) -> str:
