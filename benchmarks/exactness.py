@@ -29,8 +29,9 @@ from tokenizers import Tokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from baton.core.request import SamplingParams
+from baton.engine.processors import Draw
 from baton.engine.runner import EngineOptions, Runner, load_runner
-from baton.engine.sampler import Draw, noised_logits
+from baton.engine.sampler import noised_logits
 from tests.engine.driver import Job, run
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,6 +12,7 @@ from baton.core.events import Load, StepEvents
 from baton.core.handles import SpentHandles, verify
 from baton.core.handover import LinkHello, LinkWelcome, Offer
 from baton.core.request import SequenceId
+from baton.core.sampling_limits import check_sampling
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.runner import Runner
 from baton.event_log import EventLog
@@ -164,6 +165,7 @@ class DecodeWorker:
             raise Unavailable("this decode worker is draining", code="draining")
         if offer.num_tokens != offer.request.num_prefill_tokens:
             raise Unavailable(f"{offer.num_tokens} tokens offered of {offer.request.num_prefill_tokens}")
+        check_sampling(offer.request.sampling, offer.request.max_tokens, self.facts.vocab_size)
         blocks = self.scheduler.reserve(offer.request, time.monotonic())
         self.shell.follow(offer.request)
         return blocks, self.scheduler.generations(sequence)

@@ -12,6 +12,7 @@ from baton.core.events import HandedOver, Load, Parked, StepEvents, TokenEvent
 from baton.core.handles import verify
 from baton.core.handover import LinkHello
 from baton.core.request import SequenceId
+from baton.core.sampling_limits import check_sampling
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.runner import Runner
 from baton.event_log import EventLog
@@ -145,6 +146,7 @@ class PrefillWorker:
         if not self._may_hand_over(request.sequence_id, command.targets):
             return
         try:
+            check_sampling(request.sampling, request.max_tokens, self.facts.vocab_size)
             hand_over = bool(command.targets)
             self.scheduler.submit(request, time.monotonic(), hand_over=hand_over)
         except BatonError as e:

@@ -29,7 +29,7 @@ class TokenBias(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How a token is chosen from logits; every default asks for nothing. Exactly what each field does, and in which
-    order: docs/sampling.md. Ranges: baton.core.sampling_limits.
+    order: docs/numerics.md. Ranges: baton.core.sampling_limits.
 
     `temperature` 0 is greedy; `top_k` 0 is off. `seed` is a 64-bit pattern, always set: admission draws one for a
     request that names none. `logit_bias` is in rising order of ids, each once. `stop_token_ids` end the choice as EOS

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton.core.errors import InvariantError
 from baton.core.step import Row, StepPlan
-from baton.engine.sampler import Draw
+from baton.engine.processors import Draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """T tokens with their absolute `positions` and KV `slots`; logits are wanted at packed indexes `sampled` [S], and
-    `draws` [S] says how each is sampled. `tokens` and `positions` may be longer than `slots`: then by padding, whose
-    results nobody reads and whose KV is not stored."""
+    """T tokens with their absolute `positions` and KV `slots`; logits are wanted at packed indexes `sampled` [S]: first
+    the `num_scored` that score a known token, then those a token is sampled from, as `draws` says. `tokens` and
+    `positions` may be longer than `slots`: then by padding, whose results nobody reads and whose KV is not stored."""
 
     spans: tuple[Span, ...]
     tokens: Tensor
@@ -38,6 +38,7 @@ class Batch:
     slots: Tensor
     sampled: Tensor
     draws: tuple[Draw, ...]
+    num_scored: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,12 @@ def make_batch(plan: StepPlan, limits: Limits, device: torch.device, min_tokens:
     positions: list[int] = []
     slots: list[int] = []
     sampled: list[int] = []
+    scored: list[int] = []
     draws: list[Draw] = []
     size = limits.block_size
     for row in plan.rows:
         _check(row, limits)
+        scored.extend(range(len(tokens), len(tokens) + len(row.scored)))
         spans.append(Span(len(tokens), row.start, row.end, row.block_ids))
         tokens.extend(row.tokens)
         positions.extend(range(row.start, row.end))
@@ -69,7 +72,7 @@ def make_batch(plan: StepPlan, limits: Limits, device: torch.device, min_tokens:
         drafts = row.tokens[len(row.tokens) - row.num_sampled + 1 :]
         for index in range(row.num_sampled):
             where = (row.sequence_id.choice, row.output_index + index)
-            draws.append(Draw(row.sampling, *where, row.history, drafts[:index]))
+            draws.append(Draw(row.sampling, *where, row.history, drafts[:index], row.sequence_id))
     padding = [0] * max(0, min_tokens - len(tokens))
 
     def tensor(values: list[int]) -> Tensor:
@@ -80,8 +83,9 @@ def make_batch(plan: StepPlan, limits: Limits, device: torch.device, min_tokens:
         tensor(tokens + padding),
         tensor(positions + padding),
         tensor(slots),
-        tensor(sampled),
+        tensor(scored + sampled),
         tuple(draws),
+        len(scored),
     )
 
 
@@ -90,6 +94,8 @@ def _check(row: Row, limits: Limits) -> None:
         raise InvariantError(f"{row.sequence_id}: positions {row.start}..{row.end} outside 0..{limits.max_model_len}")
     if not 0 <= row.num_sampled <= len(row.tokens):
         raise InvariantError(f"{row.sequence_id}: {row.num_sampled} samples of {len(row.tokens)} tokens")
+    if len(row.scored) > len(row.tokens) or max(row.scored, default=0) >= limits.vocab_size:
+        raise InvariantError(f"{row.sequence_id}: {len(row.scored)} tokens to score after {len(row.tokens)}")
     if min(row.block_ids, default=0) < 0 or max(row.block_ids, default=0) >= limits.num_blocks:
         raise InvariantError(f"{row.sequence_id}: block id outside the pool of {limits.num_blocks}")
     if len(row.block_ids) * limits.block_size < row.end:

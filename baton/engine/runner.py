@@ -1,8 +1,8 @@
 """One rank's engine: `load_runner` brings a checkpoint up, `Runner.step` computes a plan of rows.
 
 A runner belongs to one compute thread. It holds no sequence state: everything a step needs is in its plan, and what it
-leaves behind is KV in the blocks that the plan names. Under tensor parallelism every rank has a runner and computes the
-same plans; only the leader's gets logits and samples.
+leaves behind is KV in the blocks that the plan names (and counts of tokens seen, which it could make anew). Under
+tensor parallelism every rank has a runner and computes the same plans; only the leader's gets logits and samples.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
 from baton.engine.device import choose_device, choose_dtype, default_kv_bytes
 from baton.engine.kv_pool import KVPool, plan_blocks
 from baton.engine.layers import EXACT, FAST, Rotary
+from baton.engine.logprobs import sampled_rows, scored_rows
 from baton.engine.model import Model, shard_config
 from baton.engine.parallel import TPGroup, connect
+from baton.engine.processors import SeenTables
 from baton.engine.sampler import sample
 from baton.engine.selftest import prove_row_invariance
 from baton.engine.weights import WeightReader
@@ -105,6 +107,7 @@ class Runner:
         self.kv = kv
         self.group = group
         self.memory = memory
+        self._seen = SeenTables()
         self._announce: Callable[[StepPlan], None] | None = None
         self._model = model
         self._attention = attention
@@ -124,16 +127,19 @@ class Runner:
         started = time.perf_counter()
         batch = self._batch(plan)
         logits = self._forward(batch, plan)
-        sampled: tuple[tuple[int, ...], ...] = ()
-        if self.group.leads:
-            tokens = iter(sample(logits, batch.draws))
-            sampled = tuple(tuple(next(tokens) for _ in range(row.num_sampled)) for row in plan.rows)
-        return StepOutcome(plan.step_id, sampled, time.perf_counter() - started)
+        if not self.group.leads:
+            return StepOutcome(plan.step_id, (), time.perf_counter() - started)
+        scores, logits = logits[: batch.num_scored], logits[batch.num_scored :]
+        tokens = iter(sample(logits, batch.draws, self._seen))
+        sampled = tuple(tuple(next(tokens) for _ in range(row.num_sampled)) for row in plan.rows)
+        logprobs, scored = sampled_rows(plan, logits, sampled), scored_rows(plan, scores)
+        return StepOutcome(plan.step_id, sampled, time.perf_counter() - started, logprobs, scored)
 
     def step_logits(self, plan: StepPlan) -> list[Tensor]:
         """Computes the plan's rows and returns, per row, the logits [num_sampled, vocab] instead of sampling; a
         follower has none."""
-        logits = self._forward(self._batch(plan), plan).cpu()
+        batch = self._batch(plan)
+        logits = self._forward(batch, plan)[batch.num_scored if self.group.leads else 0 :].cpu()
         return list(torch.split(logits, [row.num_sampled if self.group.leads else 0 for row in plan.rows]))
 
     def _batch(self, plan: StepPlan) -> Batch:

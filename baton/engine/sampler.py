@@ -1,14 +1,17 @@
-"""Choosing tokens: a pure function of (logits, parameters, seed, choice, output index) (design, section 1.4).
+"""Choosing tokens: a pure function of (logits, parameters, seed, choice, output index, the tokens before it) (design,
+section 1.4). The whole order of processing, for users too: docs/numerics.md.
 
+First the logits are changed as processors.py says: bias, masks, penalties. Then
 token = argmax over surviving candidates of (logit + T * g), ties to the lowest id, in float64. That is a draw from
 softmax(logit / T) over the survivors, because g is Gumbel noise (the Gumbel-max trick). The noise of a token depends
 on (seed, choice, output index, token id) alone, so every subset of the vocabulary, every worker and a draft model see
 the same. T = 0 is the plain argmax and draws nothing.
 
-Who survives. Order all tokens by logit, largest first, equal logits by lowest id.
+Who survives. Order all tokens by logit, largest first, equal logits by lowest id; masked tokens (-inf) never survive.
 1. top_k > 0 keeps the first top_k of that order.
 2. top_p < 1 keeps, of those, the shortest prefix whose probability, softmax(logit / T) renormalised over what step 1
    kept, is at least top_p; at least one token. Weights are exp((logit - max) / T) in float64, summed in that order.
+3. min_p > 0 keeps, of those, the tokens whose weight is at least min_p (the largest has weight 1).
 
 Noise. Philox-4x32-10, key = seed (low word, high word), counter = (token id >> 2, output index, choice, 0), word
 token id & 3 of the four: x. v = (x + 0.5) * 2**-32, g = -log(-log1p(-v)); v is never 0 or 1, so g is finite.
@@ -17,7 +20,6 @@ token id & 3 of the four: x. v = (x + 0.5) * 2**-32, g = -log(-log1p(-v)); v is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,8 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.core.request import SamplingParams
-from baton.core.step import History
 from baton.engine.philox import philox4x32
+from baton.engine.processors import Draw, SeenTables, process
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
@@ -35,23 +37,13 @@ _FIRST_GUESS = 64  # candidates looked at first by top-p; most distributions hav
 _GROWTH = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """What decides one token besides its logits. `history` is the row's, and `drafts` are the tokens between it and
-    this draw: output as far as this draw goes."""
-
-    sampling: SamplingParams
-    choice: int
-    output_index: int
-    history: History | None = None
-    drafts: tuple[int, ...] = ()
-
-
 @torch.no_grad()
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """One token per row of logits [S, vocab] (float32). A row's token does not depend on the other rows."""
+def sample(logits: Tensor, draws: Sequence[Draw], tables: SeenTables | None = None) -> list[int]:
+    """One token per row of raw logits [S, vocab] (float32). A row's token does not depend on the other rows, nor on
+    `tables`, which only save work from step to step."""
     if not draws:
         return []
+    logits = process(logits, draws, tables)
     tokens: list[int] = torch.argmax(logits, dim=-1).tolist()
     noisy = [index for index, draw in enumerate(draws) if not draw.sampling.greedy]
     if noisy:
@@ -63,7 +55,8 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def noised_logits(logits: NDArray[np.float32], draw: Draw) -> tuple[Ids, Floats]:
-    """Surviving token ids in rising order and logit + T * g of each; for T = 0 all ids and their plain logits."""
+    """Surviving token ids in rising order and logit + T * g of each, from processed logits [vocab]; for T = 0 all ids
+    and their plain logits."""
     params = draw.sampling
     if params.greedy:
         return np.arange(len(logits)), logits.astype(np.float64)
@@ -85,20 +78,29 @@ def gumbel(ids: Ids, draw: Draw) -> Floats:
 
 
 def survivors(logits: NDArray[np.float32], params: SamplingParams) -> Ids:
-    """Ids that top_k and top_p leave, in rising order. Never sorts the whole vocabulary unless top_p needs it all."""
+    """Ids that top_k, top_p and min_p leave, in rising order. Never sorts the whole vocabulary unless top_p needs it
+    all."""
+    ids = _nucleus(logits, params)
+    values = logits[ids]
+    if params.min_p > 0.0:
+        return ids[_weights(values, params.temperature, values.max()) >= params.min_p]
+    return ids[values > -np.inf] if np.isneginf(values.min()) else ids
+
+
+def _nucleus(logits: NDArray[np.float32], params: SamplingParams) -> Ids:
     vocab = len(logits)
     kept = min(params.top_k, vocab) if params.top_k > 0 else vocab
     if params.top_p >= 1.0:
-        return np.arange(vocab) if kept == vocab else np.sort(_leading(logits, kept))
+        return np.arange(vocab) if kept == vocab else np.sort(leading(logits, kept))
     if kept < vocab:
-        ranked = _leading(logits, kept)
+        ranked = leading(logits, kept)
         weights = _weights(logits[ranked], params.temperature, logits[ranked[0]])
         total = np.cumsum(weights)[-1]
         return np.sort(ranked[: _prefix(weights, params.top_p * total)])
     total = _weights(logits, params.temperature, logits.max()).sum()
     count = min(_FIRST_GUESS, vocab)
     while True:
-        ranked = _leading(logits, count)
+        ranked = leading(logits, count)
         weights = _weights(logits[ranked], params.temperature, logits[ranked[0]])
         length = _prefix(weights, params.top_p * total)
         if length <= count or count == vocab:
@@ -106,7 +108,7 @@ def survivors(logits: NDArray[np.float32], params: SamplingParams) -> Ids:
         count = min(count * _GROWTH, vocab)
 
 
-def _leading(logits: NDArray[np.float32], count: int) -> Ids:
+def leading(logits: NDArray[np.float32], count: int) -> Ids:
     """The first `count` ids of the order above."""
     if count == len(logits):
         candidates = np.arange(count)

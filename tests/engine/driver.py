@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from baton.core.request import SamplingParams, SequenceId
-from baton.core.step import Row, StepPlan
+from baton.core.step import History, Row, StepPlan
+from baton.engine.processors import Draw, SeenTables
 from baton.engine.runner import EngineOptions, Runner, load_runner
-from baton.engine.sampler import Draw, sample
+from baton.engine.sampler import sample
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -49,6 +50,7 @@ class Job:
     logits: list[Tensor] = field(default_factory=list)
     computed: int = 0
     resumed: int = 0
+    end_token_ids: tuple[int, ...] = ()
 
     @property
     def output(self) -> list[int]:
@@ -61,6 +63,8 @@ class Job:
     def next_row(self, name: str) -> Row:
         count = min(self.chunk, len(self.tokens) - self.computed)
         last = self.computed + count == len(self.tokens)
+        boundary = len(self.prompt) - self.resumed
+        history = History(tuple(self.tokens[:boundary]), tuple(self.tokens[boundary:]), self.end_token_ids)
         return Row(
             SequenceId(name),
             self.computed,
@@ -69,6 +73,7 @@ class Job:
             self.sampling,
             num_sampled=int(last),
             output_index=self.resumed + len(self.output),
+            history=history if last else None,
         )
 
 
@@ -78,7 +83,7 @@ def run(runner: Runner, jobs: Sequence[Job], seed: int = 0) -> None:
     for job in jobs:
         job.tokens = list(job.prompt)
         job.blocks = tuple(next(free) for _ in range(runner.layout.blocks_for(len(job.prompt) + job.max_tokens)))
-    step_id = 0
+    step_id, tables = 0, SeenTables()
     while active := [job for job in jobs if not job.done]:
         rows = tuple(job.next_row(str(index)) for index, job in enumerate(active))
         results = runner.step_logits(StepPlan(step_id, rows))
@@ -86,7 +91,8 @@ def run(runner: Runner, jobs: Sequence[Job], seed: int = 0) -> None:
             job.computed = row.end
             if row.num_sampled:
                 job.logits.append(logits[0])
-                job.tokens += sample(logits, [Draw(job.sampling, row.sequence_id.choice, row.output_index)])
+                draw = Draw(job.sampling, 0, row.output_index, row.history, (), row.sequence_id)
+                job.tokens += sample(logits, [draw], tables)
         step_id += 1
 
 

@@ -9,13 +9,25 @@ import pytest
 import torch
 
 from baton.core.errors import StartupError
-from baton.core.request import SamplingParams
-from baton.core.step import StepOutcome, StepPlan
+from baton.core.request import SamplingParams, SequenceId, TokenBias
+from baton.core.step import History, Row, StepOutcome, StepPlan
 from baton.engine.runner import Runner
 from baton.engine.selftest import prove_row_invariance
 from tests.engine.driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
 
 SEEDED = SamplingParams(temperature=0.8, seed=1234)
+FULL = SamplingParams(
+    temperature=0.9,
+    top_p=0.95,
+    min_p=0.01,
+    seed=77,
+    repetition_penalty=1.2,
+    frequency_penalty=0.3,
+    presence_penalty=0.2,
+    logit_bias=(TokenBias(11, 2.0), TokenBias(40, -3.0)),
+    min_tokens=6,
+    bad_words=((11, 11), (5,)),
+)
 ARCHS = {
     "llama": {"arch": "llama"},
     "mistral": {"arch": "mistral"},
@@ -42,7 +54,7 @@ def test_kv_made_by_decode_equals_kv_made_by_prefill(exact: Runner) -> None:
     assert torch.equal(by_decode, all_logits(exact, tokens, [90, 1, 1, 1], seed=2))
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, FULL], ids=["greedy", "seeded", "full"])
 def test_batch_mates_do_not_change_bits_or_tokens(exact: Runner, sampling: SamplingParams) -> None:
     lengths = {5: 100, 33: 7, 100: 16, 130: 64, 17: 1, 64: 33, 1: 512, 90: 40, 48: 16}
     together = [Job(random_tokens(n, seed=n), 24, sampling, chunk) for n, chunk in lengths.items()]
@@ -53,6 +65,27 @@ def test_batch_mates_do_not_change_bits_or_tokens(exact: Runner, sampling: Sampl
             run(exact, [alone], seed=chunk)
             assert alone.output == job.output
             assert torch.equal(torch.cat(alone.logits), torch.cat(job.logits))
+
+
+@pytest.mark.parametrize("k", [1, 4, 8])
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, FULL], ids=["greedy", "seeded", "full"])
+def test_tokens_after_right_drafts_are_those_sampled_one_by_one(
+    exact: Runner, sampling: SamplingParams, k: int
+) -> None:
+    """Position j of a verification row is processed as if the drafts before it had been output; a wrong draft changes
+    nothing before it, and the row's history is not polluted by it."""
+    prompt = random_tokens(30)
+    job = Job(prompt, 16, sampling, end_token_ids=(3, 9))
+    run(exact, [job])
+    at, wrong = 3, (job.output[-1] + 1) % 300
+    for drafts in (job.output[at : at + k], [wrong, *job.output[at + 1 : at + k]]):
+        start = len(prompt) + at - 1
+        history = History(tuple(prompt), tuple(job.output[:at]), job.end_token_ids)
+        tokens = (job.output[at - 1], *drafts)
+        row = Row(SequenceId("0"), start, tokens, job.blocks, sampling, 1 + k, at, history)
+        sampled = exact.step(StepPlan(99, (row,))).sampled[0]
+        right = 1 if drafts[0] == wrong else 1 + k
+        assert list(sampled[:right]) == job.output[at : at + right]
 
 
 def test_resumed_output_continues_as_if_nothing_had_happened(exact: Runner) -> None:

@@ -12,7 +12,8 @@ import torch
 from baton.core.errors import InvariantError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
-from baton.engine.sampler import Draw, sample
+from baton.engine.processors import Draw
+from baton.engine.sampler import sample
 from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
 from tests.support.rank_pool import RankPool
 

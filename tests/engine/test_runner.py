@@ -15,7 +15,8 @@ from baton.core.errors import StartupError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
 from baton.engine.device import choose_dtype
-from baton.engine.sampler import Draw, sample
+from baton.engine.processors import Draw
+from baton.engine.sampler import sample
 from tests.engine.driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
 
 

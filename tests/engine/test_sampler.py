@@ -11,57 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.request import SamplingParams
-from baton.engine.sampler import Draw, gumbel, noised_logits, sample, survivors
-
-
-def plain_philox(counter: list[int], key: list[int]) -> list[int]:
-    for _ in range(10):
-        a, b = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
-        counter = [(b >> 32) ^ counter[1] ^ key[0], b & 0xFFFFFFFF, (a >> 32) ^ counter[3] ^ key[1], a & 0xFFFFFFFF]
-        key = [(key[0] + 0x9E3779B9) & 0xFFFFFFFF, (key[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return counter
-
-
-def plain_survivors(logits: np.ndarray, params: SamplingParams) -> list[int]:
-    """By the definition, with a full sort and a loop."""
-    ranked = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
-    if params.top_k > 0:
-        ranked = ranked[: params.top_k]
-    if params.top_p >= 1.0:
-        return sorted(ranked)
-    weights = [math.exp((float(logits[t]) - float(logits[ranked[0]])) / params.temperature) for t in ranked]
-    target, mass, kept = params.top_p * math.fsum(weights), 0.0, []
-    for token, weight in zip(ranked, weights, strict=True):
-        kept.append(token)
-        mass += weight
-        if mass >= target:
-            break
-    return sorted(kept)
-
-
-def plain_noise(token: int, draw: Draw) -> float:
-    seed = draw.sampling.seed
-    counter = [token >> 2, draw.output_index, draw.choice, 0]
-    x = plain_philox(counter, [seed & 0xFFFFFFFF, seed >> 32])[token & 3]
-    return -math.log(-math.log1p(-(x + 0.5) * 2.0**-32))
-
-
-def plain_sample(logits: np.ndarray, draw: Draw) -> int:
-    params = draw.sampling
-    if params.temperature == 0.0:
-        return max(range(len(logits)), key=lambda token: (logits[token], -token))
-    return max(
-        plain_survivors(logits, params),
-        key=lambda token: (float(logits[token]) + params.temperature * plain_noise(token, draw), -token),
-    )
-
+from baton.core.request import SamplingParams, TokenBias
+from baton.core.step import History
+from baton.engine.processors import Draw, process
+from baton.engine.sampler import gumbel, noised_logits, sample, survivors
+from tests.support.plain_sampler import plain_process, plain_sample, plain_survivors
 
 PARAMS = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.01, 0.7, 1.0, 2.0]),
     top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01]),
     top_k=st.sampled_from([0, 1, 2, 7, 50, 1000]),
+    min_p=st.sampled_from([0.0, 0.0, 0.001, 0.1, 0.9, 1.0]),
     seed=st.integers(0, 2**64 - 1),
 )
 DRAWS = st.builds(Draw, PARAMS, choice=st.integers(0, 3), output_index=st.integers(0, 100_000))
@@ -73,11 +34,11 @@ def test_equals_the_plain_twin_on_mixed_batches(draws: list[Draw], seed: int, co
     logits = torch.randn(len(draws), 300, generator=torch.Generator().manual_seed(seed)) * 3
     if coarse:
         logits = logits.round()  # many ties
-    expected = [plain_sample(row.numpy(), draw) for row, draw in zip(logits, draws, strict=True)]
+    expected = [plain_sample(row.tolist(), draw) for row, draw in zip(logits, draws, strict=True)]
     assert sample(logits, draws) == expected
     for row, draw in zip(logits, draws, strict=True):
         if not draw.sampling.greedy:
-            assert survivors(row.numpy(), draw.sampling).tolist() == plain_survivors(row.numpy(), draw.sampling)
+            assert survivors(row.numpy(), draw.sampling).tolist() == plain_survivors(row.tolist(), draw.sampling)
 
 
 def test_batch_mates_do_not_change_a_token() -> None:
@@ -127,6 +88,25 @@ def test_top_p_is_taken_after_top_k_and_temperature() -> None:
     assert survivors(logits, SamplingParams(top_p=1e-9)).tolist() == [0]
 
 
+def test_min_p_is_measured_against_the_likeliest_after_temperature() -> None:
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], dtype=np.float32))
+    assert survivors(logits, SamplingParams(min_p=0.4)).tolist() == [0, 1, 2]
+    assert survivors(logits, SamplingParams(min_p=0.4, temperature=0.5)).tolist() == [0, 1]
+    assert survivors(logits, SamplingParams(min_p=1.0)).tolist() == [0]
+
+
+def test_masked_tokens_never_survive() -> None:
+    logits = np.full(50, -np.inf, dtype=np.float32)
+    logits[[3, 20]] = 0.5, 0.25
+    for params in (
+        SamplingParams(),
+        SamplingParams(top_k=9),
+        SamplingParams(top_p=1 - 1e-12),
+        SamplingParams(min_p=1e-9),
+    ):
+        assert survivors(logits, params).tolist() == [3, 20]
+
+
 def test_top_p_over_a_flat_vocabulary_grows_until_it_has_enough() -> None:
     logits = np.zeros(20_000, dtype=np.float32)
     assert len(survivors(logits, SamplingParams(top_p=0.75))) == 15_000
@@ -145,8 +125,18 @@ CASES = [
     SamplingParams(temperature=1.7),
     SamplingParams(top_k=5),
     SamplingParams(top_p=0.8),
-    SamplingParams(temperature=1.3, top_k=9, top_p=0.7),
+    SamplingParams(min_p=0.1),
+    SamplingParams(temperature=1.3, top_k=9, top_p=0.7, min_p=0.2),
+    SamplingParams(repetition_penalty=1.6),
+    SamplingParams(frequency_penalty=0.4),
+    SamplingParams(presence_penalty=1.2),
+    SamplingParams(logit_bias=(TokenBias(2, 1.5), TokenBias(9, -2.0))),
+    SamplingParams(min_tokens=9),
+    SamplingParams(bad_words=((1, 3), (14,))),
+    SamplingParams(allowed_token_ids=(0, 3, 4, 11)),
+    SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.5, min_tokens=9),
 ]
+HISTORY = History((5, 6, 6), (7, 7, 8, 1), (0, 12))
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +149,9 @@ def noise() -> np.ndarray:
 @pytest.mark.parametrize("params", CASES, ids=str)
 def test_tokens_are_drawn_from_the_exact_softmax(params: SamplingParams, noise: np.ndarray) -> None:
     logits, kept, probabilities = distribution(params)
-    winners = (logits[kept] + params.temperature * noise[:, : len(kept)]).argmax(axis=1)
+    processed = process(torch.from_numpy(logits)[None], [Draw(params, 0, 4, HISTORY)])[0].numpy()
+    assert survivors(processed, params).tolist() == kept.tolist()
+    winners = (processed[kept] + params.temperature * noise[:, : len(kept)]).argmax(axis=1)
     assert chi_square_holds(np.bincount(winners, minlength=len(kept)), probabilities)
 
 
@@ -167,15 +159,18 @@ def test_sample_as_a_whole_draws_from_the_exact_softmax() -> None:
     count = 2_000
     for params in CASES[1::2]:
         logits, kept, probabilities = distribution(params)
-        draws = [Draw(params, choice, index) for choice in range(2) for index in range(count // 2)]
+        params = replace(params, min_tokens=params.min_tokens and 10_000)
+        draws = [Draw(params, choice, index, HISTORY) for choice in range(2) for index in range(count // 2)]
         tokens = sample(torch.from_numpy(logits).expand(count, -1), draws)
         assert chi_square_holds(np.bincount(np.searchsorted(kept, tokens), minlength=len(kept)), probabilities)
 
 
 def distribution(params: SamplingParams) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Raw logits, the tokens that may be drawn, and their exact probabilities: by the plain twin."""
     logits = np.random.default_rng(4).normal(0, 1.5, 16).astype(np.float32)
-    kept = np.array(plain_survivors(logits, params))
-    weights = np.exp(logits[kept].astype(np.float64) / params.temperature)
+    processed = plain_process(logits.tolist(), Draw(params, 0, 4, HISTORY))
+    kept = np.array(plain_survivors(processed, params))
+    weights = np.exp(np.array(processed)[kept] / params.temperature)
     return logits, kept, weights / weights.sum()
 
 

@@ -1,0 +1,55 @@
+"""Log-probabilities as they are reported: of the model's own distribution, before bias, masks, penalties and
+temperature, computed in float64 one row at a time (so they do not depend on other rows) and rounded to float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.core.request import TokenLogprob
+from baton.core.step import StepPlan
+from baton.engine.sampler import leading
+
+
+def token_logprob(logits: NDArray[np.float32], token: int, top: int) -> TokenLogprob:
+    """Of `token` and the `top` likeliest, from one row of raw logits [vocab]."""
+    largest = np.float64(logits.max())
+    total = largest + np.log(np.exp(logits.astype(np.float64) - largest).sum())
+    ids = leading(logits, min(top, len(logits))) if top else np.empty(0, dtype=np.int64)
+    values = (logits[np.append(ids, token)].astype(np.float64) - total).astype(np.float32).tolist()
+    rank = int(np.count_nonzero(logits > logits[token])) + 1
+    return TokenLogprob(token, values[-1], rank, tuple(ids.tolist()), tuple(values[:-1]))
+
+
+def scored_rows(plan: StepPlan, logits: Tensor) -> tuple[tuple[TokenLogprob, ...], ...]:
+    """StepOutcome.scored, from raw logits [as many as the plan's rows score, vocab]; empty when no row does."""
+    if not any(row.scored for row in plan.rows):
+        return ()
+    lines = iter(logits.cpu().numpy())
+    return tuple(
+        tuple(token_logprob(next(lines), token, row.sampling.prompt_logprobs or 0) for token in row.scored)
+        for row in plan.rows
+    )
+
+
+def sampled_rows(
+    plan: StepPlan, logits: Tensor, sampled: Sequence[tuple[int, ...]]
+) -> tuple[tuple[TokenLogprob, ...], ...]:
+    """StepOutcome.logprobs, from the raw logits [as many as the plan's rows sample, vocab] and the tokens sampled from
+    them; empty when no row asks."""
+    if all(row.sampling.logprobs is None for row in plan.rows):
+        return ()
+    found: list[tuple[TokenLogprob, ...]] = []
+    start = 0
+    for row, tokens in zip(plan.rows, sampled, strict=True):
+        top, lines = row.sampling.logprobs, logits[start : start + len(tokens)]
+        start += len(tokens)
+        if top is None:
+            found.append(())
+        else:
+            rows = lines.cpu().numpy()
+            found.append(tuple(token_logprob(line, token, top) for line, token in zip(rows, tokens, strict=True)))
+    return tuple(found)

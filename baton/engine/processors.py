@@ -1,0 +1,188 @@
+"""What changes logits before a token is chosen from them, in this order (docs/numerics.md):
+
+1. logit_bias is added.
+2. Masks: tokens outside allowed_token_ids; tokens that end the choice while fewer than min_tokens are out; the last
+   token of a bad word whose other tokens the output ends with. Where 2 would leave no token at all, only
+   allowed_token_ids holds.
+3. repetition_penalty divides the positive logits of tokens seen in prompt or output, and multiplies the others.
+4. frequency_penalty times the number of times a token is in the output, then presence_penalty for those that are.
+
+All in float32, elementwise: a row's result does not depend on the other rows. The work of a step is one scatter per
+kind over all rows; how often a sequence has used each token is kept from step to step (`SeenTables`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.core.request import SamplingParams, SequenceId
+from baton.core.step import History
+
+Floats32 = NDArray[np.float32]
+Ids = NDArray[np.int64]
+
+_MAX_TABLES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What decides one token besides its logits. `history` is the row's, and `drafts` are the tokens between it and
+    this draw: output as far as this draw goes. `sequence_id` only names whose table of seen tokens may be reused."""
+
+    sampling: SamplingParams
+    choice: int
+    output_index: int
+    history: History | None = None
+    drafts: tuple[int, ...] = ()
+    sequence_id: SequenceId | None = None
+
+
+class Seen:
+    """The tokens of one sequence, each once: `ids`, and `counts`, how often each is in the output (0: only in the
+    prompt). State: both arrays with room to grow, the slot of each token, and the history they stand for."""
+
+    def __init__(self, history: History) -> None:
+        self.prompt = history.prompt
+        self.output: tuple[int, ...] = ()
+        ids = np.unique(np.asarray(history.prompt, dtype=np.int64))
+        self._slots: dict[int, int] = dict(zip(ids.tolist(), range(len(ids)), strict=True))
+        self._ids = ids
+        self._counts = np.zeros(len(ids), dtype=np.float32)
+        self.advance(history.output)
+
+    def is_before(self, history: History) -> bool:
+        """Whether `advance` leads to `history`."""
+        same_prompt = history.prompt is self.prompt or history.prompt == self.prompt
+        return same_prompt and history.output[: len(self.output)] == self.output
+
+    def advance(self, output: tuple[int, ...]) -> None:
+        """Takes in what `output` has beyond the output so far."""
+        for token in output[len(self.output) :]:
+            slot = self._slots.setdefault(token, len(self._slots))
+            if slot >= len(self._ids):
+                room = max(64, len(self._ids))
+                self._ids = np.concatenate([self._ids, np.zeros(room, dtype=np.int64)])
+                self._counts = np.concatenate([self._counts, np.zeros(room, dtype=np.float32)])
+            self._ids[slot] = token
+            self._counts[slot] += 1
+        self.output = output
+
+    def after(self, drafts: tuple[int, ...]) -> tuple[Ids, Floats32]:
+        """ids and counts as if the drafts were output."""
+        size = len(self._slots)
+        if not drafts:
+            return self._ids[:size], self._counts[:size]
+        new = [token for token in dict.fromkeys(drafts) if token not in self._slots]
+        slots = self._slots | {token: size + index for index, token in enumerate(new)}
+        ids = np.concatenate([self._ids[:size], np.asarray(new, dtype=np.int64)])
+        counts = np.concatenate([self._counts[:size], np.zeros(len(new), dtype=np.float32)])
+        for token in drafts:
+            counts[slots[token]] += 1
+        return ids, counts
+
+
+class SeenTables:
+    """Tables by sequence, least recently used first. A table is only ever a shortcut: what it holds is compared with
+    the history that it is asked for, and made anew where the two differ."""
+
+    def __init__(self, limit: int = _MAX_TABLES) -> None:
+        self._limit = limit
+        self._tables: OrderedDict[SequenceId, Seen] = OrderedDict()
+
+    def of(self, draw: Draw, history: History) -> Seen:
+        if draw.sequence_id is None:
+            return Seen(history)
+        table = self._tables.pop(draw.sequence_id, None)
+        if table is None or not table.is_before(history):
+            table = Seen(history)
+            while len(self._tables) >= self._limit:
+                self._tables.popitem(last=False)
+        table.advance(history.output)
+        self._tables[draw.sequence_id] = table
+        return table
+
+
+def process(logits: Tensor, draws: Sequence[Draw], tables: SeenTables | None = None) -> Tensor:
+    """Logits [S, vocab] (float32) as tokens are chosen from them; `logits` itself when no draw asks for a change."""
+    rows = [row for row, draw in enumerate(draws) if _asks(draw)]
+    if not rows:
+        return logits
+    logits = logits.clone(memory_format=torch.contiguous_format)
+    vocab = logits.shape[1]
+    _add_biases(logits, draws, rows, vocab)
+    _mask(logits, draws, rows, vocab)
+    _penalise(logits, draws, rows, vocab, tables or SeenTables())
+    return logits
+
+
+def _asks(draw: Draw) -> bool:
+    s = draw.sampling
+    ending = s.min_tokens > draw.output_index and draw.history is not None
+    return bool(ending or s.penalises or s.logit_bias or s.allowed_token_ids or s.bad_words)
+
+
+def _add_biases(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int) -> None:
+    where = [row * vocab + token for row in rows for token, _ in draws[row].sampling.logit_bias]
+    if where:
+        biases = [bias for row in rows for _, bias in draws[row].sampling.logit_bias]
+        flat, index = logits.view(-1), torch.tensor(where, device=logits.device)
+        flat[index] += torch.tensor(biases, dtype=torch.float32, device=logits.device)
+
+
+def _mask(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int) -> None:
+    where: list[int] = []
+    for row in rows:
+        banned, allowed = banned_tokens(draws[row]), draws[row].sampling.allowed_token_ids
+        if allowed:
+            index = torch.tensor(allowed, device=logits.device)
+            kept = logits[row, index]
+            logits[row] = -torch.inf
+            logits[row, index] = kept
+        if banned and (len(banned) < vocab if not allowed else not banned.issuperset(allowed)):
+            where.extend(row * vocab + token for token in banned)
+    if where:
+        logits.view(-1)[torch.tensor(where, device=logits.device)] = -torch.inf
+
+
+def banned_tokens(draw: Draw) -> set[int]:
+    """Tokens that min_tokens and bad_words mask at this draw."""
+    params, history = draw.sampling, draw.history
+    if history is None:
+        return set()
+    banned = set(history.end_token_ids) if draw.output_index < params.min_tokens else set()
+    if params.bad_words:
+        longest = max(map(len, params.bad_words)) - 1
+        tail = (history.output + draw.drafts)[-longest:] if longest else ()
+        banned.update(w[-1] for w in params.bad_words if len(w) == 1 or tail[1 - len(w) :] == w[:-1])
+    return banned
+
+
+def _penalise(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int, tables: SeenTables) -> None:
+    index, count, penalties, lengths = [], [], [], []
+    for row in rows:
+        draw, params = draws[row], draws[row].sampling
+        if draw.history is None or not params.penalises:
+            continue
+        ids, counts = tables.of(draw, draw.history).after(draw.drafts)
+        index.append(ids + row * vocab)
+        count.append(counts)
+        lengths.append(len(ids))
+        penalties.append((params.repetition_penalty, params.frequency_penalty, params.presence_penalty))
+    if not index:
+        return
+    each = np.repeat(np.asarray(penalties, dtype=np.float32), lengths, axis=0)
+    repetition, frequency, presence = torch.from_numpy(each.T.copy()).to(logits.device)
+    counted = torch.from_numpy(np.concatenate(count)).to(logits.device)
+    flat, where = logits.view(-1), torch.from_numpy(np.concatenate(index)).to(logits.device)
+    values = flat[where]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= frequency * counted
+    values -= presence * (counted > 0)
+    flat[where] = values
