@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from baton.core.commands import Role, WorkerFacts
 from baton.core.config import WorkerConfig
@@ -38,8 +38,8 @@ class Worker(Protocol):
     async def run(self) -> None: ...
 
 
-# (config, runner, facts, pids) -> worker. The runner is Any here so that `--help` needs no torch.
-MakeWorker = Callable[[WorkerConfig, "object", WorkerFacts, tuple[int, ...]], Worker]
+# (config, crew, facts) -> worker. The crew is a baton.worker_ranks.Crew; Any here so that `--help` needs no torch.
+MakeWorker = Callable[[WorkerConfig, Any, WorkerFacts], Worker]
 
 
 def code_version() -> str:
@@ -98,7 +98,8 @@ async def _serve(config: WorkerConfig, ranks: Ranks, load: Callable[[], MakeWork
 
     started = time.monotonic()
     options = _engine_options(config, ranks)
-    with lead(ranks, options, lambda stage, seconds: log.info("stage %s: %.2f s", stage, seconds)) as (runner, pids):
+    with lead(ranks, options, lambda stage, seconds: log.info("stage %s: %.2f s", stage, seconds)) as crew:
+        runner = crew.runner
         facts = WorkerFacts(
             model_digest=runner.digest,
             config_digest=hashlib.sha256((options.model_dir / "config.json").read_bytes()).hexdigest(),
@@ -110,7 +111,7 @@ async def _serve(config: WorkerConfig, ranks: Ranks, load: Callable[[], MakeWork
             max_model_len=config.max_model_len or runner.model_config.max_position_embeddings,
             tensor_parallel=ranks.size,
         )
-        worker = make(config, runner, facts, pids)
+        worker = make(config, crew, facts)
         log.info(
             "%s: %s, %d blocks of %d tokens (%.2f GiB), %d ranks of %d threads, loaded in %.2f s",
             config.worker_id,

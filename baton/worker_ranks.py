@@ -13,14 +13,17 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from baton.core.errors import BatonError, RankLost, innermost
 from baton.core.ranks import Ranks
+from baton.edge_ranks import FollowerEnds, WorkerEnds
 from baton.engine.lockstep import RANK_FAILED, Channel, FollowerChannel, LeaderChannel
 from baton.engine.parallel import open_store
 from baton.engine.runner import EngineOptions, OnStage, Runner, load_runner
 from baton.options import error_line
 from baton.process import EXIT_RANK_LOST, record_error
+from baton.transfer.edge_end import LocalEnds, MakeEnd
 from baton.transfer.nccl import configure_watchdog
 
 log = logging.getLogger("baton.worker")
@@ -31,12 +34,22 @@ LAST_WORDS_S = 2.0
 """How long a rank that says why it ends is given to end first, so that torchrun takes its exit code."""
 
 
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """What a leader has: its runner, which its followers keep step with, the pids of all ranks, and the ends of edges
+    at all of them."""
+
+    runner: Runner
+    pids: tuple[int, ...]
+    ends: MakeEnd
+
+
 @contextmanager
-def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[tuple[Runner, tuple[int, ...]]]:
-    """The leader's runner, its followers in step with it, and the pids of all ranks. They end with the block: well when
-    it ends well, else with its error."""
+def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Crew]:
+    """All ranks end with the block: well when it ends well, else with its error."""
     if ranks.size == 1:
-        yield load_runner(options, on_stage), (os.getpid(),)
+        runner = load_runner(options, on_stage)
+        yield Crew(runner, (os.getpid(),), _local_ends(runner, options))
         return
     configure_watchdog()
     store = open_store(os.environ)
@@ -45,7 +58,7 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[tu
         runner = load_runner(options, on_stage, ranks=ranks, store=store)
         channel.serving()
         runner.lead(channel.send)
-        yield runner, channel.pids
+        yield Crew(runner, channel.pids, WorkerEnds(_local_ends(runner, options), channel))
     channel.stop("drained")
 
 
@@ -56,11 +69,18 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
     channel = FollowerChannel.open(store, ranks.rank, lambda error: _end(ranks, error))
     with _telling(channel):
         runner = load_runner(options, ranks=ranks, store=store)
+        ends = FollowerEnds(_local_ends(runner, options), channel.report)
+        channel.on_order = ends.obey
         channel.serving()
         log.info("rank %d of %d follows", ranks.rank, ranks.size)
         reason = channel.follow(runner.step)
+        ends.close()
     channel.close()
     log.info("rank %d ends: %s", ranks.rank, reason)
+
+
+def _local_ends(runner: Runner, options: EngineOptions) -> LocalEnds:
+    return LocalEnds(runner.kv.layers, runner.layout.block_size, options.host)
 
 
 @contextmanager

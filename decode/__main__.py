@@ -12,8 +12,8 @@ from baton.worker_main import MakeWorker, Worker, worker_main
 def _load() -> MakeWorker:
     from decode.worker import DecodeWorker
 
-    def make(config: WorkerConfig, runner: Any, facts: WorkerFacts, pids: tuple[int, ...]) -> Worker:
-        return DecodeWorker(config, runner, facts, pids)
+    def make(config: WorkerConfig, crew: Any, facts: WorkerFacts) -> Worker:
+        return DecodeWorker(config, crew.runner, facts, crew.pids, crew.ends)
 
     return make
 

@@ -1,24 +1,24 @@
-"""Taking KV in: one handler per link, one coroutine per announced chunk.
+"""Taking KV in: one handler per link, one coroutine per announced chunk. A link has an edge for each pair of ranks that
+share KV heads; every edge brings its own chunks of a sequence.
 
 1. An offer is checked (handle, tombstone) and reserves all blocks of the sequence, or is refused with the reason.
 2. A chunk is posted: a receive into a staging buffer of our own is open before we say so. The peer's bytes never go
    into the pool directly, so a late or wrong byte cannot touch a block.
-3. What arrived is verified (checksum over identity and bytes), scattered into the blocks, and acknowledged.
-4. With the last chunk the sequence is ready. An abort, the end of the link, or a damaged chunk ends it; its blocks are
-   free as soon as no scatter into them is under way.
+3. What arrived is verified (checksum over identity and bytes) and scattered into the blocks, by the rank that has
+   them, and acknowledged.
+4. With the last chunk of every edge the sequence is ready. An abort, the end of the link, or an edge that fails ends
+   it; its blocks are free as soon as no scatter into them is under way at any rank.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
+from baton.core.edge_orders import Part
 from baton.core.errors import BatonError, HandoffError
 from baton.core.handover import (
     AbortTransfer,
@@ -38,11 +38,11 @@ from baton.core.handover import (
 )
 from baton.core.kv_layout import KVLayout
 from baton.core.request import SequenceId
+from baton.core.reshard import EdgeKey, EdgePlan, reshard_layout
 from baton.event_log import EventLog
 from baton.rpc.streams import LinkLost, MessageStream
 from baton.transfer.edge import EdgeSpec
-from baton.transfer.edge_thread import EdgeWorker
-from baton.transfer.staging import checksum, chunk_bytes, unpack
+from baton.transfer.edge_end import EdgeEnd, MakeEnd
 
 log = logging.getLogger("baton.incoming")
 
@@ -73,37 +73,33 @@ class IncomingOwner(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class KVSink:
-    layout: KVLayout
-    layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
-
-
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """A sequence on its way in; `arrived` tokens are here. Its blocks are written under `lock`, and not once it is
-    `closed`: the thread of an edge that was torn down may still run."""
+    """A sequence on its way in: `arrived` tokens of it are here, by edge."""
 
     blocks: tuple[int, ...]
     num_tokens: int
-    arrived: int = 0
-    closed: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    arrived: dict[EdgeKey, int]
+    first_token: int | None = None
+
+    @property
+    def complete(self) -> bool:
+        return all(tokens == self.num_tokens for tokens in self.arrived.values())
 
 
 class IncomingLink:
-    """One link from one prefill worker. Complete state: the stream, the edge, and the transfers that came over it."""
+    """One link from one prefill worker. Complete state: the stream, the ends of its edges, the transfers that came over
+    it, and the refusals that wait for what is posted to end."""
 
-    def __init__(
-        self, stream: MessageStream, hello: LinkHello, owner: IncomingOwner, incoming: Incoming, sink: KVSink
-    ) -> None:
+    def __init__(self, stream: MessageStream, hello: LinkHello, owner: IncomingOwner, incoming: Incoming) -> None:
         self._stream = stream
         self._hello = hello
         self._owner = owner
         self._incoming = incoming
-        self._sink = sink
-        self._edge: EdgeWorker | None = None
+        self._plans: dict[EdgeKey, EdgePlan] = {}
+        self._edges: dict[EdgeKey, EdgeEnd] = {}
         self._transfers: dict[SequenceId, _Transfer] = {}
+        self._refusals: dict[SequenceId, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -111,25 +107,26 @@ class IncomingLink:
         reason = "the link broke"
         try:
             await self._stream.send(self._owner.welcome(self._hello))
+            self._plans = self._incoming.plans(self._hello)
             while (message := await self._stream.receive()) is not None:
                 await self._on(message)
             reason = f"the link to {self._hello.prefill_worker} ended: {self._stream.ended}"
         except LinkLost as e:
             reason = e.message
         finally:
-            if self._edge is not None:
-                self._edge.abort(reason)
+            for end in self._edges.values():
+                end.abort(reason)
             for sequence in list(self._transfers):
                 del self._transfers[sequence]
                 self._owner.transfer_lost(sequence, reason)
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=5.0)
-            await self.close_edge()
+            await self.close_edges()
 
-    async def close_edge(self) -> None:
-        if self._edge is not None:
-            self._edge.abort("the link is closed")
-            await self._edge.close(timeout_s=2.0)
+    async def close_edges(self) -> None:
+        for end in self._edges.values():
+            end.abort("the link is closed")
+        await asyncio.gather(*(end.close(timeout_s=2.0) for end in self._edges.values()))
 
     async def _on(self, message: object) -> None:
         match message:
@@ -152,27 +149,30 @@ class IncomingLink:
             blocks, generations = self._owner.reserve(offer, self._hello)
         except BatonError as e:
             return Refuse(sequence, e.code, e.message)
-        self._transfers[sequence] = _Transfer(blocks, offer.num_tokens)
+        self._transfers[sequence] = _Transfer(blocks, offer.num_tokens, dict.fromkeys(self._plans, 0))
         return Accept(sequence, 0, generations)
 
     async def _open_edge(self, message: EdgeOpen) -> None:
-        if self._edge is not None:
-            self._edge.abort(f"replaced by generation {message.generation}")
-        edge = self._incoming.make_edge(message)
-        self._edge = edge
-        error = ""
-        try:
-            await edge.connect()
-        except HandoffError as e:
-            error = e.message
-        await self._send(EdgeReady(message.prefill_rank, message.decode_rank, message.generation, error))
+        key = (message.prefill_rank, message.decode_rank)
+        error, plan = "", self._plans.get(key)
+        if plan is None:
+            error = f"no KV goes from rank {message.prefill_rank} to rank {message.decode_rank}"
+        else:
+            if key in self._edges:
+                self._edges[key].abort(f"replaced by generation {message.generation}")
+            end = self._edges[key] = self._incoming.make_end(plan, message)
+            try:
+                await end.connect()
+            except HandoffError as e:
+                error = e.message
+        await self._send(EdgeReady(*key, message.generation, error))
 
     async def _take(self, chunk: Chunk) -> None:
-        """Receives, verifies and scatters one chunk."""
-        sequence, edge = chunk.sequence, self._edge
-        transfer = self._transfers.get(sequence)
+        """Receives, verifies and stores one chunk."""
+        sequence, key = chunk.sequence, (chunk.prefill_rank, chunk.decode_rank)
+        end, transfer = self._edges.get(key), self._transfers.get(sequence)
         try:
-            if edge is None or edge.dead is not None or edge.generation != chunk.edge_generation:
+            if end is None or end.dead is not None or end.generation != chunk.edge_generation:
                 self._incoming.stale_messages += 1
                 await self._edge_ended(chunk)
                 raise HandoffError(f"edge generation {chunk.edge_generation} does not stand")
@@ -180,69 +180,71 @@ class IncomingLink:
                 raise HandoffError("the sequence is not being received here")
             self._check(chunk, transfer)
         except HandoffError as e:
-            await self._send(AbortTransfer(sequence, e.message, 0.0))
+            await self._refuse(sequence, e.message)
             return
-        buffer = torch.empty(chunk.num_bytes, dtype=torch.uint8)
-        posted = Posted(sequence, chunk.index, edge.generation, chunk.prefill_rank, chunk.decode_rank)
-        self._incoming.writing.add(sequence)
+        posted = Posted(sequence, chunk.index, end.generation, *key)
+        part = Part(transfer.blocks, chunk.start_token, chunk.end_token, chunk.num_bytes, chunk_identity(chunk))
+        intact, failure, writing = False, "", self._incoming.writing
+        writing[sequence] += 1
         try:
-            await edge.recv(buffer, on_posted=lambda: self._spawn(self._send(posted), "posted"))
+            intact = await end.take(part, chunk.checksum, lambda: self._spawn(self._send(posted), "posted"))
             self._incoming.bytes_received += chunk.num_bytes
-            intact = await edge.run(lambda: self._store(chunk, buffer, transfer))
         except Exception as e:
             if not isinstance(e, HandoffError):
                 log.exception("chunk %d of %s", chunk.index, sequence)
-            with transfer.lock:  # the edge's thread may still be at it, whatever became of the edge
-                transfer.closed = True
-            self._give_up(sequence, str(e), tombstone_s=0.0)
-            if edge.dead is not None:
+            failure = str(e)
+            self._give_up(sequence, failure, tombstone_s=0.0)
+            if end.dead is not None:
                 await self._edge_ended(chunk)
-            await self._send(AbortTransfer(sequence, str(e), 0.0))
-            return
         finally:
-            self._incoming.writing.discard(sequence)
-            self._owner.write_ended(sequence)
-        if not self._owner.receiving(sequence):
-            await self._send(AbortTransfer(sequence, "it was ended here", 0.0))
+            writing[sequence] -= 1
+            if not writing[sequence]:
+                del writing[sequence]
+                self._owner.write_ended(sequence)
+        if failure or not self._owner.receiving(sequence):
+            await self._refuse(sequence, failure or "it was ended here")
+            return
+        if sequence in self._refusals:
+            await self._refuse(sequence, "another edge refused its part")
             return
         if intact:
-            transfer.arrived = chunk.end_token
+            transfer.arrived[key] = chunk.end_token
+            transfer.first_token = chunk.first_token
         else:
             log.warning("chunk %d of %s does not match its checksum", chunk.index, sequence)
             self._incoming.chunks_damaged += 1
-        complete = intact and chunk.last
+        complete = intact and transfer.complete
         self._incoming.events.write("chunk_received", sequence=sequence, index=chunk.index, end=chunk.end_token)
         if complete and chunk.first_token is not None:
             self._transfers.pop(sequence, None)
             self._owner.received(sequence, chunk.first_token)
-        await self._send(Ack(sequence, chunk.index, intact, complete))
+        await self._send(Ack(sequence, chunk.index, intact, complete, *key))
+
+    async def _refuse(self, sequence: SequenceId, reason: str) -> None:
+        """Ends the hand-over at the peer, with the first reason; where receives are open for it on other edges, when
+        these have ended: what was posted is still sent."""
+        reason = self._refusals.setdefault(sequence, reason)
+        if sequence not in self._incoming.writing:
+            del self._refusals[sequence]
+            await self._send(AbortTransfer(sequence, reason, 0.0))
 
     def _check(self, chunk: Chunk, transfer: _Transfer) -> None:
         """Raises HandoffError unless this is the next part of the sequence, whole and of the right size."""
-        layout = self._sink.layout
-        if chunk.start_token != transfer.arrived or not chunk.start_token < chunk.end_token <= transfer.num_tokens:
+        layout, key = self._incoming.layout, (chunk.prefill_rank, chunk.decode_rank)
+        arrived, tokens = transfer.arrived[key], chunk.end_token - chunk.start_token
+        if chunk.start_token != arrived or tokens < 1 or chunk.end_token > transfer.num_tokens:
             raise HandoffError(
-                f"tokens [{chunk.start_token}, {chunk.end_token}) cannot follow {transfer.arrived} of"
-                f" {transfer.num_tokens}"
+                f"tokens [{chunk.start_token}, {chunk.end_token}) cannot follow {arrived} of {transfer.num_tokens}"
             )
         if (chunk.start_layer, chunk.end_layer) != (0, len(layout.layers)):
             raise HandoffError(f"layers [{chunk.start_layer}, {chunk.end_layer}) are not all {len(layout.layers)}")
-        if chunk.num_bytes != chunk_bytes(layout, chunk.end_token - chunk.start_token):
-            raise HandoffError(f"{chunk.num_bytes} bytes cannot be KV of {chunk.end_token - chunk.start_token} tokens")
+        if chunk.num_bytes != self._plans[key].bytes_per_token(layout) * tokens:
+            raise HandoffError(f"{chunk.num_bytes} bytes cannot be KV of {tokens} tokens")
         ends = chunk.end_token == transfer.num_tokens
         if chunk.last != ends or (ends and chunk.first_token is None):
             raise HandoffError("the last chunk, and only it, carries the end and the first token")
-
-    def _store(self, chunk: Chunk, buffer: torch.Tensor, transfer: _Transfer) -> bool:
-        """On the edge's thread: verifies, and scatters what is intact and still wanted."""
-        if checksum(chunk_identity(chunk), buffer) != chunk.checksum:
-            return False
-        with transfer.lock:
-            if not transfer.closed and self._owner.receiving(chunk.sequence):
-                layers, block_size = self._sink.layers, self._sink.layout.block_size
-                arrived = buffer.to(layers[0][0].device)
-                unpack(arrived, layers, transfer.blocks, block_size, chunk.start_token, chunk.end_token)
-        return True
+        if transfer.first_token not in (None, chunk.first_token):
+            raise HandoffError(f"first token {chunk.first_token} here, {transfer.first_token} on another edge")
 
     async def _edge_ended(self, chunk: Chunk) -> None:
         """An edge ends at one end only now and then: the other must hear of it, or it would go on announcing."""
@@ -273,25 +275,37 @@ class IncomingLink:
 
 
 class Incoming:
-    """All links into a decode worker, and what they count."""
+    """All links into a decode worker, and what they count. `layout` is the whole model's; `writing` has the number of
+    chunks under way into the blocks of each sequence."""
 
     def __init__(
-        self, owner: IncomingOwner, sink: KVSink, events: EventLog, *, host: str, store_port: int, edge_timeout_s: float
+        self,
+        owner: IncomingOwner,
+        layout: KVLayout,
+        make_end: MakeEnd,
+        events: EventLog,
+        *,
+        host: str,
+        store_port: int,
+        tensor_parallel: int,
+        edge_timeout_s: float,
     ) -> None:
         self._owner = owner
-        self._sink = sink
+        self._make_end = make_end
         self._host = host
         self._store_port = store_port
+        self._tensor_parallel = tensor_parallel
         self._edge_timeout_s = edge_timeout_s
+        self.layout = layout
         self._links: set[IncomingLink] = set()
         self.events = events
-        self.writing: set[SequenceId] = set()
+        self.writing: Counter[SequenceId] = Counter()
         self.bytes_received = 0
         self.chunks_damaged = 0
         self.stale_messages = 0
 
     async def handle(self, stream: MessageStream, hello: LinkHello) -> None:
-        link = IncomingLink(stream, hello, self._owner, self, self._sink)
+        link = IncomingLink(stream, hello, self._owner, self)
         self._links.add(link)
         try:
             await link.run()
@@ -304,18 +318,23 @@ class Incoming:
 
     async def close(self) -> None:
         """Ends every edge; the streams end with the server that carries them."""
-        await asyncio.gather(*(link.close_edge() for link in self._links))
+        await asyncio.gather(*(link.close_edges() for link in self._links))
 
-    def make_edge(self, message: EdgeOpen) -> EdgeWorker:
-        return EdgeWorker(
+    def plans(self, hello: LinkHello) -> dict[EdgeKey, EdgePlan]:
+        """The edges from a prefill worker. Raises StartupError when its ranks and ours cannot share the heads."""
+        plans = reshard_layout(self.layout, hello.tensor_parallel, self._tensor_parallel)
+        return {plan.key: plan for plan in plans}
+
+    def make_end(self, plan: EdgePlan, message: EdgeOpen) -> EdgeEnd:
+        return self._make_end(
+            plan,
             EdgeSpec(
                 host=self._host,
                 port=self._store_port,
                 prefix=message.prefix,
                 generation=message.generation,
                 side="decode",
-                bind_host=self._host,
                 connect_timeout_s=self._edge_timeout_s,
                 operation_timeout_s=self._edge_timeout_s,
-            )
+            ),
         )

@@ -7,19 +7,21 @@ from typing import TYPE_CHECKING
 
 from baton.core.commands import Command, Join, WorkerFacts
 from baton.core.config import WorkerConfig
-from baton.core.errors import JoinRefused, StaleHandle, Unavailable
+from baton.core.errors import JoinRefused, StaleHandle, StartupError, Unavailable
 from baton.core.events import Load, StepEvents
 from baton.core.handles import SpentHandles, verify
 from baton.core.handover import LinkHello, LinkWelcome, Offer
 from baton.core.request import SequenceId
+from baton.core.reshard import reshard_layout
 from baton.core.sampling_limits import check_sampling
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.runner import Runner
 from baton.event_log import EventLog
 from baton.rpc.link import serve_links
 from baton.rpc.shell import WorkerShell
+from baton.transfer.edge_end import MakeEnd
 from baton.transfer.store import EdgeStore
-from decode.incoming import Incoming, KVSink
+from decode.incoming import Incoming
 from decode.scheduler import DecodeScheduler
 
 if TYPE_CHECKING:
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
 class DecodeWorker:
     """Complete state: the scheduler, the links into it, and the store where edges meet; the rest is the shell's."""
 
-    def __init__(self, config: WorkerConfig, runner: Runner, facts: WorkerFacts, pids: tuple[int, ...]) -> None:
+    def __init__(
+        self, config: WorkerConfig, runner: Runner, facts: WorkerFacts, pids: tuple[int, ...], make_end: MakeEnd
+    ) -> None:
         self.config = config
         self.facts = facts
         self.pids = pids
@@ -38,10 +42,12 @@ class DecodeWorker:
         self.store = EdgeStore(config.host, config.store_port)
         self.incoming = Incoming(
             self,
-            KVSink(runner.layout, runner.kv.layers),
+            runner.layout,
+            make_end,
             EventLog(config.worker_id),
             host=config.host,
             store_port=self.store.port,
+            tensor_parallel=facts.tensor_parallel,
             edge_timeout_s=config.edge_timeout_s,
         )
         self.shell = WorkerShell(config, self, runner.step)
@@ -126,13 +132,13 @@ class DecodeWorker:
         ):
             if theirs != mine:
                 raise JoinRefused(f"link refused: {name} {theirs} is not {mine}", param=name)
-        for side, size in (("prefill", hello.tensor_parallel), ("decode", self.facts.tensor_parallel)):
-            if size != 1:  # the edges of other ranks are not there yet: nothing must pass for the whole KV
-                what = f"link refused: tensor_parallel {size} on the {side} side has no KV hand-over yet"
-                raise JoinRefused(what, param="tensor_parallel")
         difference = self.facts.layout.first_difference(hello.layout)
         if difference is not None:
             raise JoinRefused(f"link refused: {difference}", param=difference.split(":")[0])
+        try:
+            reshard_layout(self.facts.layout, hello.tensor_parallel, self.facts.tensor_parallel)
+        except StartupError as e:
+            raise JoinRefused(f"link refused: tensor_parallel: {e.message}", param="tensor_parallel") from None
         return LinkWelcome(
             self.config.worker_id,
             self.incarnation,

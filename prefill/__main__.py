@@ -12,8 +12,8 @@ from baton.worker_main import MakeWorker, Worker, worker_main
 def _load() -> MakeWorker:
     from prefill.worker import PrefillWorker
 
-    def make(config: WorkerConfig, runner: Any, facts: WorkerFacts, pids: tuple[int, ...]) -> Worker:
-        return PrefillWorker(config, runner, facts, pids)
+    def make(config: WorkerConfig, crew: Any, facts: WorkerFacts) -> Worker:
+        return PrefillWorker(config, crew.runner, facts, crew.pids, crew.ends)
 
     return make
 

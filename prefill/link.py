@@ -1,8 +1,9 @@
-"""One prefill worker's link to one decode worker: a stream that orders hand-overs, and the edge that moves the bytes.
+"""One prefill worker's link to one decode worker: a stream that orders hand-overs, and the edges that move the bytes.
 
-The link is dialled lazily and kept. Its reader resolves what others wait for; every wait has a limit. The edge has a
-lock: from announcing a chunk to the end of its send at most one operation is in flight. Once the peer has said
-`posted` it waits for our bytes, so that stretch is never interrupted: either the bytes go, or the edge is torn down.
+The link is dialled lazily and kept. Its reader resolves what others wait for; every wait has a limit. The edges have
+one lock: from announcing a piece to the end of its sends at most one operation is in flight on each. Once the peer has
+said `posted` it waits for our bytes, so that stretch is never interrupted: either the bytes go, or the edge is torn
+down.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import torch
-
-from baton.core.errors import BatonError, HandoffError, InvalidRequest, LayoutMismatch
+from baton.core.errors import BatonError, HandoffError, InvalidRequest, LayoutMismatch, StartupError
 from baton.core.handover import (
     AbortTransfer,
     Accept,
@@ -29,31 +29,34 @@ from baton.core.handover import (
     Refuse,
 )
 from baton.core.request import SequenceId
+from baton.core.reshard import EdgeKey, EdgePlan, reshard_layout
 from baton.rpc.link import DialledLink, dial_link
 from baton.rpc.streams import LinkLost
-from baton.transfer.edge import EdgeSpec, edge_prefix
-from baton.transfer.edge_thread import EdgeWorker
+from baton.transfer.edge_end import MakeEnd
+from prefill.edges import LinkEdges
 
 log = logging.getLogger("baton.link")
 T = TypeVar("T")
-# Counted per process: a redialled link must not meet what an earlier one left in the decode worker's store.
-_generations = itertools.count(1)
 PING_EVERY_S = 1.0
 PING_LIMIT_S = 3.0
 
 
 class Link:
-    """Complete state: the dialled stream, the waiting futures by what they wait for, and the edge of the current
-    generation."""
+    """Complete state: the dialled stream, the waiting futures by what they wait for, and the edges."""
 
-    def __init__(self, dialled: DialledLink, hello: LinkHello, bind_host: str, edge_timeout_s: float) -> None:
+    def __init__(
+        self,
+        dialled: DialledLink,
+        hello: LinkHello,
+        plans: Sequence[EdgePlan],
+        make_end: MakeEnd,
+        edge_timeout_s: float,
+    ) -> None:
         self._dialled = dialled
         self._stream = dialled.stream
-        self._hello = hello
-        self._bind_host = bind_host
         self._edge_timeout_s = edge_timeout_s
         self._waiting: dict[tuple[object, ...], asyncio.Future[Any]] = {}
-        self._edge: EdgeWorker | None = None
+        self.edges = LinkEdges(plans, hello, dialled.welcome, make_end, self._open_edge, edge_timeout_s)
         self.edge_lock = asyncio.Lock()
         self.decode_worker = dialled.welcome.decode_worker
         self._tasks = [
@@ -63,7 +66,7 @@ class Link:
 
     @classmethod
     async def dial(
-        cls, address: str, hello: LinkHello, bind_host: str, edge_timeout_s: float, connect_timeout_s: float
+        cls, address: str, hello: LinkHello, make_end: MakeEnd, edge_timeout_s: float, connect_timeout_s: float
     ) -> Link:
         """Dials and compares layouts.
 
@@ -72,11 +75,16 @@ class Link:
             LayoutMismatch: the two pools keep KV in different shapes; the message names the field.
         """
         dialled = await dial_link(address, hello, connect_timeout_s)
-        difference = hello.layout.first_difference(dialled.welcome.layout)
-        if difference is not None:
-            await dialled.close()
-            raise LayoutMismatch(f"{address} keeps KV in another shape: {difference}", param=difference.split(":")[0])
-        return cls(dialled, hello, bind_host, edge_timeout_s)
+        welcome = dialled.welcome
+        difference = hello.layout.first_difference(welcome.layout)
+        if difference is None:
+            try:
+                plans = reshard_layout(hello.layout, hello.tensor_parallel, welcome.tensor_parallel)
+                return cls(dialled, hello, plans, make_end, edge_timeout_s)
+            except StartupError as e:
+                difference = f"tensor_parallel: {e.message}"
+        await dialled.close()
+        raise LayoutMismatch(f"{address} keeps KV in another shape: {difference}", param=difference.split(":")[0])
 
     @property
     def lost(self) -> str | None:
@@ -90,13 +98,13 @@ class Link:
         return answer
 
     async def announce(self, chunk: Chunk, timeout_s: float) -> Posted:
-        key = ("posted", chunk.sequence, chunk.index)
+        key = ("posted", chunk.sequence, chunk.index, (chunk.prefill_rank, chunk.decode_rank))
         posted: Posted = await self._ask(chunk, key, timeout_s, f"chunk {chunk.index} to be posted")
         return posted
 
-    def expect_ack(self, sequence: SequenceId, index: int) -> asyncio.Future[Ack]:
+    def expect_ack(self, sequence: SequenceId, index: int, edge: EdgeKey) -> asyncio.Future[Ack]:
         """To be called before the chunk is announced, so that no answer can be missed."""
-        return self._expect(("ack", sequence, index))
+        return self._expect(("ack", sequence, index, edge))
 
     async def abort(self, sequence: SequenceId, reason: str, tombstone_s: float) -> None:
         """Tells the peer, as far as it still listens."""
@@ -105,65 +113,18 @@ class Link:
         except LinkLost:
             log.info("abort of %s not sent: the link to %s is gone", sequence, self.decode_worker)
 
-    async def edge(self) -> EdgeWorker:
-        """The living edge, built or rebuilt under a new generation when there is none. Hold `edge_lock`.
-
-        Raises:
-            HandoffError: one of the ends could not build it in time.
-        """
-        if self._edge is not None and self._edge.dead is None:
-            return self._edge
-        generation = next(_generations)
-        welcome = self._dialled.welcome
-        name = f"{self._hello.prefill_worker}@{self._hello.prefill_incarnation}"
-        prefix = edge_prefix(welcome.store_nonce, name, 0, welcome.decode_worker, 0, generation)
-        spec = EdgeSpec(
-            host=welcome.store_host,
-            port=welcome.store_port,
-            prefix=prefix,
-            generation=generation,
-            side="prefill",
-            bind_host=self._bind_host,
-            connect_timeout_s=self._edge_timeout_s,
-            operation_timeout_s=self._edge_timeout_s,
+    async def _open_edge(self, message: EdgeOpen) -> EdgeReady:
+        answer: EdgeReady = await self._ask(
+            message, ("edge", message.generation), self._edge_timeout_s, "the peer's end of an edge"
         )
-        edge = EdgeWorker(spec)
-        ready = self._expect(("edge", generation))
-        try:
-            await self._stream.send(EdgeOpen(0, 0, generation, prefix))
-            await edge.connect()
-            answer: EdgeReady = await self._within(ready, self._edge_timeout_s, "the peer's end of an edge")
-        except BaseException:
-            ready.cancel()
-            edge.abort("the other end was not built")
-            raise
-        if answer.error:
-            edge.abort(answer.error)
-            raise HandoffError(f"{self.decode_worker} could not build its end of an edge: {answer.error}")
-        self._edge = edge
-        return edge
-
-    async def send_bytes(self, buffer: torch.Tensor) -> None:
-        """Sends on the living edge; when that fails the edge is dead and the next use builds another."""
-        if self._edge is None:
-            raise HandoffError(f"no edge to {self.decode_worker} stands")
-        await self._edge.send(buffer, self._edge_timeout_s)
-
-    @property
-    def generation(self) -> int:
-        return self._edge.generation if self._edge is not None else 0
-
-    def tear_edge(self, reason: str) -> None:
-        if self._edge is not None:
-            self._edge.abort(reason)
+        return answer
 
     async def close(self, reason: str = "closed here") -> None:
         self._end(reason)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._edge is not None:
-            await self._edge.close(timeout_s=2.0)
+        await self.edges.close(timeout_s=2.0)
         await self._dialled.close()
 
     def _expect(self, key: tuple[object, ...]) -> asyncio.Future[Any]:
@@ -184,7 +145,7 @@ class Link:
         future = self._expect(key)
         try:
             await self._stream.send(message)
-        except LinkLost:
+        except BaseException:
             future.cancel()
             raise
         return await self._within(future, timeout_s, what)
@@ -211,14 +172,14 @@ class Link:
         match message:
             case Accept(sequence=s) | Refuse(sequence=s):
                 self._answer(("offer", s), message)
-            case Posted(sequence=s, index=i):
-                self._answer(("posted", s, i), message)
-            case Ack(sequence=s, index=i):
-                self._answer(("ack", s, i), message)
+            case Posted(sequence=s, index=i, prefill_rank=p, decode_rank=d):
+                self._answer(("posted", s, i, (p, d)), message)
+            case Ack(sequence=s, index=i, prefill_rank=p, decode_rank=d):
+                self._answer(("ack", s, i, (p, d)), message)
             case EdgeReady(generation=g, error=e):
                 self._answer(("edge", g), message)
-                if e and g == self.generation:
-                    self.tear_edge(e)  # it ended over there: announcing on it again would be refused for ever
+                if e:
+                    self.edges.tear(g, e)  # it ended over there: announcing on it again would be refused for ever
             case Ping(nonce=n):
                 self._answer(("ping", n), message)
             case AbortTransfer(sequence=s, reason=r):
@@ -241,7 +202,7 @@ class Link:
         self._stream.end(reason)
         for key in list(self._waiting):
             self._fail(key, LinkLost(f"the link to {self.decode_worker} has ended: {self.lost}"))
-        self.tear_edge(f"the link has ended: {self.lost}")
+        self.edges.tear_all(f"the link has ended: {self.lost}")
 
     async def _ping(self) -> None:
         for nonce in itertools.count(1):

@@ -1,8 +1,9 @@
 """Handing KV over: one coroutine per sequence, from its first computed chunk to the last acknowledgement.
 
 1. Offer the request to the first target while the first chunk computes; a refusal goes to the next one.
-2. As KV becomes complete, pack the new part and send it: chunk, posted, bytes, ack; the next part computes meanwhile.
-3. The last part carries the first token. When decode has acknowledged all of it, the pin on the blocks is dropped.
+2. As KV becomes complete, send the new piece over all edges of the link (`prefill.pieces`); the next one computes
+   meanwhile.
+3. The last piece carries the first token. When decode has acknowledged all of it, the pin on the blocks is dropped.
 4. When all targets refused, or the one that had accepted is lost, the KV stays parked until the coordinator names
    others (`assign`, under the next attempt), or the sequence is aborted.
 """
@@ -13,20 +14,19 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
-import torch
-
 from baton.core.commands import Target
-from baton.core.errors import BatonError, HandoffError, KVCorrupt
+from baton.core.errors import BatonError, KVCorrupt
 from baton.core.events import HandedOver, Parked, StageStamps
-from baton.core.handover import Chunk, LinkHello, Offer, Refuse, chunk_identity
+from baton.core.handover import LinkHello, Offer, Refuse
 from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, SequenceId
 from baton.event_log import EventLog
-from baton.transfer.staging import checksum, chunk_bytes, pack
+from baton.transfer.edge_end import MakeEnd
 from prefill.link import Link
+from prefill.pieces import HandOver, PieceSender
 
 log = logging.getLogger("baton.handover")
 
@@ -47,67 +47,39 @@ class OutgoingOwner(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class HandOver:
-    """One sequence on its way. `computed` and `first_token` are set by the step loop, the rest by the coroutine.
-    `on_edge` is its transfer under way, `holds_edge` whether that has had its turn."""
-
-    request: GenerateRequest
-    deadline_at: float
-    block_ids: tuple[int, ...]
-    targets: list[Target]
-    computed: int = 0
-    first_token: int | None = None
-    progress: asyncio.Event = field(default_factory=asyncio.Event)
-    assigned: asyncio.Event = field(default_factory=asyncio.Event)
-    abort_reason: str | None = None
-    bytes_sent: int = 0
-    task: asyncio.Task[None] | None = None
-    begun: bool = False
-    on_edge: asyncio.Task[int] | None = None
-    holds_edge: bool = False
-
-    @property
-    def left_s(self) -> float:
-        return max(self.deadline_at - time.monotonic(), 0.001)
-
-
-@dataclass(frozen=True, slots=True)
-class KVSource:
-    """The pool that KV is read from: `layers` are (K, V) pairs as `baton.transfer.staging` describes them."""
-
-    layout: KVLayout
-    layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
-
-
 class Outgoing:
     """Complete state: the links by decode worker and incarnation, and the hand-overs by the sequence they began as."""
 
     def __init__(
         self,
         owner: OutgoingOwner,
-        source: KVSource,
+        layout: KVLayout,
+        make_end: MakeEnd,
         make_hello: Callable[[], LinkHello],
         event_log: EventLog,
         *,
-        bind_host: str,
         piece_tokens: int,
         edge_timeout_s: float,
         connect_timeout_s: float,
     ) -> None:
         self._owner = owner
-        self._source = source
+        self._make_end = make_end
         self._make_hello = make_hello
         self._events = event_log
-        self._bind_host = bind_host
-        self._piece_tokens = piece_tokens
+        self._pieces = PieceSender(layout, event_log, piece_tokens, edge_timeout_s)
         self._edge_timeout_s = edge_timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._links: dict[tuple[str, int], asyncio.Task[Link]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._hand_overs: dict[SequenceId, HandOver] = {}
-        self.bytes_sent = 0
-        self.chunks_resent = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._pieces.bytes_sent
+
+    @property
+    def chunks_resent(self) -> int:
+        return self._pieces.chunks_resent
 
     def __len__(self) -> int:
         return len(self._hand_overs)
@@ -129,11 +101,11 @@ class Outgoing:
         over = self._hand_overs.get(sequence)
         return sequence if over is None else over.request.sequence_id
 
-    def advance(self, sequence: SequenceId, computed: int, first_token: int | None) -> None:
-        """KV of the first `computed` positions is complete."""
+    def advance(self, sequence: SequenceId, computed: int, first_token: int | None, step: int) -> None:
+        """KV of the first `computed` positions is complete at every rank that has computed `step`."""
         over = self._hand_overs.get(sequence)
         if over is not None:
-            over.computed, over.first_token = computed, first_token
+            over.computed, over.first_token, over.step = computed, first_token, step
             over.progress.set()
 
     def assign(self, sequence: SequenceId, targets: Sequence[Target], attempt: int) -> bool:
@@ -220,7 +192,7 @@ class Outgoing:
                     continue
                 accepted, over.bytes_sent = True, 0
                 started = time.monotonic()
-                await self._send_all(over, link, answer.prefix_tokens, num_tokens)
+                await self._pieces.send_all(over, link, answer.prefix_tokens, num_tokens)
                 stamps = StageStamps(reserve_s=started - offered, transfer_s=time.monotonic() - started)
                 event = HandedOver(over.request.sequence_id, target.worker_id, over.bytes_sent, stamps)
                 self._owner.handed_over(event, source=origin)
@@ -242,87 +214,6 @@ class Outgoing:
         self._owner.parked(Parked(over.request.sequence_id, reason))
         return False
 
-    async def _send_all(self, over: HandOver, link: Link, sent: int, total: int) -> None:
-        index = 0
-        while sent < total:
-            while over.computed <= sent:
-                over.progress.clear()
-                await over.progress.wait()  # ended by the step loop, abort, or the request's deadline
-            sent = await self._send_piece(over, link, index, sent, total)
-            index += 1
-
-    async def _send_piece(self, over: HandOver, link: Link, index: int, start: int, total: int) -> int:
-        """Sends one piece, and once more when its checksum did not match at the other end; returns its end."""
-        end = 0
-        for resend in range(2):
-            acknowledged = link.expect_ack(over.request.sequence_id, index)
-            try:
-                # Shielded: once posted, the peer waits for these bytes whatever becomes of the sequence.
-                over.holds_edge = False
-                over.on_edge = asyncio.create_task(
-                    self._put_on_edge(over, link, index, start, end, total, resend), name=f"chunk {index}"
-                )
-                over.on_edge.add_done_callback(_failed)  # seen: after an abort nobody may come to wait for it
-                end = await asyncio.shield(over.on_edge)
-                async with asyncio.timeout(self._edge_timeout_s):  # wait_for would lose an abort that comes with it
-                    ack = await acknowledged
-            except TimeoutError:
-                raise HandoffError(
-                    f"{link.decode_worker} did not acknowledge chunk {index} within {self._edge_timeout_s:g} s"
-                ) from None
-            finally:
-                acknowledged.cancel()
-            if ack.ok:
-                return end
-            self.chunks_resent += 1
-            log.warning("chunk %d of %s arrived damaged at %s", index, over.request.sequence_id, link.decode_worker)
-        raise KVCorrupt(f"chunk {index} of {over.request.sequence_id} arrived damaged twice at {link.decode_worker}")
-
-    async def _put_on_edge(
-        self, over: HandOver, link: Link, index: int, start: int, end: int, total: int, resend: int
-    ) -> int:
-        """Sends tokens [start, end) and returns `end`. Where it is 0, all that is computed by the time the edge is
-        ours goes in one piece: behind a queue many small chunks become one."""
-        layout, sequence = self._source.layout, over.request.sequence_id
-        async with link.edge_lock:
-            over.holds_edge = True
-            edge = await link.edge()
-            end = end or min(over.computed, start + self._piece_tokens)
-            last = end == total
-            draft = Chunk(
-                sequence=sequence,
-                index=index,
-                start_token=start,
-                end_token=end,
-                start_layer=0,
-                end_layer=len(layout.layers),
-                num_bytes=chunk_bytes(layout, end - start),
-                checksum=0,
-                edge_generation=edge.generation,
-                first_token=over.first_token if last else None,
-                last=last,
-                resend=resend,
-            )
-
-            def fill() -> tuple[torch.Tensor, int]:
-                # Gloo moves host memory; `cpu` copies nothing that is there already.
-                buffer = pack(self._source.layers, over.block_ids, layout.block_size, start, draft.end_token).cpu()
-                return buffer, checksum(chunk_identity(draft), buffer)
-
-            self._events.write("chunk_send", sequence=sequence, index=index, start=start, end=end, resend=resend)
-            buffer, sum_ = await edge.run(fill)
-            try:
-                await link.announce(replace(draft, checksum=sum_), self._edge_timeout_s)
-                await link.send_bytes(buffer)
-            except HandoffError as e:
-                if e.code != "peer_aborted":  # else it may have posted: its receive must not wait for ever
-                    link.tear_edge(e.message)
-                raise
-        over.bytes_sent += draft.num_bytes
-        self.bytes_sent += draft.num_bytes
-        self._events.write("chunk_sent", sequence=sequence, index=index, start=start, end=end, bytes=draft.num_bytes)
-        return end
-
     async def _link(self, target: Target) -> Link:
         """The link to a target, dialled once however many sequences ask."""
         key = (target.worker_id, target.incarnation)
@@ -337,7 +228,7 @@ class Outgoing:
                 Link.dial(
                     target.link_address,
                     self._make_hello(),
-                    self._bind_host,
+                    self._make_end,
                     self._edge_timeout_s,
                     self._connect_timeout_s,
                 ),

@@ -17,7 +17,8 @@ from baton.core.step import StepOutcome, StepPlan
 from baton.engine.runner import Runner
 from baton.event_log import EventLog
 from baton.rpc.shell import WorkerShell
-from prefill.outgoing import KVSource, Outgoing
+from baton.transfer.edge_end import MakeEnd
+from prefill.outgoing import Outgoing
 from prefill.scheduler import PrefillScheduler
 
 MIN_PIECE_TOKENS = 512  # behind a busy edge, chunks smaller than this are sent together
@@ -26,7 +27,9 @@ MIN_PIECE_TOKENS = 512  # behind a busy edge, chunks smaller than this are sent 
 class PrefillWorker:
     """Complete state: the scheduler and the hand-overs; the rest is the shell's."""
 
-    def __init__(self, config: WorkerConfig, runner: Runner, facts: WorkerFacts, pids: tuple[int, ...]) -> None:
+    def __init__(
+        self, config: WorkerConfig, runner: Runner, facts: WorkerFacts, pids: tuple[int, ...], make_end: MakeEnd
+    ) -> None:
         self.config = config
         self.facts = facts
         self.pids = pids
@@ -36,10 +39,10 @@ class PrefillWorker:
         self.events = EventLog(config.worker_id)
         self.outgoing = Outgoing(
             self,
-            KVSource(runner.layout, runner.kv.layers),
+            runner.layout,
+            make_end,
             self._hello,
             self.events,
-            bind_host=config.host,
             piece_tokens=max(config.step_tokens, MIN_PIECE_TOKENS),
             edge_timeout_s=config.edge_timeout_s,
             connect_timeout_s=config.connect_timeout_s,
@@ -108,7 +111,7 @@ class PrefillWorker:
             if p.sequence_id in ended:
                 self.outgoing.abort(p.sequence_id, "it ended with its first token")
             else:
-                self.outgoing.advance(p.sequence_id, p.computed, p.first_token)
+                self.outgoing.advance(p.sequence_id, p.computed, p.first_token, plan.step_id)
         return StepEvents(plan.step_id, tuple(tokens), told, load=self.load())
 
     def command(self, command: Command) -> None:

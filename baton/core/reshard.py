@@ -16,6 +16,9 @@ from dataclasses import dataclass, replace
 from baton.core.errors import StartupError
 from baton.core.kv_layout import KVLayout
 
+EdgeKey = tuple[int, int]
+"""(prefill rank, decode rank)"""
+
 
 @dataclass(frozen=True, slots=True)
 class HeadSlice:
@@ -35,6 +38,14 @@ class EdgePlan:
     prefill_rank: int
     decode_rank: int
     slices: tuple[HeadSlice, ...]
+
+    @property
+    def key(self) -> EdgeKey:
+        return self.prefill_rank, self.decode_rank
+
+    def bytes_per_token(self, layout: KVLayout) -> int:
+        """What the edge carries of one token of a whole model's `layout`."""
+        return sum(replace(layout.layers[s.layer], num_kv_heads=s.count).bytes_per_token for s in self.slices)
 
 
 def local_heads(num_heads: int, tp: int, rank: int) -> range:
@@ -71,6 +82,14 @@ def reshard(heads_per_layer: Sequence[int], prefill_tp: int, decode_tp: int) -> 
             for piece, prefill_rank in _sources(layer, num_heads, prefill_tp, decode_tp, decode_rank):
                 slices.setdefault((decode_rank, prefill_rank), []).append(piece)
     return tuple(EdgePlan(p, d, tuple(slices[d, p])) for d, p in sorted(slices))
+
+
+def reshard_layout(layout: KVLayout, prefill_tp: int, decode_tp: int) -> tuple[EdgePlan, ...]:
+    """The edges between two workers that keep KV of a whole model's `layout`. Raises StartupError as `reshard` does."""
+    for side, size in (("prefill", prefill_tp), ("decode", decode_tp)):
+        if size < 1:
+            raise StartupError(f"{size} tensor-parallel ranks on the {side} side")
+    return reshard([layer.num_kv_heads for layer in layout.layers], prefill_tp, decode_tp)
 
 
 def _sources(

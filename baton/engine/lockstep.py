@@ -9,7 +9,7 @@ sends `Stop` first: then the ends of connections mean nothing.
 
 A follower's control thread hands plans to the compute thread (`follow`). Any other frame is an order for `on_order`: at
 once on the control thread, or, if it has an attribute `after_step` and that step is not computed yet, on the compute
-thread behind the plans sent before it. Step numbers rise.
+thread right behind that step. Step numbers rise.
 """
 
 from __future__ import annotations
@@ -172,6 +172,20 @@ class LeaderChannel(Channel):
             self._lose(error)
             raise
 
+    def send_to(self, rank: int, frame: object) -> None:
+        """To one follower, behind what was sent to all. Raises RankLost."""
+        peer = next(p for p in self._peers if p.rank == rank)
+        try:
+            with self._order:
+                peer.send(encode(frame))
+        except RankLost as error:
+            self._lose(error)
+            raise
+
+    def lose(self, error: RankLost) -> None:
+        """A follower that lives but does not do what it must is a lost one too."""
+        self._lose(error)
+
     def stop(self, reason: str) -> None:
         """Ends the followers well, and the channel."""
         self._say_last(Stop(reason))
@@ -193,6 +207,8 @@ class FollowerChannel(Channel):
         self._leader = leader
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._computed = _NO_STEP
+        self._later: list[Any] = []
+        self._computing = threading.Lock()  # guards _computed and _later
         self._thread.start()
 
     @classmethod
@@ -216,20 +232,29 @@ class FollowerChannel(Channel):
             match frame:
                 case Stop(reason):
                     return reason
-                case StepPlan():
-                    step(frame)
-                    self._computed = frame.step_id
                 case _:
-                    self._obey(frame)
+                    step(frame)
+                    for order in self._due_after(frame.step_id):
+                        self._obey(order)
 
     def handle(self, peer: Peer, frame: Any) -> None:
         if isinstance(frame, Stop):
             self._ended.set()
-        waits = getattr(frame, "after_step", _NO_STEP) > self._computed
-        if isinstance(frame, Stop | StepPlan) or waits:
+        if isinstance(frame, Stop | StepPlan):
             self._work.put(frame)
-        else:
-            self._obey(frame)
+            return
+        with self._computing:
+            if getattr(frame, "after_step", _NO_STEP) > self._computed:
+                self._later.append(frame)
+                return
+        self._obey(frame)
+
+    def _due_after(self, step_id: int) -> list[Any]:
+        with self._computing:
+            self._computed = step_id
+            due = [order for order in self._later if order.after_step <= step_id]
+            self._later = [order for order in self._later if order.after_step > step_id]
+        return due
 
     def _lose(self, error: RankLost) -> None:
         super()._lose(error)

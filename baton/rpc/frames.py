@@ -18,6 +18,16 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgpack
 
+from baton.core.edge_orders import (
+    AbortEdge,
+    CloseEdge,
+    EdgeDone,
+    EdgePosted,
+    FillEdge,
+    OpenEdge,
+    SendEdge,
+    TakeEdge,
+)
 from baton.core.errors import BatonError
 from baton.core.step import StepPlan
 
@@ -59,7 +69,21 @@ class Failed:
     message: str
 
 
-KINDS: dict[int, type[Any]] = {1: Hello, 2: Heartbeat, 3: Stop, 4: Failed, 5: StepPlan}
+KINDS: dict[int, type[Any]] = {
+    1: Hello,
+    2: Heartbeat,
+    3: Stop,
+    4: Failed,
+    5: StepPlan,
+    6: OpenEdge,
+    7: FillEdge,
+    8: SendEdge,
+    9: TakeEdge,
+    10: AbortEdge,
+    11: CloseEdge,
+    12: EdgePosted,
+    13: EdgeDone,
+}
 
 
 def encode(frame: object) -> bytes:

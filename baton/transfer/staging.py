@@ -4,7 +4,8 @@ A chunk is tokens [start, end) of one sequence for a run of layers: for each lay
 [n, num_kv_heads, head_dim] in the layer's own dtype, as raw bytes without padding. Block size and block ids do not
 appear in it, so the two ends may page as they like.
 
-A layer is a pair (K, V), each [num_blocks, block_size, num_kv_heads, head_dim], contiguous, on one device.
+A layer is a pair (K, V), each [num_blocks, block_size, num_kv_heads, head_dim], on one device: contiguous, or a run of
+the heads of such a cache (`cache[:, :, a:b]`).
 Token position p lives in slot `block_ids[p // block_size] * block_size + p % block_size`.
 """
 
@@ -80,6 +81,13 @@ def _row_bytes(cache: Tensor) -> int:
     return cache.size(2) * cache.size(3) * cache.element_size()
 
 
+def _word_bytes(layers: Layers) -> int:
+    """The widest word that divides every row, and in a run of heads also the distance and the start of its rows."""
+    caches = [cache for layer in layers for cache in layer]
+    places = (n * c.element_size() for c in caches for n in (c.stride(1), c.storage_offset()))
+    return math.gcd(8, *map(_row_bytes, caches), *places)
+
+
 def _total(layers: Layers, n: int) -> int:
     return n * sum(_row_bytes(cache) for layer in layers for cache in layer)
 
@@ -93,7 +101,7 @@ def _parts(layers: Layers, buf: Tensor, n: int) -> Iterator[tuple[Tensor, Tensor
     total = _total(layers, n)
     if buf.numel() != total or buf.dtype != torch.uint8 or not buf.is_contiguous():
         raise HandoffError(f"chunk: a buffer of {buf.numel()} {buf.dtype}, expected {total} contiguous bytes")
-    width = math.gcd(8, *(_row_bytes(cache) for layer in layers for cache in layer))
+    width = _word_bytes(layers)
     words, offset = buf.view(_WORDS[width]), 0
     for cache in (cache for layer in layers for cache in layer):
         per_row = _row_bytes(cache) // width

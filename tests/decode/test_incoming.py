@@ -30,10 +30,10 @@ from baton.core.handover import (
 )
 from baton.core.request import SequenceId
 from baton.rpc.link import DialledLink, dial_link
+from baton.transfer import edge_end
 from baton.transfer.edge import EdgeSpec, edge_prefix
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.staging import checksum, chunk_bytes
-from decode import incoming
 from tests.support.builders import make_layout, make_request
 from tests.support.fake_runner import DecodeNode, PrefillNode, pair, until
 
@@ -285,22 +285,22 @@ async def test_a_link_that_does_not_fit_is_refused_by_name(field: str, value: An
 async def test_nothing_is_written_into_blocks_that_are_free_again(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The edge is torn down while its thread is still at work: the loop hears of it at once, the thread does not."""
     started, wrote_with_free = threading.Event(), []
-    original = getattr(incoming, slow)
+    original = getattr(edge_end, slow)
 
     def slowly(*args: Any) -> Any:
         started.set()
         time.sleep(0.2)
         return original(*args)
 
-    monkeypatch.setattr(incoming, slow, slowly)
+    monkeypatch.setattr(edge_end, slow, slowly)
     async with peer() as p:
-        written = incoming.unpack
+        written = edge_end.unpack
 
         def noted(*args: Any) -> None:
             written(*args)
             wrote_with_free.append(p.decode.worker.scheduler.blocks.num_free)
 
-        monkeypatch.setattr(incoming, "unpack", noted)
+        monkeypatch.setattr(edge_end, "unpack", noted)
         await p.ask(p.offer())
         await p.open_edge(1)
         chunk, buffer = p.chunk()
@@ -314,10 +314,21 @@ async def test_nothing_is_written_into_blocks_that_are_free_again(slow: str, mon
         assert wrote_with_free == ([13] if slow == "unpack" else [])
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_a_tensor_parallel_worker_gets_no_link_while_its_ranks_have_no_edges(side: str) -> None:
+@pytest.mark.parametrize("size", [-1, 0, 3])
+async def test_ranks_that_cannot_share_the_heads_get_no_link(size: int) -> None:
     async with pair() as (source, [decode]):
-        worker = source.worker if side == "prefill" else decode.worker
-        worker.facts = replace(worker.facts, tensor_parallel=2)
-        with pytest.raises(BatonError, match=f"tensor_parallel 2 on the {side} side"):
-            await dial_link(decode.address, source.worker._hello(), 2.0)
+        hello = replace(source.worker._hello(), tensor_parallel=size)
+        with pytest.raises(BatonError, match=f"tensor_parallel: .*{size} tensor-parallel ranks") as caught:
+            await dial_link(decode.address, hello, 2.0)
+        assert caught.value.code == "join_refused"
+
+
+@pytest.mark.parametrize("key", [(0, 1), (1, 0), (-1, 0)])
+async def test_an_edge_between_ranks_that_share_nothing_is_refused(key: tuple[int, int]) -> None:
+    async with peer() as p:
+        answer = await p.ask(EdgeOpen(*key, 1, "x"))
+        assert answer == EdgeReady(*key, 1, f"no KV goes from rank {key[0]} to rank {key[1]}")
+        await p.ask(p.offer())
+        chunk, _ = p.chunk(prefill_rank=key[0], decode_rank=key[1])
+        assert isinstance(await p.ask(chunk), EdgeReady)
+        assert isinstance(await p.hear(), AbortTransfer)

@@ -14,6 +14,8 @@ from baton.core.commands import Abort
 from baton.core.errors import StaleHandle
 from baton.core.handover import AbortTransfer, Accept, Ack, Offer
 from baton.core.request import SequenceId
+from baton.transfer.edge_end import LocalEnd
+from baton.transfer.edge_thread import EdgeWorker
 from prefill.link import Link
 from prefill.outgoing import Outgoing
 from tests.support.builders import make_request
@@ -152,13 +154,15 @@ async def test_nobody_listens_at_the_target() -> None:
 
 
 class Gate:
-    """Holds the first call of a public method of `Link` before or after it has done its work."""
+    """Holds the first call of a public method of `Link`, or of its end of an edge, before or after it has done its
+    work."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, when: str) -> None:
         self.reached, self.opened = asyncio.Event(), asyncio.Event()
-        original = getattr(Link, method)
+        owner = Link if hasattr(Link, method) else LocalEnd
+        original = getattr(owner, method)
 
-        async def held(link: Link, *args: Any, **kwargs: Any) -> Any:
+        async def held(link: Any, *args: Any, **kwargs: Any) -> Any:
             if when == "before":
                 await self._pass()
             result = await original(link, *args, **kwargs)
@@ -166,14 +170,14 @@ class Gate:
                 await self._pass()
             return result
 
-        monkeypatch.setattr(Link, method, held)
+        monkeypatch.setattr(owner, method, held)
 
     async def _pass(self) -> None:
         self.reached.set()
         await self.opened.wait()
 
 
-PHASES = [(m, w) for m in ("offer", "announce", "send_bytes") for w in ("before", "after")]
+PHASES = [(m, w) for m in ("offer", "fill", "announce", "send") for w in ("before", "after")]
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode", "both"])
@@ -198,8 +202,7 @@ async def test_an_abort_in_any_phase_leaves_nothing_and_the_pair_works_on(
             source.abort(R)
         await until(lambda: source.idle and decode.idle, timeout_s=1.5, what="idle pools")
         assert not source.told.handed_over and not decode.told.tokens
-        edge = links(source)[0]._edge if links(source) else None
-        assert edge is None or edge.dead is None  # nobody else's transfer suffers
+        assert all(end.dead is None for link in links(source) for end in link.edges.ends.values())  # others go on
         assert not [k for link in links(source) for k in link._waiting if k[0] != "ping"]
         await asyncio.wait_for(serve(source, decode), 1.5)
 
@@ -304,17 +307,17 @@ async def test_an_abort_that_overtakes_the_offer_leaves_a_tombstone() -> None:
 
 
 def damage(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    original, count = Link.send_bytes, 0
+    original, count = EdgeWorker.send, 0
 
-    async def damaged(link: Link, buffer: torch.Tensor) -> None:
+    async def damaged(worker: EdgeWorker, buffer: torch.Tensor) -> None:
         nonlocal count
         count += 1
         if count <= times:
             buffer = buffer.clone()
             buffer[buffer.numel() // 2] ^= 1
-        await original(link, buffer)
+        await original(worker, buffer)
 
-    monkeypatch.setattr(Link, "send_bytes", damaged)
+    monkeypatch.setattr(EdgeWorker, "send", damaged)
 
 
 async def test_a_flipped_bit_is_sent_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,13 +345,13 @@ async def test_a_bit_flipped_twice_ends_the_request_and_frees_both(monkeypatch: 
 
 async def test_intact_kv_of_another_request_is_found_by_its_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[torch.Tensor] = []
-    original = Link.send_bytes
+    original = EdgeWorker.send
 
-    async def swapped(link: Link, buffer: torch.Tensor) -> None:
+    async def swapped(worker: EdgeWorker, buffer: torch.Tensor) -> None:
         sent.append(buffer)
-        await original(link, sent[0] if len(sent) == 2 else buffer)
+        await original(worker, sent[0] if len(sent) == 2 else buffer)
 
-    monkeypatch.setattr(Link, "send_bytes", swapped)
+    monkeypatch.setattr(EdgeWorker, "send", swapped)
     async with pair() as (source, [decode]):
         for name, first in (("a", 1), ("b", 100)):
             source.submit(make_request(name, range(first, first + 8), max_tokens=4), decode)
@@ -398,7 +401,7 @@ async def test_a_link_that_breaks_cleans_up_both_ends_and_the_next_one_has_a_new
     async with pair() as (source, [decode]):
         await serve(source, decode, "before")
         old = links(source)[0]
-        generation = old.generation
+        generation = old.edges.generation
         gate = Gate(monkeypatch, method, when)
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.step()
@@ -412,7 +415,7 @@ async def test_a_link_that_breaks_cleans_up_both_ends_and_the_next_one_has_a_new
         decode.compute()
         assert decode.told.output("r") == dict(enumerate(oracle(range(1000, 1020), 4)))
         (new,) = links(source)
-        assert new is not old and new.generation > generation
+        assert new is not old and new.edges.generation > generation
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -421,10 +424,9 @@ async def test_an_edge_that_died_at_one_end_is_rebuilt_for_the_next_request(side
         await serve(source, decode, "before")
         (link,) = links(source)
         (incoming,) = decode.worker.incoming._links
-        generation = link.generation
-        edge = link._edge if side == "prefill" else incoming._edge
-        assert edge is not None
-        edge.abort("killed by the test")
+        generation = link.edges.generation
+        (end,) = (link.edges.ends if side == "prefill" else incoming._edges).values()
+        end.abort("killed by the test")
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.compute()
         await until(lambda: source.told.parked or len(source.told.handed_over) == 2)
@@ -433,7 +435,7 @@ async def test_an_edge_that_died_at_one_end_is_rebuilt_for_the_next_request(side
             await until(lambda: len(source.told.handed_over) == 2)
         decode.compute()
         assert decode.told.output("r") == dict(enumerate(oracle(range(1000, 1020), 4)))
-        assert link.generation > generation
+        assert link.edges.generation > generation
         assert links(source) == [link]
 
 

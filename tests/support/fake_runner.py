@@ -26,6 +26,7 @@ from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, SequenceId
 from baton.core.step import StepOutcome, StepPlan
 from baton.rpc.link import serve_links
+from baton.transfer.edge_end import LocalEnds
 from baton.transfer.staging import pack
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
@@ -64,6 +65,7 @@ class FakeRunner:
         first = self.layout.layers[0]
         shape = (num_blocks, self.layout.block_size, first.num_kv_heads, first.head_dim)
         self.kv = SimpleNamespace(layers=[(torch.zeros(shape), torch.zeros(shape)) for _ in self.layout.layers])
+        self.ends = LocalEnds(self.kv.layers, self.layout.block_size, "127.0.0.1")
         self._pattern = torch.arange(first.num_kv_heads * first.head_dim).view(shape[2:]).float()
 
     def step(self, plan: StepPlan) -> StepOutcome:
@@ -119,7 +121,9 @@ def _config(name: str, timeout_s: float, step_tokens: int) -> WorkerConfig:
 class PrefillNode:
     def __init__(self, name: str = "p0", num_blocks: int = 16, step_tokens: int = 8, timeout_s: float = 2.0) -> None:
         self.runner, self.told = FakeRunner(num_blocks), Told()
-        self.worker = PrefillWorker(_config(name, timeout_s, step_tokens), self.runner, make_facts(), (1,))  # type: ignore[arg-type]
+        self.worker = PrefillWorker(
+            _config(name, timeout_s, step_tokens), self.runner, make_facts(), (1,), self.runner.ends
+        )  # type: ignore[arg-type]
         _join(self.worker, self.told)
 
     def step(self) -> bool:
@@ -154,7 +158,7 @@ class PrefillNode:
 class DecodeNode:
     def __init__(self, name: str = "d0", num_blocks: int = 16, timeout_s: float = 2.0) -> None:
         self.runner, self.told = FakeRunner(num_blocks), Told()
-        self.worker = DecodeWorker(_config(name, timeout_s, 8), self.runner, make_facts(), (1,))  # type: ignore[arg-type]
+        self.worker = DecodeWorker(_config(name, timeout_s, 8), self.runner, make_facts(), (1,), self.runner.ends)  # type: ignore[arg-type]
         _join(self.worker, self.told)
         self.server: Any = None
         self.address = ""

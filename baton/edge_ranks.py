@@ -1,0 +1,284 @@
+"""Ends of edges at every rank of a worker, worked by its leader.
+
+The leader alone talks to other workers and decides. An end at its own rank is a `LocalEnd`; for one at a follower it
+holds a `RemoteEnd`, which sends orders (baton.core.edge_orders) over the lockstep channel and waits for reports. The
+follower carries them out on `LocalEnd`s of its own, in an event loop on a thread of its own, so that its steps go on.
+
+An edge that fails at a follower costs that edge. Every answer is waited for with a limit. A follower that does not say
+that it has stopped writing into blocks is a lost rank: nobody could ever use these blocks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from baton.core.edge_orders import (
+    AbortEdge,
+    CloseEdge,
+    EdgeDone,
+    EdgePosted,
+    FillEdge,
+    OpenEdge,
+    Part,
+    SendEdge,
+    TakeEdge,
+)
+from baton.core.errors import BatonError, HandoffError, RankLost
+from baton.core.reshard import EdgePlan
+from baton.engine.lockstep import LeaderChannel
+from baton.transfer.edge import EdgeSpec
+from baton.transfer.edge_end import EdgeEnd, LocalEnd, LocalEnds
+
+log = logging.getLogger("baton.edges")
+
+ANSWER_LIMIT_S = 10.0
+"""How long a follower may take for an order beyond what the edge itself may take."""
+
+
+@dataclass(slots=True)
+class _Order:
+    answer: asyncio.Future[EdgeDone]
+    on_posted: Callable[[], None] | None
+
+
+class WorkerEnds:
+    """Makes ends at all ranks, from the leader. Complete state: the orders that are not answered yet."""
+
+    def __init__(self, local: LocalEnds, channel: LeaderChannel) -> None:
+        self._local = local
+        self._channel = channel
+        self._orders: dict[int, _Order] = {}
+        self._numbers = itertools.count(1)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        channel.on_report = self._hear
+
+    def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> EdgeEnd:
+        rank = plan.prefill_rank if spec.side == "prefill" else plan.decode_rank
+        if rank == 0:
+            return self._local(plan, spec)
+        self._loop = asyncio.get_running_loop()
+        return RemoteEnd(self, rank, next(self._numbers), plan, spec)
+
+    def __len__(self) -> int:
+        return len(self._orders)
+
+    def tell(self, rank: int, frame: object) -> None:
+        """Raises RankLost."""
+        self._channel.send_to(rank, frame)
+
+    async def ask(
+        self,
+        rank: int,
+        make: Callable[[int], object],
+        limit_s: float,
+        on_posted: Callable[[], None] | None = None,
+    ) -> EdgeDone | None:
+        """Gives the order that `make` builds from its number; the answer, or None after `limit_s`. Raises RankLost."""
+        number = next(self._numbers)
+        order = self._orders[number] = _Order(asyncio.get_running_loop().create_future(), on_posted)
+        try:
+            self.tell(rank, make(number))
+            await asyncio.wait({order.answer}, timeout=limit_s)
+            return order.answer.result() if order.answer.done() else None
+        finally:
+            del self._orders[number]
+
+    def lose(self, rank: int, what: str) -> None:
+        self._channel.lose(RankLost(f"rank {rank} did not answer {what}"))
+
+    def _hear(self, rank: int, report: object) -> None:
+        """On the channel's thread."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                self._loop.call_soon_threadsafe(self._take, report)
+
+    def _take(self, report: object) -> None:
+        if not isinstance(report, EdgeDone | EdgePosted):
+            log.error("a follower reported a %s", type(report).__name__)
+            return
+        order = self._orders.get(report.order)
+        if order is None or order.answer.done():
+            return  # its waiter has given up
+        if isinstance(report, EdgeDone):
+            order.answer.set_result(report)
+        elif order.on_posted is not None:
+            order.on_posted()
+
+
+class RemoteEnd:
+    """The end of an edge at a follower, as its leader sees it; see `EdgeEnd`."""
+
+    def __init__(self, ranks: WorkerEnds, rank: int, edge: int, plan: EdgePlan, spec: EdgeSpec) -> None:
+        self.dead: HandoffError | None = None
+        self._ranks, self._rank, self._edge, self._plan, self._spec = ranks, rank, edge, plan, spec
+        self._opened = False
+
+    @property
+    def generation(self) -> int:
+        return self._spec.generation
+
+    async def connect(self) -> None:
+        s, self._opened = self._spec, True
+        limits = (s.connect_timeout_s, s.operation_timeout_s)
+        await self._ask(
+            "to build an edge",
+            lambda n: OpenEdge(n, self._edge, self._plan, s.side, s.host, s.port, s.prefix, s.generation, *limits),
+            s.connect_timeout_s,
+        )
+
+    async def fill(self, part: Part, after_step: int) -> int:
+        return await self._ask("to pack KV", lambda n: FillEdge(n, self._edge, part, after_step), 0.0)
+
+    async def send(self) -> None:
+        await self._ask("to send KV", lambda n: SendEdge(n, self._edge), self._spec.operation_timeout_s)
+
+    async def take(self, part: Part, expected: int, on_posted: Callable[[], None]) -> bool:
+        limit_s = self._spec.operation_timeout_s
+        make = lambda n: TakeEdge(n, self._edge, part, expected)  # noqa: E731
+        return bool(await self._ask("to store KV", make, limit_s, on_posted, vital=True))
+
+    def abort(self, reason: str) -> None:
+        if self.dead is None:
+            self.dead = self._error(f"aborted: {reason}")
+            if self._opened:
+                with contextlib.suppress(RankLost):  # the channel has told
+                    self._ranks.tell(self._rank, AbortEdge(self._edge, reason[:200]))
+
+    async def close(self, timeout_s: float) -> bool:
+        if self.dead is not None or not self._opened:
+            return True
+        answer = await self._ranks.ask(
+            self._rank, lambda n: CloseEdge(n, self._edge, timeout_s), timeout_s + ANSWER_LIMIT_S
+        )
+        self.dead = self._error("closed")
+        return answer is not None and answer.value == 1
+
+    async def _ask(
+        self,
+        what: str,
+        make: Callable[[int], object],
+        limit_s: float,
+        on_posted: Callable[[], None] | None = None,
+        *,
+        vital: bool = False,
+    ) -> int:
+        if self.dead is not None:
+            raise HandoffError(self.dead.message)
+        limit_s += ANSWER_LIMIT_S
+        answer = await self._ranks.ask(self._rank, make, limit_s, on_posted)
+        if answer is None:
+            if vital:
+                self._ranks.lose(self._rank, f"an order {what} within {limit_s:g} s")
+            self.abort(f"rank {self._rank} did not answer an order {what} within {limit_s:g} s")
+            raise HandoffError(self.dead.message if self.dead else what)
+        if answer.error:
+            error = HandoffError(f"rank {self._rank}: {answer.error}")
+            if answer.dead and self.dead is None:
+                self.dead = error
+            raise error
+        return answer.value
+
+    def _error(self, what: str) -> HandoffError:
+        return self._spec.error(f"rank {self._rank}: {what}")
+
+    def __repr__(self) -> str:
+        return f"<RemoteEnd {self._spec.prefix} {self._spec.side} rank {self._rank}{' dead' if self.dead else ''}>"
+
+
+class FollowerEnds:
+    """A follower's ends. Complete state: the living ones by number, and the orders under way. All of it belongs to the
+    thread of its event loop."""
+
+    def __init__(self, local: LocalEnds, report: Callable[[object], None]) -> None:
+        self._local = local
+        self._report = report
+        self._ends: dict[int, LocalEnd] = {}
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="follower edges", daemon=True)
+        self._thread.start()
+
+    def obey(self, order: object) -> None:
+        """From any thread; orders are begun in the order of calls."""
+        self._loop.call_soon_threadsafe(self._begin, order)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Ends all of them, and the thread."""
+
+        async def close_all() -> None:
+            await asyncio.gather(*(end.close(timeout_s) for end in self._ends.values()))
+
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(close_all(), self._loop).result(2 * timeout_s)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_s)
+
+    # On the thread.
+
+    def _begin(self, order: Any) -> None:
+        match order:
+            case AbortEdge(edge, reason):
+                end = self._ends.pop(edge, None)
+                if end is not None:
+                    end.abort(reason)
+                return
+            case OpenEdge():
+                self._ends[order.edge] = self._local(
+                    order.plan,
+                    EdgeSpec(
+                        host=order.host,
+                        port=order.port,
+                        prefix=order.prefix,
+                        generation=order.generation,
+                        side="prefill" if order.side == "prefill" else "decode",
+                        connect_timeout_s=order.connect_timeout_s,
+                        operation_timeout_s=order.operation_timeout_s,
+                    ),
+                )
+        task = self._loop.create_task(self._carry_out(order))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+
+    async def _carry_out(self, order: Any) -> None:
+        end = self._ends.get(order.edge)
+        if end is None:
+            self._say(EdgeDone(order.order, error="the edge has ended", dead=True))
+            return
+        try:
+            done = EdgeDone(order.order, await self._work(end, order))
+        except BatonError as e:
+            done = EdgeDone(order.order, error=e.message, dead=end.dead is not None)
+        except Exception as e:  # costs this edge, not the worker
+            log.exception("%s", type(order).__name__)
+            end.abort(f"{type(e).__name__}: {e}")
+            done = EdgeDone(order.order, error=f"{type(e).__name__}: {e}", dead=True)
+        if end.dead is not None:
+            self._ends.pop(order.edge, None)
+        self._say(done)
+
+    async def _work(self, end: LocalEnd, order: Any) -> int:
+        match order:
+            case OpenEdge():
+                await end.connect()
+            case FillEdge():
+                return await end.fill(order.part, order.after_step)
+            case SendEdge():
+                await end.send()
+            case TakeEdge():
+                return int(await end.take(order.part, order.checksum, lambda: self._say(EdgePosted(order.order))))
+            case CloseEdge():
+                return int(await end.close(order.timeout_s))
+            case _:
+                raise HandoffError(f"a follower does not know the order {type(order).__name__}")
+        return 0
+
+    def _say(self, report: object) -> None:
+        with contextlib.suppress(RankLost):  # the channel has told; this process is about to end
+            self._report(report)

@@ -1,0 +1,168 @@
+"""One end of an edge together with the KV behind it: what a hand-over works with, wherever the end's rank runs.
+
+`LocalEnd` is the end at this process; baton.edge_ranks has one that stands for the end at another rank of the worker.
+The prefill side calls `fill`, then `send`; the decode side `take`. An end that has failed once is dead; both sides
+build the next one under the next generation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from baton.core.edge_orders import Part
+from baton.core.errors import HandoffError
+from baton.core.reshard import EdgePlan
+from baton.transfer.edge import EdgeSpec, MakeEdge, Side
+from baton.transfer.edge_thread import EdgeWorker
+from baton.transfer.gloo import GlooEdge
+from baton.transfer.staging import Layers, checksum, pack, unpack
+
+
+class EdgeEnd(Protocol):
+    """All coroutines run in one event loop and raise HandoffError."""
+
+    @property
+    def dead(self) -> HandoffError | None: ...
+
+    @property
+    def generation(self) -> int: ...
+
+    async def connect(self) -> None:
+        """Meets the peer within the spec's `connect_timeout_s`."""
+
+    async def fill(self, part: Part, after_step: int) -> int:
+        """Packs a part, complete once `after_step` is computed, into this end's staging buffer; its checksum."""
+
+    async def send(self) -> None:
+        """Sends what was packed last."""
+
+    async def take(self, part: Part, expected: int, on_posted: Callable[[], None]) -> bool:
+        """Receives a part and stores it if its checksum is `expected`; returns whether it was. `on_posted` is called
+        in the event loop once the receive is open. Whether it returns or raises, nothing is written afterwards."""
+
+    def abort(self, reason: str) -> None:
+        """Ends it at once; what is under way raises soon. Does not block."""
+
+    async def close(self, timeout_s: float) -> bool:
+        """Ends it in order. True when nothing of it is left."""
+
+
+class MakeEnd(Protocol):
+    """Makes the end of an edge at the rank that the plan names for `spec.side`. What the rank itself knows best
+    (`bind_host`, `device`) need not be in the spec."""
+
+    def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> EdgeEnd: ...
+
+
+def edge_layers(layers: Layers, plan: EdgePlan, side: Side) -> Layers:
+    """The parts of one rank's (K, V) caches that an edge carries, in the order of its wire."""
+    views = []
+    for s in plan.slices:
+        start = s.source_start if side == "prefill" else s.destination_start
+        keys, values = layers[s.layer]
+        views.append((keys[:, :, start : start + s.count], values[:, :, start : start + s.count]))
+    return views
+
+
+class LocalEnds:
+    """Makes ends at this process: over its rank's `layers` in blocks of `block_size`, on its own address `host`."""
+
+    def __init__(self, layers: Layers, block_size: int, host: str, make_edge: MakeEdge = GlooEdge) -> None:
+        self._layers, self._block_size, self._host, self._make_edge = layers, block_size, host, make_edge
+
+    def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> LocalEnd:
+        mine = replace(spec, bind_host=self._host)
+        return LocalEnd(mine, edge_layers(self._layers, plan, spec.side), self._block_size, self._make_edge)
+
+
+class LocalEnd:
+    """Complete state: the edge's thread, and the part that was packed and not sent yet."""
+
+    def __init__(self, spec: EdgeSpec, layers: Layers, block_size: int, make_edge: MakeEdge = GlooEdge) -> None:
+        self._worker = EdgeWorker(spec, make_edge)
+        self._device = torch.device(spec.device)
+        self._layers, self._block_size = layers, block_size
+        self._packed: Tensor | None = None
+
+    @property
+    def dead(self) -> HandoffError | None:
+        return self._worker.dead
+
+    @property
+    def generation(self) -> int:
+        return self._worker.generation
+
+    @property
+    def worker(self) -> EdgeWorker:
+        return self._worker
+
+    async def connect(self) -> None:
+        await self._worker.connect()
+
+    async def fill(self, part: Part, after_step: int) -> int:
+        def pack_and_sum() -> tuple[Tensor, int]:
+            where = (part.block_ids, self._block_size, part.start_token, part.end_token)
+            buffer = pack(self._layers, *where).to(self._device)
+            if buffer.numel() != part.num_bytes:
+                raise HandoffError(f"a part of {part.num_bytes} bytes was ordered, {buffer.numel()} were packed")
+            return buffer, checksum(part.identity, buffer)
+
+        self._packed, sum_ = await self._worker.run(pack_and_sum)
+        return sum_
+
+    async def send(self) -> None:
+        packed, self._packed = self._packed, None
+        if packed is None:
+            raise self._worker.spec.error("nothing is packed to be sent")
+        await self._worker.send(packed)
+
+    async def take(self, part: Part, expected: int, on_posted: Callable[[], None]) -> bool:
+        buffer = torch.empty(part.num_bytes, dtype=torch.uint8, device=self._device)
+        gate = _Gate()
+
+        def store() -> bool:
+            if checksum(part.identity, buffer) != expected:
+                return False
+            with gate:
+                if gate.open:
+                    arrived = buffer.to(self._layers[0][0].device)
+                    unpack(arrived, self._layers, part.block_ids, self._block_size, part.start_token, part.end_token)
+            return True
+
+        try:
+            await self._worker.recv(buffer, on_posted=on_posted)
+            return await self._worker.run(store)
+        finally:
+            with gate:  # the thread of an edge that was torn down may still be at it: milliseconds
+                gate.open = False
+
+    def abort(self, reason: str) -> None:
+        self._worker.abort(reason)
+        self._packed = None
+
+    async def close(self, timeout_s: float) -> bool:
+        self._packed = None
+        return await self._worker.close(timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<LocalEnd {self._worker!r}>"
+
+
+class _Gate:
+    """Whether the blocks may still be written; held while they are."""
+
+    def __init__(self) -> None:
+        self.open = True
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
