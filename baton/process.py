@@ -1,4 +1,5 @@
-"""What a process owes its parent: to die with it, even when the parent is killed with SIGKILL, and to say why."""
+"""What a process owes its parent, to die with it even when the parent is killed with SIGKILL and to say why; and what
+it sets before its libraries start."""
 
 from __future__ import annotations
 
@@ -39,6 +40,12 @@ def die_with_parent(parent: int | None = None) -> None:
     set_death_signal()
     if os.getppid() != parent:
         os._exit(1)
+
+
+def limit_name_lookups() -> None:
+    """Every connection of a torch store asks the name service for the name of an address, to put it into log lines. A
+    server that drops one question stalls the connection for 5 s, as long as an edge may take: so ask once, for 1 s."""
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def record_error(message: str) -> None:

@@ -22,7 +22,7 @@ from baton.core.errors import BatonError, JoinRefused, RankLost, StartupError, i
 from baton.core.ranks import Ranks
 from baton.model_source import resolve_model
 from baton.options import EXIT_STARTUP_ERROR, config_command, error_line, run_main
-from baton.process import EXIT_RANK_LOST, die_with_parent, record_error
+from baton.process import EXIT_RANK_LOST, die_with_parent, limit_name_lookups, record_error
 
 if TYPE_CHECKING:
     from baton.engine.runner import EngineOptions
@@ -56,6 +56,7 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
     def command(config: WorkerConfig) -> int:
         die_with_parent()
         faulthandler.enable()
+        limit_name_lookups()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         _ignore_terminal()
         logging.basicConfig(
@@ -64,6 +65,7 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
         if not config.worker_id:
             config = replace(config, worker_id=f"{role}-{socket.gethostname()}-{os.getpid()}")
         ranks = Ranks.from_environment(os.environ)
+        _take_cores(ranks)
         try:
             if ranks.leads:
                 asyncio.run(_serve(config, ranks, load))
@@ -85,6 +87,12 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
         os._exit(0)  # all is closed; the C++ threads of torch and grpc may abort a process that unwinds under them
 
     run_main(command, argv, prog_name=role)
+
+
+def _take_cores(ranks: Ranks) -> None:
+    """Ranks of one machine keep off each other's cores."""
+    if ranks.local_size > 1:
+        os.sched_setaffinity(0, ranks.cores(sorted(os.sched_getaffinity(0))))
 
 
 def _ignore_terminal() -> None:
@@ -136,13 +144,13 @@ def _engine_options(config: WorkerConfig, ranks: Ranks) -> EngineOptions:
     """A worker's threads are shared out among its ranks on this machine."""
     from baton.engine.runner import EngineOptions
 
-    threads = config.threads or len(os.sched_getaffinity(0))
+    threads = config.threads // ranks.local_size if config.threads else len(os.sched_getaffinity(0))
     return EngineOptions(
         model_dir=resolve_model(config.model),
         device=config.device,
         dtype=config.dtype,
         exact=config.exact,
-        threads=max(threads // ranks.local_size, 1),
+        threads=max(threads, 1),
         block_size=config.block_size,
         kv_memory_bytes=round(config.kv_memory_gib * (1 << 30)) or None,
         max_model_len=config.max_model_len or None,

@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from baton.options import EXIT_STARTUP_ERROR
-from baton.process import EXIT_RANK_LOST, PARENT_VARIABLE, die_with_parent
+from baton.process import EXIT_RANK_LOST, PARENT_VARIABLE, die_with_parent, limit_name_lookups
 from launch.failure import Failure, box
 
 _STORE_TIMEOUT_S = 600
@@ -30,6 +30,7 @@ _FOLLOWED = (EXIT_RANK_LOST, -signal.SIGTERM)  # how ranks end because another h
 
 def main() -> NoReturn:
     die_with_parent()
+    limit_name_lookups()
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     os.environ["PYTHONSAFEPATH"] = "1"
 

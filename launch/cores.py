@@ -1,7 +1,8 @@
 """Which cores and how many threads each worker gets. Pure.
 
 Two processes that both use two threads on two cores slow each other several times over, so every worker gets cores of
-its own; with fewer cores than workers they share in turn, one thread each. The coordinator is never pinned.
+its own, as many for each of its ranks; with fewer cores than ranks they share in turn, one thread each. The ranks share
+out their worker's cores and threads themselves. The coordinator is never pinned.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The cores a worker may run on and its number of compute threads."""
+    """The cores a worker may run on and its number of compute threads, all ranks together."""
 
     cores: tuple[int, ...]
     threads: int
@@ -22,35 +23,43 @@ class Placement:
         return f"{cores}, {self.threads} thread{'' if self.threads == 1 else 's'}"
 
 
-def place(workers: int, cores: Sequence[int], threads: int = 0) -> tuple[Placement, ...]:
-    """One placement per worker, in order. `threads` 0 means as many as the worker has cores.
+def place(ranks: Sequence[int], cores: Sequence[int], threads: int = 0) -> tuple[Placement, ...]:
+    """One placement per worker, in order; `ranks` has the size of each. `threads` 0 means as many as the worker has
+    cores.
 
     Left-over cores go to the first workers. An explicit `threads` takes that many cores for each worker, their own if
     there are enough, else shared in turn.
     """
     if not cores:
         raise ValueError("no cores to place workers on")
-    if workers <= 0:
-        return ()
-    available = tuple(cores)
-    if threads > 0:
-        width = min(threads, len(available))
-        return tuple(Placement(_slice(available, index * width, width), threads) for index in range(workers))
-    if len(available) < workers:
-        return tuple(Placement((available[index % len(available)],), 1) for index in range(workers))
-    share, extra = divmod(len(available), workers)
+    available, total = tuple(cores), sum(ranks)
     placements: list[Placement] = []
     start = 0
-    for index in range(workers):
-        width = share + (1 if index < extra else 0)
+    if threads > 0:
+        width = min(threads, len(available))
+        return tuple(Placement(_slice(available, index * width, width), threads) for index in range(len(ranks)))
+    if len(available) < total:
+        for size in ranks:
+            placements.append(Placement(_slice(available, start, min(size, len(available))), size))
+            start += size
+        return tuple(placements)
+    share, extra = divmod(len(available), total) if total else (0, 0)
+    for size in ranks:
+        width = share * size + min(extra, size)
+        extra -= min(extra, size)
         placements.append(Placement(available[start : start + width], width))
         start += width
     return tuple(placements)
 
 
-def assign_gpus(workers: int, gpus: Sequence[str]) -> tuple[str, ...]:
-    """The device each worker sees, in turn; empty strings without devices."""
-    return tuple(gpus[index % len(gpus)] if gpus else "" for index in range(workers))
+def assign_gpus(ranks: Sequence[int], gpus: Sequence[str]) -> tuple[str, ...]:
+    """The devices each worker sees, in turn, one for each of its ranks; empty strings without devices."""
+    assigned: list[str] = []
+    start = 0
+    for size in ranks:
+        assigned.append(",".join(gpus[(start + i) % len(gpus)] for i in range(min(size, len(gpus)))))
+        start += size
+    return tuple(assigned)
 
 
 def _slice(cores: tuple[int, ...], start: int, width: int) -> tuple[int, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from baton.options import as_flags
@@ -22,12 +22,11 @@ def torchrun(role: str, ranks: int = 1) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """How each process is started; the flags come after. Tests put small fakes here."""
+    """How each process is started: the coordinator, and a worker of a role with so many ranks. The flags come after.
+    Tests put small fakes here."""
 
     coordinator: tuple[str, ...] = (sys.executable, "-m", "coordinator")
-    workers: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {role: torchrun(role) for role in ("prefill", "decode")}
-    )
+    worker: Callable[[str, int], tuple[str, ...]] = torchrun
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +76,12 @@ class Plan:
         return ChildSpec("coordinator", tuple(command), self.run_dir / "coordinator.log", {"PYTHONUNBUFFERED": "1"})
 
     def worker(self, name: str, bound: Addresses) -> ChildSpec:
-        placement = self.placements[name]
-        command = [*self.programs.workers[name.rpartition("-")[0]], "--model", str(self.model), "--worker-id", name]
+        placement, role = self.placements[name], name.rpartition("-")[0]
+        ranks = self.config.ranks(role)
+        command = [*self.programs.worker(role, ranks), "--model", str(self.model), "--worker-id", name]
         command += ["--coordinator", bound.control, "--host", "127.0.0.1", "--threads", str(placement.threads)]
-        command += as_flags(self.config, WORKER_FIELDS)
-        threads = str(placement.threads)
+        command += [*as_flags(self.config, WORKER_FIELDS), "--block-size", str(self.config.blocks_of(role))]
+        threads = str(max(placement.threads // ranks, 1))
         environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         if self.gpus[name]:
             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[name]
@@ -99,8 +99,9 @@ def make_plan(
     programs: Programs,
 ) -> Plan:
     names = [f"prefill-{n}" for n in range(config.prefill)] + [f"decode-{n}" for n in range(config.decode)]
-    placements = place(len(names), cores, config.threads)
-    devices = assign_gpus(len(names), () if config.device == "cpu" else gpus)
+    ranks = [config.ranks(name.rpartition("-")[0]) for name in names]
+    placements = place(ranks, cores, config.threads)
+    devices = assign_gpus(ranks, () if config.device == "cpu" else gpus)
     return Plan(
         config,
         model,

@@ -34,6 +34,8 @@ class UpConfig:
     max_model_len: int = option(0, "longest prompt + output in tokens; 0: the model's own limit", low=0)
     kv_memory_gib: float = option(0.0, "memory for KV blocks of a worker; 0: chosen from free memory", low=0, high=1e6)
     block_size: int = option(16, "tokens in a KV block", low=1, high=1024)
+    prefill_block_size: int = option(0, "the same on prefill workers; 0: as --block-size", low=0, high=1024)
+    decode_block_size: int = option(0, "the same on decode workers; 0: as --block-size", low=0, high=1024)
     step_tokens: int = option(512, "most tokens computed in one step", low=1, high=1 << 20)
     max_running: int = option(64, "most sequences in one decode step", low=1, high=65536)
     drain_timeout_s: float = option(30.0, "longest running requests may take to finish at shutdown", low=0)
@@ -46,6 +48,14 @@ class UpConfig:
     edge_timeout_s: float = option(5.0, "longest one KV operation may take", low=0.1)
     run_dir: str = option("", "directory for logs; default a fresh one in the user's cache directory")
     log_level: str = option("info", "least severe message logged", choices=("debug", "info", "warning", "error"))
+
+    def ranks(self, role: str) -> int:
+        """Tensor-parallel ranks of a worker of this role."""
+        return self.prefill_tp if role == "prefill" else self.decode_tp
+
+    def blocks_of(self, role: str) -> int:
+        """Tokens in a KV block of a worker of this role."""
+        return (self.prefill_block_size if role == "prefill" else self.decode_block_size) or self.block_size
 
 
 COORDINATOR_FIELDS = (
@@ -66,7 +76,6 @@ WORKER_FIELDS = (
     "device",
     "dtype",
     "exact",
-    "block_size",
     "kv_memory_gib",
     "max_model_len",
     "step_tokens",
@@ -97,10 +106,8 @@ def check_supported(config: UpConfig) -> None:
     Raises:
         StartupError: names the option.
     """
-    for name in ("prefill_tp", "decode_tp"):
-        ranks = getattr(config, name)
-        if ranks > 1:
-            flag = "--" + name.replace("_", "-")
-            raise StartupError(f"{flag} {ranks}: it comes with tensor-parallel pools and is not in this release; use 1")
+    small, large = sorted((config.blocks_of("prefill"), config.blocks_of("decode")))
+    if large % small:
+        raise StartupError(f"--prefill-block-size and --decode-block-size: {small} does not divide {large}")
     if config.draft:
         raise StartupError(f"--draft {config.draft}: it comes with speculation and is not in this release")

@@ -42,9 +42,11 @@ class KVLayout:
         return -(-num_tokens // self.block_size)
 
     def first_difference(self, other: KVLayout) -> str | None:
-        """The name of the first field in which two layouts differ, with both values, or None."""
-        if self.block_size != other.block_size:
-            return f"block_size: {self.block_size} and {other.block_size}"
+        """The name of the first field in which two pools differ so that no KV can go from one to the other, with both
+        values, or None. Block sizes may differ where one divides the other."""
+        small, large = sorted((self.block_size, other.block_size))
+        if small < 1 or large % small:
+            return f"block_size: {self.block_size} and {other.block_size}, of which neither divides the other"
         if len(self.layers) != len(other.layers):
             return f"layers: {len(self.layers)} and {len(other.layers)}"
         for index, (mine, theirs) in enumerate(zip(self.layers, other.layers, strict=True)):

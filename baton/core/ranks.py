@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.core.errors import StartupError
@@ -27,6 +27,13 @@ class Ranks:
         if not (0 <= ranks.rank < size and 0 <= ranks.local_rank < ranks.local_size <= size):
             raise StartupError(f"environment: {ranks} is impossible")
         return ranks
+
+    def cores(self, available: Sequence[int]) -> tuple[int, ...]:
+        """The part of this machine's cores that this rank runs on: its own, or with too few for all, one in turn."""
+        if len(available) < self.local_size:
+            return (available[self.local_rank % len(available)],)
+        starts = [len(available) * n // self.local_size for n in (self.local_rank, self.local_rank + 1)]
+        return tuple(available[slice(*starts)])
 
     @property
     def leads(self) -> bool:

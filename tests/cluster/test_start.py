@@ -75,7 +75,7 @@ def test_a_port_in_use(flag: str, tmp_path: Path) -> None:
     assert last.startswith("error: ") and str(port) in last, last
 
 
-@pytest.mark.parametrize("flags", [{"prefill_tp": 2}, {"decode_tp": 2}, {"draft": "builtin"}])
+@pytest.mark.parametrize("flags", [{"decode_block_size": 24}, {"draft": "builtin"}])
 def test_what_is_not_served_yet_is_refused(flags: dict[str, object], tmp_path: Path) -> None:
     running = start_cluster("builtin", run_dir=tmp_path / "run", **flags)
     assert running.process.wait(30) not in (0, None)

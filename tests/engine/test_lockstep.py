@@ -18,25 +18,7 @@ from baton.engine import lockstep, rank_peer
 from baton.engine.lockstep import FollowerChannel, LeaderChannel
 from baton.rpc import frames
 from baton.rpc.frames import Failed, Hello, encode
-
-
-class DictStore:
-    """What torchrun's store does, in this process."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-        self._changed = threading.Condition()
-
-    def set(self, key: str, value: str) -> None:
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def get(self, key: str) -> bytes:
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self._values, 5.0):
-                raise RuntimeError("wait timeout")
-            return self._values[key].encode()
+from tests.support.dict_store import DictStore
 
 
 @dataclass(frozen=True)
@@ -143,6 +125,29 @@ def test_an_order_comes_at_once_or_after_its_step(crew: Callable[..., Crew]) -> 
     made.leader.stop("done")
     thread.join(5.0)
     assert log == [Order(-1, "now"), 1, Order(1, "after"), 2, Order(2, "then"), "done"]
+
+
+def test_an_order_comes_right_behind_its_step_whatever_was_sent_before_it(crew: Callable[..., Crew]) -> None:
+    made, log = crew(), []  # type: ignore[var-annotated]
+    thread = run_follower(made.followers[0], log, pause_s=0.1)
+    made.leader.send(plan(1))
+    made.leader.send(plan(2))
+    made.leader.send(Order(1, "after"))
+    time.sleep(0.05)
+    made.leader.stop("done")
+    thread.join(5.0)
+    assert log == [1, Order(1, "after"), 2, "done"]
+
+
+def test_an_order_may_be_for_one_follower(crew: Callable[..., Crew]) -> None:
+    made = crew(3)
+    logs: list[list[Any]] = [[], []]
+    threads = [run_follower(channel, log) for channel, log in zip(made.followers, logs, strict=True)]
+    made.leader.send_to(2, Order(-1, "second"))
+    made.leader.stop("done")
+    for thread in threads:
+        thread.join(5.0)
+    assert logs == [["done"], [Order(-1, "second"), "done"]]
 
 
 def test_reports_reach_the_leader_with_their_rank(crew: Callable[..., Crew]) -> None:

@@ -18,7 +18,7 @@ from launch.up_config import COORDINATOR_FIELDS, WORKER_FIELDS, UpConfig, check_
 
 
 def plan(config: UpConfig, gpus: tuple[str, ...] = ()):
-    programs = Programs(("C",), {"prefill": ("P",), "decode": ("D",)})
+    programs = Programs(("C",), lambda role, ranks: (role[0].upper(),) if ranks == 1 else (role[0].upper(), str(ranks)))
     return make_plan(
         config, model=Path("/m"), served_name="m", run_dir=Path("/r"), cores=[0, 1], gpus=gpus, programs=programs
     )
@@ -45,6 +45,15 @@ def test_worker_command() -> None:
     assert " --exact " in command and spec.environment["OMP_NUM_THREADS"] == "3" and spec.log == Path("/r/decode-0.log")
 
 
+def test_ranks_and_block_sizes_are_those_of_the_role() -> None:
+    config = UpConfig(prefill_tp=2, threads=4, decode_block_size=32)
+    prefill, decode = (plan(config, ("4", "5", "6")).worker(name, BOUND) for name in ("prefill-0", "decode-0"))
+    assert prefill.command[:2] == ("P", "2") and decode.command[0] == "D"
+    assert prefill.command[-2:] == ("--block-size", "16") and decode.command[-2:] == ("--block-size", "32")
+    assert prefill.environment["OMP_NUM_THREADS"] == "2" and decode.environment["OMP_NUM_THREADS"] == "4"
+    assert [s.environment["CUDA_VISIBLE_DEVICES"] for s in (prefill, decode)] == ["4,5", "6"]
+
+
 def test_coordinator_takes_its_ports_again() -> None:
     command = plan(UpConfig(port=0, grpc_port=0)).coordinator(BOUND).command
     assert command[-6:] == ("--port", "1", "--grpc-port", "2", "--control-port", "3")
@@ -66,9 +75,9 @@ def test_url_is_one_a_client_can_use(http: str) -> None:
 @pytest.mark.parametrize(
     ("config", "flag"),
     [
-        (UpConfig(prefill_tp=2), "--prefill-tp 2"),
-        (UpConfig(decode_tp=4), "--decode-tp 4"),
         (UpConfig(draft="d"), "--draft d"),
+        (UpConfig(prefill_block_size=24), "16 does not divide 24"),
+        (UpConfig(block_size=32, decode_block_size=20), "--decode-block-size: 20 does not divide 32"),
     ],
 )
 def test_what_this_release_does_not_do_is_refused(config: UpConfig, flag: str) -> None:

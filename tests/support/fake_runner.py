@@ -18,19 +18,24 @@ from typing import Any
 
 import torch
 
-from baton.core.commands import Abort, Assign, Prefill, Target, Welcome
+from baton.core.commands import Abort, Assign, Prefill, Target, Welcome, WorkerFacts
 from baton.core.config import WorkerConfig
+from baton.core.errors import RankLost
 from baton.core.events import HandedOver, Parked, SequenceEnded, StepEvents, TokenEvent
 from baton.core.handles import Handle, sign
 from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, SequenceId
+from baton.core.reshard import local_heads
 from baton.core.step import StepOutcome, StepPlan
+from baton.edge_ranks import FollowerEnds, WorkerEnds
+from baton.engine.lockstep import FollowerChannel, LeaderChannel
 from baton.rpc.link import serve_links
-from baton.transfer.edge_end import LocalEnds
+from baton.transfer.edge_end import LocalEnds, MakeEnd
 from baton.transfer.staging import pack
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
 from tests.support.builders import make_facts, make_layout
+from tests.support.dict_store import DictStore
 
 KEY = b"k" * 32
 _MODULUS = 1 << 20  # float32 holds these exactly
@@ -57,16 +62,19 @@ def oracle(prompt: Sequence[int], count: int) -> list[int]:
 
 
 class FakeRunner:
-    """What a worker needs of `baton.engine.runner.Runner`."""
+    """What a worker needs of `baton.engine.runner.Runner`. A rank of several keeps its own heads; each computes the
+    same tokens by itself."""
 
-    def __init__(self, num_blocks: int = 16, layout: KVLayout | None = None) -> None:
+    def __init__(self, num_blocks: int = 16, layout: KVLayout | None = None, rank: int = 0, size: int = 1) -> None:
         self.layout = layout or make_layout(4)
         self.num_blocks = num_blocks
         first = self.layout.layers[0]
-        shape = (num_blocks, self.layout.block_size, first.num_kv_heads, first.head_dim)
+        heads = local_heads(first.num_kv_heads, size, rank)
+        shape = (num_blocks, self.layout.block_size, len(heads), first.head_dim)
         self.kv = SimpleNamespace(layers=[(torch.zeros(shape), torch.zeros(shape)) for _ in self.layout.layers])
-        self.ends = LocalEnds(self.kv.layers, self.layout.block_size, "127.0.0.1")
-        self._pattern = torch.arange(first.num_kv_heads * first.head_dim).view(shape[2:]).float()
+        self.make_end: MakeEnd = LocalEnds(self.kv.layers, self.layout.block_size, "127.0.0.1")
+        whole = torch.arange(first.num_kv_heads * first.head_dim).view(first.num_kv_heads, first.head_dim).float()
+        self._pattern = whole[heads.start : heads.stop]
 
     def step(self, plan: StepPlan) -> StepOutcome:
         sampled: list[tuple[int, ...]] = []
@@ -83,12 +91,61 @@ class FakeRunner:
         return blocks[position // size], position % size
 
     def _read(self, blocks: tuple[int, ...], position: int) -> int:
-        return int(self.kv.layers[-1][1][self._slot(blocks, position)][0, 0].item())
+        values = self.kv.layers[-1][1][self._slot(blocks, position)] - self._pattern
+        assert values.min() == values.max(), "the heads of one token are of different sequences"
+        return int(values[0, 0].item())
 
     def _write(self, blocks: tuple[int, ...], position: int, state: int) -> None:
         for index, (k, v) in enumerate(self.kv.layers):
             k[self._slot(blocks, position)] = self._pattern + (state + index + 1)
             v[self._slot(blocks, position)] = self._pattern + state
+
+
+class FakeRanks(FakeRunner):
+    """The leader's runner of a worker of `size` ranks: its followers are threads that follow over real lockstep
+    channels, each with its own KV, and work their ends of edges as real ones do."""
+
+    def __init__(self, size: int, num_blocks: int = 16, layout: KVLayout | None = None, pause_s: float = 0.0) -> None:
+        super().__init__(num_blocks, layout, 0, size)
+        self.lost: list[str] = []
+        self.ranks: list[FakeRunner] = [self]
+        self.follower_ends: list[FollowerEnds] = []
+        self.followers: list[FollowerChannel] = []
+        self.threads: list[threading.Thread] = []
+        store = DictStore()
+        for rank in range(1, size):
+            self.ranks.append(FakeRunner(num_blocks, layout, rank, size))
+            self.threads.append(threading.Thread(target=self._follow, args=(store, rank, pause_s)))
+            self.threads[-1].start()
+        self.channel = LeaderChannel.open(store, size, "127.0.0.1", lambda error: self.lost.append(error.message))
+        self.make_end = WorkerEnds(LocalEnds(self.kv.layers, self.layout.block_size, "127.0.0.1"), self.channel)
+
+    def step(self, plan: StepPlan) -> StepOutcome:
+        self.channel.send(plan)
+        return super().step(plan)
+
+    def close(self) -> None:
+        self.channel.stop("the test ends")
+        for thread in self.threads:
+            thread.join(5.0)
+            assert not thread.is_alive()
+
+    def _follow(self, store: DictStore, rank: int, pause_s: float) -> None:
+        channel = FollowerChannel.open(store, rank)
+        runner = self.ranks[rank]
+        ends = FollowerEnds(LocalEnds(runner.kv.layers, self.layout.block_size, "127.0.0.1"), channel.report)
+        channel.on_order = ends.obey
+        self.follower_ends.append(ends)
+        self.followers.append(channel)
+
+        def step(plan: StepPlan) -> StepOutcome:
+            time.sleep(pause_s)
+            return runner.step(plan)
+
+        with contextlib.suppress(RankLost):
+            channel.follow(step)
+        ends.close()
+        channel.close()
 
 
 class Told:
@@ -118,12 +175,27 @@ def _config(name: str, timeout_s: float, step_tokens: int) -> WorkerConfig:
     )
 
 
+def _facts(runner: FakeRunner) -> WorkerFacts:
+    return make_facts(layout=runner.layout, tensor_parallel=len(getattr(runner, "ranks", (runner,))))
+
+
 class PrefillNode:
-    def __init__(self, name: str = "p0", num_blocks: int = 16, step_tokens: int = 8, timeout_s: float = 2.0) -> None:
-        self.runner, self.told = FakeRunner(num_blocks), Told()
+    def __init__(
+        self,
+        name: str = "p0",
+        num_blocks: int = 16,
+        step_tokens: int = 8,
+        timeout_s: float = 2.0,
+        runner: FakeRunner | None = None,
+    ) -> None:
+        self.runner, self.told = runner or FakeRunner(num_blocks), Told()
         self.worker = PrefillWorker(
-            _config(name, timeout_s, step_tokens), self.runner, make_facts(), (1,), self.runner.ends
-        )  # type: ignore[arg-type]
+            _config(name, timeout_s, step_tokens),
+            self.runner,
+            _facts(self.runner),
+            (1,),
+            self.runner.make_end,  # type: ignore[arg-type]
+        )
         _join(self.worker, self.told)
 
     def step(self) -> bool:
@@ -156,9 +228,17 @@ class PrefillNode:
 
 
 class DecodeNode:
-    def __init__(self, name: str = "d0", num_blocks: int = 16, timeout_s: float = 2.0) -> None:
-        self.runner, self.told = FakeRunner(num_blocks), Told()
-        self.worker = DecodeWorker(_config(name, timeout_s, 8), self.runner, make_facts(), (1,), self.runner.ends)  # type: ignore[arg-type]
+    def __init__(
+        self, name: str = "d0", num_blocks: int = 16, timeout_s: float = 2.0, runner: FakeRunner | None = None
+    ) -> None:
+        self.runner, self.told = runner or FakeRunner(num_blocks), Told()
+        self.worker = DecodeWorker(
+            _config(name, timeout_s, 8),
+            self.runner,
+            _facts(self.runner),
+            (1,),
+            self.runner.make_end,  # type: ignore[arg-type]
+        )
         _join(self.worker, self.told)
         self.server: Any = None
         self.address = ""
@@ -200,9 +280,14 @@ class DecodeNode:
 
 
 def kv_bytes(node: PrefillNode | DecodeNode, blocks: tuple[int, ...], num_tokens: int) -> bytes:
-    """The KV of a sequence as bytes."""
+    """The KV of a sequence as bytes, all heads of it."""
     runner = node.runner
-    return bytes(pack(runner.kv.layers, blocks, runner.layout.block_size, 0, num_tokens).tolist())
+    ranks = getattr(runner, "ranks", [runner])
+    heads = runner.layout.layers[0].num_kv_heads
+    shares = ranks[:: max(len(ranks) // heads, 1)]  # one of each group of ranks that keep the same head
+    caches = zip(*(r.kv.layers for r in shares), strict=True)
+    layers = [(torch.cat([k for k, _ in c], dim=2), torch.cat([v for _, v in c], dim=2)) for c in caches]
+    return bytes(pack(layers, blocks, runner.layout.block_size, 0, num_tokens).tolist())
 
 
 @contextlib.asynccontextmanager

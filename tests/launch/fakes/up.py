@@ -20,7 +20,7 @@ def command(config: UpConfig) -> int:
     worker: tuple[str, ...] = (sys.executable, str(HERE / "worker.py"))
     if os.environ.get("FAKE_AGENT"):
         worker = (*torchrun("x")[:-2], str(HERE / "worker.py"))
-    programs = Programs((sys.executable, str(HERE / "coordinator.py")), {"prefill": worker, "decode": worker})
+    programs = Programs((sys.executable, str(HERE / "coordinator.py")), lambda role, ranks: worker)
     return up(config, programs, Backoff(first_s=0.2, tries_before_joining=2))
 
 

@@ -1,0 +1,24 @@
+"""What torchrun's store does for the ranks of a worker, in this process."""
+
+from __future__ import annotations
+
+import threading
+
+
+class DictStore:
+    """`get` waits for a key, as the real one does."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, 5.0):
+                raise RuntimeError("wait timeout")
+            return self._values[key].encode()
