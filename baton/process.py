@@ -17,6 +17,7 @@ PARENT_VARIABLE = "BATON_PARENT_PID"
 EXIT_RANK_LOST = 4
 """The exit code of a rank that ended because another rank of its worker is gone."""
 
+NAME_LOOKUP_S = 1
 _TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 _ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _PR_SET_PDEATHSIG = 1
@@ -45,7 +46,7 @@ def die_with_parent(parent: int | None = None) -> None:
 def limit_name_lookups() -> None:
     """Every connection of a torch store asks the name service for the name of an address, to put it into log lines. A
     server that drops one question stalls the connection for 5 s, as long as an edge may take: so ask once, for 1 s."""
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+    os.environ.setdefault("RES_OPTIONS", f"timeout:{NAME_LOOKUP_S} attempts:1")
 
 
 def record_error(message: str) -> None:

@@ -16,8 +16,8 @@ Role = Literal["prefill", "decode"]
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What all workers of a cluster must have in common; `tensor_parallel` may differ, and block sizes where one divides
-    the other."""
+    """What all workers of a cluster must have in common; `tensor_parallel` may differ, and block sizes where one
+    divides the other."""
 
     model_digest: str
     config_digest: str

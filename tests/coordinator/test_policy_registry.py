@@ -51,7 +51,7 @@ def test_a_fact_that_differs_is_refused_by_name(registry: Registry, field: str, 
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        ("block_size", make_layout(8)),
+        ("block_size", make_layout(6)),
         ("layers", make_layout(layers=3)),
         ("layers[0].num_kv_heads", make_layout(heads=4)),
         ("layers[0].head_dim", make_layout(head_dim=4)),

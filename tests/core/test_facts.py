@@ -29,7 +29,7 @@ def test_layouts_name_the_layer_field_that_differs(name: str) -> None:
 
 
 def test_layouts_name_block_size_and_number_of_layers() -> None:
-    assert make_layout(4).first_difference(make_layout(8)) == "block_size: 4 and 8"
+    assert make_layout(4).first_difference(make_layout(6)) == "block_size: 4 and 6, of which neither divides the other"
     assert make_layout(layers=2).first_difference(make_layout(layers=3)) == "layers: 2 and 3"
     assert make_layout().first_difference(make_layout()) is None
 
@@ -51,7 +51,15 @@ def test_workers_name_the_fact_that_differs(name: str) -> None:
 
 
 def test_workers_name_the_layout_field_that_differs() -> None:
-    assert make_facts().first_difference(make_facts(layout=make_layout(16))) == "block_size: 4 and 16"
+    assert (
+        make_facts().first_difference(make_facts(layout=make_layout(3)))
+        == "block_size: 4 and 3, of which neither divides the other"
+    )
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [(16, 32), (32, 16), (1, 7), (8, 8)])
+def test_block_sizes_may_differ_where_one_divides_the_other(mine: int, theirs: int) -> None:
+    assert make_facts(layout=make_layout(mine)).first_difference(make_facts(layout=make_layout(theirs))) is None
 
 
 def test_protocol_version_is_named_before_anything_else() -> None:

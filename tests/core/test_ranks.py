@@ -19,6 +19,12 @@ def test_torchruns_environment() -> None:
     assert Ranks().leads
 
 
+def test_ranks_share_out_the_cores_of_their_machine() -> None:
+    assert [Ranks(r, 4, r % 2, 2).cores([3, 5, 7]) for r in range(4)] == [(3,), (5, 7), (3,), (5, 7)]
+    assert [Ranks(r, 3, r, 3).cores([3, 5]) for r in range(3)] == [(3,), (5,), (3,)]
+    assert Ranks().cores([1, 2]) == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("RANK", "4"), ("RANK", "-1"), ("RANK", ""), ("LOCAL_RANK", "2"), ("LOCAL_WORLD_SIZE", "5"), ("WORLD_SIZE", "x")],

@@ -271,7 +271,7 @@ async def test_the_end_of_the_link_frees_what_had_not_arrived() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("protocol_version", 9), ("run_id", "other"), ("model_digest", "x"), ("layout", make_layout(8))],
+    [("protocol_version", 9), ("run_id", "other"), ("model_digest", "x"), ("layout", make_layout(6))],
 )
 async def test_a_link_that_does_not_fit_is_refused_by_name(field: str, value: Any) -> None:
     async with pair() as (source, [decode]):
