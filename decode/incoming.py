@@ -180,6 +180,8 @@ class IncomingLink:
                 raise HandoffError("the sequence is not being received here")
             self._check(chunk, transfer)
         except HandoffError as e:
+            if transfer is not None:  # its chunks on other edges, announced before the peer hears of this, end here too
+                self._give_up(sequence, e.message, tombstone_s=0.0)
             await self._refuse(sequence, e.message)
             return
         posted = Posted(sequence, chunk.index, end.generation, *key)

@@ -152,7 +152,12 @@ async def test_a_chunk_that_cannot_be_is_refused_before_anything_is_posted(why: 
             assert p.decode.worker.load().stale_messages == 1
         assert isinstance(answer, AbortTransfer) and why in answer.reason
         assert not p.decode.worker.incoming.writing
-        assert isinstance(await p.send(*p.chunk()), Ack)  # the sequence and the edge are as they were
+        assert p.decode.worker.scheduler.receiving(R) == ("sequence" in changes)  # it ends the sequence it is of
+        if "sequence" not in changes:
+            assert "is not being received" in (await p.ask(p.chunk()[0])).reason
+            await p.ask(p.offer("s"))
+        other = p.chunk(sequence=R if "sequence" in changes else SequenceId("s"))
+        assert isinstance(await p.send(*other), Ack)  # others and the edge are as they were
         p.decode.compute()
 
 
@@ -163,7 +168,7 @@ async def test_a_chunk_cannot_be_left_out() -> None:
         await p.send(*p.chunk(0, 3))
         chunk, _ = p.chunk(4, 8)
         assert "cannot follow 3" in (await p.ask(chunk)).reason
-        assert p.decode.worker.scheduler.receiving(R)
+        assert p.decode.idle
 
 
 async def test_an_older_generation_does_not_stand_any_more() -> None:
@@ -175,7 +180,8 @@ async def test_an_older_generation_does_not_stand_any_more() -> None:
         answer = await p.ask(p.chunk()[0])
         assert isinstance(answer, EdgeReady) and "generation 1 has ended" in answer.error
         assert isinstance(await p.hear(), AbortTransfer)
-        assert (await p.send(*p.chunk(edge_generation=2))).complete
+        await p.ask(p.offer("s"))
+        assert (await p.send(*p.chunk(sequence=SequenceId("s"), edge_generation=2))).complete
         assert old is not None
         with pytest.raises(HandoffError):
             await old.send(torch.zeros(8, dtype=torch.uint8))
