@@ -31,7 +31,7 @@ ORDERS += [(f"{name}Edge", "decode") for name in ("Open", "Take")]
 
 @contextlib.asynccontextmanager
 async def ranks(
-    prefill_tp: int = 2, decode_tp: int = 2, *, heads: int = 4, timeout_s: float = 2.0, pause_s: float = 0.0
+    prefill_tp: int = 2, decode_tp: int = 2, *, heads: int = 4, timeout_s: float = 4.0, pause_s: float = 0.0
 ) -> AsyncIterator[tuple[PrefillNode, DecodeNode]]:
     layout = make_layout(4, heads=heads)
     made = [

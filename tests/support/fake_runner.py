@@ -322,7 +322,7 @@ def _is_grpcs(task: asyncio.Task[Any]) -> bool:
     return "grpc" in repr(task.get_coro())
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 6.0, what: str = "") -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 15.0, what: str = "") -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what or condition}"
