@@ -130,7 +130,7 @@ class Cluster:
             if (live := self._find(worker, t.sequence)) is None:
                 continue
             try:
-                live.accept(t.sequence.attempt, t.first_index, t.tokens)
+                live.accept(t)
             except InvariantError as e:
                 self._fail(live, e)
                 continue

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.core.commands import Target
 from baton.core.errors import BatonError, DeadlineExceeded, HandoffError, KVCorrupt, Unavailable, WorkerLost
-from baton.core.events import SequenceEnded, StageStamps
+from baton.core.events import SequenceEnded, StageStamps, TokenEvent
 from baton.core.request import FinishReason, GenerateRequest, SequenceId
 from coordinator.policy.journal import Appended, Journal
 from coordinator.submission import Timeline
@@ -48,6 +48,7 @@ class Live:
     targets: tuple[Target, ...] = ()
     handed_over: bool = False
     settled: bool = False
+    cached_tokens: int = 0
     queued_at: float = 0.0
     queued_s: float = 0.0
     stamps: StageStamps = field(default_factory=StageStamps)
@@ -81,9 +82,10 @@ class Live:
         self.parked_since, self.times_parked = 0.0, 0
         self.dispatched_at, self.queued_at, self.stage = 0.0, now, "queue"
 
-    def accept(self, attempt: int, first_index: int, tokens: tuple[int, ...]) -> FinishReason | None:
+    def accept(self, event: TokenEvent) -> FinishReason | None:
         """Journals tokens before anybody writes them out; says whether they end the request."""
-        verdict = self.journal.accept(attempt, first_index, tokens)
+        self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
+        verdict = self.journal.accept(event.sequence.attempt, event.first_index, event.tokens)
         if not isinstance(verdict, Appended):
             return None
         if not self.first_token_at:

@@ -82,7 +82,8 @@ class Pipeline:
 
     def _last(self, live: Live, text: str, tokens: tuple[int, ...], total: int, stopped: str | None) -> Delta:
         finish = "stop" if stopped is not None else live.journal.finish
-        usage = Usage(prompt_tokens=len(live.request.prompt), completion_tokens=total)
+        prompt_tokens = len(live.request.prompt)
+        usage = Usage(prompt_tokens, completion_tokens=total, cached_tokens=min(live.cached_tokens, prompt_tokens))
         return Delta(text, tokens, finish, stopped, usage, live.timeline())
 
     def ready(self) -> tuple[bool, str]:

@@ -37,6 +37,7 @@ class UpConfig:
     prefill_block_size: int = option(0, "the same on prefill workers; 0: as --block-size", low=0, high=1024)
     decode_block_size: int = option(0, "the same on decode workers; 0: as --block-size", low=0, high=1024)
     step_tokens: int = option(512, "most tokens computed in one step", low=1, high=1 << 20)
+    prefix_cache: bool = option(True, "keep KV of finished requests for later ones that begin with the same tokens")
     max_running: int = option(64, "most sequences in one decode step", low=1, high=65536)
     drain_timeout_s: float = option(30.0, "longest running requests may take to finish at shutdown", low=0)
     start_timeout_s: float = option(900.0, "longest the cluster may take to become ready", low=1)
@@ -79,6 +80,7 @@ WORKER_FIELDS = (
     "kv_memory_gib",
     "max_model_len",
     "step_tokens",
+    "prefix_cache",
     "max_running",
     "edge_timeout_s",
     "log_level",

@@ -1,21 +1,28 @@
 """Which prompt tokens a prefill worker computes next: pure, values in and values out.
 
-A request waits until all blocks of its prompt are free, in order of arrival; then its prompt is computed in chunks
-under the step's token budget, several requests per step, first come first served. With the last chunk its first token
-is sampled. From its start on a request with a hand-over also holds a send pin on its blocks, which the worker drops
-when the hand-over has ended (all of it acknowledged, or given up): so the KV outlives the computation for as long as
-somebody may still read it, and never longer.
+A prompt is computed in chunks under the step's token budget, several prompts per step, the one with the least left to
+compute first; waiting counts as if AGEING_TOKENS_PER_S had been computed meanwhile. So a prompt's turn is fixed by its
+arrival and what is left of it, and only those that arrive within left / AGEING_TOKENS_PER_S of it can overtake it:
+short ones do not wait behind long ones, and nobody starves. At its first chunk a prompt takes all its blocks: those of
+its prefix that are cached already, which are not computed again, and free ones for the rest. One that finds too few
+free waits, and no other starts before it. With the last chunk the first token is sampled, so the last token is always
+computed, in a block of the sequence's own.
+
+From its start on a request with a hand-over also holds a send pin on its blocks, which the worker drops when the
+hand-over has ended (all of it acknowledged, or given up): so the KV outlives the computation for as long as somebody
+may still read it. After that its full blocks stay cached while nobody needs the room.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from baton.core.blocks import BlockTable, Holder
 from baton.core.errors import DuplicateRequest, HandoffError, InvalidRequest, InvariantError, Unavailable
 from baton.core.events import SequenceEnded, StageStamps
 from baton.core.kv_layout import KVLayout
+from baton.core.prefix_cache import PrefixCache
+from baton.core.prefix_use import PrefixUse
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Sequence, State
 from baton.core.step import Row, StepOutcome, StepPlan, check_outcome
@@ -23,16 +30,20 @@ from baton.core.step import Row, StepOutcome, StepPlan, check_outcome
 MAX_SCORED_TOKENS = 256
 """Prompt tokens per step whose log-probabilities are wanted: each needs the logits of a whole vocabulary."""
 
+AGEING_TOKENS_PER_S = 2048.0
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """KV of positions [0, computed) of a sequence is complete; `first_token`, the output `output_index`, is set with
-    the last of them, and with it the log-probabilities that the request asks for."""
+    """KV of positions [0, computed) of a sequence is complete, the first `cached` of them without being computed for
+    it; `first_token`, the output `output_index`, is set with the last of them, and with it the log-probabilities that
+    the request asks for."""
 
     sequence_id: SequenceId
     computed: int
     first_token: int | None = None
     output_index: int = 0
+    cached: int = 0
     first_logprob: TokenLogprob | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
@@ -55,25 +66,38 @@ class _Times:
 @dataclass(slots=True)
 class _Entry:
     sequence: Sequence
+    prefix: PrefixUse
+    number: int
     pinned: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     times: _Times = field(default_factory=_Times)
 
 
 class PrefillScheduler:
-    """Complete state: `_waiting` and `_running` in order, `_entries` for both and for the parked, `blocks`, and the
-    one outstanding `_plan`."""
+    """Complete state: `_waiting` and `_running`, `_entries` for both and for the parked, `blocks` and their `cache`,
+    and the one outstanding `_plan`."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, step_tokens: int) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        step_tokens: int,
+        *,
+        model_digest: str = "",
+        prefix_cache: bool = True,
+    ) -> None:
         self.layout = layout
         self.blocks = BlockTable(num_blocks)
+        self.cache = PrefixCache(self.blocks, layout.block_size, model_digest, enabled=prefix_cache)
         self.step_tokens = step_tokens
-        self._waiting: deque[SequenceId] = deque()
+        self._waiting: list[SequenceId] = []
         self._running: list[SequenceId] = []
         self._entries: dict[SequenceId, _Entry] = {}
         self._plan: StepPlan | None = None
         self._next_step = 1
+        self._submitted = 0
         self.prompt_tokens_computed = 0
+        self.prompt_tokens_cached = 0
         self.tokens_generated = 0
 
     def __repr__(self) -> str:
@@ -123,28 +147,34 @@ class PrefillScheduler:
                 f" this prefill worker has {self.blocks.num_blocks}",
                 code="prompt_exceeds_pool",
             )
-        self._entries[request.sequence_id] = _Entry(Sequence(request, State.WAITING, now), pinned=hand_over)
+        self._submitted += 1
+        sequence = Sequence(request, State.WAITING, now)
+        # Log-probabilities of the prompt need the logits of all of it.
+        prefix = PrefixUse(self.cache, sequence, take=request.sampling.prompt_logprobs is None)
+        self._entries[sequence.id] = _Entry(sequence, prefix, self._submitted, pinned=hand_over)
         self._waiting.append(request.sequence_id)
 
     def begin_step(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute (or the last step is still out)."""
         if self._plan is not None:
             return None
-        self._start_waiting(now)
         rows: list[Row] = []
-        budget, scorable = self.step_tokens, MAX_SCORED_TOKENS
-        for sequence_id in self._running:
+        budget, scorable, room = self.step_tokens, MAX_SCORED_TOKENS, True
+        for entry in sorted((self._entries[i] for i in (*self._running, *self._waiting)), key=self._turn):
             if budget == 0:
                 break
-            sequence = self._entries[sequence_id].sequence
+            sequence = entry.sequence
             if sequence.ending is not None:
                 continue
-            count = min(budget, sequence.num_uncomputed)
-            if sequence.request.sampling.prompt_logprobs is not None:
-                count = min(count, scorable)
-                scorable -= count
-            if count == 0:
+            scores = sequence.request.sampling.prompt_logprobs is not None
+            if scores and scorable == 0:
                 continue
+            if sequence.state is State.WAITING:
+                room = room and self._start(entry, now)
+                if not room:
+                    continue
+            count = min(budget, scorable if scores else budget, sequence.num_uncomputed)
+            scorable -= count if scores else 0
             start, end = sequence.num_computed, sequence.num_computed + count
             last = end == sequence.num_tokens
             rows.append(sequence.row(start, end, num_sampled=int(last), score=True))
@@ -156,19 +186,26 @@ class PrefillScheduler:
         self._next_step += 1
         return self._plan
 
-    def _start_waiting(self, now: float) -> None:
-        while self._waiting:
-            entry = self._entries[self._waiting[0]]
-            sequence = entry.sequence
-            blocks = self.blocks.allocate(self.layout.blocks_for(sequence.num_tokens), Holder("sequence", sequence.id))
-            if blocks is None:
-                return
-            if entry.pinned:
-                self.blocks.hold(blocks, Holder("send", sequence.id))
-            sequence.block_ids = blocks
-            sequence.move(State.PREFILLING)
-            entry.times.started_at = now
-            self._running.append(self._waiting.popleft())
+    def _turn(self, entry: _Entry) -> tuple[float, int]:
+        """Lower goes first."""
+        sequence = entry.sequence
+        waiting = sequence.state is State.WAITING
+        left = sequence.num_uncomputed - (entry.prefix.num_findable if waiting else 0)
+        return sequence.arrived_at + left / AGEING_TOKENS_PER_S, entry.number
+
+    def _start(self, entry: _Entry, now: float) -> bool:
+        """Gives a waiting sequence its blocks. False when too few are free."""
+        sequence, holder = entry.sequence, Holder("sequence", entry.sequence.id)
+        if not entry.prefix.claim(self.layout.blocks_for(sequence.num_tokens), holder, holder):
+            return False
+        if entry.pinned:
+            self.blocks.hold(sequence.block_ids, Holder("send", sequence.id))
+        self.prompt_tokens_cached += entry.prefix.cached
+        sequence.move(State.PREFILLING)
+        entry.times.started_at = now
+        self._waiting.remove(sequence.id)
+        self._running.append(sequence.id)
+        return True
 
     def finish_step(self, outcome: StepOutcome, now: float) -> PrefillResult:
         """Takes in what the outstanding step computed.
@@ -186,18 +223,20 @@ class PrefillScheduler:
             sequence.step_id = None
             sequence.num_computed = row.end
             self.prompt_tokens_computed += len(row.tokens)
+            entry.prefix.store()
             entry.prompt_logprobs += outcome.scored_of(index)
             if sequence.ending is not None:
                 self._leave(entry)
                 continue
             if not row.num_sampled:
-                progress.append(Progress(sequence.id, row.end))
+                progress.append(Progress(sequence.id, row.end, cached=entry.prefix.cached))
                 continue
             token, (logprob,) = sampled[0], outcome.logprobs_of(index) or (None,)
             self.tokens_generated += 1
             entry.times.computed_at = now
             prompt_logprobs = tuple(entry.prompt_logprobs)
-            progress.append(Progress(sequence.id, row.end, token, row.output_index, logprob, prompt_logprobs))
+            cached = entry.prefix.cached
+            progress.append(Progress(sequence.id, row.end, token, row.output_index, cached, logprob, prompt_logprobs))
             reason = sequence.append(token)
             if reason is not None:
                 ended.append(SequenceEnded(sequence.id, reason, stamps=self.stamps(sequence.id)))
@@ -213,17 +252,11 @@ class PrefillScheduler:
                 self._leave(entry)
         return PrefillResult(tuple(progress), tuple(ended))
 
-    def request(self, sequence_id: SequenceId) -> GenerateRequest:
-        return self._entries[sequence_id].sequence.request
-
     def block_ids(self, sequence_id: SequenceId) -> tuple[int, ...]:
         return self._entries[sequence_id].sequence.block_ids
 
     def hands_over(self, sequence_id: SequenceId) -> bool:
         return self._entries[sequence_id].pinned
-
-    def knows(self, sequence_id: SequenceId) -> bool:
-        return sequence_id in self._entries
 
     def sequence_ids(self) -> tuple[SequenceId, ...]:
         return tuple(self._entries)
@@ -249,6 +282,11 @@ class PrefillScheduler:
             if sequence.step_id is None:
                 self._leave(entry)
         return True
+
+    def distrust(self, sequence_id: SequenceId) -> None:
+        """No later request gets what is in the blocks of a sequence: its KV may be damaged."""
+        if (entry := self._entries.get(sequence_id)) is not None:
+            self.cache.drop(entry.sequence.block_ids)
 
     def release_send(self, sequence_id: SequenceId) -> None:
         """The hand-over has ended: nobody reads the blocks any more."""
@@ -287,6 +325,7 @@ class PrefillScheduler:
                 disagree, or a finished sequence is still here.
         """
         self.blocks.check()
+        self.cache.check()
         held: set[tuple[int, Holder]] = set()
         for sequence_id, entry in self._entries.items():
             if entry.sequence.finished and not entry.pinned:

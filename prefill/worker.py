@@ -35,7 +35,13 @@ class PrefillWorker:
         self.pids = pids
         self.incarnation = time.time_ns()
         self.handles_refused = 0
-        self.scheduler = PrefillScheduler(runner.layout, runner.num_blocks, config.step_tokens)
+        self.scheduler = PrefillScheduler(
+            runner.layout,
+            runner.num_blocks,
+            config.step_tokens,
+            model_digest=facts.model_digest,
+            prefix_cache=config.prefix_cache,
+        )
         self.events = EventLog(config.worker_id)
         self.outgoing = Outgoing(
             self,
@@ -56,6 +62,7 @@ class PrefillWorker:
     # What the shell asks for.
 
     def join(self, run_id: str) -> Join:
+        self.scheduler.cache.restart_news()
         return Join(
             self.config.worker_id,
             "prefill",
@@ -76,6 +83,7 @@ class PrefillWorker:
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             prompt_tokens_computed=scheduler.prompt_tokens_computed,
+            prompt_tokens_cached=scheduler.prompt_tokens_cached,
             tokens_generated=scheduler.tokens_generated,
             kv_bytes_sent=self.outgoing.bytes_sent,
             steps=self.shell.steps,
@@ -90,8 +98,10 @@ class PrefillWorker:
         plan = self.scheduler.begin_step(now)
         if plan is not None:
             for row in plan.rows:
-                if row.start == 0 and self.scheduler.hands_over(row.sequence_id):
+                if self.scheduler.hands_over(row.sequence_id):
                     self.outgoing.start(row.sequence_id, row.block_ids)
+                    # What is cached can be sent already.
+                    self.outgoing.advance(row.sequence_id, row.start, None, plan.step_id - 1)
                 self.events.write("chunk_begin", sequence=row.sequence_id, start=row.start, end=row.end)
         return plan
 
@@ -106,13 +116,14 @@ class PrefillWorker:
             self.events.write("chunk_computed", sequence=p.sequence_id, end=p.computed, last=last)
             if p.first_token is not None:
                 logprobs = () if p.first_logprob is None else (p.first_logprob,)
-                first = (p.output_index, (p.first_token,), logprobs, p.prompt_logprobs)
+                first = (p.output_index, (p.first_token,), logprobs, p.prompt_logprobs, p.cached)
                 tokens.append(TokenEvent(current(p.sequence_id), *first))
             if p.sequence_id in ended:
                 self.outgoing.abort(p.sequence_id, "it ended with its first token")
             else:
                 self.outgoing.advance(p.sequence_id, p.computed, p.first_token, plan.step_id)
-        return StepEvents(plan.step_id, tuple(tokens), told, load=self.load())
+        news = self.scheduler.cache.take_news() if self.shell.session.connected else None
+        return StepEvents(plan.step_id, tuple(tokens), told, load=self.load(), block_news=news)
 
     def command(self, command: Command) -> None:
         match command:
@@ -206,4 +217,5 @@ class PrefillWorker:
 
     def hand_over_failed(self, sequence: SequenceId, error: BatonError) -> None:
         self.shell.say_ended(self.outgoing.current_id(sequence), error.code, error.message)
+        self.scheduler.distrust(sequence)
         self.scheduler.abort(sequence)

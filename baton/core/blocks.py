@@ -3,12 +3,15 @@
 A block in flight goes back to free only when its transfer has ended or its edge is gone: that is what a holder of kind
 `send` or `receiving` stands for. Every reuse raises the block's generation, so a late message about an earlier use can
 be told from the present one. `check()` proves that the books balance (design, section 1.10).
+
+A block that only the cache holds is idle: it counts as free, and is taken when no block is free outright, the one that
+was longest idle first. `on_evict` hears of each one taken like that, before its new holder does.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -34,11 +37,14 @@ class BlockCounts:
 
 
 class BlockTable:
-    """The blocks of one KV pool. Complete state: `_free` (oldest first), `_holders` and `_generation` per block."""
+    """The blocks of one KV pool. Complete state: `_free` (oldest first), `_idle` (longest idle first), `_holders` and
+    `_generation` per block."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.on_evict: Callable[[int], None] = lambda block: None
         self._free: deque[int] = deque(range(num_blocks))
+        self._idle: OrderedDict[int, None] = OrderedDict()
         self._holders: list[set[Holder]] = [set() for _ in range(num_blocks)]
         self._generation = [0] * num_blocks
 
@@ -49,22 +55,33 @@ class BlockTable:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that can be allocated now: free outright, or idle in the cache."""
+        return len(self._free) + len(self._idle)
+
+    def num_free_besides(self, shared: Iterable[int]) -> int:
+        """Blocks that can be allocated once `shared`, cached blocks, are held."""
+        return self.num_free - sum(block in self._idle for block in shared)
 
     def counts(self) -> BlockCounts:
         receiving = sum(any(h.kind == "receiving" for h in hs) for hs in self._holders)
         pinned = sum(any(h.kind == "send" for h in hs) for hs in self._holders)
-        cached = sum(bool(hs) and all(h.kind == "cache" for h in hs) for hs in self._holders)
-        return BlockCounts(self.num_blocks, self.num_free + cached, receiving, pinned)
+        return BlockCounts(self.num_blocks, self.num_free, receiving, pinned)
 
     def allocate(self, count: int, holder: Holder) -> tuple[int, ...] | None:
-        """Takes `count` free blocks for `holder` and raises their generation, or takes none and returns None."""
-        if count > len(self._free):
+        """Takes `count` free blocks for `holder` and raises their generation, or takes none and returns None. Idle
+        ones are evicted when there are not enough others."""
+        if count > self.num_free:
             return None
+        while len(self._free) < count:
+            block, _ = self._idle.popitem(last=False)
+            self._holders[block].clear()
+            self._free.append(block)
+            self.on_evict(block)
         taken = tuple(self._free.popleft() for _ in range(count))
         for block in taken:
             self._generation[block] += 1
             self._holders[block].add(holder)
+            self._settle(block)
         return taken
 
     def hold(self, blocks: Iterable[int], holder: Holder) -> None:
@@ -85,6 +102,7 @@ class BlockTable:
                 raise InvariantError(f"block {block} is already held by {holder}")
         for block in blocks:
             self._holders[block].add(holder)
+            self._settle(block)
 
     def convert(self, blocks: Iterable[int], old: Holder, new: Holder) -> None:
         """Replaces one holder by another, as when receiving has ended and the sequence takes the blocks over.
@@ -105,9 +123,12 @@ class BlockTable:
         for block in blocks:
             self._holders[block].remove(old)
             self._holders[block].add(new)
+            self._settle(block)
 
     def release(self, blocks: Iterable[int], holder: Holder) -> int:
-        """Takes `holder` off the blocks; those nobody holds any more become free. Returns how many did.
+        """Takes `holder` off the blocks; those nobody but the cache holds any more become free. Returns how many can be
+        allocated that could not before. Of cached blocks the later ones count as longer idle: a prefix is of use
+        without its continuation, and not the other way round.
 
         Raises:
             InvariantError: the holder does not hold one of them (a double free). Nothing has changed then.
@@ -116,11 +137,20 @@ class BlockTable:
         for block in blocks:
             if holder not in self._holders[block]:
                 raise InvariantError(f"block {block} is not held by {holder}")
-        freed = [block for block in blocks if len(self._holders[block]) == 1]
-        for block in blocks:
+        before = self.num_free
+        self._free.extend(block for block in blocks if len(self._holders[block]) == 1)
+        for block in reversed(blocks):
             self._holders[block].remove(holder)
-        self._free.extend(freed)
-        return len(freed)
+            self._settle(block)
+        return self.num_free - before
+
+    def _settle(self, block: int) -> None:
+        """Puts a block among the idle ones, last, or takes it out, after its holders changed."""
+        holders = self._holders[block]
+        if not holders or any(h.kind != "cache" for h in holders):
+            self._idle.pop(block, None)
+        else:
+            self._idle.setdefault(block)
 
     def _distinct(self, blocks: Iterable[int]) -> tuple[int, ...]:
         blocks = tuple(blocks)
@@ -141,7 +171,8 @@ class BlockTable:
         """Proves that the books balance.
 
         Raises:
-            InvariantError: a block is both free and held, neither, free twice, or received by one of several holders.
+            InvariantError: a block is both free and held, neither, free twice, received by one of several holders, or
+                idle and not held by the cache alone.
         """
         free = set(self._free)
         if len(free) != len(self._free):
@@ -151,6 +182,8 @@ class BlockTable:
                 raise InvariantError(f"block {block} is held by {sorted(holders)} and free={block in free}")
             if len(holders) > 1 and any(h.kind == "receiving" for h in holders):
                 raise InvariantError(f"block {block} is receiving and held by {sorted(holders)}")
+            if (bool(holders) and all(h.kind == "cache" for h in holders)) != (block in self._idle):
+                raise InvariantError(f"block {block} is held by {sorted(holders)} and idle={block in self._idle}")
 
     def check_held(self, expected: set[tuple[int, Holder]]) -> None:
         """Proves that the holders, apart from the cache, are exactly `expected`.

@@ -50,6 +50,7 @@ class WorkerConfig(EngineConfig):
     link_port: int = option(0, "port of a decode worker that prefill workers dial; 0: any free one", low=0, high=65535)
     store_port: int = option(0, "port of a decode worker where edges meet; 0: any free one", low=0, high=65535)
     step_tokens: int = option(512, "most tokens computed in one step", low=1, high=1 << 20)
+    prefix_cache: bool = option(True, "keep KV of finished requests for later ones that begin with the same tokens")
     max_running: int = option(64, "most sequences in one decode step", low=1, high=65536)
     drain_timeout_s: float = option(30.0, "longest what runs may take to finish when this worker is to end", low=0)
     edge_timeout_s: float = option(5.0, "longest one KV operation may take", low=0.1)

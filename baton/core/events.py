@@ -23,14 +23,15 @@ class StageStamps:
 class TokenEvent:
     """`tokens[i]` is output `first_index + i`, `logprobs[i]` its log-probability where the request asks for them.
 
-    `prompt_logprobs` comes with the first token that a prefill worker samples, if asked for: entry i is that of prompt
-    token i + 1 (the first has none)."""
+    Two come with the first token that a prefill worker samples: `prompt_logprobs`, if asked for (entry i is that of
+    prompt token i + 1; the first has none), and `cached_tokens`, how many tokens before it were not computed."""
 
     sequence: SequenceId
     first_index: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,8 @@ class HandedOver:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Counters and gauges of a worker. A cached block that nothing refers to counts as free."""
+    """Counters and gauges of a worker. A cached block that nothing refers to counts as free. `prompt_tokens_cached`
+    were not computed by a prefill worker, `kv_bytes_reused` not sent to a decode worker, since they were there."""
 
     blocks_total: int = 0
     blocks_free: int = 0
@@ -81,6 +83,18 @@ class Load:
     chunks_resent: int = 0
     handles_refused: int = 0
     stale_messages: int = 0
+    prompt_tokens_cached: int = 0
+    kv_bytes_reused: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNews:
+    """Hints (the first bytes of keys, `baton.core.prefix_keys`) of full blocks that became or stopped being reusable
+    at a worker. `cleared`: what was told before does not count any more."""
+
+    stored: tuple[bytes, ...] = ()
+    evicted: tuple[bytes, ...] = ()
+    cleared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +105,4 @@ class StepEvents:
     parked: tuple[Parked, ...] = ()
     handed_over: tuple[HandedOver, ...] = ()
     load: Load | None = None
+    block_news: BlockNews | None = None

@@ -22,6 +22,7 @@ class _Record:
     # As many as tokens, or none.
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    cached_tokens: int = 0
     ended: SequenceEnded | None = None
     parked: Parked | None = None
     handed_over: HandedOver | None = None
@@ -58,6 +59,7 @@ class OutputLog:
             record.tokens[known : known + len(event.tokens)] = event.tokens
             record.logprobs[known : known + len(event.logprobs)] = event.logprobs
             record.prompt_logprobs = record.prompt_logprobs or event.prompt_logprobs
+            record.cached_tokens = max(record.cached_tokens, event.cached_tokens)
         for ended in events.ended:
             record = self._records.setdefault(ended.sequence, _Record())
             record.ended, record.parked = ended, None
@@ -91,7 +93,8 @@ class OutputLog:
             rest = tuple(record.tokens[start - first :])
             if rest:
                 logprobs = tuple(record.logprobs[start - first :])
-                tokens.append(TokenEvent(item.sequence, start, rest, logprobs, record.prompt_logprobs))
+                event = TokenEvent(item.sequence, start, rest, logprobs, record.prompt_logprobs, record.cached_tokens)
+                tokens.append(event)
             if record.ended is not None:
                 ended.append(record.ended)
             if record.parked is not None:

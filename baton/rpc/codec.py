@@ -34,6 +34,7 @@ _MESSAGES: dict[type, type[Message]] = {
     events.HandedOver: worker_pb2.HandedOver,
     events.Load: worker_pb2.Load,
     events.StepEvents: worker_pb2.StepEvents,
+    events.BlockNews: worker_pb2.BlockNews,
     commands.WorkerFacts: worker_pb2.WorkerFacts,
     commands.Join: worker_pb2.Join,
     commands.Following: worker_pb2.Following,
@@ -184,7 +185,7 @@ def _value(name: str, field: Any, message: Any) -> Any:
     if field.is_repeated:
         return tuple(from_message(i) for i in item) if field.message_type is not None else tuple(item)
     if field.has_presence and not message.HasField(name):
-        if field.message_type is None or _CORE[type(item)] in (events.Load, request.TokenLogprob):
+        if field.message_type is None or _CORE[type(item)] in (events.Load, events.BlockNews, request.TokenLogprob):
             return 0.0 if name.endswith("_s") else None
         if _CORE[type(item)] is not events.StageStamps:
             raise InvalidRequest(f"{type(message).__name__} has no {name}", param=name)

@@ -80,6 +80,11 @@ class WorkerSession:
         self.run_id = ""
         self.log = OutputLog()
 
+    @property
+    def connected(self) -> bool:
+        """Whether what is posted now goes out at once."""
+        return self._connected
+
     def post(self, events: StepEvents) -> None:
         """Tells the coordinator. Safe at any time: while no stream stands, the log keeps what was said."""
         self.log.record(events)

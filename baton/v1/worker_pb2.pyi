@@ -216,7 +216,7 @@ class HeartbeatAck(_message.Message):
     def __init__(self, sequence_number: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("blocks_total", "blocks_free", "running", "waiting", "prompt_tokens_computed", "tokens_generated", "kv_bytes_sent", "kv_bytes_received", "steps", "backlog_tokens", "leases", "sequences", "speculation", "chunks_resent", "handles_refused", "stale_messages")
+    __slots__ = ("blocks_total", "blocks_free", "running", "waiting", "prompt_tokens_computed", "tokens_generated", "kv_bytes_sent", "kv_bytes_received", "steps", "backlog_tokens", "leases", "sequences", "speculation", "chunks_resent", "handles_refused", "stale_messages", "prompt_tokens_cached", "kv_bytes_reused")
     BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -233,6 +233,8 @@ class Load(_message.Message):
     CHUNKS_RESENT_FIELD_NUMBER: _ClassVar[int]
     HANDLES_REFUSED_FIELD_NUMBER: _ClassVar[int]
     STALE_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_REUSED_FIELD_NUMBER: _ClassVar[int]
     blocks_total: int
     blocks_free: int
     running: int
@@ -249,7 +251,9 @@ class Load(_message.Message):
     chunks_resent: int
     handles_refused: int
     stale_messages: int
-    def __init__(self, blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., steps: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., leases: _Optional[int] = ..., sequences: _Optional[int] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., chunks_resent: _Optional[int] = ..., handles_refused: _Optional[int] = ..., stale_messages: _Optional[int] = ...) -> None: ...
+    prompt_tokens_cached: int
+    kv_bytes_reused: int
+    def __init__(self, blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., steps: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., leases: _Optional[int] = ..., sequences: _Optional[int] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., chunks_resent: _Optional[int] = ..., handles_refused: _Optional[int] = ..., stale_messages: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., kv_bytes_reused: _Optional[int] = ...) -> None: ...
 
 class StepEvents(_message.Message):
     __slots__ = ("step_id", "tokens", "ended", "parked", "handed_over", "load", "block_news")
@@ -270,7 +274,7 @@ class StepEvents(_message.Message):
     def __init__(self, step_id: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[TokenEvent, _Mapping]]] = ..., ended: _Optional[_Iterable[_Union[SequenceEnded, _Mapping]]] = ..., parked: _Optional[_Iterable[_Union[Parked, _Mapping]]] = ..., handed_over: _Optional[_Iterable[_Union[HandedOver, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., block_news: _Optional[_Union[BlockNews, _Mapping]] = ...) -> None: ...
 
 class TokenEvent(_message.Message):
-    __slots__ = ("sequence", "first_index", "tokens", "logprobs", "stamps", "speculation", "prompt_logprobs")
+    __slots__ = ("sequence", "first_index", "tokens", "logprobs", "stamps", "speculation", "prompt_logprobs", "cached_tokens")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -278,6 +282,7 @@ class TokenEvent(_message.Message):
     STAMPS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence: _types_pb2.SequenceId
     first_index: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -285,7 +290,8 @@ class TokenEvent(_message.Message):
     stamps: _types_pb2.StageStamps
     speculation: _types_pb2.SpeculationCounters
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.TokenLogprob]
-    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., stamps: _Optional[_Union[_types_pb2.StageStamps, _Mapping]] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., first_index: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., stamps: _Optional[_Union[_types_pb2.StageStamps, _Mapping]] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SequenceEnded(_message.Message):
     __slots__ = ("sequence", "reason", "code", "message", "stamps", "speculation", "blamed")

@@ -128,7 +128,8 @@ def test_two_ranks_join_as_one_worker_compute_as_one_and_drain(jobs: Jobs) -> No
         answer = jobs.http.post("/v1/completions", json=body(PROMPT[:length], 1)).json()
         expected = oracle.greedy(jobs.model, PROMPT[:length], 1)
         assert tuple(answer["choices"][0]["token_ids"])[: expected.decided] == expected.tokens[: expected.decided]
-    assert jobs.worker("prefill")["prompt_tokens_computed"] == 141
+    prefill_worker = jobs.worker("prefill")
+    assert (prefill_worker["prompt_tokens_computed"], prefill_worker["prompt_tokens_cached"]) == (1 + 40 + 68, 32)
     jobs.coordinator.terminate()
     assert (prefill.wait(30), decode.wait(30)) == (0, 0), jobs.log("prefill")
     assert all(map(gone, pids))

@@ -112,9 +112,37 @@ def test_cached_block_that_nothing_refers_to_counts_as_free() -> None:
     table = BlockTable(3)
     blocks = table.allocate(2, SEQ_A) or ()
     table.hold(blocks, CACHE)
-    table.release(blocks[:1], SEQ_A)
-    assert table.counts().free == 2
-    assert table.num_free == 1
+    assert table.release(blocks[:1], SEQ_A) == 1
+    assert (table.num_free, table.counts().free) == (2, 2)
+    assert table.num_free_besides(blocks) == 1
+
+
+def test_idle_blocks_are_taken_last_and_the_end_of_a_prefix_before_its_beginning() -> None:
+    table = BlockTable(4)
+    evicted: list[int] = []
+    table.on_evict = evicted.append
+    first, second, third = table.allocate(3, SEQ_A) or ()
+    table.hold((first, second, third), CACHE)
+    table.release((first, second, third), SEQ_A)
+    table.hold((first,), SEQ_A)
+    table.release((first,), SEQ_A)
+    assert table.allocate(1, SEQ_B) == (3,)
+    assert evicted == []
+    assert table.allocate(2, SEQ_B) == (third, second)
+    assert evicted == [third, second]
+    assert table.generations((third,)) == (2,)
+    assert table.holders(second) == {SEQ_B}
+
+
+def test_block_that_goes_on_being_cached_is_taken_for_another_use_only_when_nobody_holds_it() -> None:
+    table = BlockTable(1)
+    blocks = table.allocate(1, SEQ_A) or ()
+    table.hold(blocks, CACHE)
+    assert table.allocate(1, SEQ_B) is None
+    table.convert(blocks, SEQ_A, SEND_A)
+    assert table.allocate(1, SEQ_B) is None
+    table.release(blocks, SEND_A)
+    assert table.allocate(1, SEQ_B) == blocks
 
 
 def test_state_reads_as_one_line() -> None:
@@ -124,7 +152,7 @@ def test_state_reads_as_one_line() -> None:
     assert repr(table) == "<BlockTable 2 held, 1 receiving, 1 pinned, 2 free of 4>"
 
 
-@pytest.mark.parametrize("spoil", ["forget", "free_twice", "free_held", "share_receiving"])
+@pytest.mark.parametrize("spoil", ["forget", "free_twice", "free_held", "share_receiving", "idle"])
 def test_check_finds_books_that_do_not_balance(spoil: str) -> None:
     table = BlockTable(2)
     table.allocate(1, RECEIVING_A)
@@ -133,6 +161,7 @@ def test_check_finds_books_that_do_not_balance(spoil: str) -> None:
         "free_twice": lambda: table._free.append(1),
         "free_held": lambda: table._free.append(0),
         "share_receiving": lambda: table._holders[0].add(SEQ_B),
+        "idle": lambda: table._idle.setdefault(0),
     }[spoil]()
     with pytest.raises(InvariantError):
         table.check()

@@ -20,6 +20,9 @@ class BlockTableMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(1, 8))
     def start(self, num_blocks: int) -> None:
         self.table = BlockTable(num_blocks)
+        self.evicted: list[int] = []
+        self.table.on_evict = self.evicted.append
+        self.idle: list[int] = []
         self.held: dict[int, set[Holder]] = {block: set() for block in range(num_blocks)}
         self.generation = dict.fromkeys(self.held, 0)
 
@@ -38,10 +41,13 @@ class BlockTableMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 9), holder=holders)
     def allocate(self, count: int, holder: Holder) -> None:
         free = {block for block, held in self.held.items() if not held}
+        self.evicted.clear()
         taken = self.table.allocate(count, holder)
-        assert (taken is None) == (count > len(free))
+        assert (taken is None) == (count > len(free) + len(self.idle))
+        must_go = max(0, count - len(free)) if taken is not None else 0
+        assert self.evicted == self.idle[:must_go], "the longest idle go first, and none before it must"
         for block in taken or ():
-            assert block in free
+            assert block in free or block in self.evicted
             self.held[block] = {holder}
             self.generation[block] += 1
         assert taken is None or len(set(taken)) == count
@@ -81,14 +87,41 @@ class BlockTableMachine(RuleBasedStateMachine):
         block = data.draw(st.sampled_from([b for b, held in self.held.items() if held]))
         holder = data.draw(st.sampled_from(sorted(self.held[block])))
         self.held[block].discard(holder)
-        assert self.table.release([block], holder) == (not self.held[block])
+        newly = {h.kind for h in self.held[block]} <= {"cache"} and (not self.held[block] or holder.kind != "cache")
+        was_idle = block in self.idle
+        assert self.table.release([block], holder) == (newly and not was_idle)
+
+    @precondition(lambda self: any(self.held.values()))
+    @rule(data=st.data())
+    def hold_by_the_cache(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from([b for b, held in self.held.items() if held]))
+        kinds = {h.kind for h in self.held[block]}
+        if "receiving" not in kinds and HOLDERS[-1] not in self.held[block]:
+            self.table.hold([block], HOLDERS[-1])
+            self.held[block].add(HOLDERS[-1])
+
+    @precondition(lambda self: any(len(held) > 1 for held in self.held.values()))
+    @rule(data=st.data())
+    def leave_to_the_cache(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from([b for b, held in self.held.items() if held]))
+        for holder in [h for h in self.held[block] if h.kind != "cache"]:
+            self.held[block].discard(holder)
+            self.table.release([block], holder)
+
+    @invariant()
+    def idle_blocks_keep_the_order_in_which_they_became_so(self) -> None:
+        now = {block for block, held in self.held.items() if held and all(h.kind == "cache" for h in held)}
+        order = list(self.table._idle)
+        assert set(order) == now
+        assert [b for b in order if b in self.idle] == [b for b in self.idle if b in now]
+        self.idle = order
 
     @invariant()
     def books_balance_and_agree_with_the_model(self) -> None:
         self.table.check()
         assert {b: set(self.table.holders(b)) for b in self.held} == self.held
         assert self.table.generations(self.held) == tuple(self.generation.values())
-        assert self.table.num_free == sum(not held for held in self.held.values())
+        assert self.table.num_free == sum({h.kind for h in held} <= {"cache"} for held in self.held.values())
         for holder in HOLDERS:
             assert self.table.held_by(holder) == tuple(b for b, held in self.held.items() if holder in held)
 

@@ -143,3 +143,10 @@ def test_log_probabilities_are_said_again_with_their_tokens() -> None:
     log.record(StepEvents(tokens=(TokenEvent(A, 0, (1, 2), tuple(scores[:2]), (scores[0],)),)))
     log.record(StepEvents(tokens=(TokenEvent(A, 2, (3,), (scores[2],)),)))
     assert log.since([Following(A, 1)]).tokens == (TokenEvent(A, 1, (2, 3), tuple(scores[1:]), (scores[0],)),)
+
+
+def test_cached_tokens_are_said_again_with_the_first_token() -> None:
+    log = OutputLog()
+    log.record(StepEvents(tokens=(TokenEvent(A, 0, (5,), cached_tokens=32),)))
+    log.record(StepEvents(tokens=(TokenEvent(A, 1, (6,)),)))
+    assert log.since([Following(A, 0)]).tokens == (TokenEvent(A, 0, (5, 6), cached_tokens=32),)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.core.errors import DuplicateRequest, InvalidRequest, InvariantError, Unavailable
 from baton.core.events import StageStamps
 from baton.core.request import SamplingParams, TokenLogprob
 from baton.core.step import StepOutcome
-from prefill.scheduler import MAX_SCORED_TOKENS, PrefillResult, PrefillScheduler, Progress
+from prefill.scheduler import AGEING_TOKENS_PER_S, MAX_SCORED_TOKENS, PrefillResult, PrefillScheduler, Progress
 from tests.support.builders import EOS, make_outcome, make_prefill, make_request
 
 
@@ -52,13 +54,25 @@ def test_resumed_attempt_computes_prompt_and_output_and_samples_the_next_index()
 
 def test_request_waits_until_all_its_blocks_are_free() -> None:
     scheduler = make_prefill(num_blocks=3, step_tokens=16)
-    a, b = make_request("a", 8), make_request("b", 8)
+    a, b = make_request("a", 8), make_request("b", range(8))
     for request in (a, b):
         scheduler.submit(request, 0.0, hand_over=True)
     step(scheduler)
     assert scheduler.begin_step(0.0) is None
     scheduler.release_send(a.sequence_id)
     assert step(scheduler).progress[0].sequence_id == b.sequence_id
+
+
+def test_nobody_starts_before_one_that_finds_too_few_blocks() -> None:
+    scheduler = make_prefill(num_blocks=4, step_tokens=16)
+    parked, long, short = make_request("parked", 8), make_request("long", range(12)), make_request("short", (9, 9, 9))
+    scheduler.submit(parked, 0.0, hand_over=True)
+    step(scheduler)
+    scheduler.submit(long, 0.0, hand_over=True)
+    scheduler.submit(short, 1.0, hand_over=True)
+    assert scheduler.begin_step(1.0) is None
+    scheduler.release_send(parked.sequence_id)
+    assert [p.sequence_id for p in step(scheduler).progress] == [long.sequence_id, short.sequence_id]
 
 
 def test_first_token_that_ends_the_sequence_ends_it_here() -> None:
@@ -208,3 +222,121 @@ def test_an_outcome_without_the_log_probabilities_asked_for_is_refused() -> None
     score = TokenLogprob(7, -1.0, 1)
     progress = scheduler.finish_step(replace(make_outcome(plan), logprobs=((score,),)), 0.0).progress
     assert progress[0].first_logprob == score
+
+
+def prefilled(scheduler: PrefillScheduler, name: str, prompt: object, salt: str = "") -> int:
+    """Computes a prompt to its end and says how many tokens of it were cached."""
+    request = make_request(name, prompt, cache_salt=salt)  # type: ignore[arg-type]
+    scheduler.submit(request, 0.0, hand_over=True)
+    while not (done := step(scheduler).progress[-1]).first_token:
+        pass
+    scheduler.release_send(request.sequence_id)
+    scheduler.check()
+    return done.cached
+
+
+def test_prefix_that_is_cached_is_not_computed_again() -> None:
+    scheduler = make_prefill(num_blocks=12)
+    assert prefilled(scheduler, "first", 10) == 0
+    assert prefilled(scheduler, "same", 10) == 8
+    assert prefilled(scheduler, "longer", 14) == 8
+    assert prefilled(scheduler, "other", range(10)) == 0
+    assert (scheduler.prompt_tokens_computed, scheduler.prompt_tokens_cached) == (10 + 2 + 6 + 10, 16)
+
+
+def test_last_token_is_computed_even_of_a_prompt_cached_to_the_end() -> None:
+    scheduler = make_prefill()
+    assert [prefilled(scheduler, name, 8) for name in "ab"] == [0, 4]
+
+
+def test_other_salt_shares_nothing() -> None:
+    scheduler = make_prefill()
+    assert [prefilled(scheduler, f"r{i}", 9, salt) for i, salt in enumerate(["", "s", "t", "s"])] == [0, 0, 0, 8]
+
+
+def test_cached_block_is_computed_again_once_it_was_needed_for_another_prompt() -> None:
+    scheduler = make_prefill(num_blocks=4)
+    assert prefilled(scheduler, "a", 9) == 0
+    assert prefilled(scheduler, "b", range(10)) == 0
+    assert prefilled(scheduler, "a again", 9) == 4
+
+
+def test_switched_off_nothing_is_cached() -> None:
+    scheduler = make_prefill(prefix_cache=False)
+    assert [prefilled(scheduler, name, 9) for name in "ab"] == [0, 0]
+
+
+def test_damaged_kv_is_not_used_again() -> None:
+    scheduler = make_prefill()
+    request = make_request("a", 9)
+    scheduler.submit(request, 0.0, hand_over=True)
+    step(scheduler)
+    scheduler.distrust(request.sequence_id)
+    scheduler.abort(request.sequence_id)
+    scheduler.release_send(request.sequence_id)
+    assert prefilled(scheduler, "b", 9) == 0
+
+
+def test_prompt_finds_what_another_computed_while_it_waited() -> None:
+    scheduler = make_prefill(step_tokens=4)
+    for name in "ab":
+        scheduler.submit(make_request(name, 9), 0.0, hand_over=True)
+    cached = {}
+    while scheduler.has_work:
+        cached.update({p.sequence_id.request_id: p.cached for p in step(scheduler).progress})
+    assert cached == {"a": 0, "b": 8}
+
+
+def test_short_prompt_does_not_wait_behind_a_long_one() -> None:
+    scheduler = make_prefill(num_blocks=100, step_tokens=8)
+    scheduler.submit(make_request("long", 300), 0.0, hand_over=True)
+    step(scheduler)
+    scheduler.submit(make_request("short", range(8)), 0.0, hand_over=True)
+    assert [p.sequence_id.request_id for p in step(scheduler).progress] == ["short"]
+    assert [p.sequence_id.request_id for p in step(scheduler).progress] == ["long"]
+
+
+def test_long_prompt_that_has_waited_goes_before_a_short_one() -> None:
+    scheduler = make_prefill(num_blocks=100, step_tokens=8)
+    scheduler.submit(make_request("long", 300), 0.0, hand_over=True)
+    scheduler.submit(make_request("short", range(8)), 301 / AGEING_TOKENS_PER_S, hand_over=True)
+    assert [p.sequence_id.request_id for p in step(scheduler).progress] == ["long"]
+
+
+@given(
+    long=st.integers(50, 400),
+    every_s=st.floats(1e-4, 1e-1),
+    shorts=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    step_tokens=st.integers(8, 64),
+)
+@settings(max_examples=60)
+def test_nobody_starves(long: int, every_s: float, shorts: list[int], step_tokens: int) -> None:
+    """Short prompts that come for ever, faster than they can be computed, hold a long one up only as long as those take
+    that came within its own ageing time."""
+    scheduler = make_prefill(num_blocks=2000, step_tokens=step_tokens)
+    scheduler.submit(make_request("long", long), 0.0, hand_over=True)
+    overtaking = sum(shorts[i % len(shorts)] for i in range(int(long / AGEING_TOKENS_PER_S / every_s) + 1))
+    number, now = 0, 0.0
+    for _ in range(-(-(long + overtaking) // step_tokens) + 1):
+        while number * every_s <= now:
+            prompt = (10_000 + number, *range(1, shorts[number % len(shorts)]))
+            scheduler.submit(make_request(f"s{number}", prompt), number * every_s, hand_over=True)
+            number += 1
+        plan = scheduler.begin_step(now)
+        assert plan is not None
+        for p in scheduler.finish_step(make_outcome(plan), now).progress:
+            if p.first_token and p.sequence_id.request_id == "long":
+                return
+            if p.first_token:
+                scheduler.release_send(p.sequence_id)
+        now += every_s
+    raise AssertionError(f"{long} tokens not computed though only {overtaking} could go before them")
+
+
+def test_prompt_whose_log_probabilities_are_wanted_is_computed_whole_and_cached() -> None:
+    scheduler = make_prefill()
+    prefilled(scheduler, "a", 9)
+    request = replace(make_request("b", 9), sampling=SamplingParams(prompt_logprobs=0))
+    scheduler.submit(request, 0.0, hand_over=False)
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None and (plan.rows[0].start, len(plan.rows[0].scored)) == (0, 8)

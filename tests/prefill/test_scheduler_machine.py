@@ -24,6 +24,7 @@ class Life:
     request: GenerateRequest
     number: int
     pinned: bool
+    cached: int = 0
     computed: int = 0
     blocks: tuple[int, ...] = ()
     aborted: bool = False
@@ -35,14 +36,28 @@ class Life:
         return self.request.num_prefill_tokens
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.request.prompt + self.request.output
+
+    @property
     def queued(self) -> bool:
         return not (self.parked or self.ended or self.aborted)
 
 
 class PrefillMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(1, 10), block_size=st.integers(1, 4), step_tokens=st.integers(1, 20))
-    def start(self, num_blocks: int, block_size: int, step_tokens: int) -> None:
-        self.scheduler = make_prefill(num_blocks, block_size=block_size, step_tokens=step_tokens)
+    @initialize(
+        num_blocks=st.integers(1, 16),
+        block_size=st.integers(1, 4),
+        step_tokens=st.integers(1, 20),
+        prefix_cache=st.booleans(),
+    )
+    def start(self, num_blocks: int, block_size: int, step_tokens: int, prefix_cache: bool) -> None:
+        self.prefix_cache = prefix_cache
+        self.scheduler = make_prefill(
+            num_blocks, block_size=block_size, step_tokens=step_tokens, prefix_cache=prefix_cache
+        )
+        # What is written in each block, and under which salt.
+        self.written: dict[int, tuple[str, tuple[int, ...]]] = {}
         self.lives: dict[SequenceId, Life] = {}
         self.plan: StepPlan | None = None
         self.submitted = self.computed = 0
@@ -59,11 +74,25 @@ class PrefillMachine(RuleBasedStateMachine):
             if over and not life.pinned and not self.stepping(life):
                 del self.lives[sequence]
 
-    @rule(prompt=st.integers(1, 20), output=st.integers(0, 4), more=st.integers(1, 3), hand_over=st.booleans())
-    def submit(self, prompt: int, output: int, more: int, hand_over: bool) -> None:
+    @rule(
+        prompt=st.integers(1, 12),
+        first=st.integers(0, 1),
+        output=st.integers(0, 4),
+        more=st.integers(1, 3),
+        hand_over=st.booleans(),
+        salt=st.sampled_from(["", "s"]),
+    )
+    def submit(self, prompt: int, first: int, output: int, more: int, hand_over: bool, salt: str) -> None:
+        tokens = (first, *range(1001, 1000 + prompt))
+        self.submit_tokens(tokens, tuple(range(500, 500 + output)), more, hand_over, salt)
+
+    def submit_tokens(
+        self, prompt: tuple[int, ...], output: tuple[int, ...], more: int, hand_over: bool, salt: str
+    ) -> None:
         self.submitted += 1
-        request = make_request(f"r{self.submitted}", prompt, output + more, output=range(500, 500 + output))
-        if self.scheduler.layout.blocks_for(prompt + output) > self.scheduler.blocks.num_blocks:
+        name = f"r{self.submitted}"
+        request = make_request(name, prompt, len(output) + more, output=output, cache_salt=salt)
+        if self.scheduler.layout.blocks_for(request.num_prefill_tokens) > self.scheduler.blocks.num_blocks:
             with pytest.raises(Unavailable, match="KV blocks"):
                 self.scheduler.submit(request, 0.0, hand_over=hand_over)
             return
@@ -84,8 +113,8 @@ class PrefillMachine(RuleBasedStateMachine):
         elif plan is None:
             waiting = [life for life in self.lives.values() if life.queued]
             assert all(not life.blocks for life in waiting)
-            for life in waiting[:1]:
-                assert self.scheduler.layout.blocks_for(life.total) > self.scheduler.blocks.num_free
+            free = self.scheduler.blocks.num_free
+            assert not waiting or any(self.scheduler.layout.blocks_for(life.total) > free for life in waiting)
         else:
             self.plan = plan
             self.check_plan(plan)
@@ -94,16 +123,21 @@ class PrefillMachine(RuleBasedStateMachine):
         lives = [self.lives[row.sequence_id] for row in plan.rows]
         for row, life in zip(plan.rows, lives, strict=True):
             self.check_row(row, life)
-        assert [life.number for life in lives] == sorted({life.number for life in lives}), "not first come first served"
+        turns = [(life.total - life.computed, life.number) for life in lives]
+        assert turns == sorted(turns), "not the one with the least left first"
+        assert len({life.number for life in lives}) == len(lives)
         assert plan.num_tokens <= self.scheduler.step_tokens
         assert all(row.end == life.total for row, life in zip(plan.rows[:-1], lives, strict=False))
-        if plan.num_tokens < self.scheduler.step_tokens:
-            assert plan.rows[-1].end == lives[-1].total
-            assert all(not life.queued or life in lives or not life.blocks for life in self.lives.values())
+        for life in self.lives.values():
+            if life.queued and life.blocks and life not in lives:
+                assert plan.num_tokens == self.scheduler.step_tokens, "budget was left for one that had started"
+                assert (life.total - life.computed, life.number) > turns[-1]
 
     def check_row(self, row: Row, life: Life) -> None:
         request = life.request
         assert life.queued and row.tokens
+        if not life.blocks:
+            self.check_prefix(row, life)
         assert row.start == life.computed, "each position is computed exactly once"
         assert row.tokens == (request.prompt + request.output)[row.start : row.end]
         assert row.num_sampled == (row.end == life.total)
@@ -111,6 +145,21 @@ class PrefillMachine(RuleBasedStateMachine):
         assert len(row.block_ids) == self.scheduler.layout.blocks_for(life.total)
         assert row.block_ids == (life.blocks or row.block_ids)
         life.blocks = row.block_ids
+        size = self.scheduler.layout.block_size
+        for index in range(row.start // size, -(-row.end // size)):
+            others = [other for other in self.lives.values() if other is not life and other.blocks]
+            assert all(row.block_ids[index] not in other.blocks[: other.computed // size] for other in others)
+            self.written[row.block_ids[index]] = (request.cache_salt, life.tokens[: min(row.end, (index + 1) * size)])
+
+    def check_prefix(self, row: Row, life: Life) -> None:
+        """A first row may begin behind what is in its blocks already, and only there."""
+        size = self.scheduler.layout.block_size
+        assert row.start % size == 0 and row.start < life.total
+        assert self.prefix_cache or row.start == 0
+        for index in range(row.start // size):
+            known = (life.request.cache_salt, life.tokens[: (index + 1) * size])
+            assert self.written[row.block_ids[index]] == known, "the block holds something else"
+        life.cached = life.computed = row.start
 
     @precondition(lambda self: self.plan is not None)
     @rule(data=st.data())
@@ -128,7 +177,7 @@ class PrefillMachine(RuleBasedStateMachine):
                 continue
             token = sampled[0] if sampled else None
             index = len(life.request.output)
-            progress.append((row.sequence_id, row.end, token, index if sampled else None))
+            progress.append((row.sequence_id, row.end, life.cached, token, index if sampled else None))
             if token is not None:
                 reason = finish_reason(life.request, index + 1, token) or ("" if life.pinned else "error")
                 life.ended, life.parked = bool(reason), not reason
@@ -137,8 +186,22 @@ class PrefillMachine(RuleBasedStateMachine):
         assert [(e.sequence, e.reason) for e in result.ended] == ended
         self.forget_what_is_over()
 
-    def summary(self, p: Progress) -> tuple[SequenceId, int, int | None, int | None]:
-        return p.sequence_id, p.computed, p.first_token, None if p.first_token is None else p.output_index
+    @precondition(lambda self: self.lives)
+    @rule(data=st.data(), again=st.booleans())
+    def compute_all_and_perhaps_ask_for_one_again(self, data: st.DataObject, again: bool) -> None:
+        life = self.pick(data)
+        while True:
+            if self.plan is None:
+                self.begin()
+            if self.plan is None:
+                break
+            self.finish(data)
+        if again:
+            tokens, salt = life.tokens, life.request.cache_salt
+            self.submit_tokens(tokens[: data.draw(st.integers(1, len(tokens)))], (), 1, True, salt)
+
+    def summary(self, p: Progress) -> tuple[SequenceId, int, int, int | None, int | None]:
+        return p.sequence_id, p.computed, p.cached, p.first_token, None if p.first_token is None else p.output_index
 
     @precondition(lambda self: self.lives)
     @rule(data=st.data())
@@ -178,7 +241,8 @@ class PrefillMachine(RuleBasedStateMachine):
         used: list[int] = []
         for sequence, life in getattr(self, "lives", {}).items():
             computing = life.blocks and (life.queued or self.stepping(life))
-            used += life.blocks if computing or life.pinned else ()
+            size = self.scheduler.layout.block_size
+            used += life.blocks[life.cached // size :] if (computing or life.pinned) and not self.prefix_cache else ()
             for block in life.blocks:
                 assert (Holder("sequence", sequence) in blocks.holders(block)) == bool(computing)
                 assert (Holder("send", sequence) in blocks.holders(block)) == life.pinned

@@ -97,7 +97,6 @@ LATER = {
     "TokenEvent": {"stamps", "speculation"},
     "SequenceEnded": {"speculation", "blamed"},
     "Load": {"speculation"},
-    "StepEvents": {"block_news"},
     "WorkerFacts": {"draft_digest"},
 }
 

@@ -28,6 +28,7 @@ def make_request(
     attempt: int = 1,
     temperature: float = 0.0,
     seed: int = 0,
+    cache_salt: str = "",
 ) -> GenerateRequest:
     """A request. A `prompt` given as a length holds the ids 1000, 1001, and so on."""
     return GenerateRequest(
@@ -39,6 +40,7 @@ def make_request(
         output=tuple(output),
         choice=choice,
         attempt=attempt,
+        cache_salt=cache_salt,
     )
 
 
@@ -46,8 +48,10 @@ def make_layout(block_size: int = 4, *, layers: int = 2, heads: int = 2, head_di
     return KVLayout(block_size, tuple(LayerKV(heads, head_dim, "float32") for _ in range(layers)))
 
 
-def make_prefill(num_blocks: int = 8, *, block_size: int = 4, step_tokens: int = 8) -> PrefillScheduler:
-    return PrefillScheduler(make_layout(block_size), num_blocks, step_tokens)
+def make_prefill(
+    num_blocks: int = 8, *, block_size: int = 4, step_tokens: int = 8, prefix_cache: bool = True
+) -> PrefillScheduler:
+    return PrefillScheduler(make_layout(block_size), num_blocks, step_tokens, prefix_cache=prefix_cache)
 
 
 def make_decode(num_blocks: int = 8, *, block_size: int = 4, max_running: int = 8) -> DecodeScheduler:

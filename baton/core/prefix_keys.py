@@ -1,0 +1,40 @@
+"""Names of KV blocks by what is in them.
+
+The key of a full block is a keyed hash over its tokens and the key of the block before it, so it stands for all tokens
+from the first on; the hash is keyed by the model's digest and the request's salt, so that equal keys mean equal KV and
+requests of different salts have no key in common. The coordinator computes the same keys as the workers do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+
+HINT_BYTES = 8  # as much of a key as routing needs: a clash there costs a recomputation, no more
+
+
+class KeyChain:
+    """The keys of a sequence's full blocks, `keys`, as far as they have been asked for."""
+
+    __slots__ = ("_block_size", "_root", "keys")
+
+    def __init__(self, model_digest: str, salt: str, block_size: int) -> None:
+        named = hashlib.blake2b(digest_size=32, person=b"baton prefix")
+        for part in (model_digest.encode(), salt.encode()):
+            named.update(struct.pack("<Q", len(part)) + part)
+        self._root = named.digest()
+        self._block_size = block_size
+        self.keys: list[bytes] = []
+
+    def grow(self, tokens: Callable[[int, int], tuple[int, ...]], num_tokens: int) -> list[bytes]:
+        """Keys of the full blocks among the first `num_tokens` positions; `tokens(start, end)` are those at [start,
+        end), and must be the same whenever they are asked for."""
+        wanted, size = num_tokens // self._block_size, self._block_size
+        start = len(self.keys) * size
+        new = tokens(start, wanted * size) if start < wanted * size else ()
+        for first in range(0, len(new), size):
+            before = self.keys[-1] if self.keys else b""
+            packed = struct.pack(f"<{size}I", *new[first : first + size])
+            self.keys.append(hashlib.blake2b(before + packed, digest_size=32, key=self._root).digest())
+        return self.keys[:wanted]
