@@ -15,6 +15,7 @@ from baton.core.commands import Abort, Following, Prefill, Release
 from baton.core.commands import Assign as AssignCommand
 from baton.core.errors import BatonError, DuplicateRequest, InvariantError, Unavailable, WorkerLost
 from baton.core.events import HandedOver, Parked, SequenceEnded, StepEvents
+from baton.core.prefix_keys import HINT_BYTES, KeyChain
 from baton.core.request import GenerateRequest, SequenceId
 from coordinator.live import Live
 from coordinator.members import Members
@@ -22,6 +23,7 @@ from coordinator.mint import Mint
 from coordinator.policy.dispatch import Dispatcher, Ticket
 from coordinator.policy.journal import Journal
 from coordinator.policy.registry import Registry
+from coordinator.policy.worker_view import Prefix
 
 log = logging.getLogger("baton.coordinator")
 TICK_S = 0.1
@@ -76,7 +78,21 @@ class Cluster:
     def _ticket(self, live: Live) -> Ticket:
         request = live.request
         goes_on = request.max_tokens - len(request.output) > 1
-        return Ticket(request.request_id, request.num_prefill_tokens, request.max_total_tokens, needs_decode=goes_on)
+        total, prefix = request.max_total_tokens, self._prefix(request)
+        return Ticket(request.request_id, request.num_prefill_tokens, total, needs_decode=goes_on, prefix=prefix)
+
+    def _prefix(self, request: GenerateRequest) -> Prefix:
+        """The blocks that a worker may hold already; the last token is computed in any case."""
+        facts = self.registry.facts()
+        tokens = request.prompt + request.output
+        prefix: dict[int, tuple[bytes, ...]] = {}
+        if facts is None:
+            return prefix
+        for size in self.dispatcher.held_block_sizes:
+            chain = KeyChain(facts.model_digest, request.cache_salt, size)
+            keys = chain.grow(lambda start, end: tokens[start:end], len(tokens) - 1)
+            prefix[size] = tuple(key[:HINT_BYTES] for key in keys)
+        return prefix
 
     def _next_attempt(self) -> int:
         self._attempt = self._attempt % _MAX_ATTEMPT + 1
@@ -149,6 +165,8 @@ class Cluster:
             self._parked(worker, parked)
         for ended in events.ended:
             self._ended(worker, ended)
+        if events.block_news is not None:
+            self.dispatcher.news(worker, events.block_news)
         if events.tokens or events.ended or events.handed_over:
             self.dispatch()
 

@@ -18,8 +18,9 @@ from baton.core.commands import Command, Drain, Drained, Following, Heartbeat, H
 from baton.core.errors import InvariantError, NotFound, Unavailable
 from baton.core.events import StepEvents
 from baton.rpc.streams import LinkLost, MessageStream
-from coordinator.policy.dispatch import Dispatcher, WorkerView
+from coordinator.policy.dispatch import Dispatcher
 from coordinator.policy.registry import Registry, WorkerRecord
+from coordinator.policy.worker_view import WorkerView
 
 log = logging.getLogger("baton.coordinator")
 LAST_WORD_S = 5.0  # how long workers that drain with the whole cluster may take to say that they have

@@ -4,58 +4,36 @@ The coordinator holds the queue (late dispatch): a prefill worker has at most tw
 what waits can still go anywhere. A request is dispatched when a prefill worker has room and a decode worker has blocks
 for its prompt and all its output: what is accepted can finish. First come first served; the head waits for blocks
 rather than being overtaken, so a long request is not starved by short ones.
+
+Of several prefill workers the one is named that would have computed the prompt first: the fewest tokens to compute, in
+its backlog and of this prompt, of which it may hold a prefix already. Of decode workers the one that holds the longest
+prefix, unless PREFIX_SLACK more sequences run there than on the emptiest.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from baton.core.commands import Join, Role
+from baton.core.commands import Role
 from baton.core.errors import ContextLengthExceeded, DuplicateRequest, InvariantError, Unavailable
+from baton.core.events import BlockNews
+from coordinator.policy.worker_view import Prefix, WorkerView
 
 BACKLOG_STEPS = 2
-
-
-@dataclass(slots=True)
-class WorkerView:
-    """What routing knows of a worker. No sequence there may be longer than `max_tokens`; `reserved_blocks` and
-    `backlog_tokens` count our own dispatches."""
-
-    worker_id: str
-    role: Role
-    blocks_total: int
-    block_size: int
-    step_tokens: int
-    max_tokens: int = 1 << 31
-    ready: bool = True
-    reserved_blocks: int = 0
-    backlog_tokens: int = 0
-    running: int = 0
-
-    @classmethod
-    def of(cls, join: Join) -> WorkerView:
-        block_size = join.facts.layout.block_size
-        step_tokens, max_tokens = max(join.step_tokens, 1), join.facts.max_model_len
-        return cls(join.worker_id, join.role, join.blocks_total, block_size, step_tokens, max_tokens)
-
-    @property
-    def blocks_left(self) -> int:
-        return self.blocks_total - self.reserved_blocks
-
-    def could_hold(self, tokens: int) -> bool:
-        """Whether an idle worker has room for a sequence of that length."""
-        return tokens <= min(self.max_tokens, self.blocks_total * self.block_size)
+PREFIX_SLACK = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """`prefill_tokens` are computed by prefill, `total_tokens` is the most the sequence can ever hold."""
+    """`prefill_tokens` are computed by prefill unless it holds them, `total_tokens` is the most the sequence can ever
+    hold. `prefix` names the full blocks that a worker may hold already."""
 
     request_id: str
     prefill_tokens: int
     total_tokens: int
     needs_decode: bool = True
+    prefix: Prefix = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +46,13 @@ class Placement:
 
 @dataclass(slots=True)
 class _Active:
-    """`prefill` is None once it is no longer needed: the KV has been handed over, or the worker is gone."""
+    """`prefill` is None once it is no longer needed: the KV has been handed over, or the worker is gone. `to_compute`
+    tokens were expected to be computed there."""
 
     ticket: Ticket
     prefill: str | None
     decode: str | None
+    to_compute: int
     prefilling: bool = True
 
 
@@ -127,6 +107,16 @@ class Dispatcher:
         if worker_id in self._workers:
             self._workers[worker_id].ready = ready
 
+    @property
+    def held_block_sizes(self) -> set[int]:
+        """Block sizes of the workers that hold anything: for these a request's prefix is worth knowing."""
+        return {w.block_size for w in self._workers.values() if len(w.held)}
+
+    def news(self, worker_id: str, news: BlockNews) -> None:
+        """What a worker holds has changed."""
+        if worker_id in self._workers:
+            self._workers[worker_id].held.update(news)
+
     def submit(self, ticket: Ticket) -> None:
         """Queues a request, or refuses it before any work was done.
 
@@ -175,14 +165,15 @@ class Dispatcher:
                 break
             decode, spare = None, None
             if ticket.needs_decode:
-                decode, spare = self._pick_decode(ticket.total_tokens, exclude=frozenset())
+                decode, spare = self._pick_decode(ticket, exclude=frozenset())
                 if decode is None:
                     break
                 self._workers[decode].reserved_blocks += self._blocks(self._workers[decode], ticket.total_tokens)
                 self._workers[decode].running += 1
-            prefill.backlog_tokens += ticket.prefill_tokens
+            to_compute = self._to_compute(prefill, ticket)
+            prefill.backlog_tokens += to_compute
             self._dequeue(ticket.request_id)
-            self._active[ticket.request_id] = _Active(ticket, prefill.worker_id, decode)
+            self._active[ticket.request_id] = _Active(ticket, prefill.worker_id, decode, to_compute)
             placed.append(Placement(ticket.request_id, prefill.worker_id, decode, spare))
         return placed
 
@@ -192,7 +183,7 @@ class Dispatcher:
         if active is None or active.prefill is None:
             return None
         self._release_decode(active)
-        active.decode, spare = self._pick_decode(active.ticket.total_tokens, exclude=refused)
+        active.decode, spare = self._pick_decode(active.ticket, exclude=refused)
         if active.decode is None:
             return None
         worker = self._workers[active.decode]
@@ -219,7 +210,7 @@ class Dispatcher:
             active.prefilling = False
             worker = self._workers.get(active.prefill or "")
             if worker is not None:
-                worker.backlog_tokens -= active.ticket.prefill_tokens
+                worker.backlog_tokens -= active.to_compute
 
     def handed_over(self, request_id: str) -> None:
         """Decode has all KV: the prefill worker is no longer needed."""
@@ -244,9 +235,7 @@ class Dispatcher:
         for worker in self._workers.values():
             mine = [a for a in self._active.values() if a.decode == worker.worker_id]
             blocks = sum(self._blocks(worker, a.ticket.total_tokens) for a in mine)
-            tokens = sum(
-                a.ticket.prefill_tokens for a in self._active.values() if a.prefilling and a.prefill == worker.worker_id
-            )
+            tokens = sum(a.to_compute for a in self._active.values() if a.prefilling and a.prefill == worker.worker_id)
             if (blocks, tokens, len(mine)) != (worker.reserved_blocks, worker.backlog_tokens, worker.running):
                 raise InvariantError(f"{worker} should hold {blocks} blocks, {tokens} tokens, {len(mine)} running")
         if self._queued_tokens != sum(t.prefill_tokens for t in self._queue.values()):
@@ -266,20 +255,32 @@ class Dispatcher:
     def _blocks(self, worker: WorkerView, tokens: int) -> int:
         return -(-tokens // worker.block_size)
 
+    def _to_compute(self, worker: WorkerView, ticket: Ticket) -> int:
+        """At least the last token always is."""
+        return max(1, ticket.prefill_tokens - worker.held_tokens(ticket.prefix))
+
     def _pick_prefill(self, ticket: Ticket) -> WorkerView | None:
-        """The least loaded one under its cap; an idle one takes a prompt of any length."""
+        """The one with the least to compute under its cap; an idle one takes a prompt of any length."""
         fits = [
             w
             for w in self._workers.values()
             if w.ready
             and w.role == "prefill"
-            and (w.backlog_tokens == 0 or w.backlog_tokens + ticket.prefill_tokens <= BACKLOG_STEPS * w.step_tokens)
+            and (
+                w.backlog_tokens == 0 or w.backlog_tokens + self._to_compute(w, ticket) <= BACKLOG_STEPS * w.step_tokens
+            )
             and w.could_hold(ticket.prefill_tokens)
         ]
-        return min(fits, key=lambda w: (w.backlog_tokens, w.worker_id), default=None)
 
-    def _pick_decode(self, tokens: int, exclude: frozenset[str]) -> tuple[str | None, str | None]:
-        """The one with the fewest sequences among those with room, and a spare."""
+        def score(w: WorkerView) -> tuple[int, int, str]:
+            return w.backlog_tokens + self._to_compute(w, ticket), w.backlog_tokens, w.worker_id
+
+        return min(fits, key=score, default=None)
+
+    def _pick_decode(self, ticket: Ticket, exclude: frozenset[str]) -> tuple[str | None, str | None]:
+        """Among those with room the one that holds most of the prefix and is not much fuller than others, and a
+        spare."""
+        tokens = ticket.total_tokens
         fits = [
             w
             for w in self._workers.values()
@@ -289,7 +290,13 @@ class Dispatcher:
             and w.could_hold(tokens)
             and self._blocks(w, tokens) <= w.blocks_left
         ]
-        fits.sort(key=lambda w: (w.running, w.reserved_blocks, w.worker_id))
+        emptiest = min((w.running for w in fits), default=0)
+
+        def score(w: WorkerView) -> tuple[int, int, int, str]:
+            held = w.held_tokens(ticket.prefix) if w.running <= emptiest + PREFIX_SLACK else 0
+            return -held, w.running, w.reserved_blocks, w.worker_id
+
+        fits.sort(key=score)
         first = fits[0].worker_id if fits else None
         return first, fits[1].worker_id if len(fits) > 1 else None
 

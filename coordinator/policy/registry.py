@@ -68,7 +68,7 @@ class Registry:
             JoinRefused: it does not fit; the message names the field and both values.
         """
         _check_possible(join)
-        reference = self._reference(join.worker_id)
+        reference = self.facts(besides=join.worker_id)
         if self._config_digest and join.facts.config_digest != self._config_digest:
             raise _refused(join, f"config_digest: {self._config_digest} here and {join.facts.config_digest}")
         if reference is not None:
@@ -91,9 +91,10 @@ class Registry:
             return None
         return None if known.state == "lost" else known
 
-    def _reference(self, joining: str) -> WorkerFacts | None:
+    def facts(self, besides: str = "") -> WorkerFacts | None:
+        """What the workers have in common, if there are any besides that one."""
         for record in self._records.values():
-            if record.state != "lost" and record.worker_id != joining:
+            if record.state != "lost" and record.worker_id != besides:
                 return record.join.facts
         return None
 

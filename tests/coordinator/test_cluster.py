@@ -17,10 +17,12 @@ from baton.core.errors import (
     Unavailable,
     WorkerLost,
 )
-from baton.core.events import StepEvents
+from baton.core.events import BlockNews, StepEvents
 from baton.core.handles import verify
+from baton.core.prefix_keys import HINT_BYTES, KeyChain
 from baton.core.request import SequenceId
 from coordinator.live import MAX_TIMES_PARKED
+from tests.support.builders import make_facts
 from tests.support.fake_runner import until
 from tests.support.fake_workers import Bench, FakeWorker, bench
 
@@ -578,3 +580,22 @@ async def test_two_sessions_of_one_worker_are_one_worker() -> None:
         run_out(p, twin, s)
         assert len(await reader.done()) == 4
         b.cluster.dispatcher.check()
+
+
+async def test_second_request_goes_to_the_worker_that_says_it_holds_its_prefix() -> None:
+    async with bench("p0", "p1", "d0", "d1") as b:
+        prompt = tuple(range(13))
+        facts = make_facts()
+        chain = KeyChain(facts.model_digest, "", facts.layout.block_size)
+        hints = tuple(k[:HINT_BYTES] for k in chain.grow(lambda start, end: prompt[start:end], 12))
+        for name in ("p1", "d1"):
+            b.worker(name).session.post(StepEvents(block_news=BlockNews(stored=hints)))
+        await until(lambda: b.cluster.dispatcher.held_block_sizes, what="the news", timeout_s=3)
+        await asyncio.sleep(0.05)
+        reader = b.submit("a", prompt=prompt)
+        command = await b.worker("p1").told(Prefill)
+        assert [t.worker_id for t in command.targets] == ["d1", "d0"]
+        await reader.leave()
+        reader = b.submit("b", prompt=prompt[::-1])
+        assert (await b.worker("p0").told(Prefill)).targets[0].worker_id == "d0"
+        await reader.leave()

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import BatonError, DuplicateRequest, InvalidRequest, Unavailable
-from coordinator.policy.dispatch import BACKLOG_STEPS, Dispatcher, Placement, Ticket, WorkerView
+from coordinator.policy.dispatch import BACKLOG_STEPS, Dispatcher, Placement, Ticket
+from coordinator.policy.worker_view import WorkerView
 
 
 def view(name: str, *, blocks: int = 16, block_size: int = 4, step_tokens: int = 8) -> WorkerView:

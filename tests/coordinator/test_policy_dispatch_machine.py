@@ -8,9 +8,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from baton.core.errors import DuplicateRequest, Unavailable
-from coordinator.policy.dispatch import BACKLOG_STEPS, Dispatcher, Placement, Ticket, WorkerView
+from baton.core.events import BlockNews
+from coordinator.policy.dispatch import BACKLOG_STEPS, Dispatcher, Placement, Ticket
+from coordinator.policy.worker_view import WorkerView
 
 MAX_REQUESTS, MAX_TOKENS = 4, 60
+HINTS = tuple(bytes([n]) * 8 for n in range(3))
+hints = st.sampled_from(HINTS)
 PREFILLS, DECODES = ["p0", "p1"], ["d0", "d1", "d2"]
 prefill_ids, decode_ids = st.sampled_from(PREFILLS), st.sampled_from(DECODES)
 
@@ -25,6 +29,8 @@ class Model:
         self.decode: dict[str, str | None] = {}
         self.computing: set[str] = set()
         self.workers: dict[str, WorkerView] = {}
+        self.held: dict[str, set[bytes]] = {}
+        self.cost: dict[str, int] = {}
 
 
 class DispatcherMachine(RuleBasedStateMachine):
@@ -38,6 +44,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         def view() -> WorkerView:
             return WorkerView(worker, "prefill" if worker[0] == "p" else "decode", blocks, 4, 8)
 
+        self.m.held[worker] = set()
         self.d.add_worker(view())
         self.m.workers[worker] = view()
 
@@ -46,7 +53,11 @@ class DispatcherMachine(RuleBasedStateMachine):
         return self.m.workers[worker].blocks_total - sum(-(-t.total_tokens // 4) for t in mine)
 
     def backlog(self, worker: str) -> int:
-        return sum(self.m.placed[r].prefill_tokens for r in self.m.computing if self.m.prefill[r] == worker)
+        return sum(self.m.cost[r] for r in self.m.computing if self.m.prefill[r] == worker)
+
+    def to_compute(self, worker: str, ticket: Ticket) -> int:
+        held = [hint in self.m.held[worker] for hint in ticket.prefix[4]]
+        return max(1, ticket.prefill_tokens - 4 * [*held, False].index(False))
 
     def pool_holds(self, role: str, tokens: int) -> bool:
         pool = [w for w in self.m.workers.values() if w.role == role]
@@ -55,7 +66,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(prefill=st.integers(1, 16), extra=st.integers(0, 12), decode=st.booleans())
     def submit(self, prefill: int, extra: int, decode: bool) -> None:
         self.counter += 1
-        ticket = Ticket(f"r{self.counter}", prefill, prefill + extra, decode)
+        ticket = Ticket(f"r{self.counter}", prefill, prefill + extra, decode, {4: HINTS[: (prefill - 1) // 4]})
         ready = {w.role for w in self.m.workers.values() if w.ready}
         queued = sum(t.prefill_tokens for t in self.m.queue)
         fits = (
@@ -91,9 +102,10 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.m.computing.add(p.request_id)
 
     def check_prefill(self, p: Placement, ticket: Ticket) -> None:
-        worker, backlog = self.m.workers[p.prefill], self.backlog(p.prefill)
+        worker, backlog, cost = self.m.workers[p.prefill], self.backlog(p.prefill), self.to_compute(p.prefill, ticket)
+        self.m.cost[p.request_id] = cost
         assert worker.ready and worker.role == "prefill"
-        assert backlog == 0 or backlog + ticket.prefill_tokens <= BACKLOG_STEPS * worker.step_tokens
+        assert backlog == 0 or backlog + cost <= BACKLOG_STEPS * worker.step_tokens
 
     def check_decode(self, p: Placement, ticket: Ticket) -> None:
         if not ticket.needs_decode:
@@ -203,6 +215,18 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.d.set_ready(worker, ready)
         if worker in self.m.workers:
             self.m.workers[worker].ready = ready
+
+    @rule(
+        worker=prefill_ids | decode_ids,
+        stored=st.sets(hints),
+        evicted=st.sets(hints),
+        cleared=st.sampled_from([0, 0, 1]),
+    )
+    def news(self, worker: str, stored: set[bytes], evicted: set[bytes], cleared: bool) -> None:
+        self.d.news(worker, BlockNews(tuple(stored - evicted), tuple(evicted), cleared))
+        if worker in self.m.workers:
+            before = set() if cleared else self.m.held[worker]
+            self.m.held[worker] = before - evicted | (stored - evicted)
 
     @invariant()
     def the_books_balance(self) -> None:
