@@ -15,7 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.core.errors import InvalidRequest, InvariantError, NotFound, StartupError
-from baton.rpc import status
+from baton.rpc import codec, status
 from baton.rpc.streams import SERVER_OPTIONS
 from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2
 from coordinator.chat import ChatMessage
@@ -25,14 +25,13 @@ from coordinator.translate import Options, Translator
 log = logging.getLogger("baton.grpc")
 SERVICE = serving_pb2.DESCRIPTOR.services_by_name["Serving"].full_name
 SERVED = frozenset({"request_id", "model", "text", "token_ids", "messages", "max_tokens", "sampling", "stop"})
-SERVED_SAMPLING = frozenset({"temperature", "top_p", "top_k", "seed", "ignore_eos"})
+SERVED_SAMPLING = frozenset(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"grammar"}
+_SCALARS = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "frequency_penalty"),
+    *("presence_penalty", "min_tokens", "logprobs", "prompt_logprobs"),
+)
 # Fields this version does not serve, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "min_p": (0.0,),
-    "repetition_penalty": (1.0,),
-    "frequency_penalty": (0.0,),
-    "presence_penalty": (0.0,),
-    "min_tokens": (0,),
     "n": (1,),
     "priority": (0,),
     "include_stop_str_in_output": (False,),
@@ -56,7 +55,7 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
                 index = 0
                 async for delta in deltas:
                     if index == 0:
-                        yield self._started(submission)
+                        yield self._started(submission, delta)
                     yield _delta(delta, index)
                     index += len(delta.token_ids)
                     if delta.finish_reason is not None:
@@ -99,9 +98,12 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
             case _:
                 raise InvalidRequest("one of text, token_ids and messages is needed", param="prompt")
 
-    def _started(self, submission: Submission) -> serving_pb2.GenerateResponse:
+    def _started(self, submission: Submission, first: Delta) -> serving_pb2.GenerateResponse:
         started = serving_pb2.Started(
-            request_id=submission.request_id, model=self._model, prompt_tokens=len(submission.prompt)
+            request_id=submission.request_id,
+            model=self._model,
+            prompt_tokens=len(submission.prompt),
+            prompt_logprobs=[codec.to_message(entry) for entry in first.prompt_logprobs or ()],
         )
         return serving_pb2.GenerateResponse(started=started)
 
@@ -123,18 +125,24 @@ def _options(request: serving_pb2.GenerateRequest) -> Options:
 
     return Options(
         max_tokens=given(request, "max_tokens"),
-        temperature=given(s, "temperature"),
-        top_p=given(s, "top_p"),
-        top_k=given(s, "top_k"),
-        seed=given(s, "seed"),
         stop=tuple(request.stop),
         ignore_eos=bool(given(s, "ignore_eos")),
+        logit_bias=dict(s.logit_bias),
+        stop_token_ids=tuple(s.stop_token_ids),
+        bad_word_ids=tuple(tuple(word.ids) for word in s.bad_words),
+        allowed_token_ids=tuple(s.allowed_token_ids) or None,
+        **{name: given(s, name) for name in _SCALARS},
     )
 
 
 def _delta(delta: Delta, first_index: int) -> serving_pb2.GenerateResponse:
     return serving_pb2.GenerateResponse(
-        delta=serving_pb2.TokenDelta(first_index=first_index, token_ids=delta.token_ids, text=delta.text)
+        delta=serving_pb2.TokenDelta(
+            first_index=first_index,
+            token_ids=delta.token_ids,
+            text=delta.text,
+            logprobs=[codec.to_message(entry) for entry in delta.logprobs],
+        )
     )
 
 
@@ -145,7 +153,7 @@ def _finished(delta: Delta) -> serving_pb2.GenerateResponse:
     return serving_pb2.GenerateResponse(
         finished=serving_pb2.Finished(
             finish_reason=delta.finish_reason,
-            stop_reason=delta.stop_reason or "",
+            stop_reason="" if delta.stop_reason is None else str(delta.stop_reason),
             prompt_tokens=delta.usage.prompt_tokens,
             completion_tokens=delta.usage.completion_tokens,
             cached_tokens=delta.usage.cached_tokens,

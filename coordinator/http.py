@@ -95,7 +95,10 @@ class _Front:
             submission = await translate.from_text(request_id, body.prompt, body.options())
         else:
             submission = await translate.from_token_ids(request_id, body.prompt, body.options())
-        return self._generate(submission, body, CompletionRender)
+        echo = None
+        if body.echo:
+            echo = body.prompt if isinstance(body.prompt, str) else await self._text.decode_soon(body.prompt)
+        return self._generate(submission, body, CompletionRender, echo)
 
     async def chat_completions(self, request: Request) -> Response:
         body = schema.parse_chat(await self._body(request))
@@ -165,7 +168,9 @@ class _Front:
             "max_model_len": self._text.max_model_len,
         }
 
-    def _generate(self, submission: Submission, body: schema.GenerationBody, render: type[Render]) -> Response:
+    def _generate(
+        self, submission: Submission, body: schema.GenerationBody, render: type[Render], echo: str | None = None
+    ) -> Response:
         wanted = body.stream_options
         head = Head(
             request_id=submission.request_id,
@@ -174,7 +179,12 @@ class _Front:
             fingerprint=self._fingerprint,
             include_usage=bool(wanted and wanted.include_usage),
             continuous_usage=bool(wanted and wanted.continuous_usage_stats),
+            vocabulary=self._text.vocabulary,
+            prompt=submission.prompt,
             token_ids=bool(body.return_token_ids),
+            logprobs=submission.sampling.logprobs is not None,
+            prompt_logprobs=body.prompt_logprobs is not None,
+            echo=echo,
         )
         return GenerationResponse(
             self._generator,

@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from dataclasses import replace
+from itertools import chain
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -92,19 +94,25 @@ class GenerationResponse(Response):
             await deltas.aclose()
 
     async def _whole(self, delta: Delta, deltas: AsyncGenerator[Delta, None]) -> Response:
-        texts, token_ids = [delta.text], [*delta.token_ids]
+        parts = [delta]
         while delta.finish_reason is None:
             delta = await self._next(deltas)
-            texts.append(delta.text)
-            token_ids += delta.token_ids
-        body = self._render.whole("".join(texts), token_ids, delta)
+            parts.append(delta)
+        answer = replace(
+            delta,
+            text="".join(part.text for part in parts),
+            token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
+            logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
+            prompt_logprobs=parts[0].prompt_logprobs,
+        )
+        body = self._render.whole(answer)
         return Response(body, headers=server_timing(delta.timeline), media_type="application/json")
 
     async def _events(self, delta: Delta, deltas: AsyncGenerator[Delta, None], send: Send) -> None:
         headers = [(name.encode(), value.encode()) for name, value in _SSE_HEADERS.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         usage = self._usage_after(delta, 0)
-        body = self._render.opening(usage)
+        body = self._render.opening(delta, usage)
         try:
             while delta.finish_reason is None:
                 if self._render.tells(delta):

@@ -6,13 +6,14 @@ of building and dumping an object per token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
+from coordinator.http_logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
 from coordinator.submission import Delta, Timeline, Usage
+from coordinator.text_stream import Vocabulary
 
 DONE = b"data: [DONE]\n\n"
 _LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
@@ -20,15 +21,21 @@ _LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is the same in every part of one answer."""
+    """What is the same in every part of one answer. `logprobs` and `prompt_logprobs` say that the client wants them,
+    `echo` is the prompt's text where it wants that, and `prompt` its ids."""
 
     request_id: str
     model: str
     created: int
     fingerprint: str
+    vocabulary: Vocabulary
+    prompt: tuple[int, ...] = ()
     include_usage: bool = False
     continuous_usage: bool = False
     token_ids: bool = False
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+    echo: str | None = None
 
 
 class Render:
@@ -39,6 +46,7 @@ class Render:
     chunk_object: str
     before_text: bytes
     after_text: bytes
+    scores_in_choice: bool
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -46,34 +54,44 @@ class Render:
         self._open_usage = b'],"usage":null}\n\n' if head.include_usage else b"]}\n\n"
 
     def tells(self, delta: Delta) -> bool:
-        """Whether a delta is worth an event: one without text is, when the client wants the ids."""
-        return bool(delta.text) or (self._head.token_ids and bool(delta.token_ids))
+        """Whether a delta is worth an event: one without text is, when the client wants to know of every token."""
+        return bool(delta.text) or ((self._head.token_ids or self._head.logprobs) and bool(delta.token_ids))
 
-    def whole(self, text: str, token_ids: Sequence[int], last: Delta) -> bytes:
-        """The one object of an answer that is not streamed."""
-        choice = self._whole_choice(text) | _end(last)
+    def whole(self, answer: Delta) -> bytes:
+        """The one object of an answer that is not streamed, from all its deltas in one."""
+        choice = self._whole_choice(answer) | _end(answer)
         if self._head.token_ids:
-            choice["token_ids"] = list(token_ids)
-        usage = usage_object(last.usage)
-        return orjson.dumps(self._base(self.whole_object) | {"choices": [choice], "usage": usage})
+            choice["token_ids"] = list(answer.token_ids)
+        value = self._base(self.whole_object) | {"choices": [choice], "usage": usage_object(answer.usage)}
+        if self._head.prompt_logprobs:
+            scores = prompt_logprobs(self._head.vocabulary, answer.prompt_logprobs or ())
+            (choice if self.scores_in_choice else value)["prompt_logprobs"] = scores
+        return orjson.dumps(value)
 
-    def opening(self, usage: Usage) -> bytes:
+    def opening(self, delta: Delta, usage: Usage) -> bytes:
         """What goes out with the first token, before any text."""
         return b""
 
     def text(self, delta: Delta, usage: Usage) -> bytes:
         """An event with new text; `usage` counts so far."""
         choice = self.before_text + _json_text(delta.text) + self.after_text + self._ids(delta)
-        return self._prefix + choice + b',"logprobs":null,"finish_reason":null}' + self._tail(usage)
+        scores = self._scores(delta)
+        return self._prefix + choice + b',"logprobs":' + scores + b',"finish_reason":null}' + self._tail(usage)
 
     def last(self, delta: Delta, usage: Usage) -> bytes:
         """The event with the finish reason and what text is left, and the usage if asked for."""
         choice = self.before_text + _json_text(delta.text) + self.after_text + self._ids(delta)
-        end = orjson.dumps({"logprobs": None, **_end(delta)})[1:]
-        events = self._prefix + choice + b"," + end + self._tail(usage)
+        end = b',"logprobs":' + self._scores(delta) + b"," + orjson.dumps(_end(delta))[1:]
+        events = self._prefix + choice + end + self._tail(usage)
         if self._head.include_usage:
             events += self._prefix + b'],"usage":' + orjson.dumps(usage_object(usage)) + b"}\n\n"
         return events
+
+    def _scores(self, delta: Delta) -> bytes:
+        return _json(self._logprobs(delta)) if self._head.logprobs else b"null"
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
 
     def _ids(self, delta: Delta) -> bytes:
         return b',"token_ids":' + orjson.dumps(delta.token_ids) if self._head.token_ids else b""
@@ -93,7 +111,7 @@ class Render:
             "system_fingerprint": head.fingerprint,
         }
 
-    def _whole_choice(self, text: str) -> dict[str, Any]:
+    def _whole_choice(self, answer: Delta) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -102,9 +120,32 @@ class CompletionRender(Render):
     whole_object = chunk_object = "text_completion"
     before_text = b'{"index":0,"text":'
     after_text = b""
+    scores_in_choice = True
 
-    def _whole_choice(self, text: str) -> dict[str, Any]:
-        return {"index": 0, "text": text, "logprobs": None}
+    def __init__(self, head: Head) -> None:
+        super().__init__(head)
+        self._scored = CompletionLogprobs(head.vocabulary)
+
+    def opening(self, delta: Delta, usage: Usage) -> bytes:
+        """The echo."""
+        if self._head.echo is None:
+            return b""
+        scores = _json(self._echoed(delta)) if self._head.logprobs else b"null"
+        choice = self.before_text + _json_text(self._head.echo) + b',"logprobs":' + scores + b',"finish_reason":null}'
+        return self._prefix + choice + self._tail(usage)
+
+    def _echoed(self, delta: Delta) -> dict[str, Any]:
+        return self._scored.of_prompt(self._head.prompt, delta.prompt_logprobs or ())
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+        return self._scored.of_output(delta.logprobs)
+
+    def _whole_choice(self, answer: Delta) -> dict[str, Any]:
+        echo, scores = self._head.echo, None
+        if self._head.logprobs:
+            before = None if echo is None else self._echoed(answer)
+            scores = self._logprobs(answer) if before is None else joined(before, self._logprobs(answer))
+        return {"index": 0, "text": (echo or "") + answer.text, "logprobs": scores}
 
 
 class ChatRender(Render):
@@ -113,14 +154,18 @@ class ChatRender(Render):
     chunk_object = "chat.completion.chunk"
     before_text = b'{"index":0,"delta":{"content":'
     after_text = b"}"
+    scores_in_choice = False
 
-    def opening(self, usage: Usage) -> bytes:
+    def opening(self, delta: Delta, usage: Usage) -> bytes:
         choice = b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
         return self._prefix + choice + self._tail(usage)
 
-    def _whole_choice(self, text: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": 0, "message": message, "logprobs": None}
+    def _logprobs(self, delta: Delta) -> dict[str, Any]:
+        return chat_logprobs(self._head.vocabulary, delta.logprobs)
+
+    def _whole_choice(self, answer: Delta) -> dict[str, Any]:
+        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        return {"index": 0, "message": message, "logprobs": self._logprobs(answer) if self._head.logprobs else None}
 
 
 def usage_object(usage: Usage | None) -> dict[str, Any]:
@@ -147,7 +192,8 @@ def _end(delta: Delta) -> dict[str, Any]:
 
 def _json_text(text: str) -> bytes:
     """A JSON string on one line for every notion of a line: some clients split at U+0085, U+2028 and U+2029."""
-    dumped = orjson.dumps(text)
-    if text.isascii():
-        return dumped
-    return dumped.decode().translate(_LINE_BREAKS).encode()
+    return orjson.dumps(text) if text.isascii() else _json(text)
+
+
+def _json(value: Any) -> bytes:
+    return orjson.dumps(value).decode().translate(_LINE_BREAKS).encode()

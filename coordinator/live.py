@@ -85,7 +85,11 @@ class Live:
     def accept(self, event: TokenEvent) -> FinishReason | None:
         """Journals tokens before anybody writes them out; says whether they end the request."""
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
-        verdict = self.journal.accept(event.sequence.attempt, event.first_index, event.tokens)
+        verdict = self.journal.accept(
+            event.sequence.attempt, event.first_index, event.tokens, event.logprobs, event.prompt_logprobs
+        )
+        if event.prompt_logprobs:
+            self.fresh.set()
         if not isinstance(verdict, Appended):
             return None
         if not self.first_token_at:

@@ -6,6 +6,7 @@ A body is bytes until here: parse_object -> sift (unknown, not served) -> types 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
@@ -78,8 +79,22 @@ def _metadata(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 _Label = Annotated[str, StringConstraints(max_length=512)]
 _Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+def _biases(value: Any) -> dict[int, float]:
+    if not isinstance(value, dict):
+        raise PydanticCustomError("logit_bias", "must be an object of token ids and numbers")
+    found: dict[int, float] = {}
+    for key, bias in value.items():
+        if not _TOKEN_ID.fullmatch(key):
+            raise PydanticCustomError("logit_bias", "a key must be a token id in decimal digits")
+        if type(bias) not in (int, float):
+            raise PydanticCustomError("logit_bias", "a bias must be a number")
+        found[int(key)] = bias
+    return found
 
 
 class _Strict(BaseModel):
@@ -97,6 +112,7 @@ _Stop = Annotated[list[str], BeforeValidator(_one_or_many, json_schema_input_typ
 _Prompt = Annotated[
     str | list[int], PlainValidator(_prompt, json_schema_input_type=str | list[int] | list[str] | list[list[int]])
 ]
+_Biases = Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=dict[str, float])]
 _Content = Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[TextPart])]
 
 
@@ -117,6 +133,16 @@ class GenerationBody(_Strict):
     seed: int | None = None
     stop: _Stop | None = None
     ignore_eos: bool | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: _Biases | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -135,11 +161,30 @@ class GenerationBody(_Strict):
             seed=self.seed,
             stop=tuple(self.stop or ()),
             ignore_eos=bool(self.ignore_eos),
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            logit_bias=self.logit_bias,
+            min_tokens=self.min_tokens,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            bad_words=tuple(self.bad_words or ()),
+            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
 class CompletionBody(GenerationBody):
     prompt: _Prompt
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    def options(self) -> Options:
+        """As for chat; echoed tokens are scored like the output."""
+        prompt_logprobs = self.prompt_logprobs
+        if prompt_logprobs is None and self.echo:
+            prompt_logprobs = self.logprobs
+        return replace(super().options(), logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
 
 
 class MessageBody(_Strict):
@@ -156,13 +201,16 @@ def _chat(messages: list[MessageBody]) -> list[ChatMessage]:
 class ChatBody(GenerationBody):
     messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
     def options(self) -> Options:
         """As for completions; `max_completion_tokens` goes before its older name."""
+        options = replace(super().options(), logprobs=(self.top_logprobs or 0) if self.logprobs else None)
         if self.max_completion_tokens is None:
-            return super().options()
+            return options
         name = "max_completion_tokens"
-        return replace(super().options(), max_tokens=self.max_completion_tokens, max_tokens_param=name)
+        return replace(options, max_tokens=self.max_completion_tokens, max_tokens_param=name)
 
     def chat(self) -> list[ChatMessage]:
         return _chat(self.messages)
@@ -224,6 +272,10 @@ def _generation(model: type[_Gen], raw: Mapping[str, Any], neutral: fields.Neutr
     parsed = _validate(model, given)
     if parsed.stream_options is not None and not parsed.stream:
         raise InvalidRequest("stream_options needs 'stream': true", param="stream_options")
+    if parsed.prompt_logprobs is not None and parsed.stream:
+        raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+    if isinstance(parsed, ChatBody) and parsed.top_logprobs and not parsed.logprobs:
+        raise InvalidRequest("top_logprobs needs 'logprobs': true", param="top_logprobs")
     return parsed
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from baton.core.errors import DeadlineExceeded
 from baton.core.request import GenerateRequest
@@ -35,11 +36,12 @@ class Pipeline:
         live = self._cluster.admit(_request(submission))
         reason = "the client left"
         try:
-            async for delta in self._deltas(live, TextStream(self._vocabulary, submission.stop)):
+            async for delta in self._deltas(live, self._text(submission)):
                 if delta.finish_reason is not None:
                     reason = "done"
                     # Everything is known: free both pools before the client has read the last delta.
-                    self._cluster.end(submission.request_id, "stop string" if delta.stop_reason else reason)
+                    by_text = isinstance(delta.stop_reason, str)
+                    self._cluster.end(submission.request_id, "stop string" if by_text else reason)
                 yield delta
         except DeadlineExceeded:
             reason = "deadline"
@@ -53,26 +55,39 @@ class Pipeline:
             await self._wait(live, read)
             if live.error is not None and read == journal.next_index:
                 raise live.error
-            tokens = tuple(journal.tokens[read:])
-            piece = text.push(tokens)
-            read += piece.consumed
-            tokens = tokens[: piece.consumed]
+            fresh = tuple(journal.tokens[read:])
+            ends = journal.finish == "stop"
+            piece = text.push(fresh[:-1] if ends else fresh)  # the token that ends a choice is no part of its text
+            tokens = fresh if piece.stopped is None else fresh[: piece.consumed]
+            delta = Delta(
+                piece.text,
+                tokens,
+                logprobs=tuple(journal.logprobs[read : read + len(tokens)]),
+                prompt_logprobs=None if read else journal.prompt_logprobs,
+            )
+            read += len(tokens)
             if piece.stopped is not None:
-                yield self._last(live, piece.text, tokens, read, piece.stopped)
+                yield self._last(live, delta, read, piece.stopped)
                 return
             if journal.finish is not None and read == journal.next_index:
                 rest = text.finish()
-                yield self._last(live, piece.text + rest, tokens, read, text.stopped)
+                yield self._last(live, replace(delta, text=piece.text + rest), read, text.stopped)
                 return
-            yield Delta(piece.text, tokens)
+            yield delta
+
+    def _text(self, submission: Submission) -> TextStream:
+        return TextStream(self._vocabulary, submission.stop, submission.sampling.min_tokens)
 
     async def _wait(self, live: Live, read: int) -> None:
-        """Until there is something new, or the deadline.
+        """Until there is something new, or the deadline. The first time also for the prompt's log-probabilities, if
+        asked for: they come from prefill, perhaps after decode has spoken.
 
         Raises:
             DeadlineExceeded: names the stage.
         """
-        while live.journal.next_index == read and live.error is None:
+        journal = live.journal
+        scores = read == 0 and live.request.sampling.prompt_logprobs is not None
+        while live.error is None and (journal.next_index == read or (scores and journal.prompt_logprobs is None)):
             live.fresh.clear()
             try:
                 async with asyncio.timeout(live.deadline_at - time.monotonic()):
@@ -80,11 +95,15 @@ class Pipeline:
             except TimeoutError:
                 raise live.late() from None
 
-    def _last(self, live: Live, text: str, tokens: tuple[int, ...], total: int, stopped: str | None) -> Delta:
-        finish = "stop" if stopped is not None else live.journal.finish
+    def _last(self, live: Live, delta: Delta, total: int, stopped: str | None) -> Delta:
+        finish = live.journal.finish if stopped is None else "stop"
+        reason: str | int | None = stopped
+        last = live.journal.tokens[-1]
+        if stopped is None and finish == "stop" and last in live.request.sampling.stop_token_ids:
+            reason = last
         prompt_tokens = len(live.request.prompt)
         usage = Usage(prompt_tokens, completion_tokens=total, cached_tokens=min(live.cached_tokens, prompt_tokens))
-        return Delta(text, tokens, finish, stopped, usage, live.timeline())
+        return replace(delta, finish_reason=finish, stop_reason=reason, usage=usage, timeline=live.timeline())
 
     def ready(self) -> tuple[bool, str]:
         if self._cluster.draining:

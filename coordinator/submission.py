@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.core.request import FinishReason, SamplingParams
+from baton.core.request import FinishReason, SamplingParams, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,18 @@ class Timeline:
 @dataclass(frozen=True, slots=True)
 class Delta:
     """New text and the new token ids it came from. Text may lag behind ids (half a code point, a possible stop
-    string). The last delta, and only it, has `finish_reason`, `usage` and `timeline`."""
+    string). `logprobs` has one entry per id where they are asked for; `prompt_logprobs` comes with the first delta, one
+    entry per prompt token after the first. `stop_reason` is the stop string or the stop token that ended the text. The
+    last delta, and only it, has `finish_reason`, `usage` and `timeline`."""
 
     text: str
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
     usage: Usage | None = None
     timeline: Timeline | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class Generator(Protocol):

@@ -10,8 +10,8 @@ How special tokens in text are read:
   token. The client may send any token ids anyway, and people write templates by hand here. BOS is put in front by the
   tokenizer's own rule, and not a second time where the text already begins with it.
 
-Sampling defaults are generation_config's temperature, top_p and top_k, else 1, 1 and off. `do_sample` is not looked at:
-a server's client expects sampling unless it asks for temperature 0.
+Sampling defaults are generation_config's temperature, top_p, top_k, min_p and repetition_penalty, else 1, 1 and off.
+`do_sample` is not looked at: a server's client expects sampling unless it asks for temperature 0.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class SamplingDefaults:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 class TextModel:
@@ -59,6 +61,8 @@ class TextModel:
             temperature=float(files.sampling.get("temperature", 1.0)),
             top_p=float(files.sampling.get("top_p", 1.0)),
             top_k=max(0, int(files.sampling.get("top_k", 0))),
+            min_p=float(files.sampling.get("min_p", 0.0)),
+            repetition_penalty=float(files.sampling.get("repetition_penalty", 1.0)),
         )
         self.max_token_bytes = _max_token_bytes(files.parts, self.vocabulary)
         self._chat = (
@@ -91,6 +95,12 @@ class TextModel:
         if self._chat is None:
             raise InvalidRequest("this model has no chat template: use /v1/completions", param="messages")
         return self._chat.encode(messages, add_generation_prompt=add_generation_prompt)
+
+    def bad_word(self, text: str) -> list[tuple[int, ...]]:
+        """The token sequences that write a word: at the beginning of a line, and after a space. None is empty."""
+        alone = self.encode(text, add_special_tokens=False)
+        spaced = self.encode(" " + text.lstrip(), add_special_tokens=False)
+        return [tuple(ids) for ids in (alone, spaced) if ids]
 
     async def encode_soon(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """`encode` without holding up the event loop. Raises ContextLengthExceeded where the text cannot fit."""

@@ -21,10 +21,14 @@ from coordinator.chat_template import ChatTemplate
 
 MAX_TEMPLATE_CHARS = 1 << 20
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_SAMPLING = {"temperature": (0.0, 1e6), "top_p": (1e-6, 1.0), "top_k": (-1, 1 << 31)}
+_SAMPLING = {
+    "temperature": (0.0, 1e6),
+    "top_p": (1e-6, 1.0),
+    "top_k": (-1, 1 << 31),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+}
 _NOT_SERVED = {
-    "repetition_penalty": (None, 1, 1.0),
-    "min_p": (None, 0, 0.0),
     "typical_p": (None, 1, 1.0),
     "no_repeat_ngram_size": (None, 0),
     "num_beams": (None, 1),
@@ -33,8 +37,8 @@ _NOT_SERVED = {
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """`parts` is tokenizer.json, parsed; `sampling` holds generation_config's temperature, top_p and top_k where it
-    names them; `ignored` its other sampling fields that would change the output and are not served."""
+    """`parts` is tokenizer.json, parsed; `sampling` holds what generation_config names of the sampling fields that are
+    served; `ignored` its other sampling fields that would change the output and are not served."""
 
     tokenizer: Tokenizer
     parts: dict[str, Any]

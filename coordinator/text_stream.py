@@ -74,6 +74,22 @@ class Vocabulary:
             self._bytes[token_id] = known
         return known
 
+    def spelling(self, token_id: int) -> tuple[str, bytes]:
+        """A token by itself, as text for a reader and as the bytes it stands for. A special token is spelled out; an
+        id past the vocabulary is empty."""
+        token: str | None = self.tokenizer.id_to_token(token_id)
+        if token is None:
+            return "", b""
+        if token_id in self._special:
+            raw = token.encode()
+        elif self.byte_level:
+            raw = self.token_bytes(token_id)
+        elif self.byte_fallback and _is_byte(token):
+            raw = bytes([int(token[3:5], 16)])
+        else:
+            raw = token.replace("▁", " ").encode()
+        return raw.decode(errors="replace"), raw
+
     def decoder(self) -> Decoder:
         return _ByteLevel(self) if self.byte_level else _Grouped(self)
 
@@ -89,10 +105,12 @@ class TextPiece:
 
 
 class TextStream:
-    """The text of one choice. Modified by `push` and `finish`; after a stop string it takes nothing more."""
+    """The text of one choice. Modified by `push` and `finish`; after a stop string it takes nothing more. In the text
+    of the first `min_tokens` ids no stop string is looked for."""
 
-    def __init__(self, vocabulary: Vocabulary, stop: Iterable[str] = ()) -> None:
+    def __init__(self, vocabulary: Vocabulary, stop: Iterable[str] = (), min_tokens: int = 0) -> None:
         self._decoder = vocabulary.decoder()
+        self._unchecked = min_tokens
         self._stop = tuple(dict.fromkeys(stop))
         self._held = ""
         self.stopped: str | None = None
@@ -107,7 +125,10 @@ class TextStream:
         out: list[str] = []
         for count, token_id in enumerate(token_ids, 1):
             fresh = push(token_id)
-            if fresh:
+            if self._unchecked > 0:
+                self._unchecked -= 1
+                out.append(fresh)
+            elif fresh:
                 out.append(self._release(fresh))
                 if self.stopped is not None:
                     return TextPiece("".join(out), self.stopped, count)

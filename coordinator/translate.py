@@ -7,13 +7,16 @@ names is never cut; where it names none, a completion gets 16 and a chat the res
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
-from baton.core.request import SamplingParams
+from baton.core.request import SamplingParams, TokenBias
+from baton.core.sampling_limits import check_range, check_sampling, shown
 from coordinator.chat import ChatMessage
 from coordinator.submission import Submission
 from coordinator.text import TextModel
@@ -21,14 +24,17 @@ from coordinator.text import TextModel
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
+MAX_BAD_WORDS = 64
 MAX_MESSAGES = 4_096
+_T = TypeVar("_T")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 ROLES = frozenset(["system", "developer", "user", "assistant", "tool"])
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a client may choose; None stands for the model's default. `max_tokens_param` is the name under which the
+    """What a client may choose; None stands for the model's default. `bad_words` are texts, `bad_word_ids` the same as
+    token ids. `max_tokens_param` is the name under which the
     client gave `max_tokens`, for messages about it."""
 
     max_tokens: int | None = None
@@ -38,6 +44,18 @@ class Options:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    min_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     max_tokens_param: str = "max_tokens"
 
 
@@ -52,7 +70,7 @@ class Translator:
         self, request_id: str, prompt: str, options: Options, *, deadline_s: float | None = None
     ) -> Submission:
         """A completion of text."""
-        check_options(options)
+        self._checked(options)
         if not prompt:
             raise InvalidRequest("the prompt is empty", param="prompt")
         check_text(prompt, "prompt")
@@ -63,7 +81,7 @@ class Translator:
         self, request_id: str, prompt: Sequence[int], options: Options, *, deadline_s: float | None = None
     ) -> Submission:
         """A completion of token ids, taken as they are: nothing is put in front."""
-        check_options(options)
+        self._checked(options)
         self.check_token_ids(prompt)
         return self._submission(request_id, prompt, options, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
 
@@ -71,7 +89,7 @@ class Translator:
         self, request_id: str, messages: Sequence[ChatMessage], options: Options, *, deadline_s: float | None = None
     ) -> Submission:
         """A turn of a conversation."""
-        check_options(options)
+        self._checked(options)
         check_messages(messages)
         ids = await self.text.encode_chat_soon(messages)
         return self._submission(request_id, ids, options, self.text.max_model_len, "messages", deadline_s)
@@ -83,7 +101,7 @@ class Translator:
         low, high = min(ids), max(ids)
         if low < 0 or high >= self.text.vocab_size:
             bad = low if low < 0 else high
-            raise InvalidRequest(f"token ids are 0 to {self.text.vocab_size - 1}, not {_shown(bad)}", param=param)
+            raise InvalidRequest(f"token ids are 0 to {self.text.vocab_size - 1}, not {shown(bad)}", param=param)
 
     def _submission(
         self,
@@ -104,6 +122,7 @@ class Translator:
                 param=param,
             )
         wanted = options.max_tokens
+        max_tokens = min(default_tokens, room) if wanted is None else wanted
         if wanted is not None and wanted > room:
             raise ContextLengthExceeded(
                 f"this model's context is {context} tokens; the prompt has {len(prompt)} "
@@ -113,42 +132,66 @@ class Translator:
         return Submission(
             request_id=request_id,
             prompt=tuple(prompt),
-            max_tokens=min(default_tokens, room) if wanted is None else wanted,
-            sampling=self._sampling(options),
+            max_tokens=max_tokens,
+            sampling=self._sampling(options, max_tokens),
             eos_token_ids=() if options.ignore_eos else self.text.eos_token_ids,
             stop=options.stop,
             deadline_s=self._deadline_s if deadline_s is None else min(deadline_s, self._deadline_s),
         )
 
-    def _sampling(self, options: Options) -> SamplingParams:
+    def _checked(self, options: Options) -> None:
+        """Refuses what is out of range before anything is done for the request."""
+        check_options(options)
+        most = (1 << 31) - 1 if options.max_tokens is None else options.max_tokens
+        self._sampling(replace(options, seed=0), most)
+
+    def _sampling(self, options: Options, max_tokens: int) -> SamplingParams:
         defaults = self.text.defaults
-        temperature = defaults.temperature if options.temperature is None else options.temperature
-        top_k = defaults.top_k if options.top_k is None else options.top_k
+        top_k = _or(options.top_k, defaults.top_k)
         seed = secrets.randbits(64) if options.seed is None else options.seed
-        return SamplingParams(
-            temperature=abs(float(temperature)),  # -0.0 is 0
-            top_p=float(defaults.top_p if options.top_p is None else options.top_p),
+        biases = options.logit_bias or {}
+        words = itertools.chain(options.bad_word_ids, *map(self.text.bad_word, options.bad_words))
+        params = SamplingParams(
+            temperature=_or(options.temperature, defaults.temperature) or 0.0,  # -0.0 is 0
+            top_p=_or(options.top_p, defaults.top_p),
             top_k=max(0, top_k) if top_k < self.text.vocab_size else 0,
             seed=seed & (1 << 64) - 1,
+            min_p=_or(options.min_p, defaults.min_p),
+            repetition_penalty=_or(options.repetition_penalty, defaults.repetition_penalty),
+            frequency_penalty=_or(options.frequency_penalty, 0.0),
+            presence_penalty=_or(options.presence_penalty, 0.0),
+            logit_bias=tuple(TokenBias(token, float(biases[token])) for token in sorted(biases)),
+            min_tokens=_or(options.min_tokens, 0),
+            stop_token_ids=tuple(dict.fromkeys(options.stop_token_ids)),
+            bad_words=tuple(dict.fromkeys(words)),
+            allowed_token_ids=tuple(sorted(set(options.allowed_token_ids or ()))),
+            logprobs=options.logprobs,
+            prompt_logprobs=options.prompt_logprobs,
         )
+        check_sampling(params, max_tokens, self.text.vocab_size)
+        return params
 
 
 def check_options(options: Options) -> None:
-    """Raises InvalidRequest for a value out of its range."""
-    _check_int(options.max_tokens_param, options.max_tokens, 1, (1 << 31) - 1)
-    _check_int("top_k", options.top_k, -1, (1 << 31) - 1)
-    _check_int("seed", options.seed, -(1 << 63), (1 << 63) - 1)
-    temperature, top_p = options.temperature, options.top_p
-    if temperature is not None and not 0 <= temperature <= 2:
-        raise InvalidRequest(f"temperature must be from 0 to 2, not {_shown(temperature)}", param="temperature")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise InvalidRequest(f"top_p must be above 0 and at most 1, not {_shown(top_p)}", param="top_p")
-    if len(options.stop) > MAX_STOPS:
-        raise InvalidRequest(f"at most {MAX_STOPS} stop strings, not {len(options.stop)}", param="stop")
-    for stop in options.stop:
-        if not 1 <= len(stop) <= MAX_STOP_CHARS:
-            raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_CHARS} characters, not {len(stop)}", param="stop")
-        check_text(stop, "stop")
+    """Raises InvalidRequest for what `SamplingParams` cannot tell: a value that a client may write in more than one
+    way, a text, a list that must not be empty."""
+    check_range(options.max_tokens_param, options.max_tokens, 1, (1 << 31) - 1)
+    check_range("top_k", options.top_k, -1, (1 << 31) - 1)
+    check_range("seed", options.seed, -(1 << 63), (1 << 63) - 1)
+    _check_texts("stop", options.stop, MAX_STOPS)
+    _check_texts("bad_words", options.bad_words, MAX_BAD_WORDS)
+    if options.allowed_token_ids == ():
+        raise InvalidRequest("allowed_token_ids is empty: no token could be chosen", param="allowed_token_ids")
+
+
+def _check_texts(param: str, texts: Sequence[str], most: int) -> None:
+    if len(texts) > most:
+        raise InvalidRequest(f"{param} has at most {most} entries, not {len(texts)}", param=param)
+    for text in texts:
+        if not 1 <= len(text) <= MAX_STOP_CHARS:
+            what = f"an entry of {param} has 1 to {MAX_STOP_CHARS} characters, not {len(text)}"
+            raise InvalidRequest(what, param=param)
+        check_text(text, param)
 
 
 def check_messages(messages: Sequence[ChatMessage]) -> None:
@@ -170,13 +213,5 @@ def check_text(text: str, param: str) -> None:
         raise InvalidRequest(f"{param} contains half a surrogate pair", param=param)
 
 
-def _check_int(param: str, value: int | None, low: int, high: int) -> None:
-    if value is not None and not low <= value <= high:
-        raise InvalidRequest(f"{param} must be from {low} to {high}, not {_shown(value)}", param=param)
-
-
-def _shown(value: float) -> str:
-    """A number for a message: never long, never an overflow."""
-    if isinstance(value, int):
-        return str(value) if abs(value) < 1 << 70 else "a huge number"
-    return f"{value:.6g}"
+def _or(value: _T | None, default: _T) -> _T:
+    return default if value is None else value

@@ -37,7 +37,7 @@ from baton.core.handover import (
     chunk_identity,
 )
 from baton.core.kv_layout import KVLayout
-from baton.core.request import SequenceId
+from baton.core.request import SequenceId, TokenLogprob
 from baton.core.reshard import EdgeKey, EdgePlan, reshard_layout
 from baton.event_log import EventLog
 from baton.rpc.streams import LinkLost, MessageStream
@@ -60,7 +60,7 @@ class IncomingOwner(Protocol):
 
     def receiving(self, sequence: SequenceId) -> bool: ...
 
-    def received(self, sequence: SequenceId, first_token: int) -> None: ...
+    def received(self, sequence: SequenceId, first_token: int, first_logprob: TokenLogprob | None) -> None: ...
 
     def transfer_lost(self, sequence: SequenceId, reason: str) -> None:
         """The link broke before all KV had arrived."""
@@ -219,7 +219,7 @@ class IncomingLink:
         self._incoming.events.write("chunk_received", sequence=sequence, index=chunk.index, end=chunk.end_token)
         if complete and chunk.first_token is not None:
             self._transfers.pop(sequence, None)
-            self._owner.received(sequence, chunk.first_token)
+            self._owner.received(sequence, chunk.first_token, chunk.first_logprob)
         await self._send(Ack(sequence, chunk.index, intact, complete, *key))
 
     async def _refuse(self, sequence: SequenceId, reason: str) -> None:

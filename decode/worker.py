@@ -11,7 +11,7 @@ from baton.core.errors import JoinRefused, StaleHandle, StartupError, Unavailabl
 from baton.core.events import Load, StepEvents
 from baton.core.handles import SpentHandles, verify
 from baton.core.handover import LinkHello, LinkWelcome, Offer
-from baton.core.request import SequenceId
+from baton.core.request import SequenceId, TokenLogprob
 from baton.core.reshard import reshard_layout
 from baton.core.sampling_limits import check_sampling
 from baton.core.step import StepOutcome, StepPlan
@@ -179,8 +179,8 @@ class DecodeWorker:
     def receiving(self, sequence: SequenceId) -> bool:
         return self.scheduler.receiving(sequence)
 
-    def received(self, sequence: SequenceId, first_token: int) -> None:
-        ended = self.scheduler.received(sequence, first_token, time.monotonic())
+    def received(self, sequence: SequenceId, first_token: int, first_logprob: TokenLogprob | None) -> None:
+        ended = self.scheduler.received(sequence, first_token, time.monotonic(), first_logprob)
         if ended is not None:
             self.shell.deadlines.forget(sequence)
             self.shell.session.post(StepEvents(ended=(ended,), load=self.load()))

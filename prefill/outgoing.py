@@ -22,7 +22,7 @@ from baton.core.errors import BatonError, KVCorrupt
 from baton.core.events import HandedOver, Parked, StageStamps
 from baton.core.handover import LinkHello, Offer, Refuse
 from baton.core.kv_layout import KVLayout
-from baton.core.request import GenerateRequest, SequenceId
+from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.event_log import EventLog
 from baton.transfer.edge_end import MakeEnd
 from prefill.link import Link
@@ -101,11 +101,19 @@ class Outgoing:
         over = self._hand_overs.get(sequence)
         return sequence if over is None else over.request.sequence_id
 
-    def advance(self, sequence: SequenceId, computed: int, first_token: int | None, step: int) -> None:
+    def advance(
+        self,
+        sequence: SequenceId,
+        computed: int,
+        first_token: int | None,
+        step: int,
+        first_logprob: TokenLogprob | None = None,
+    ) -> None:
         """KV of the first `computed` positions is complete at every rank that has computed `step`."""
         over = self._hand_overs.get(sequence)
         if over is not None:
             over.computed, over.first_token, over.step = computed, first_token, step
+            over.first_logprob = first_logprob
             over.progress.set()
 
     def assign(self, sequence: SequenceId, targets: Sequence[Target], attempt: int) -> bool:

@@ -19,7 +19,7 @@ from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError, KVCorrupt
 from baton.core.handover import Chunk, chunk_identity
 from baton.core.kv_layout import KVLayout
-from baton.core.request import GenerateRequest
+from baton.core.request import GenerateRequest, TokenLogprob
 from baton.core.reshard import EdgePlan
 from baton.event_log import EventLog
 from prefill.link import Link
@@ -39,6 +39,7 @@ class HandOver:
     computed: int = 0
     step: int = 0
     first_token: int | None = None
+    first_logprob: TokenLogprob | None = None
     progress: asyncio.Event = field(default_factory=asyncio.Event)
     assigned: asyncio.Event = field(default_factory=asyncio.Event)
     abort_reason: str | None = None
@@ -147,6 +148,7 @@ class PieceSender:
             prefill_rank=plan.prefill_rank,
             decode_rank=plan.decode_rank,
             first_token=over.first_token if last else None,
+            first_logprob=over.first_logprob if last else None,
             last=last,
             resend=piece.resend,
         )

@@ -121,7 +121,7 @@ class PrefillWorker:
             if p.sequence_id in ended:
                 self.outgoing.abort(p.sequence_id, "it ended with its first token")
             else:
-                self.outgoing.advance(p.sequence_id, p.computed, p.first_token, plan.step_id)
+                self.outgoing.advance(p.sequence_id, p.computed, p.first_token, plan.step_id, p.first_logprob)
         news = self.scheduler.cache.take_news() if self.shell.session.connected else None
         return StepEvents(plan.step_id, tuple(tokens), told, load=self.load(), block_news=news)
 

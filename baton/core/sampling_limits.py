@@ -43,7 +43,7 @@ def check_sampling(params: SamplingParams, max_tokens: int, vocab_size: int) -> 
     _check_count("bad_words", len(params.bad_words), MAX_BAD_WORDS)
     for word in params.bad_words:
         if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
-            what = f"a bad word is 1 to {MAX_BAD_WORD_TOKENS} tokens, not {len(word)}"
+            what = f"an entry of bad_words is 1 to {MAX_BAD_WORD_TOKENS} tokens, not {len(word)}"
             raise InvalidRequest(what, param="bad_words")
         _check_ids("bad_words", word, vocab_size)
     alone = {word[0] for word in params.bad_words if len(word) == 1}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from baton.core.errors import InvariantError
-from baton.core.request import FinishReason, GenerateRequest, finish_reason
+from baton.core.request import FinishReason, GenerateRequest, TokenLogprob, finish_reason
 
 MAX_HELD_TOKENS = 4096
 
@@ -28,14 +28,18 @@ Verdict = Appended | Literal["stale", "repeat", "held"]
 
 
 class Journal:
-    """Complete state: `tokens`, `attempt`, `finish`, and `_held` tokens by output index."""
+    """Complete state: `tokens` and, where the request asks for them, as many `logprobs` (those of tokens that came with
+    the request are not known: `logprobs` belongs to the last ones); `prompt_logprobs` once they are there; `attempt`,
+    `finish`, and what is `_held`, by output index."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
         self.attempt = request.attempt
         self.tokens: list[int] = list(request.output)
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: tuple[TokenLogprob, ...] | None = None
         self.finish: FinishReason | None = None
-        self._held: dict[int, int] = {}
+        self._held: dict[int, tuple[int, TokenLogprob | None]] = {}
 
     @property
     def next_index(self) -> int:
@@ -61,33 +65,49 @@ class Journal:
         self.begin_attempt(attempt)
         self.request = replace(self.request, output=tuple(self.tokens), attempt=attempt)
 
-    def accept(self, attempt: int, first_index: int, tokens: tuple[int, ...]) -> Verdict:
-        """Takes in tokens that a worker sent.
+    def accept(
+        self,
+        attempt: int,
+        first_index: int,
+        tokens: tuple[int, ...],
+        logprobs: tuple[TokenLogprob, ...] = (),
+        prompt_logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> Verdict:
+        """Takes in tokens that a worker sent, and log-probabilities where the request asks for them.
 
         What comes after the end is not kept.
 
         Raises:
-            InvariantError: a repeat that differs, an index below 0, or a gap too large to hold.
+            InvariantError: a repeat that differs, an index below 0, a gap too large to hold, or tokens without the
+                log-probabilities asked for.
         """
         if attempt != self.attempt:
             return "stale"
         if first_index < 0:
             raise InvariantError(f"{self.request.request_id}: output index {first_index}")
+        params = self.request.sampling
+        if len(logprobs) != (0 if params.logprobs is None else len(tokens)):
+            what = f"{len(logprobs)} log-probabilities came with {len(tokens)} tokens"
+            raise InvariantError(f"{self.request.request_id}: {what}")
+        if params.prompt_logprobs is not None and len(prompt_logprobs) == len(self.request.prompt) - 1:
+            self.prompt_logprobs = prompt_logprobs
         for offset, token in enumerate(tokens):
             index = first_index + offset
-            known = self.tokens[index] if index < len(self.tokens) else self._held.get(index)
+            known = self.tokens[index] if index < len(self.tokens) else self._held.get(index, (None,))[0]
             if known is not None and known != token:
                 raise InvariantError(
                     f"{self.request.request_id}: output {index} came as {known} and as {token} in attempt {attempt}"
                 )
             if index >= len(self.tokens):
-                self._held[index] = token
+                self._held[index] = token, logprobs[offset] if logprobs else None
         if len(self._held) > MAX_HELD_TOKENS:
             raise InvariantError(f"{self.request.request_id}: {len(self._held)} tokens wait for {self.next_index}")
         start = len(self.tokens)
         while self.finish is None and len(self.tokens) in self._held:
-            token = self._held.pop(len(self.tokens))
+            token, logprob = self._held.pop(len(self.tokens))
             self.tokens.append(token)
+            if logprob is not None:
+                self.logprobs.append(logprob)
             self.finish = finish_reason(self.request, len(self.tokens), token)
         if self.finish is not None:
             self._held.clear()

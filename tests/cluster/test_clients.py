@@ -94,7 +94,7 @@ async def test_grpc_health_and_errors(running: Cluster) -> None:
     async with grpc.aio.insecure_channel(running.grpc) as channel:
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert health.status == health_pb2.HealthCheckResponse.SERVING
-        request = serving_pb2.GenerateRequest(text="x", sampling=types_pb2.SamplingParams(min_p=0.5))
+        request = serving_pb2.GenerateRequest(text="x", sampling=types_pb2.SamplingParams(min_p=1.5))
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await anext(aiter(serving_pb2_grpc.ServingStub(channel).Generate(request, timeout=10)))
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,9 +16,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.core import errors
+from baton.core.request import SamplingParams, TokenBias, TokenLogprob
 from baton.v1 import serving_pb2 as pb
 from baton.v1 import serving_pb2_grpc, types_pb2
 from coordinator.grpc_service import NEUTRAL, SERVICE, PublicServer
+from coordinator.submission import Delta
 from coordinator.text import TextModel
 from coordinator.translate import Translator
 from tests.support.fake_generator import FakeGenerator, say
@@ -116,27 +119,71 @@ async def test_zero_is_a_value_not_an_absence(grpc_client: Client, generator: Fa
     assert (code, details["BadRequest"].field_violations[0].field) == (grpc.StatusCode.INVALID_ARGUMENT, "max_tokens")
 
 
-UNSERVED: list[tuple[str, dict[str, Any]]] = [
-    *[(n, {n: 0.5}) for n in ("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")],
-    *[(n, {n: 1}) for n in ("min_tokens", "logprobs", "prompt_logprobs")],
-    ("logprobs", {"logprobs": 0}),
-    ("repetition_penalty", {"repetition_penalty": 0.0}),
-    ("logit_bias", {"logit_bias": {3: 1.0}}),
-    ("stop_token_ids", {"stop_token_ids": [1]}),
-    ("bad_words", {"bad_words": [types_pb2.TokenIds(ids=[1])]}),
-    ("allowed_token_ids", {"allowed_token_ids": [1]}),
+BAD_SAMPLING: list[tuple[str, dict[str, Any]]] = [
     ("grammar", {"grammar": "x"}),
+    *[(n, {n: v}) for n in ("frequency_penalty", "presence_penalty") for v in (2.5, math.nan, -math.inf)],
+    *[("repetition_penalty", {"repetition_penalty": v}) for v in (0.0, -1.0, math.nan, math.inf)],
+    *[("min_p", {"min_p": v}) for v in (-0.1, 1.5, math.nan)],
+    *[("temperature", {"temperature": v}) for v in (-0.1, math.nan, math.inf)],
+    *[("top_p", {"top_p": v}) for v in (0.0, math.nan)],
+    *[(n, {n: v}) for n in ("logprobs", "prompt_logprobs") for v in (-1, 21)],
+    *[("min_tokens", {"min_tokens": v}) for v in (-1, 17)],
+    *[("logit_bias", {"logit_bias": b}) for b in ({-1: 0.0}, {512: 0.0}, {1: math.nan}, {1: 100.5})],
+    *[(n, {n: ids}) for n in ("stop_token_ids", "allowed_token_ids") for ids in ([-1], [512], [1, 2**31 - 1])],
+    *[("bad_words", {"bad_words": [types_pb2.TokenIds(ids=ids)]}) for ids in ([], [512], [-1], [1] * 65)],
 ]
 
 
-@pytest.mark.parametrize(("name", "fields"), UNSERVED)
-async def test_an_unserved_sampling_field_is_refused_by_name(
+@pytest.mark.parametrize(("name", "fields"), BAD_SAMPLING)
+async def test_a_sampling_field_out_of_range_is_refused_by_name(
     grpc_client: Client, generator: FakeGenerator, name: str, fields: dict[str, Any]
 ) -> None:
     code, message, details, _ = await grpc_client.refused(sampling=types_pb2.SamplingParams(**fields))
     assert code == grpc.StatusCode.INVALID_ARGUMENT and name in message
     assert [v.field for v in details["BadRequest"].field_violations] == [name]
     assert generator.submissions == []
+
+
+async def test_every_sampling_field_arrives(grpc_client: Client, generator: FakeGenerator) -> None:
+    asked = types_pb2.SamplingParams(
+        temperature=0.5,
+        top_p=0.75,
+        top_k=3,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        frequency_penalty=-0.5,
+        presence_penalty=0.25,
+        seed=7,
+        logit_bias={5: 1.5, 2: -1.0},
+        min_tokens=2,
+        stop_token_ids=[4],
+        bad_words=[types_pb2.TokenIds(ids=[8, 9])],
+        allowed_token_ids=[6, 5],
+        ignore_eos=True,
+        logprobs=0,
+        prompt_logprobs=3,
+    )
+    await grpc_client.all(sampling=asked)
+    submission = generator.submissions[0]
+    assert submission.eos_token_ids == ()
+    biases = (TokenBias(2, -1.0), TokenBias(5, 1.5))
+    assert submission.sampling == SamplingParams(
+        0.5, 0.75, 3, 7, 0.25, 1.5, -0.5, 0.25, biases, 2, (4,), ((8, 9),), (5, 6), 0, 3
+    )
+
+
+async def test_log_probabilities_and_the_stop_token_are_told(grpc_client: Client, generator: FakeGenerator) -> None:
+    score = TokenLogprob(0, -0.5, 1, (0, 3), (-0.5, -1.5))
+    first = Delta("a", (0,), logprobs=(score,), prompt_logprobs=(TokenLogprob(9, -2.0, 4),))
+    last = say("b", stop_reason=17)[0]
+    generator.script = [first, last]
+    asked = types_pb2.SamplingParams(logprobs=2, prompt_logprobs=0)
+    started, delta, *_, finished = await grpc_client.all(sampling=asked)
+    assert [(p.token_id, p.logprob, p.rank) for p in started.started.prompt_logprobs] == [(9, -2.0, 4)]
+    (found,) = delta.delta.logprobs
+    assert (found.token_id, found.logprob) == (0, -0.5)
+    assert (list(found.top_ids), list(found.top_logprobs)) == ([0, 3], [-0.5, -1.5])
+    assert finished.finished.stop_reason == "17"
 
 
 OTHERS = {"n": 2, "priority": 1, "tenant": "t", "cache_salt": "s", "include_stop_str_in_output": True, "echo": True}
@@ -149,10 +196,7 @@ async def test_an_unserved_field_is_refused_by_name(grpc_client: Client, name: s
 
 
 async def test_values_that_ask_for_nothing_are_accepted(grpc_client: Client) -> None:
-    sampling = {f.name for f in types_pb2.SamplingParams.DESCRIPTOR.fields}
-    neutral = {name: values[0] for name, values in NEUTRAL.items()}
-    params = types_pb2.SamplingParams(**{k: v for k, v in neutral.items() if k in sampling})  # type: ignore[arg-type]
-    messages = await grpc_client.all(sampling=params, **{k: v for k, v in neutral.items() if k not in sampling})
+    messages = await grpc_client.all(**{name: values[0] for name, values in NEUTRAL.items()})
     assert messages[-1].WhichOneof("message") == "finished"
 
 

@@ -8,6 +8,7 @@ import contextlib
 from baton.core.commands import Abort, Prefill
 from baton.core.errors import DeadlineExceeded, WorkerLost
 from baton.core.events import StepEvents, TokenEvent
+from baton.core.request import SamplingParams, TokenLogprob
 from coordinator.submission import Submission
 from tests.support.fake_runner import until
 from tests.support.fake_workers import bench
@@ -148,3 +149,38 @@ async def test_usage_tells_how_much_of_the_prompt_prefill_did_not_compute() -> N
             await reader.done()
             usage = reader.deltas[-1].usage
             assert usage is not None and (usage.prompt_tokens, usage.cached_tokens) == (3, min(cached, 3))
+
+
+async def test_a_stop_token_ends_the_text_before_it_and_is_named() -> None:
+    async with bench("p0", "d0") as b:
+        tokens = ids("Hello world")
+        reader = b.submit(max_tokens=50, sampling=SamplingParams(stop_token_ids=(tokens[-1],)))
+        p, d = b.workers
+        s = (await p.told(Prefill)).request.sequence_id
+        p.say(s, 0, tokens[0])
+        d.say(s, 0, *tokens, *ids("never seen"))
+        assert await reader.done() == tokens
+        assert "".join(x.text for x in reader.deltas) == byte_level().decode(tokens[:-1])
+        assert (reader.deltas[-1].finish_reason, reader.deltas[-1].stop_reason) == ("stop", tokens[-1])
+
+
+async def test_log_probabilities_come_with_their_tokens_and_the_prompts_with_the_first() -> None:
+    async with bench("p0", "d0") as b:
+        tokens = ids("Hello wonderful world")
+        scores = [TokenLogprob(token, -1.0, 1) for token in tokens]
+        params = SamplingParams(logprobs=0, prompt_logprobs=0)
+        reader = b.submit(max_tokens=len(tokens), sampling=params)
+        p, d = b.workers
+        request = (await p.told(Prefill)).request
+        s = request.sequence_id
+        d.session.post(StepEvents(tokens=(TokenEvent(s, 0, tuple(tokens[:2]), tuple(scores[:2])),)))
+        await asyncio.sleep(0.02)
+        assert reader.deltas == []  # the prompt's are not here yet
+        before = tuple(TokenLogprob(token, -2.0, 1) for token in request.prompt[1:])
+        p.session.post(StepEvents(tokens=(TokenEvent(s, 0, (tokens[0],), (scores[0],), before),)))
+        for index in range(2, len(tokens)):
+            d.session.post(StepEvents(tokens=(TokenEvent(s, index, (tokens[index],), (scores[index],)),)))
+        assert await reader.done() == tokens
+        assert [score for x in reader.deltas for score in x.logprobs] == scores
+        assert all(len(x.logprobs) == len(x.token_ids) for x in reader.deltas)
+        assert [x.prompt_logprobs for x in reader.deltas] == [before] + [None] * (len(reader.deltas) - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import InvariantError
+from baton.core.request import SamplingParams, TokenLogprob
 from coordinator.policy.journal import MAX_HELD_TOKENS, Appended, Journal
 from tests.support.builders import EOS, make_request
 
@@ -114,3 +116,24 @@ def test_a_request_that_begins_anew_goes_on_at_the_next_index() -> None:
     assert journal.accept(4, 2, (7,)) == Appended(2, (7, 9), "length")
     with pytest.raises(InvariantError):
         journal.resume(4)
+
+
+def test_log_probabilities_are_kept_with_their_tokens_in_any_order() -> None:
+    request = replace(make_request(prompt=(1, 2), max_tokens=8), sampling=SamplingParams(logprobs=0, prompt_logprobs=0))
+    journal = Journal(request)
+    scores = [TokenLogprob(token, -float(token), 1) for token in (5, 6, 7)]
+    assert journal.accept(1, 1, (6, 7), tuple(scores[1:])) == "held"
+    assert journal.prompt_logprobs is None
+    journal.accept(1, 0, (5,), (scores[0],), (TokenLogprob(2, -2.0, 1),))
+    assert journal.tokens == [5, 6, 7] and journal.logprobs == scores
+    assert journal.prompt_logprobs == (TokenLogprob(2, -2.0, 1),)
+    journal.accept(1, 1, (6, 7), tuple(scores[1:]))
+    assert journal.logprobs == scores
+
+
+def test_tokens_without_the_log_probabilities_asked_for_are_refused() -> None:
+    asked = Journal(replace(make_request(), sampling=SamplingParams(logprobs=0)))
+    with pytest.raises(InvariantError, match="0 log-probabilities came with 1 tokens"):
+        asked.accept(1, 0, (5,))
+    with pytest.raises(InvariantError, match="1 log-probabilities"):
+        Journal(make_request()).accept(1, 0, (5,), (TokenLogprob(5, -1.0, 1),))

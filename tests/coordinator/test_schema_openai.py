@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from fastapi import FastAPI
 
 from baton.core import errors
+from baton.core.request import TokenLogprob
 from coordinator.submission import Delta
 from tests.support.bad_inputs import CHAT, COMPLETIONS, GOOD, TABLE
 from tests.support.fake_generator import FakeGenerator, say
@@ -40,6 +42,47 @@ async def test_answers_fit_the_official_schemas(client: httpx.AsyncClient, gener
                 fits("CreateChatCompletionStreamResponse", event)
     fits("ListModelsResponse", (await client.get("/v1/models")).json())
     fits("Model", (await client.get("/v1/models/tiny")).json())
+
+
+def scored() -> list[Any]:
+    """Two deltas with log-probabilities of three tokens, one of them special, and of the prompt."""
+    entries = [TokenLogprob(i, -0.5 * i, i, (7, i), (-0.25, -0.5 * i)) for i in (40, 41, 1)]
+    first = Delta("Hé", (40, 41), logprobs=tuple(entries[:2]), prompt_logprobs=(TokenLogprob(6, -1.5, 2),))
+    last = replace(say("lo")[0], token_ids=(1,), logprobs=(entries[2],))  # type: ignore[type-var]
+    return [first, last]
+
+
+async def test_log_probabilities_fit_the_official_schemas(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.script = scored()
+    whole = (await client.post(COMPLETIONS, json={"prompt": [5, 6], "logprobs": 2, "echo": True})).json()
+    fits("CreateCompletionResponse", whole | {"choices": [whole["choices"][0] | {"logprobs": None}]})
+    found = whole["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == [None, -1.5, -20.0, -20.5, -0.5]
+    assert [len(column) for column in found.values()] == [5] * 4
+    assert found["text_offset"][-1] == sum(map(len, found["tokens"][:-1]))
+    chat = GOOD[CHAT] | {"logprobs": True, "top_logprobs": 2}
+    answer = (await client.post(CHAT, json=chat)).json()
+    fits("CreateChatCompletionResponse", answer)
+    response = await client.post(CHAT, json=chat | {"stream": True})
+    events = [json.loads(line[6:]) for line in response.text.split("\n\n")[:-2]]
+    for event in events:
+        fits("CreateChatCompletionStreamResponse", event)
+    parts = [e["choices"][0]["logprobs"] for e in events]
+    assert [c for part in parts if part for c in part["content"]] == answer["choices"][0]["logprobs"]["content"]
+    assert generator.submissions[0].sampling.prompt_logprobs == 2
+    assert generator.submissions[1].sampling.logprobs == 2 and generator.submissions[1].sampling.prompt_logprobs is None
+
+
+async def test_the_prompts_log_probabilities_are_where_vllm_has_them(
+    client: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    generator.script = scored()
+    whole = (await client.post(COMPLETIONS, json={"prompt": [5, 6], "prompt_logprobs": 0})).json()
+    found = whole["choices"][0]["prompt_logprobs"]
+    assert found[0] is None and found[1]["6"]["logprob"] == -1.5 and found[1]["6"]["rank"] == 2
+    assert whole["choices"][0]["logprobs"] is None
+    chat = (await client.post(CHAT, json=GOOD[CHAT] | {"prompt_logprobs": 0})).json()
+    assert chat["prompt_logprobs"] == found and "prompt_logprobs" not in chat["choices"][0]
 
 
 async def test_errors_fit_the_official_schema(client: httpx.AsyncClient) -> None:

@@ -54,9 +54,10 @@ def test_eos_is_the_union(tmp_path: Path) -> None:
 def test_sampling_defaults_come_from_generation_config(tmp_path: Path) -> None:
     assert TextModel.load(text_dir(tmp_path)).defaults == SamplingDefaults(1.0, 1.0, 0)
     given = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05, "do_sample": False}
+    given |= {"min_p": 0.02, "typical_p": 0.9}
     model = TextModel.load(text_dir(tmp_path / "b", generation=given))
-    assert model.defaults == SamplingDefaults(0.6, 0.9, 20)
-    assert model.ignored_defaults == ("repetition_penalty",)
+    assert model.defaults == SamplingDefaults(0.6, 0.9, 20, 0.02, 1.05)
+    assert model.ignored_defaults == ("typical_p",)
 
 
 def test_the_context_is_the_models_unless_cut(tmp_path: Path) -> None:

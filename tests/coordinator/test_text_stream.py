@@ -183,3 +183,29 @@ def test_vocabulary_reads_the_decoder_kind() -> None:
     )
     assert Vocabulary(wrapped).byte_level
     assert isinstance(wrapped, Tokenizer)
+
+
+def test_no_stop_string_is_looked_for_in_the_text_of_the_first_tokens() -> None:
+    vocabulary = Vocabulary(kit.byte_level())
+    ids = list(kit.byte_level().encode("Hello Hello Hello").ids)
+    cut = len(kit.byte_level().encode("Hello Hello").ids)
+    stream = TextStream(vocabulary, ("Hello",), min_tokens=cut)
+    piece = stream.push(ids)
+    assert (piece.text, piece.stopped) == ("Hello Hello ", "Hello")
+    assert TextStream(vocabulary, ("Hello",)).push(ids).text == ""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_spelling_joined_is_the_text(name: str) -> None:
+    vocabulary = VOCABULARIES[name]
+    text = "Hello world" if name == "metaspace" else "Hé, 中文 wörld"
+    spelled = [vocabulary.spelling(i) for i in vocabulary.tokenizer.encode(text, add_special_tokens=False).ids]
+    assert b"".join(raw for _, raw in spelled).decode().lstrip() == text
+    assert vocabulary.spelling(10**9) == ("", b"")
+
+
+def test_a_special_token_is_spelled_out_though_it_is_no_text() -> None:
+    tokenizer, vocabulary = kit.byte_level(), VOCABULARIES["byte_level"]
+    special = next(i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special)
+    assert vocabulary.spelling(special)[0] == tokenizer.id_to_token(special)
+    assert vocabulary.token(special) is None

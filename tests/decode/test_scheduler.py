@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
 from baton.core.events import StageStamps, TokenEvent
-from baton.core.request import GenerateRequest, SequenceId
+from baton.core.request import GenerateRequest, SamplingParams, SequenceId, TokenLogprob
 from baton.core.step import StepOutcome
 from decode.scheduler import DecodeResult, DecodeScheduler
 from tests.support.builders import EOS, make_decode, make_outcome, make_request
@@ -208,3 +210,16 @@ def test_check_finds_a_lost_hold_and_a_lost_place_in_the_queue(spoil: str) -> No
     }[spoil]()
     with pytest.raises(InvariantError):
         scheduler.check()
+
+
+def test_the_first_event_repeats_token_1_with_its_log_probability() -> None:
+    scheduler = make_decode()
+    request = replace(make_request(), sampling=SamplingParams(logprobs=1))
+    scheduler.reserve(request, 0.0)
+    first, second = TokenLogprob(5, -1.0, 1, (5,), (-1.0,)), TokenLogprob(6, -2.0, 1, (6,), (-2.0,))
+    scheduler.received(request.sequence_id, 5, 0.0, first)
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None
+    outcome = replace(make_outcome(plan, 6), logprobs=((second,),))
+    (event,) = scheduler.finish_step(outcome, 0.0).tokens
+    assert (event.tokens, event.logprobs) == ((5, 6), (first, second))

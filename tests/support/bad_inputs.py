@@ -219,21 +219,9 @@ TABLE: list[Bad] = [
                 COMPLETIONS,
                 {
                     "best_of": [0, 2, True, "1", 1.0, 2**31],
-                    "echo": [True, 1, "false"],
-                    "frequency_penalty": [0.5, -2.01, True, "0", [0]],
-                    "presence_penalty": [2.01, "0"],
-                    "repetition_penalty": [0, 1.1, True],
-                    "logit_bias": [{"5": 1}, {"x": 1}, {"5": 101}, [], "{}"],
-                    "logprobs": [0, 5, 21, True],
-                    "min_p": [0.1, -1, False],
-                    "min_tokens": [1, -1, False],
                     "n": [0, -1, 2, 129, 2**31, True, "1", 1.0],
                     "suffix": ["", "x"],
                     "cache_salt": ["", "a" * 300],
-                    "prompt_logprobs": [0, 1],
-                    "allowed_token_ids": [[], [1]],
-                    "bad_words": [["x"], "x"],
-                    "stop_token_ids": [[1], [10**9], "1"],
                     "priority": [1, -1, "0"],
                     "service_tier": ["flex", "priority", 1],
                     "store": [True, "false", 0],
@@ -247,8 +235,6 @@ TABLE: list[Bad] = [
                 CHAT,
                 {
                     "n": [2],
-                    "logprobs": [True, 1],
-                    "top_logprobs": [1, 21, "5", -1],
                     "tools": [[], [{"type": "function", "function": {"name": "f"}}]],
                     "tool_choice": ["auto", "required", {"type": "function", "function": {"name": "f"}}],
                     "functions": [[]],
@@ -265,6 +251,7 @@ TABLE: list[Bad] = [
                     "continue_final_message": [True],
                     "add_generation_prompt": [False],
                     "documents": [[], [{"text": "x"}]],
+                    "echo": [True],
                 },
             ),
         )
@@ -358,6 +345,69 @@ TABLE: list[Bad] = [
     *(Bad(f"B-20 top_p={v}", {"top_p": v}, "top_p") for v in (0, 0.0, -0.0, 1.01, -1, 2, 1e308)),
     *(Bad(f"B-20 top_k={v}", {"top_k": v}, "top_k") for v in (-2, 2**31, 2**63, -(2**70))),
     *(Bad(f"B-21 seed={v}", {"seed": v}, "seed") for v in (2**63, 2**64, -(2**63) - 1, 10**4000)),
+    *(
+        Bad(f"B-18 {path} min_tokens={v!r}", {"min_tokens": v, "max_tokens": 8}, "min_tokens", path=path)
+        for v in (-1, 9, 2**31, 2**63, 1.5, True, "1")
+        for path in (COMPLETIONS, CHAT)
+    ),
+    Bad("B-18 min_tokens over the default", {"min_tokens": 17}, "min_tokens"),
+    *(Bad(f"B-20 min_p={v!r}", {"min_p": v}, "min_p") for v in (-0.01, 1.01, 1e308, False, "0", [0])),
+    *(
+        Bad(f"B-20 {name}={v!r}", {name: v}, name)
+        for name in ("frequency_penalty", "presence_penalty")
+        for v in (-2.01, 2.01, 1e308, -(10**30), True, "0", [0])
+    ),
+    *(
+        Bad(f"B-20 repetition_penalty={v!r}", {"repetition_penalty": v}, "repetition_penalty")
+        for v in (0, 0.0, -1, 101, 1e308, 1e-300, True, "1")
+    ),
+    *(
+        Bad(f"B-22 stop_token_ids={repr(v)[:60]}", {"stop_token_ids": v}, "stop_token_ids")
+        for v in ([-1], [512], [2**31], [2**63], [10**300], [*range(65)], "1", 1, {})
+    ),
+    *(
+        Bad(f"B-22 stop_token_ids [{v!r}]", {"stop_token_ids": [v]}, "stop_token_ids[0]")
+        for v in ("1", 1.5, True, None)
+    ),
+    *(
+        Bad(f"B-23 {path} logit_bias={repr(v)[:60]}", {"logit_bias": v}, "logit_bias", path=path)
+        for v in (
+            *({k: 1} for k in ("x", "", "-1", "+1", " 1", "1.0", "01", "٣", "512", "2147483648", "1" * 300)),
+            *({"5": v} for v in (101, -100.5, 1e308, 10**300, True, "1", None, [1], {})),
+            {str(i): 1 for i in range(301)},
+            [],
+            "{}",
+            5,
+        )
+        for path in (COMPLETIONS, CHAT)
+    ),
+    *(
+        Bad(f"B-23 allowed_token_ids={repr(v)[:60]}", {"allowed_token_ids": v}, "allowed_token_ids")
+        for v in ([], [-1], [512], [1, 2**63], "1", 1)
+    ),
+    Bad("B-23 allowed bool", {"allowed_token_ids": [True]}, "allowed_token_ids[0]"),
+    *(
+        Bad(f"B-23 bad_words={repr(v)[:60]}", {"bad_words": v}, "bad_words")
+        for v in ("x", [""], ["a" * 257], ["a"] * 65, 5)
+    ),
+    Bad("B-23 bad word of 250 tokens", {"bad_words": ["\u0301z" * 120]}, "bad_words"),
+    Bad("B-23 number in bad_words", {"bad_words": ["a", 5]}, "bad_words[1]"),
+    *(Bad(f"B-24 logprobs={v!r}", {"logprobs": v}, "logprobs") for v in (-1, 21, 2**31, 10**300, True, "1", 1.5)),
+    *(Bad(f"B-24 chat logprobs={v!r}", {"logprobs": v}, "logprobs", path=CHAT) for v in (1, 0, "true", [])),
+    *(
+        Bad(f"B-24 top_logprobs={v!r}", {"logprobs": True, "top_logprobs": v}, name, path=CHAT)
+        for v, name in ((-1, "logprobs"), (21, "logprobs"), ("5", "top_logprobs"), (True, "top_logprobs"))
+    ),
+    Bad("B-24 top_logprobs alone", {"top_logprobs": 2}, "top_logprobs", path=CHAT),
+    Bad("B-24 top_logprobs against", {"top_logprobs": 2, "logprobs": False}, "top_logprobs", path=CHAT),
+    Bad("B-24 top_logprobs in completions", {"top_logprobs": 2}, "top_logprobs"),
+    *(
+        Bad(f"B-24 {path} prompt_logprobs={v!r}", {"prompt_logprobs": v}, "prompt_logprobs", path=path)
+        for v in (-1, 21, 2**63, True, "1")
+        for path in (COMPLETIONS, CHAT)
+    ),
+    Bad("B-24 prompt_logprobs streamed", {"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+    *(Bad(f"B-24 echo={v!r}", {"echo": v}, "echo") for v in (1, "false", [])),
     Bad("B-22 five stops", {"stop": ["a", "b", "c", "d", "e"]}, "stop"),
     Bad("B-22 a million stops", {"stop": ["a"] * 100_000}, "stop"),
     Bad("B-22 empty stop", {"stop": ""}, "stop"),

@@ -12,7 +12,11 @@ Step = Delta | BaseException | float | asyncio.Event
 
 
 def say(
-    *texts: str, finish: FinishReason = "stop", stop_reason: str | None = None, prompt_tokens: int = 3, cached: int = 1
+    *texts: str,
+    finish: FinishReason = "stop",
+    stop_reason: str | int | None = None,
+    prompt_tokens: int = 3,
+    cached: int = 1,
 ) -> list[Step]:
     """One delta of one token for each text, the last with finish reason, usage and timeline."""
     deltas: list[Step] = [Delta(text, (i,)) for i, text in enumerate(texts[:-1])]
