@@ -72,25 +72,26 @@ def descendants(pid: int) -> list[int]:
     found: list[int] = []
     queue = [pid]
     while queue:
-        for child in _children(queue.pop(0)):
+        for child in children(queue.pop(0)):
             found.append(child)
             queue.append(child)
     return found
 
 
-def _children(pid: int) -> list[int]:
-    children: list[int] = []
+def children(pid: int) -> list[int]:
+    """The living processes that `pid` started itself."""
+    found: list[int] = []
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
-        return children
+        return found
     for thread in threads:
         try:
             with open(f"/proc/{pid}/task/{thread}/children") as file:
-                children += [int(word) for word in file.read().split()]
+                found += [int(word) for word in file.read().split()]
         except OSError:
             continue
-    return children
+    return found
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None

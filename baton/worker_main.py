@@ -16,6 +16,7 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from baton.core.cluster_token import check_listening
 from baton.core.commands import Role, WorkerFacts
 from baton.core.config import WorkerConfig
 from baton.core.errors import BatonError, JoinRefused, RankLost, StartupError, innermost
@@ -23,6 +24,7 @@ from baton.core.ranks import Ranks
 from baton.model_source import resolve_model
 from baton.options import EXIT_STARTUP_ERROR, config_command, error_line, run_main
 from baton.process import EXIT_RANK_LOST, die_with_parent, limit_name_lookups, record_error
+from baton.token_file import read_token
 
 if TYPE_CHECKING:
     from baton.engine.runner import EngineOptions
@@ -36,6 +38,8 @@ SWITCH_INTERVAL_S = 0.0005
 
 class Worker(Protocol):
     async def run(self) -> None: ...
+
+    def leave(self, timeout_s: float) -> None: ...
 
 
 # (config, crew, facts) -> worker. The crew is a baton.worker_ranks.Crew; Any here so that `--help` needs no torch.
@@ -58,7 +62,7 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
         faulthandler.enable()
         limit_name_lookups()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        _ignore_terminal()
+        _take_signals()
         logging.basicConfig(
             level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
         )
@@ -95,12 +99,30 @@ def _take_cores(ranks: Ranks) -> None:
         os.sched_setaffinity(0, ranks.cores(sorted(os.sched_getaffinity(0))))
 
 
-def _ignore_terminal() -> None:
-    """Ctrl-C reaches every process of a terminal; only the launcher acts on it, and drains its workers."""
+def _take_signals() -> None:
+    """Ctrl-C reaches every process of a terminal; only the launcher acts on it, and drains its workers. SIGTERM ends a
+    worker that still loads: it has nothing to drain."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+
+
+def _drain_on_sigterm(worker: Worker, timeout_s: float) -> None:
+    """The first SIGTERM drains, a second one ends the process."""
+    asked = False
+
+    def on_sigterm() -> None:
+        nonlocal asked
+        if asked:
+            os._exit(128 + signal.SIGTERM)
+        asked = True
+        log.info("SIGTERM: leaving within %g s", timeout_s)
+        worker.leave(timeout_s)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
 
 
 async def _serve(config: WorkerConfig, ranks: Ranks, load: Callable[[], MakeWorker]) -> None:
+    check_listening("--host", config.host, read_token(config.cluster_token_file))
     make = load()
     from baton.worker_ranks import lead
 
@@ -131,6 +153,7 @@ async def _serve(config: WorkerConfig, ranks: Ranks, load: Callable[[], MakeWork
             options.threads,
             time.monotonic() - started,
         )
+        _drain_on_sigterm(worker, config.drain_timeout_s)
         await worker.run()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -72,6 +73,7 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
         ends = FollowerEnds(_local_ends(runner, options), channel.report)
         channel.on_order = ends.obey
         channel.serving()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader drains, and says when all is done
         log.info("rank %d of %d follows", ranks.rank, ranks.size)
         reason = channel.follow(runner.step)
         ends.close()

@@ -11,11 +11,13 @@ import signal
 import sys
 from pathlib import Path
 
+from baton.core.cluster_token import check_listening
 from baton.core.config import CoordinatorConfig
 from baton.core.errors import StartupError
 from baton.model_source import resolve_model, served_name
 from baton.options import config_command, run_main
 from baton.process import die_with_parent
+from baton.token_file import read_token
 from coordinator.cluster import Cluster
 from coordinator.control import serve_control
 from coordinator.grpc_service import PublicServer
@@ -39,6 +41,8 @@ def main(config: CoordinatorConfig) -> int:
 
 
 async def _serve(config: CoordinatorConfig) -> None:
+    token = read_token(config.cluster_token_file)
+    check_listening("--control-host", config.control_host, token)
     model_dir = resolve_model(config.model)
     name = config.served_model_name or served_name(config.model)
     text = TextModel.load(model_dir, max_model_len=config.max_model_len or None)
@@ -46,7 +50,7 @@ async def _serve(config: CoordinatorConfig) -> None:
         log.warning("generation_config asks for what is not served, so it is ignored: %s", text.ignored_defaults)
     digest = hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest()
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # one line per malformed request is for its sender
-    cluster = Cluster(config.lease_s, config.max_queued_requests, config.max_queued_tokens, digest)
+    cluster = Cluster(config.lease_s, config.max_queued_requests, config.max_queued_tokens, digest, token)
     pipeline = Pipeline(cluster, text.vocabulary)
     max_body_bytes = round(config.max_body_mib * (1 << 20))
 

@@ -36,11 +36,16 @@ class Cluster:
     sequence that had it before."""
 
     def __init__(
-        self, lease_s: float, max_queued_requests: int, max_queued_tokens: int, config_digest: str = ""
+        self,
+        lease_s: float,
+        max_queued_requests: int,
+        max_queued_tokens: int,
+        config_digest: str = "",
+        token: str = "",
     ) -> None:
         self.dispatcher = Dispatcher(max_queued_requests, max_queued_tokens)
         self._mint = Mint(registry := Registry(lease_s, config_digest))
-        self.members = Members(self, self.dispatcher, registry, self._mint.key)
+        self.members = Members(self, self.dispatcher, registry, self._mint.key, token)
         self.draining = False
         self.stale_events = 0
         self._live: dict[str, Live] = {}

@@ -145,7 +145,7 @@ class _Front:
         return json_response({"ready": False, "reason": reason}, http=503, headers={"retry-after": "1"})
 
     async def workers(self) -> Response:
-        return json_response({"workers": self._generator.workers()})
+        return json_response(self._generator.workers())
 
     async def version(self) -> Response:
         return json_response({"version": self._settings.version})

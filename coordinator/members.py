@@ -12,10 +12,13 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
+from dataclasses import replace
 from typing import Protocol
 
+from baton.core.cluster_token import check_token
 from baton.core.commands import Command, Drain, Drained, Following, Heartbeat, HeartbeatAck, Join, Leave, Welcome
-from baton.core.errors import InvariantError, NotFound, Unavailable
+from baton.core.errors import InvariantError, JoinRefused, NotFound, Unavailable
 from baton.core.events import StepEvents
 from baton.rpc.streams import LinkLost, MessageStream
 from coordinator.policy.dispatch import Dispatcher
@@ -45,9 +48,12 @@ class MembersOwner(Protocol):
 
 class Members:
     """Complete state: the registry, the queue of commands to each connected worker, the incarnation of each worker that
-    has not gone, and by when those that drain are to have left."""
+    has not gone, by when those that drain are to have left, and how often a join was refused for each field. `address`
+    is where workers dial; `token` is what they must know, if not empty."""
 
-    def __init__(self, owner: MembersOwner, dispatcher: Dispatcher, registry: Registry, handle_key: bytes) -> None:
+    def __init__(
+        self, owner: MembersOwner, dispatcher: Dispatcher, registry: Registry, handle_key: bytes, token: str
+    ) -> None:
         self.registry = registry
         self.run_id = secrets.token_hex(8)
         self._owner = owner
@@ -56,6 +62,9 @@ class Members:
         self._outgoing: dict[str, asyncio.Queue[ToWorker]] = {}
         self._incarnations: dict[str, int] = {}
         self._drains: dict[str, float] = {}
+        self._token = token
+        self.address = ""
+        self.joins_refused: Counter[str] = Counter()
 
     def connected(self, worker: str) -> bool:
         return worker in self._outgoing
@@ -80,9 +89,7 @@ class Members:
             raise InvariantError(f"a session begins with a join, not {type(first).__name__}")
         worker, incarnation = first.worker_id, first.incarnation
         fresh = self._incarnations.get(worker) != incarnation
-        if fresh and self._owner.draining:
-            raise Unavailable(f"{worker} cannot join: the cluster is draining", code="draining")
-        replaced = self.registry.join(first, time.monotonic())
+        replaced = self._admit(first)
         if replaced is not None:
             self._lost(replaced, "it was replaced by a new incarnation")
         if fresh:
@@ -106,6 +113,22 @@ class Members:
         finally:
             sender.cancel()
             self._detach(queue, first, stream)
+
+    def _admit(self, join: Join) -> WorkerRecord | None:
+        """The record that it replaces. Nothing is done for one that does not know the token."""
+        try:
+            self.check_token(join.token, f"{join.role} worker {join.worker_id[:128]!r}")
+            if self._owner.draining and self._incarnations.get(join.worker_id) != join.incarnation:
+                raise Unavailable(f"{join.worker_id} cannot join: the cluster is draining", code="draining")
+            return self.registry.join(replace(join, token=""), time.monotonic())
+        except JoinRefused as e:
+            self.joins_refused[e.param or ""] += 1
+            log.warning("%s", e.message)
+            raise
+
+    def check_token(self, said: str, who: str) -> None:
+        """Raises JoinRefused when it is not this cluster's."""
+        check_token(self._token, said, who)
 
     async def _pump(self, stream: MessageStream, queue: asyncio.Queue[ToWorker], join: Join) -> None:
         try:

@@ -111,8 +111,10 @@ class Pipeline:
         missing = self._cluster.dispatcher.missing_pool()
         return (True, "ready") if missing is None else (False, f"no {missing} worker is ready")
 
-    def workers(self) -> list[dict[str, object]]:
-        return self._cluster.registry.table(time.monotonic())
+    def workers(self) -> dict[str, object]:
+        members = self._cluster.members
+        table = members.registry.table(time.monotonic())
+        return {"workers": table, "control": members.address, "joins_refused": dict(members.joins_refused)}
 
 
 def _request(submission: Submission) -> GenerateRequest:

@@ -85,6 +85,6 @@ class Generator(Protocol):
         """Whether a request would find both pools, and one line that says why not."""
         ...
 
-    def workers(self) -> list[dict[str, object]]:
-        """The `/workers` table."""
+    def workers(self) -> dict[str, object]:
+        """The `/workers` document."""
         ...

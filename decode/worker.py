@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
+from baton.core.cluster_token import check_token
 from baton.core.commands import Command, Join, WorkerFacts
 from baton.core.config import WorkerConfig
 from baton.core.errors import JoinRefused, StaleHandle, StartupError, Unavailable
@@ -19,6 +21,7 @@ from baton.engine.runner import Runner
 from baton.event_log import EventLog
 from baton.rpc.link import serve_links
 from baton.rpc.shell import WorkerShell
+from baton.token_file import read_token
 from baton.transfer.edge_end import MakeEnd
 from baton.transfer.store import EdgeStore
 from decode.incoming import Incoming
@@ -26,6 +29,8 @@ from decode.scheduler import DecodeScheduler
 
 if TYPE_CHECKING:
     import grpc.aio
+
+log = logging.getLogger("baton.worker")
 
 
 class DecodeWorker:
@@ -50,11 +55,15 @@ class DecodeWorker:
             tensor_parallel=facts.tensor_parallel,
             edge_timeout_s=config.edge_timeout_s,
         )
-        self.shell = WorkerShell(config, self, runner.step)
-        self.handles_refused = 0
+        self.shell = WorkerShell(config, self, runner.step, read_token(config.cluster_token_file))
+        self.handles_refused = self.links_refused = 0
         self._spent = SpentHandles()
         self._server: grpc.aio.Server | None = None
         self._link_port = 0
+
+    def leave(self, timeout_s: float) -> None:
+        """Somebody asked the process to end: no new hand-overs; what runs finishes or is given back."""
+        self.shell.leave(timeout_s)
 
     async def run(self) -> None:
         """Serves until drained; raises as WorkerShell.run does."""
@@ -92,6 +101,7 @@ class DecodeWorker:
             sequences=scheduler.num_sequences,
             handles_refused=self.handles_refused,
             stale_messages=self.incoming.stale_messages,
+            links_refused=self.links_refused,
         )
 
     def begin_step(self, now: float) -> StepPlan | None:
@@ -125,6 +135,24 @@ class DecodeWorker:
     # What the links ask for.
 
     def welcome(self, hello: LinkHello) -> LinkWelcome:
+        try:
+            self._check_fits(hello)
+        except JoinRefused as e:
+            self.links_refused += 1
+            log.warning("%s", e.message)
+            raise
+        return LinkWelcome(
+            self.config.worker_id,
+            self.incarnation,
+            self.config.host,
+            self.store.port,
+            self.store.nonce,
+            self.facts.tensor_parallel,
+            self.facts.layout,
+        )
+
+    def _check_fits(self, hello: LinkHello) -> None:
+        check_token(self.shell.token, hello.token, "link")
         for name, theirs, mine in (
             ("protocol_version", hello.protocol_version, self.facts.protocol_version),
             ("run_id", hello.run_id, self.shell.session.run_id),
@@ -139,15 +167,6 @@ class DecodeWorker:
             reshard_layout(self.facts.layout, hello.tensor_parallel, self.facts.tensor_parallel)
         except StartupError as e:
             raise JoinRefused(f"link refused: tensor_parallel: {e.message}", param="tensor_parallel") from None
-        return LinkWelcome(
-            self.config.worker_id,
-            self.incarnation,
-            self.config.host,
-            self.store.port,
-            self.store.nonce,
-            self.facts.tensor_parallel,
-            self.facts.layout,
-        )
 
     def reserve(self, offer: Offer, hello: LinkHello) -> tuple[tuple[int, ...], tuple[int, ...]]:
         sequence = offer.request.sequence_id

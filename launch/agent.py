@@ -1,4 +1,4 @@
-"""`python -m launch.agent`: torchrun with four repairs, the same flags otherwise.
+"""`python -m launch.agent`: torchrun with five repairs, the same flags otherwise.
 
 1. torchrun's store listens on every address and anybody may write to it. `--rdzv-backend baton` (the default here)
    binds it to `--master-addr` only, and on one node to a port the kernel picks, so parallel jobs cannot collide.
@@ -8,10 +8,13 @@
    with it; the agent in turn dies with the launcher.
 4. `python -m` puts the directory it is called from first on the path, where a user's own `decode.py` would shadow a
    tier: the workers get PYTHONSAFEPATH.
+5. torchrun kills its workers 30 s after a SIGTERM and exits with 1. The agent hands the first SIGTERM, SIGINT or SIGHUP
+   to the ranks, whose leader drains (`baton.worker_main`), and exits with 0 when they have; a second signal kills them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -21,7 +24,14 @@ from datetime import timedelta
 from typing import Any, NoReturn
 
 from baton.options import EXIT_STARTUP_ERROR
-from baton.process import EXIT_RANK_LOST, PARENT_VARIABLE, die_with_parent, limit_name_lookups
+from baton.process import (
+    EXIT_RANK_LOST,
+    PARENT_VARIABLE,
+    children,
+    descendants,
+    die_with_parent,
+    limit_name_lookups,
+)
 from launch.failure import Failure, box
 
 _STORE_TIMEOUT_S = 600
@@ -33,8 +43,9 @@ def main() -> NoReturn:
     limit_name_lookups()
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     os.environ["PYTHONSAFEPATH"] = "1"
+    stopping = _Stopping()
+    stopping.listen()
 
-    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
@@ -44,19 +55,43 @@ def main() -> NoReturn:
     _register_rendezvous()
     args = parse_args(_with_defaults(sys.argv[1:]))  # type: ignore[no-untyped-call]
     _name_the_store(args)
+    args.signals_to_handle = "SIGQUIT"  # the others are ours
     code = 0
     try:
         run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        code = _report(error, args)
-    except SignalException as error:
-        code = 128 + int(error.sigval)
+        drained = stopping.asked and all(f.exitcode in _FOLLOWED for f in error.failures.values())
+        code = 0 if drained else _report(error, args)  # ranks that still loaded, or lost a leader that did
     except OSError as error:
         print(f"error: rendezvous at {args.rdzv_endpoint}: {error.strerror or error}", file=sys.stderr)
         code = EXIT_STARTUP_ERROR
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # the workers have ended; unloading torch would take another second
+
+
+class _Stopping:
+    """`asked` once a signal to end has come."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def listen(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                signal.signal(number, self._received)
+
+    def _received(self, number: int, frame: object) -> None:
+        ranks = children(os.getpid())
+        if self.asked or not ranks:
+            for pid in descendants(os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            os._exit(128 + number if ranks else 0)  # without ranks there is nothing to drain
+        self.asked = True
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
 
 
 def _with_defaults(argv: list[str]) -> list[str]:

@@ -40,18 +40,37 @@ def up_command(config: UpConfig) -> int:
 @click.option("--json", "as_json", is_flag=True, help="the whole of GET /workers, as JSON")
 def ps_command(url: str, as_json: bool) -> int:
     """Show the workers of the cluster at URL."""
-    from launch.cluster_api import get_workers
+    from launch.cluster_api import get_cluster
     from launch.ps import print_workers
 
     try:
-        workers = get_workers(url)
+        cluster = get_cluster(url)
     except OSError as error:
         raise StartupError(f"no cluster answers at {url}: {error}") from None
     if as_json:
-        click.echo(json.dumps({"workers": [worker.fields for worker in workers]}, indent=2))
+        click.echo(json.dumps(cluster.document, indent=2))
     else:
-        print_workers(workers)
+        print_workers(cluster.workers)
     return 0
+
+
+@baton.command("drain")
+@click.argument("worker")
+@click.argument("url", default=DEFAULT_URL)
+@click.option(
+    "--timeout-s",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(min=0.0, max=86400.0),
+    help="longest what runs there may take to finish; then it goes on elsewhere",
+)
+@click.option("--coordinator", default="", metavar="HOST:PORT", help="its control address, if URL does not tell")
+@click.option("--cluster-token-file", default="", metavar="FILE", help="file with the cluster token, off loopback")
+def drain_command(worker: str, url: str, timeout_s: float, coordinator: str, cluster_token_file: str) -> int:
+    """Take WORKER out of the cluster at URL: no new work, what runs finishes or goes elsewhere, its process ends."""
+    from launch.drain import drain
+
+    return drain(worker, url, timeout_s, cluster_token_file, coordinator)
 
 
 @baton.command("version")

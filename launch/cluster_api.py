@@ -22,7 +22,21 @@ class WorkerView:
     fields: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """GET /workers. `control` is where the coordinator takes an operator's commands; `document` is the whole of it."""
+
+    workers: tuple[WorkerView, ...]
+    control: str
+    document: dict[str, Any]
+
+
 def get_workers(url: str, timeout_s: float = TIMEOUT_S) -> list[WorkerView]:
+    """The workers in GET /workers; raises as `get_cluster`."""
+    return list(get_cluster(url, timeout_s).workers)
+
+
+def get_cluster(url: str, timeout_s: float = TIMEOUT_S) -> ClusterView:
     """GET /workers.
 
     Raises:
@@ -47,7 +61,12 @@ def get_workers(url: str, timeout_s: float = TIMEOUT_S) -> list[WorkerView]:
     if answer.status != 200:
         raise OSError(f"GET /workers: status {answer.status}")
     try:
-        return [_view(fields) for fields in json.loads(body)["workers"]]
+        document = json.loads(body)
+        control_host, _, control_port = str(document.get("control", "")).rpartition(":")
+        if control_host in ("0.0.0.0", "[::]", "::"):  # it listens everywhere: where HTTP is, it is too
+            control_host = f"[{host}]" if ":" in host else host
+        control = f"{control_host}:{control_port}" if control_host else ""
+        return ClusterView(tuple(_view(fields) for fields in document["workers"]), control, document)
     except (ValueError, KeyError, TypeError) as error:
         raise OSError(f"GET /workers: unexpected answer ({error!r})") from None
 

@@ -38,13 +38,15 @@ AGENT_EXIT_S = 10.0
 
 
 class LocalCluster:
-    """Its whole state: the members, the bound addresses once known, and whether `ready` was announced."""
+    """Its whole state: the members, the bound addresses once known, whether `ready` was announced, and until when
+    workers that left are started again because their coordinator was."""
 
     def __init__(self, plan: Plan, console: Console, backoff: Backoff | None = None) -> None:
         self._plan = plan
         self._console = console
         self._addresses: Addresses | None = None
         self._announced = False
+        self._all_back_until = 0.0
         self._coordinator = Supervised("coordinator", lambda: plan.coordinator(self._addresses), console, backoff)
         self._workers = [
             Supervised(name, lambda name=name: plan.worker(name, self._bound()), console, backoff)  # type: ignore[misc]
@@ -75,7 +77,11 @@ class LocalCluster:
                         member.child.kill()
 
     def _tick(self) -> None:
-        if self._coordinator.restart_at is not None and time.monotonic() >= self._coordinator.restart_at:
+        if self._coordinator.left:  # somebody ended it alone: it drained all workers, and all come back with it
+            self._forget_ready_file()
+            self._coordinator.start_again("   again, on the same ports")
+            self._all_back_until = time.monotonic() + AGENT_EXIT_S
+        elif self._coordinator.restart_at is not None and time.monotonic() >= self._coordinator.restart_at:
             self._forget_ready_file()
             self._coordinator.start_again("   again, on the same ports")
         else:
@@ -83,6 +89,8 @@ class LocalCluster:
         if self._coordinator.child is not None and not self._coordinator.joined:
             self._look_for_ready_file()
         for worker in self._workers:
+            if time.monotonic() < self._all_back_until:
+                worker.left = False
             if worker.ever_started:
                 worker.tick()
             elif self._coordinator.joined:
@@ -126,7 +134,7 @@ class LocalCluster:
                 worker.mark_joined("joined")
 
     def _announce_when_ready(self) -> None:
-        if not all(worker.joined for worker in self._workers):
+        if not all(worker.joined or worker.left for worker in self._workers):
             if self._console.elapsed_s() > self._plan.config.start_timeout_s:
                 late = ", ".join(worker.name for worker in self._workers if not worker.joined)
                 raise StartupError(

@@ -1,4 +1,4 @@
-"""One member of the cluster over all its lives: started, watched, started again."""
+"""One member of the cluster over all its lives: started, watched, started again, or gone for good once drained."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MemberFailed(Exception):
 
 class Supervised:
     """Its whole state: the present `child` or the time of the next one, whether this life has joined the present
-    coordinator (`joined`) and whether it ever joined one, the policy.
+    coordinator (`joined`) and whether it ever joined one, whether it ended well after that (`left`), the policy.
 
     `spec` is asked anew for every life, since ports become known only after the first.
     """
@@ -33,6 +33,7 @@ class Supervised:
     def __init__(self, name: str, spec: Callable[[], ChildSpec], console: Console, backoff: Backoff | None) -> None:
         self.name = name
         self.joined = False
+        self.left = False
         self.child: Child | None = None
         self._spec = spec
         self._console = console
@@ -43,7 +44,7 @@ class Supervised:
 
     @property
     def ever_started(self) -> bool:
-        return self.child is not None or self._restart_at is not None
+        return self.child is not None or self._restart_at is not None or self.left
 
     @property
     def restart_at(self) -> float | None:
@@ -52,7 +53,8 @@ class Supervised:
     def start(self, note: str = "") -> None:
         """Raises StartupError when the process cannot even be started."""
         spec = self._spec()
-        self.joined, self._joined_this_life, self._restart_at = False, False, None
+        self.joined = self.left = self._joined_this_life = False
+        self._restart_at = None
         self._started_at = time.monotonic()
         self.child = Child(spec)
         self._console.stage(self.name, f"starting   pid {self.child.pid}{note}   log {spec.log}")
@@ -92,6 +94,10 @@ class Supervised:
     def _died(self, child: Child, code: int, now: float) -> None:
         child.kill(0)  # what it may have left below itself, and the reaping
         self.child, self.joined = None, False
+        if code == 0 and self._joined_this_life:  # a worker ends well only when it was told to
+            self.left = True
+            self._console.stage(self.name, "left")
+            return
         error, log = child.error_line(), child.spec.log
         verdict = self._policy.died(code, now)
         if isinstance(verdict, GiveUp):

@@ -17,6 +17,7 @@ from baton.core.step import StepOutcome, StepPlan
 from baton.engine.runner import Runner
 from baton.event_log import EventLog
 from baton.rpc.shell import WorkerShell
+from baton.token_file import read_token
 from baton.transfer.edge_end import MakeEnd
 from prefill.outgoing import Outgoing
 from prefill.scheduler import PrefillScheduler
@@ -53,7 +54,11 @@ class PrefillWorker:
             edge_timeout_s=config.edge_timeout_s,
             connect_timeout_s=config.connect_timeout_s,
         )
-        self.shell = WorkerShell(config, self, runner.step)
+        self.shell = WorkerShell(config, self, runner.step, read_token(config.cluster_token_file))
+
+    def leave(self, timeout_s: float) -> None:
+        """Somebody asked the process to end: no new prompts; what is here finishes or is given back."""
+        self.shell.leave(timeout_s)
 
     async def run(self) -> None:
         """Serves until drained; raises as WorkerShell.run does."""
@@ -198,6 +203,7 @@ class PrefillWorker:
             self.facts.layout,
             self.facts.tensor_parallel,
             PROTOCOL_VERSION,
+            self.shell.token,
         )
 
     # What the hand-overs report.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from baton.core.events import Load
@@ -58,7 +58,7 @@ class Join:
     step_tokens: int = 0
     max_running: int = 0
     run_id: str = ""
-    token: str = ""
+    token: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Welcome:
     run_id: str
     lease_s: float
     heartbeat_s: float
-    handle_key: bytes
+    handle_key: bytes = field(repr=False)
     following: tuple[Following, ...] = ()
 
 

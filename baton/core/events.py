@@ -85,6 +85,7 @@ class Load:
     stale_messages: int = 0
     prompt_tokens_cached: int = 0
     kv_bytes_reused: int = 0
+    links_refused: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ edge torn down), so a posted receive never waits for ever.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.core.handles import Handle
 from baton.core.kv_layout import KVLayout
@@ -25,6 +25,7 @@ class LinkHello:
     layout: KVLayout
     tensor_parallel: int
     protocol_version: int
+    token: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

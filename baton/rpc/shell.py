@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Protocol
 
 from baton.core.commands import Abort, Command, Drain, Join, Welcome
@@ -57,14 +58,18 @@ class Tier(Protocol):
 
 
 class WorkerShell:
-    """Complete state: the session, deadlines, tombstones, the run's handle key, whether it drains and until when."""
+    """Complete state: the session, deadlines, tombstones, the run's handle key, the cluster token, whether it
+    drains and until when."""
 
-    def __init__(self, config: WorkerConfig, tier: Tier, step: Callable[[StepPlan], StepOutcome]) -> None:
+    def __init__(
+        self, config: WorkerConfig, tier: Tier, step: Callable[[StepPlan], StepOutcome], token: str = ""
+    ) -> None:
         self.config = config
         self.session = WorkerSession(config.coordinator, self)
         self.deadlines = Deadlines()
         self.tombstones = Tombstones()
         self.handle_key = b""
+        self.token = token
         self.steps = 0
         self.draining = False
         self._tier = tier
@@ -119,7 +124,7 @@ class WorkerShell:
     # What the session asks for.
 
     def join(self, run_id: str) -> Join:
-        return self._tier.join(run_id)
+        return replace(self._tier.join(run_id), token=self.token)
 
     def load(self) -> Load:
         return self._tier.load()

@@ -554,7 +554,7 @@ async def test_draining() -> None:
             await worker.session.drained(1.0)
             await worker.stop()
         await asyncio.wait_for(draining, 3)
-        assert b.pipeline.workers() == []
+        assert b.pipeline.workers()["workers"] == []
 
 
 async def test_a_drain_ends_what_does_not_finish_in_time() -> None:

@@ -65,8 +65,8 @@ class FakeGenerator:
     def ready(self) -> tuple[bool, str]:
         return not self.not_ready, self.not_ready
 
-    def workers(self) -> list[dict[str, object]]:
-        return [{"id": "prefill-0", "role": "prefill", "state": "ready"}]
+    def workers(self) -> dict[str, object]:
+        return {"workers": [{"id": "prefill-0", "role": "prefill", "state": "ready"}]}
 
     async def until(self, *, submitted: int = 0, finished: int = 0, timeout_s: float = 5.0) -> None:
         """Waits until so many have been submitted and finished."""

@@ -1,0 +1,46 @@
+"""The cluster token: what whoever listens off loopback asks of whoever dials it.
+
+It goes into the first message of a session or link, and appears nowhere else: in no argument, log line or error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+
+from baton.core.errors import JoinRefused, StartupError
+
+FLAG = "--cluster-token-file"
+
+
+def check_token(expected: str, said: str, who: str) -> None:
+    """Compares in a time that says nothing about either. Without an expected token any will do.
+
+    Raises:
+        JoinRefused: `token` is missing or another one.
+    """
+    digests = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in (expected, said)]
+    if expected and not hmac.compare_digest(*digests):
+        what = "is not this cluster's" if said else "is missing"
+        raise JoinRefused(f"{who} refused: token: it {what}; name the cluster's file with {FLAG}", param="token")
+
+
+def check_listening(flag: str, host: str, token: str) -> None:
+    """Nobody listens to the cluster's own traffic off loopback without a token.
+
+    Raises:
+        StartupError: names both flags.
+    """
+    if not token and not on_loopback(host):
+        raise StartupError(
+            f"{flag} {host} is not loopback: there joining takes a cluster token; name its file with {FLAG}"
+        )
+
+
+def on_loopback(host: str) -> bool:
+    """Whether a listening address is reached from this machine only. A name other than localhost may be anything."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,29 @@
+"""What an operator asks of a running coordinator over its control port."""
+
+from __future__ import annotations
+
+import grpc
+
+from baton.core.errors import BatonError, NotFound, Unavailable
+from baton.v1 import worker_pb2, worker_pb2_grpc
+
+
+def drain_worker(address: str, worker_id: str, drain_s: float, token: str, timeout_s: float = 5.0) -> None:
+    """Tells the coordinator at `address` to take a worker out; returns once the worker has been told.
+
+    Raises:
+        NotFound: there is no such worker.
+        Unavailable: no coordinator answered within `timeout_s`.
+        BatonError: refused; the message is the coordinator's.
+    """
+    request = worker_pb2.DrainWorkerRequest(worker_id=worker_id, timeout_ms=round(drain_s * 1000), token=token)
+    try:
+        with grpc.insecure_channel(address) as channel:
+            worker_pb2_grpc.WorkerControlStub(channel).DrainWorker(request, timeout=timeout_s)
+    except grpc.RpcError as error:
+        code, details = error.code(), error.details()
+        if code is grpc.StatusCode.NOT_FOUND:
+            raise NotFound(details) from None
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            raise Unavailable(f"no coordinator answers at {address}") from None
+        raise BatonError(details) from None
