@@ -97,7 +97,9 @@ class Members:
         following = () if fresh else self._owner.following(worker)
         queue: asyncio.Queue[ToWorker] = asyncio.Queue()
         lease_s = self.registry.leases.duration_s
-        queue.put_nowait(Welcome(self.run_id, lease_s, lease_s / 4, self._handle_key, following))
+        queue.put_nowait(
+            Welcome(self.run_id, lease_s, lease_s / 4, self._handle_key, following, round(time.monotonic() * 1000))
+        )
         self._outgoing[worker], self._incarnations[worker] = queue, incarnation
         drains_by = self._drains.get(worker)
         if drains_by is not None:  # it may not have heard of it

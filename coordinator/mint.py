@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 
 from baton.core.commands import Target
 from baton.core.errors import InvariantError
@@ -14,7 +13,7 @@ from coordinator.policy.registry import Registry
 
 
 class Mint:
-    """`key` signs the handles of this run; workers learn it when they join."""
+    """`key` signs the handles of this run; workers learn it when they join, and its clock: `time.monotonic` here."""
 
     def __init__(self, registry: Registry) -> None:
         self.key = secrets.token_bytes(32)
@@ -35,7 +34,7 @@ class Mint:
             source.join.incarnation,
             decode,
             destination.join.incarnation,
-            valid_ms=max(round((deadline_at - time.monotonic()) * 1000), 1),
+            expires_ms=round(deadline_at * 1000),
             nonce=secrets.token_bytes(12),
         )
         return Target(decode, destination.join.incarnation, destination.join.link_address, sign(self.key, handle))

@@ -169,7 +169,7 @@ class DecodeWorker:
             raise JoinRefused(f"link refused: tensor_parallel: {e.message}", param="tensor_parallel") from None
 
     def reserve(self, offer: Offer, hello: LinkHello) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        sequence = offer.request.sequence_id
+        sequence, now_ms = offer.request.sequence_id, self.shell.run_clock_ms()
         try:
             verify(
                 self.shell.handle_key,
@@ -179,8 +179,9 @@ class DecodeWorker:
                 source_incarnation=hello.prefill_incarnation,
                 destination=self.config.worker_id,
                 incarnation=self.incarnation,
+                now_ms=now_ms,
             )
-            self._spent.spend(offer.handle, time.monotonic())
+            self._spent.spend(offer.handle, now_ms)
         except StaleHandle:
             self.handles_refused += 1
             raise

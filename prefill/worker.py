@@ -187,6 +187,7 @@ class PrefillWorker:
                     source_incarnation=self.incarnation,
                     destination=target.worker_id,
                     incarnation=target.incarnation,
+                    now_ms=self.shell.run_clock_ms(),
                 )
         except StaleHandle as e:
             self.handles_refused += 1

@@ -74,6 +74,7 @@ class Welcome:
     heartbeat_s: float
     handle_key: bytes = field(repr=False)
     following: tuple[Following, ...] = ()
+    now_ms: int = 0
 
 
 @dataclass(frozen=True, slots=True)

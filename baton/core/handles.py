@@ -1,7 +1,8 @@
 """Handles: the signed right to one sequence's KV. Minted by the coordinator, checked at both ends of a hand-over.
 
-A handle binds the sequence (so the attempt), both workers with their incarnations, a nonce and a validity. Validity is
-a duration counted from receipt on each holder's own clock: clocks of hosts are never compared.
+A handle binds the sequence (so the attempt), both workers with their incarnations, a nonce and when it expires. That is
+said on the clock of the run, the coordinator's: a worker hears it as it joins and counts on by its own, so it is never
+ahead, and the clocks of hosts are never compared.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 from baton.core.errors import StaleHandle
 from baton.core.request import SequenceId
 
-SWEEP_EVERY_S = 10.0
+SWEEP_EVERY_MS = 10_000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Handle:
     source_incarnation: int
     destination_worker: str
     destination_incarnation: int
-    valid_ms: int
+    expires_ms: int
     nonce: bytes
     signature: bytes = b""
 
@@ -41,7 +42,7 @@ def _digest(key: bytes, handle: Handle) -> bytes:
             handle.sequence.attempt,
             handle.source_incarnation,
             handle.destination_incarnation,
-            handle.valid_ms,
+            handle.expires_ms,
         ),
     ]
     framed = b"".join(struct.pack("<I", len(p)) + p for p in parts)
@@ -60,6 +61,7 @@ def verify(
     source: str,
     destination: str,
     incarnation: int,
+    now_ms: float,
     source_incarnation: int | None = None,
 ) -> None:
     """Checks that `handle` gives `source` the right to hand `sequence` to this incarnation of `destination`.
@@ -67,7 +69,7 @@ def verify(
     Whoever knows which incarnation of the source speaks passes it, so that a restarted source cannot use old handles.
 
     Raises:
-        StaleHandle: forged, or made for another sequence, source, destination or incarnation.
+        StaleHandle: forged, expired, or made for another sequence, source, destination or incarnation.
     """
     try:
         signed = hmac.compare_digest(_digest(key, handle), handle.signature)
@@ -86,28 +88,30 @@ def verify(
     ):
         if said != true:
             raise StaleHandle(f"the handle of {sequence} names another {name}: {said}, not {true}", param=name)
+    if now_ms >= handle.expires_ms:
+        raise StaleHandle(f"the handle of {sequence} has expired", param="expires_ms")
 
 
 class SpentHandles:
-    """Handles give their right once. Complete state: `_until`, signature -> when the handle is no longer valid, on the
-    caller's monotonic clock; from then on its sequence's deadline has passed too."""
+    """Handles give their right once. Complete state: `_until`, signature -> when the handle expires; from then on
+    `verify` refuses it."""
 
     def __init__(self) -> None:
-        self._until: dict[bytes, float] = {}
+        self._until: dict[bytes, int] = {}
         self._sweep_at = 0.0
 
     def __len__(self) -> int:
         return len(self._until)
 
-    def spend(self, handle: Handle, now: float) -> None:
+    def spend(self, handle: Handle, now_ms: float) -> None:
         """Takes note of a verified handle.
 
         Raises:
             StaleHandle: it was used before.
         """
-        if now >= self._sweep_at:
-            self._until = {s: until for s, until in self._until.items() if until > now}
-            self._sweep_at = now + SWEEP_EVERY_S
-        if self._until.get(handle.signature, 0.0) > now:
+        if now_ms >= self._sweep_at:
+            self._until = {s: until for s, until in self._until.items() if until > now_ms}
+            self._sweep_at = now_ms + SWEEP_EVERY_MS
+        if handle.signature in self._until:
             raise StaleHandle(f"the handle of {handle.sequence} was used before", param="nonce")
-        self._until[handle.signature] = now + handle.valid_ms / 1000
+        self._until[handle.signature] = handle.expires_ms

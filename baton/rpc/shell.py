@@ -58,7 +58,7 @@ class Tier(Protocol):
 
 
 class WorkerShell:
-    """Complete state: the session, deadlines, tombstones, the run's handle key, the cluster token, whether it
+    """Complete state: the session, deadlines, tombstones, the run's handle key and clock, the cluster token, whether it
     drains and until when."""
 
     def __init__(
@@ -69,6 +69,7 @@ class WorkerShell:
         self.deadlines = Deadlines()
         self.tombstones = Tombstones()
         self.handle_key = b""
+        self._run_clock_ahead_ms = 0.0
         self.token = token
         self.steps = 0
         self.draining = False
@@ -99,6 +100,10 @@ class WorkerShell:
         finally:
             await self._tier.close()
             compute.shutdown(wait=False, cancel_futures=True)
+
+    def run_clock_ms(self) -> float:
+        """Now, on the clock of the run."""
+        return time.monotonic() * 1000 + self._run_clock_ahead_ms
 
     def wake(self) -> None:
         """Something changed that may allow a step."""
@@ -133,6 +138,7 @@ class WorkerShell:
         if welcome.handle_key != self.handle_key:  # another run: its sequences may have the names of buried ones
             self.tombstones = Tombstones()
         self.handle_key = welcome.handle_key
+        self._run_clock_ahead_ms = welcome.now_ms - time.monotonic() * 1000
         log.info("joined run %s of %s", welcome.run_id, self.config.coordinator)
 
     def command(self, command: Command) -> None:

@@ -92,24 +92,24 @@ class SequenceRequest(_message.Message):
     def __init__(self, sequence: _Optional[_Union[SequenceId, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ..., output: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Handle(_message.Message):
-    __slots__ = ("sequence", "source_worker", "source_incarnation", "destination_worker", "destination_incarnation", "valid_ms", "nonce", "signature")
+    __slots__ = ("sequence", "source_worker", "source_incarnation", "destination_worker", "destination_incarnation", "nonce", "signature", "expires_ms")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_WORKER_FIELD_NUMBER: _ClassVar[int]
     SOURCE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_WORKER_FIELD_NUMBER: _ClassVar[int]
     DESTINATION_INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    VALID_MS_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_MS_FIELD_NUMBER: _ClassVar[int]
     sequence: SequenceId
     source_worker: str
     source_incarnation: int
     destination_worker: str
     destination_incarnation: int
-    valid_ms: int
     nonce: bytes
     signature: bytes
-    def __init__(self, sequence: _Optional[_Union[SequenceId, _Mapping]] = ..., source_worker: _Optional[str] = ..., source_incarnation: _Optional[int] = ..., destination_worker: _Optional[str] = ..., destination_incarnation: _Optional[int] = ..., valid_ms: _Optional[int] = ..., nonce: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
+    expires_ms: int
+    def __init__(self, sequence: _Optional[_Union[SequenceId, _Mapping]] = ..., source_worker: _Optional[str] = ..., source_incarnation: _Optional[int] = ..., destination_worker: _Optional[str] = ..., destination_incarnation: _Optional[int] = ..., nonce: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., expires_ms: _Optional[int] = ...) -> None: ...
 
 class LayerLayout(_message.Message):
     __slots__ = ("kind", "num_kv_heads", "head_dim", "dtype", "window", "latent_size")

@@ -118,18 +118,20 @@ class Join(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., incarnation: _Optional[int] = ..., facts: _Optional[_Union[WorkerFacts, _Mapping]] = ..., link_address: _Optional[str] = ..., host: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., blocks_total: _Optional[int] = ..., token: _Optional[str] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., run_id: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("run_id", "lease_ms", "heartbeat_ms", "handle_key", "following")
+    __slots__ = ("run_id", "lease_ms", "heartbeat_ms", "handle_key", "following", "now_ms")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_MS_FIELD_NUMBER: _ClassVar[int]
     HANDLE_KEY_FIELD_NUMBER: _ClassVar[int]
     FOLLOWING_FIELD_NUMBER: _ClassVar[int]
+    NOW_MS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     lease_ms: int
     heartbeat_ms: int
     handle_key: bytes
     following: _containers.RepeatedCompositeFieldContainer[Following]
-    def __init__(self, run_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., handle_key: _Optional[bytes] = ..., following: _Optional[_Iterable[_Union[Following, _Mapping]]] = ...) -> None: ...
+    now_ms: int
+    def __init__(self, run_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., handle_key: _Optional[bytes] = ..., following: _Optional[_Iterable[_Union[Following, _Mapping]]] = ..., now_ms: _Optional[int] = ...) -> None: ...
 
 class Following(_message.Message):
     __slots__ = ("sequence", "next_index")

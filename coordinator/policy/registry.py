@@ -1,7 +1,7 @@
 """Who belongs to the cluster: joins, leases, states. Pure; the control service acts on what is decided here.
 
-A worker joins with its facts; the first one sets what all must have in common, and one that differs is refused with
-the name of the field. Its lease is renewed by its heartbeats. A broken stream alone does not end it: it may redial
+A worker joins with its facts; what it does not have in common with those that are here, and what cannot be, is refused
+with the name of the field. Its lease is renewed by its heartbeats. A broken stream alone does not end it: it may redial
 within the lease. A newer incarnation replaces an older one at once; an older one is fenced.
 """
 
@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from baton.core.commands import Join, Role, WorkerFacts
-from baton.core.errors import JoinRefused
+from baton.core.errors import JoinRefused, StartupError
 from baton.core.events import Load
 from baton.core.leases import LeaseTable
+from baton.core.reshard import local_layout
 
 WorkerState = Literal["joining", "ready", "draining", "lost"]
 KEEP_LOST_S = 300.0
@@ -68,11 +69,12 @@ class Registry:
             JoinRefused: it does not fit; the message names the field and both values.
         """
         _check_possible(join)
-        reference = self.facts(besides=join.worker_id)
         if self._config_digest and join.facts.config_digest != self._config_digest:
             raise _refused(join, f"config_digest: {self._config_digest} here and {join.facts.config_digest}")
-        if reference is not None:
-            difference = reference.first_difference(join.facts)
+        for other in self._records.values():
+            if other.state == "lost" or other.worker_id == join.worker_id:
+                continue
+            difference = other.join.facts.first_difference(join.facts)
             if difference is not None:
                 raise _refused(join, difference)
         known = self._records.get(join.worker_id)
@@ -91,10 +93,10 @@ class Registry:
             return None
         return None if known.state == "lost" else known
 
-    def facts(self, besides: str = "") -> WorkerFacts | None:
-        """What the workers have in common, if there are any besides that one."""
+    def facts(self) -> WorkerFacts | None:
+        """What the workers have in common, if there are any."""
         for record in self._records.values():
-            if record.state != "lost" and record.worker_id != besides:
+            if record.state != "lost":
                 return record.join.facts
         return None
 
@@ -190,6 +192,13 @@ def _check_possible(join: Join) -> None:
     ):
         if size < least:
             raise _refused(join, f"{name}: {size} is no size")
+    ranks = join.facts.tensor_parallel
+    if ranks < 1 or (join.pids and len(join.pids) != ranks):
+        raise _refused(join, f"tensor_parallel: {ranks} with {len(join.pids)} pids is no set of ranks")
+    try:
+        local_layout(join.facts.layout, ranks, 0)
+    except StartupError as e:
+        raise _refused(join, f"tensor_parallel: {e.message}") from None
     if join.role == "decode" and _ADDRESS.fullmatch(join.link_address) is None:
         raise _refused(join, f"link_address: {join.link_address[:100]!r} is not HOST:PORT")
 

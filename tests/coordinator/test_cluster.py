@@ -52,8 +52,9 @@ async def test_the_happy_path() -> None:
         assert command.request.prompt == (1, 2, 3) and command.request.max_tokens == 4
         assert [t.worker_id for t in command.targets] == ["d0", "d1"]
         for target in command.targets:
-            key = p.welcomes[0].handle_key
-            verify(key, target.handle, sequence=s, source="p0", destination=target.worker_id, incarnation=1)
+            key, now_ms = p.welcomes[0].handle_key, p.welcomes[0].now_ms
+            name = target.worker_id
+            verify(key, target.handle, sequence=s, source="p0", destination=name, incarnation=1, now_ms=now_ms)
         run_out(p, d, s)
         assert await reader.done() == [5, 6, 7, 8]
         last = reader.deltas[-1]

@@ -14,7 +14,9 @@ from tests.support.builders import make_facts, make_layout
 
 
 def join(name: str = "d0", role: Role = "decode", incarnation: int = 1, **facts: object) -> Join:
-    return Join(name, role, incarnation, make_facts(**facts), link_address="127.0.0.1:1", pids=(11, 12), blocks_total=8)
+    known = make_facts(**facts)
+    pids = tuple(range(11, 11 + known.tensor_parallel))
+    return Join(name, role, incarnation, known, link_address="127.0.0.1:1", pids=pids, blocks_total=8)
 
 
 @pytest.fixture

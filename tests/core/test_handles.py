@@ -22,6 +22,7 @@ EXPECTED: dict[str, Any] = {
     "destination": "d0",
     "incarnation": 2,
     "source_incarnation": 1,
+    "now_ms": 4999.0,
 }
 
 # Any text, also lone surrogates that UTF-8 refuses, and integers beyond 64 bits.
@@ -33,7 +34,7 @@ values = {
     "source_incarnation": integers,
     "destination_worker": texts,
     "destination_incarnation": integers,
-    "valid_ms": integers,
+    "expires_ms": integers,
     "nonce": st.binary(max_size=20),
     "signature": st.one_of(
         st.binary(max_size=40),
@@ -82,6 +83,7 @@ def test_handle_of_another_cluster_is_stale(key: bytes) -> None:
         ("source_incarnation", 2, "source_incarnation"),
         ("destination", "d1", "destination_worker"),
         ("incarnation", 3, "destination_incarnation"),
+        ("now_ms", 5000.0, "expires_ms"),
     ],
 )
 def test_good_handle_shown_at_the_wrong_place_is_stale(expected: str, value: object, field: str) -> None:
@@ -99,10 +101,10 @@ def test_every_field_is_signed() -> None:
     assert {f.name for f in fields(Handle)} == set(values)
 
 
-def test_spent_handles_are_refused_until_they_are_no_longer_valid() -> None:
-    spent, handle = SpentHandles(), make_handle(valid_ms=2000, signature=b"s")
-    spent.spend(handle, 10.0)
+def test_spent_handles_are_remembered_until_they_have_expired() -> None:
+    spent, handle = SpentHandles(), make_handle(expires_ms=12_000, signature=b"s")
+    spent.spend(handle, 10_000.0)
     with pytest.raises(StaleHandle, match="used before"):
-        spent.spend(handle, 11.9)
-    spent.spend(make_handle(valid_ms=2000, signature=b"t"), 25.0)
+        spent.spend(handle, 11_900.0)
+    spent.spend(make_handle(expires_ms=27_000, signature=b"t"), 25_000.0)
     assert len(spent) == 1

@@ -85,7 +85,7 @@ def make_handle(**changes: object) -> Handle:
         "source_incarnation": 1,
         "destination_worker": "d0",
         "destination_incarnation": 2,
-        "valid_ms": 5000,
+        "expires_ms": 5000,
         "nonce": b"0123456789abcdef",
     }
     return Handle(**{**values, **changes})  # type: ignore[arg-type]

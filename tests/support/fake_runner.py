@@ -254,7 +254,7 @@ class DecodeNode:
             "destination_worker": self.worker.config.worker_id,
             "destination_incarnation": self.worker.incarnation,
         }
-        return sign(KEY, Handle(sequence, **{**values, **changes}, valid_ms=5000, nonce=os.urandom(8)))  # type: ignore[arg-type]
+        return sign(KEY, Handle(sequence, **{**values, **changes}, expires_ms=60_000, nonce=os.urandom(8)))  # type: ignore[arg-type]
 
     def target(self, sequence: SequenceId, source: PrefillWorker, handle: Handle | None = None) -> Target:
         name, incarnation = self.worker.config.worker_id, self.worker.incarnation

@@ -158,8 +158,8 @@ class FakeWorker:
 class Bench:
     """A cluster, its pipeline, and its fake workers."""
 
-    def __init__(self, lease_s: float, max_requests: int) -> None:
-        self.cluster = Cluster(lease_s, max_requests, 1000)
+    def __init__(self, lease_s: float, max_requests: int, token: str) -> None:
+        self.cluster = Cluster(lease_s, max_requests, 1000, token=token)
         self.pipeline = Pipeline(self.cluster, Vocabulary(byte_level()))
         self.workers: list[FakeWorker] = []
         self.port = 0
@@ -244,9 +244,9 @@ class Reader:
 
 
 @contextlib.asynccontextmanager
-async def bench(*names: str, lease_s: float = 3.0, max_requests: int = 100) -> AsyncIterator[Bench]:
+async def bench(*names: str, lease_s: float = 3.0, max_requests: int = 100, token: str = "") -> AsyncIterator[Bench]:
     """A cluster with these workers; afterwards nothing is left in any table."""
-    made = Bench(lease_s, max_requests)
+    made = Bench(lease_s, max_requests, token)
     server, made.port = await serve_control(made.cluster, "127.0.0.1", 0)
     tick = asyncio.create_task(made.cluster.tick(), name="tick")
     try:

@@ -1,0 +1,281 @@
+"""Workers that join, drain and leave while requests run: real workers, and a coordinator in this process, so that a
+test sees and arranges what a client cannot. Every request is answered token for token; then every block is free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.core.handles import Handle, sign
+from baton.core.handover import Accept, LinkHello, Offer, Refuse
+from baton.core.request import GenerateRequest, SequenceId
+from baton.rpc.link import DialledLink, dial_link
+from tests.support.checkpoints import make_checkpoint
+from tests.support.fake_runner import until
+from tests.support.fake_workers import Bench, Reader, bench
+from tests.support.jobs import Workers, workers
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+
+START_S = 60.0
+EXACT = {"exact": True, "step_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("elastic") / "m", arch="llama", max_position_embeddings=4096)
+
+
+class Elastic:
+    """A bench and real workers."""
+
+    def __init__(self, b: Bench, jobs: Workers) -> None:
+        self.b, self.jobs = b, jobs
+
+    async def join(self, *names: str, **flags: object) -> None:
+        for name in names:
+            self.jobs.start(name, **{**EXACT, **flags})  # type: ignore[arg-type]
+        await self.state("ready", *names)
+
+    async def state(self, state: str, *names: str) -> None:
+        for name in names:
+            await until(lambda name=name: self.b.state(name) == state, START_S, f"{name} {state}")  # type: ignore[misc]
+
+    def submit(self, name: str, max_tokens: int, length: int = 40) -> Reader:
+        prompt = tuple((7 * n + len(name) + sum(name.encode())) % 250 + 1 for n in range(length))
+        return self.b.submit(name, prompt=prompt, max_tokens=max_tokens, deadline_s=120.0)
+
+    async def answers(self, names: list[str], max_tokens: int) -> dict[str, list[int]]:
+        readers = {name: self.submit(name, max_tokens) for name in names}
+        return {name: await reader.done(60.0) for name, reader in readers.items()}
+
+    def load(self, name: str):  # type: ignore[no-untyped-def]
+        record = self.b.cluster.registry.get(name)
+        assert record is not None
+        return record.load
+
+    async def idle(self) -> None:
+        def free() -> bool:
+            loads = [r.load for r in self.b.cluster.registry.records() if r.state != "lost"]
+            return all(load.blocks_free == load.blocks_total and not load.sequences for load in loads)
+
+        await until(free, 10.0, "every block free")
+
+
+@contextlib.asynccontextmanager
+async def elastic(tmp_path: Path, model: Path, *names: str) -> AsyncIterator[Elastic]:
+    async with bench() as b:
+        with workers(tmp_path, model, f"127.0.0.1:{b.port}") as jobs:
+            e = Elastic(b, jobs)
+            await e.join(*names)
+            yield e
+            await e.idle()
+
+
+async def test_workers_join_and_leave_under_load(tmp_path: Path, model: Path) -> None:
+    """Clients keep eight requests going while the first pair of workers is replaced by another, and that by a third."""
+    async with elastic(tmp_path, model, "p0", "d0") as e:
+        expected = await e.answers([f"r{n}" for n in range(8)], 48)
+        stop, answered = asyncio.Event(), 0
+
+        async def client(number: int) -> None:
+            nonlocal answered
+            while not stop.is_set():
+                reader = e.submit(f"r{number}", 48)
+                assert await reader.done(60.0) == expected[f"r{number}"]
+                answered += 1
+
+        clients = [asyncio.create_task(client(n)) for n in range(8)]
+        try:
+            for old, new in ((("p0", "d0"), ("p1", "d1")), (("d1", "p1"), ("d2", "p2"))):
+                await e.join(*new)
+                for name in old:
+                    job = e.jobs.jobs[name]
+                    job.terminate()
+                    assert await job.ends() == 0, job.log
+                    assert e.b.state(name) == "forgotten"
+                before = answered
+                await until(lambda before=before: answered >= before + 8, 60.0, "work on the new ones")  # type: ignore[misc]
+                assert not any(c.done() for c in clients)
+        finally:
+            stop.set()
+            await asyncio.gather(*clients)
+        assert e.load("p2").prompt_tokens_computed > 0
+        assert e.load("d2").tokens_generated > 0
+
+
+async def test_a_decode_worker_finishes_what_runs_before_it_leaves(tmp_path: Path, model: Path) -> None:
+    async with elastic(tmp_path, model, "p0", "d0") as e:
+        readers = [e.submit(f"r{n}", 300) for n in range(3)]
+        for reader in readers:
+            await reader.got(5)
+        job = e.jobs.jobs["d0"]
+        job.terminate(job.ranks()[0])  # the leader itself: the agent takes its exit code
+        await e.state("draining", "d0")
+        assert (await e.b.submit("late").failed()).code == "no_decode_worker"
+        for reader in readers:
+            assert len(await reader.done(60.0)) == 300
+        assert await job.ends() == 0, job.log
+        assert e.b.state("d0") == "forgotten"
+
+
+async def test_a_decode_worker_past_its_limit_gives_back_what_runs(tmp_path: Path, model: Path) -> None:
+    """Other workers go on at the next token, and nobody could tell."""
+    async with elastic(tmp_path, model, "p0") as e:
+        await e.join("d0", drain_timeout_s=0.2)
+        names = [f"r{n}" for n in range(3)]
+        expected = await e.answers(names, 1200)
+        await e.join("d1")
+        e.b.cluster.dispatcher.set_ready("d1", False)
+        computed = e.load("p0").prompt_tokens_computed
+        readers = {name: e.submit(name, 1200) for name in names}
+        for reader in readers.values():
+            await reader.got(20)
+        e.b.cluster.dispatcher.set_ready("d1", True)
+        job = e.jobs.jobs["d0"]
+        job.terminate()
+        assert await job.ends() == 0, job.log
+        for name, reader in readers.items():
+            assert await reader.done(90.0) == expected[name]
+            timeline = reader.deltas[-1].timeline
+            assert timeline is not None and timeline.decode_worker == "d1"
+        assert e.load("p0").prompt_tokens_computed - computed > 2 * 3 * 40 + 3 * 20  # prompts twice, and the journals
+
+
+async def fill(e: Elastic, name: str) -> DialledLink:
+    """Takes all blocks of a decode worker, as a prefill worker that the coordinator does not know: it refuses others
+    until this link ends."""
+    cluster, record = e.b.cluster, e.b.cluster.registry.get(name)
+    assert record is not None
+    join = record.join
+    facts = join.facts
+    hello = LinkHello("px", 1, cluster.members.run_id, facts.model_digest, facts.layout, 1, facts.protocol_version)
+    link = await dial_link(join.link_address, hello, 10.0)
+    max_tokens = join.blocks_total * facts.layout.block_size - 1
+    request = GenerateRequest(f"fill-{name}", (1,), max_tokens, deadline_s=100.0)
+    await link.stream.send(Offer(request, _handle(e, request.sequence_id, name, join.incarnation), 1))
+    assert isinstance(await link.stream.receive(), Accept)
+    return link
+
+
+def _handle(e: Elastic, sequence: SequenceId, name: str, incarnation: int, **changes: object) -> Handle:
+    values: dict[str, object] = {"source_worker": "px", "source_incarnation": 1, "destination_worker": name}
+    values |= {"destination_incarnation": incarnation, "expires_ms": 1 << 50, "nonce": b"n", **changes}
+    return sign(e.b.cluster._mint.key, Handle(sequence, **values))  # type: ignore[arg-type]
+
+
+async def test_parked_kv_of_a_prefill_worker_that_leaves_is_computed_again(tmp_path: Path, model: Path) -> None:
+    """Both decode workers refuse, so the KV stays parked until the drain limit; then another prefill worker begins with
+    the prompt and the first token."""
+    async with elastic(tmp_path, model, "p1", "d0", "d1") as e:
+        await e.join("p0", drain_timeout_s=0.5)
+        names = [f"r{n}" for n in range(4)]
+        expected = await e.answers(names, 24)
+        await e.idle()
+        e.b.cluster.dispatcher.set_ready("p1", False)
+        full = [await fill(e, "d0"), await fill(e, "d1")]
+        readers = {name: e.submit(name, 24) for name in names}
+        for reader in readers.values():
+            await reader.got(1)
+        await until(lambda: all(live.times_parked for live in e.b.cluster._live.values()), 10.0, "parked KV")
+        e.b.cluster.dispatcher.set_ready("p1", True)
+        job = e.jobs.jobs["p0"]
+        job.terminate()
+        assert await job.ends() == 0, job.log
+        assert not any(reader.task.done() for reader in readers.values())
+        for link in full:
+            await link.close()
+        for name, reader in readers.items():
+            assert await reader.done(30.0) == expected[name]
+            timeline = reader.deltas[-1].timeline
+            assert timeline is not None and timeline.prefill_worker == "p1"
+
+
+async def test_parked_kv_is_handed_over_while_its_worker_drains(tmp_path: Path, model: Path) -> None:
+    async with elastic(tmp_path, model, "p0", "d0") as e:
+        (expected,) = (await e.answers(["r"], 24)).values()
+        await e.idle()
+        full = await fill(e, "d0")
+        reader = e.submit("r", 24)
+        await reader.got(1)
+        await until(lambda: e.b.cluster._live["r"].times_parked, 10.0, "parked KV")
+        computed = e.load("p0").prompt_tokens_computed
+        job = e.jobs.jobs["p0"]
+        job.terminate()
+        await e.state("draining", "p0")
+        await full.close()
+        assert await reader.done(30.0) == expected
+        assert await job.ends() == 0, job.log
+        assert computed == 80  # twice the prompt, and no third time: no other prefill worker was there
+
+
+async def test_a_worker_of_two_ranks_drains_as_one(tmp_path: Path, model: Path) -> None:
+    async with elastic(tmp_path, model) as e:
+        e.jobs.start("p0", ranks=2, step_tokens=64)
+        await e.state("ready", "p0")
+        job = e.jobs.jobs["p0"]
+        assert len(job.ranks()) == 2
+        job.terminate()
+        assert await job.ends() == 0, job.log
+        assert e.b.state("p0") == "forgotten"
+
+
+async def test_a_second_signal_ends_a_worker_at_once_and_one_that_loads_needs_no_second(
+    tmp_path: Path, model: Path
+) -> None:
+    async with elastic(tmp_path, model, "p0", "d0") as e:
+        reader = e.submit("r", 3000)
+        await reader.got(5)
+        job = e.jobs.jobs["d0"]
+        job.terminate()
+        await e.state("draining", "d0")
+        job.terminate(number=signal.SIGINT)
+        assert await job.ends(5.0) == 128 + signal.SIGINT
+        await e.state("lost", "d0")
+        assert (await reader.failed(10.0)).code == "worker_lost"
+        loading = e.jobs.start("d1", **EXACT)
+        await until(loading.ranks, 30.0, "a rank of d1")
+        loading.terminate()
+        assert await loading.ends() == 0, loading.log
+
+
+async def test_no_handle_but_a_good_one_is_taken_and_each_refusal_is_counted(tmp_path: Path, model: Path) -> None:
+    """1,000 of 1,000 over the wire, and the process that refused them serves on."""
+    async with elastic(tmp_path, model, "p0", "d0") as e:
+        expected = await e.answers(["r"], 8)
+        record = e.b.cluster.registry.get("d0")
+        assert record is not None
+        join, pids = record.join, e.jobs.jobs["d0"].ranks()
+        facts = join.facts
+        hello = LinkHello("px", 1, e.b.cluster.members.run_id, facts.model_digest, facts.layout, 1, 1)
+        link = await dial_link(join.link_address, hello, 10.0)
+        spent = GenerateRequest("spent", (1,), 2)
+        once = Offer(spent, _handle(e, spent.sequence_id, "d0", join.incarnation), 1)
+        await link.stream.send(once)
+        assert isinstance(await link.stream.receive(), Accept)
+        for n in range(1000):
+            request = GenerateRequest(f"r{n}", (1,), 2)
+            good = _handle(e, request.sequence_id, "d0", join.incarnation)
+            bad = {
+                0: replace(good, signature=good.signature[:-1] + bytes([good.signature[-1] ^ 1])),
+                1: _handle(e, request.sequence_id, "d0", join.incarnation, expires_ms=1),
+                2: _handle(e, request.sequence_id, "d0", join.incarnation - 1),
+                3: _handle(e, request.sequence_id, "d1", join.incarnation),
+                4: _handle(e, spent.sequence_id, "d0", join.incarnation),
+                5: _handle(e, request.sequence_id, "d0", join.incarnation, source_worker="p0"),
+                6: _handle(e, request.sequence_id, "d0", join.incarnation, source_incarnation=2),
+            }.get(n % 8)
+            await link.stream.send(once if bad is None else Offer(request, bad, 1))
+            answer = await link.stream.receive()
+            assert isinstance(answer, Refuse) and answer.code == "stale_handle", (n, answer)
+        await link.close()
+        await until(lambda: e.load("d0").handles_refused == 1000, 5.0, "1,000 refusals")
+        assert e.jobs.jobs["d0"].ranks() == pids
+        assert await e.answers(["r"], 8) == expected

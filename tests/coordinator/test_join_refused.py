@@ -1,0 +1,117 @@
+"""Who does not fit is refused at the join, over the wire, within a second, by the name of the field; and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton.core.commands import Join, Welcome
+from baton.core.errors import BatonError, NotFound, Unavailable
+from baton.core.kv_layout import KVLayout, LayerKV
+from baton.rpc.admin import drain_worker
+from baton.rpc.streams import dial
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from tests.support.builders import make_facts
+from tests.support.fake_workers import bench
+
+TOKEN = "correct horse battery staple"
+HERE = Join("d0", "decode", 1, make_facts(), "127.0.0.1:1", "127.0.0.1", (7,), 16, 8, 8, token=TOKEN)
+
+
+def layout(block_size: int = 4, layers: int = 2, **changes: Any) -> KVLayout:
+    """The layout of `make_facts`, with the last of its layers changed."""
+    layer = LayerKV(2, 8, "float32")
+    return KVLayout(block_size, (*(layer,) * (layers - 1), replace(layer, **changes)))
+
+
+def facts(**changes: Any) -> Join:
+    return replace(HERE, worker_id="d1", facts=make_facts(**changes))
+
+
+CASES: dict[str, tuple[Join, str]] = {
+    "another model": (facts(model_digest="other"), "model_digest"),
+    "another config": (facts(config_digest="other"), "config_digest"),
+    "another dtype": (facts(dtype="bfloat16"), "dtype"),
+    "another code version": (facts(code_version="9.9.9"), "code_version"),
+    "another protocol": (facts(protocol_version=99), "protocol_version"),
+    "another exactness": (facts(exact=True), "exact"),
+    "another vocabulary": (facts(vocab_size=7), "vocab_size"),
+    "another length": (facts(max_model_len=7), "max_model_len"),
+    "more layers": (facts(layout=layout(layers=3)), "layers"),
+    "more heads": (facts(layout=layout(num_kv_heads=4)), "layers[1].num_kv_heads"),
+    "larger heads": (facts(layout=layout(head_dim=16)), "layers[1].head_dim"),
+    "another KV dtype": (facts(layout=layout(dtype="bfloat16")), "layers[1].dtype"),
+    "a window": (facts(layout=layout(window=16)), "layers[1].window"),
+    "blocks that do not divide": (facts(layout=layout(block_size=6)), "block_size"),
+    "blocks of nothing": (facts(layout=layout(block_size=0)), "block_size"),
+    "ranks that heads cannot be split over": (replace(facts(tensor_parallel=3), pids=(1, 2, 3)), "tensor_parallel"),
+    "fewer processes than ranks": (facts(tensor_parallel=2), "tensor_parallel"),
+    "no ranks": (replace(facts(tensor_parallel=0), pids=()), "tensor_parallel"),
+    "no blocks": (replace(facts(), blocks_total=0), "blocks_total"),
+    "no address": (replace(facts(), link_address="nowhere"), "link_address"),
+    "no name": (replace(facts(), worker_id="a b"), "worker_id"),
+    "the other role": (replace(HERE, role="prefill", incarnation=2), "role"),
+    "an earlier life": (replace(HERE, incarnation=0), "incarnation"),
+    "another token": (replace(facts(), token="correct horse battery stable"), "token"),
+    "no token": (replace(facts(), token=""), "token"),
+    "a token no text can be": (replace(facts(), token="tök\u0000en" * 100), "token"),
+    # Nobody learns what the cluster is made of without the token.
+    "no token and another model": (replace(facts(model_digest="other"), token=""), "token"),
+}
+
+
+async def join(port: int, said: Join) -> Any:
+    channel, stream, answer = await dial(
+        f"127.0.0.1:{port}",
+        lambda c: worker_pb2_grpc.WorkerControlStub(c).Session,
+        worker_pb2.SessionRequest,
+        said,
+        timeout_s=5.0,
+    )
+    stream.end("enough")
+    await channel.close()
+    return answer
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_it_is_refused_by_the_name_of_the_field(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    said, field = CASES[case]
+    async with bench(token=TOKEN) as b:
+        assert isinstance(await join(b.port, HERE), Welcome)
+        began = time.monotonic()
+        with pytest.raises(BatonError, match="refused") as caught:
+            await join(b.port, said)
+        assert time.monotonic() - began < 1.0
+        assert caught.value.code == "join_refused"
+        assert f" {field}: " in caught.value.message
+        assert b.pipeline.workers()["joins_refused"] == {field: 1}
+        assert TOKEN not in caplog.text + caught.value.message + repr(HERE)
+        assert [r.worker_id for r in b.cluster.registry.records()] == ["d0"]
+        record = b.cluster.registry.get("d0")
+        assert record is not None and record.join.token == ""
+
+
+async def test_what_may_differ_joins() -> None:
+    async with bench(token=TOKEN) as b:
+        for number, said in enumerate((HERE, replace(facts(tensor_parallel=2), pids=(1, 2)))):
+            assert isinstance(await join(b.port, replace(said, worker_id=f"d{number}")), Welcome)
+
+
+async def test_draining_a_worker_takes_the_token_too() -> None:
+    async with bench(token=TOKEN) as b:
+        address = f"127.0.0.1:{b.port}"
+        await join(b.port, HERE)
+        for token in ("", "wrong"):
+            with pytest.raises(BatonError, match="token: it is"):
+                await asyncio.to_thread(drain_worker, address, "d0", 1.0, token)
+        assert b.cluster.members.joins_refused == {"token": 2}
+        with pytest.raises(NotFound, match="no worker 'd9'"):
+            await asyncio.to_thread(drain_worker, address, "d9", 1.0, TOKEN)
+        await asyncio.to_thread(drain_worker, address, "d0", 1.0, TOKEN)
+        assert b.state("d0") == "draining"
+    with pytest.raises(Unavailable, match="no coordinator answers"):
+        await asyncio.to_thread(drain_worker, address, "d0", 1.0, TOKEN, 0.5)
