@@ -180,6 +180,6 @@ def test_the_table_lists_prefill_first(registry: Registry) -> None:
     registry.join(join("p0", "prefill"), 0.0)
     rows = registry.table(100.0)
     assert [(r["id"], r["role"], r["state"], r["pids"], r["blocks_total"]) for r in rows] == [
-        ("p0", "prefill", "ready", [11, 12], 8),
-        ("d0", "decode", "ready", [11, 12], 8),
+        ("p0", "prefill", "ready", [11], 8),
+        ("d0", "decode", "ready", [11], 8),
     ]
