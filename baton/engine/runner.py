@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ from baton.engine.attention_exact import KEY_STEP, ExactAttention
 from baton.engine.batch import Batch, Limits, make_batch
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
 from baton.engine.device import choose_device, choose_dtype, default_kv_bytes
+from baton.engine.kernels.native import choose_kernels
 from baton.engine.kv_pool import KVPool, plan_blocks
 from baton.engine.layers import EXACT, FAST, Rotary
 from baton.engine.logprobs import sampled_rows, scored_rows
 from baton.engine.model import Model, shard_config
+from baton.engine.model_native import NativeModel
 from baton.engine.parallel import TPGroup, connect
 from baton.engine.processors import SeenTables
 from baton.engine.sampler import sample
@@ -50,7 +53,8 @@ class EngineOptions:
 
     `exact` makes the bits of a row's logits independent of its batch (CPU, float32, slower). `threads` is the number
     of compute threads of this process. `kv_memory_bytes` is the worker's, all ranks together. `max_num_tokens` bounds
-    the tokens of one step. `host` is this machine's address for the worker's other ranks.
+    the tokens of one step. `host` is this machine's address for the worker's other ranks. `kernels` is `auto` (the best
+    compiled ones that this processor has, else torch's), `torch`, or the level of compiled ones.
     """
 
     model_dir: Path
@@ -63,6 +67,7 @@ class EngineOptions:
     max_model_len: int | None = None
     max_num_tokens: int = 8192
     host: str = "127.0.0.1"
+    kernels: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +85,16 @@ class MemoryReport:
 class Runner:
     """A loaded model with its KV pool. Facts that others read: `model_config`, `layout` (the whole model's),
     `local_layout` (this rank's part of it, which `kv` has), `num_blocks`, `max_model_len` (positions per sequence),
-    `dtype_name`, `digest` (of the checkpoint), `kv`, `group`, `memory`."""
+    `dtype_name`, `digest` (of the checkpoint), `kv`, `group`, `memory`, `kernels` (which compute, and why)."""
 
     def __init__(
         self,
-        model: Model,
+        compute: Callable[[Batch], Tensor],
         model_config: ModelConfig,
         kv: KVPool,
-        attention: Attention,
         options: EngineOptions,
         *,
+        kernels: str,
         max_model_len: int,
         digest: str,
         device: torch.device,
@@ -109,12 +114,12 @@ class Runner:
         self.memory = memory
         self._seen = SeenTables()
         self._announce: Callable[[StepPlan], None] | None = None
-        self._model = model
-        self._attention = attention
+        self.kernels = kernels
+        self._compute = compute
         self._limits = Limits(kv.layout.block_size, kv.num_blocks, model_config.vocab_size, max_model_len)
         self._max_num_tokens = options.max_num_tokens
-        # Exact mode never computes a single row: kernels may treat a product of one row differently.
-        self._min_tokens = 2 if options.exact else 1
+        # Exact mode never lets torch compute a single row: its kernels may treat a product of one row differently.
+        self._min_tokens = 2 if options.exact and kernels.startswith("torch") else 1
         self._device = device
 
     def lead(self, announce: Callable[[StepPlan], None]) -> None:
@@ -153,7 +158,7 @@ class Runner:
             self._announce(plan.to_compute())
         if not batch.spans:
             return torch.empty((0, self.model_config.vocab_size))
-        return self._model.forward(batch, self.kv, self._attention)
+        return self._compute(batch)
 
 
 def load_runner(
@@ -181,9 +186,14 @@ def load_runner(
     with _stage("connect", on_stage if ranks.size > 1 else None):
         group = connect(store, ranks, device, options.host)
         group.agree(digest, "checkpoint digest")
+    kernels, kernels_name = choose_kernels(options.kernels, device, torch_dtype)
     with _stage("load", on_stage), torch.no_grad():
-        rotary = Rotary(config, longest, torch_dtype, device)
-        model = Model(config, weights, group, rotary, EXACT if options.exact else FAST)
+        model: Model | NativeModel
+        if kernels is not None:
+            model = NativeModel(config, weights, group, kernels, longest, torch_dtype, options.threads)
+        else:
+            rotary = Rotary(config, longest, torch_dtype, device)
+            model = Model(config, weights, group, rotary, EXACT if options.exact else FAST)
     with _stage("kv", on_stage), torch.no_grad():
         layout = config.kv_layout(options.block_size, dtype)
         mine = local_layout(layout, ranks.size, ranks.rank)
@@ -194,22 +204,17 @@ def load_runner(
             budget = options.kv_memory_bytes // ranks.size
         num_blocks = group.minimum(plan_blocks(mine, budget, options.max_model_len), "KV blocks")
         kv = KVPool(mine, num_blocks, device)
-    local = shard_config(config, group)
-    attention: Attention
-    if options.exact:
-        attention = ExactAttention(local, options.block_size, kv.zero_block, device)
-    elif device.type == "cuda":
-        from baton.engine.attention_triton import TritonAttention  # Triton comes with torch's CUDA builds alone
-
-        attention = TritonAttention(local, options.block_size, device)
+    compute: Callable[[Batch], Tensor]
+    if isinstance(model, NativeModel):
+        compute = partial(model.forward, kv=kv)
     else:
-        attention = FastAttention(local, options.block_size, kv.zero_block, torch_dtype, device)
+        compute = partial(model.forward, kv=kv, attention=_attention(options, config, group, kv, torch_dtype))
     runner = Runner(
-        model,
+        compute,
         config,
         kv,
-        attention,
         options,
+        kernels=kernels_name,
         max_model_len=min(longest, kv.num_blocks * options.block_size),
         digest=digest,
         device=device,
@@ -224,6 +229,19 @@ def load_runner(
             prove_row_invariance(runner.step_logits, kv, *limits)
     group.barrier("end of loading")
     return runner
+
+
+def _attention(
+    options: EngineOptions, config: ModelConfig, group: TPGroup, kv: KVPool, dtype: torch.dtype
+) -> Attention:
+    local, device = shard_config(config, group), kv.storage[0][0].device
+    if options.exact:
+        return ExactAttention(local, options.block_size, kv.zero_block, device)
+    if device.type == "cuda":
+        from baton.engine.attention_triton import TritonAttention  # Triton comes with torch's CUDA builds alone
+
+        return TritonAttention(local, options.block_size, device)
+    return FastAttention(local, options.block_size, kv.zero_block, dtype, device)
 
 
 def _memory_report(weights: WeightReader, kv: KVPool, layout: KVLayout, size: int) -> MemoryReport:

@@ -1,0 +1,153 @@
+"""Compiles the C++ kernels for this processor, once: `python -m baton.engine.kernels.build`, or the first worker.
+
+The result is a shared library with a C interface (no torch, no Python headers: it compiles in seconds and serves every
+version of both), kept in the user's cache under a name that holds a hash of sources, flags and compiler. Processes that
+start at the same time wait for the one that compiles. The library is written beside its place and moved there, so that
+nobody ever loads half a file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+LEVELS = ("avx512", "avx512_bf16", "amx")
+"""What kernels are compiled for, in rising order; the index is BATON_LEVEL in C++."""
+
+COMPILE_TIMEOUT_S = 300.0
+LOCK_TIMEOUT_S = 330.0
+"""Longest that another process may take to compile."""
+
+_SOURCES = Path(__file__).parent / "cpu"
+_BASE = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "avx2")
+_NEEDED = {  # flags as /proc/cpuinfo writes them
+    "avx512": frozenset(_BASE),
+    "avx512_bf16": frozenset((*_BASE, "avx512_bf16")),
+    "amx": frozenset((*_BASE, "avx512_bf16", "amx_tile", "amx_bf16")),
+}
+_TARGETS = {
+    "avx512": tuple(f"-m{flag}" for flag in _BASE),
+    "avx512_bf16": (*(f"-m{flag}" for flag in _BASE), "-mavx512bf16"),
+    "amx": (*(f"-m{flag}" for flag in _BASE), "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+}
+# Nothing is contracted behind our back: a product and a sum round where the source says so.
+_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno")
+
+
+class CannotBuild(Exception):
+    """There are no compiled kernels, for the reason given; torch's own are used instead."""
+
+
+def processor_levels(cpuinfo: str | None = None) -> tuple[str, ...]:
+    """Those of LEVELS that this processor has (or the one that `cpuinfo` describes)."""
+    if cpuinfo is None:
+        if platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists():
+            return ()
+        cpuinfo = Path("/proc/cpuinfo").read_text()
+    line = next((line for line in cpuinfo.splitlines() if line.startswith("flags")), "")
+    flags = set(line.split())
+    return tuple(level for level in LEVELS if _NEEDED[level] <= flags)
+
+
+def library(level: str) -> Path:
+    """The compiled kernels of `level`, from the cache or made now. Raises CannotBuild."""
+    compiler = os.environ.get("CXX") or "g++"
+    found = shutil.which(compiler)
+    if found is None:
+        raise CannotBuild(f"no C++ compiler ({compiler} is not installed; CXX names another)")
+    target = cache_dir() / f"kernels-{level}-{_key(level, found)}.so"
+    if target.exists():
+        return target
+    with _alone(target.with_suffix(".lock")):
+        if not target.exists():
+            _compile(found, level, target)
+    return target
+
+
+def cache_dir() -> Path:
+    """BATON_CACHE_DIR, else `baton` in the user's cache; this user's alone, because code is loaded from it."""
+    named = os.environ.get("BATON_CACHE_DIR")
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(named) if named else Path(home) / "baton"
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = path.stat()
+    except OSError as error:
+        raise CannotBuild(f"cache {path}: {error.strerror}; BATON_CACHE_DIR names another") from None
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise CannotBuild(f"cache {path} can be written by other users; BATON_CACHE_DIR names another")
+    return path
+
+
+def sources() -> list[Path]:
+    return sorted(_SOURCES.glob("*.cpp"))
+
+
+def _key(level: str, compiler: str) -> str:
+    digest = hashlib.sha256()
+    for path in sorted((*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h"))):
+        digest.update(path.read_bytes())
+    status = Path(compiler).stat()
+    digest.update(repr((_FLAGS, _TARGETS[level], compiler, status.st_size, status.st_mtime_ns)).encode())
+    return digest.hexdigest()[:16]
+
+
+def _compile(compiler: str, level: str, target: Path) -> None:
+    print(f"compiling the kernels for {level} (once; kept in {target.parent})", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as work:
+        made = Path(work) / "kernels.so"
+        where = f"-DBATON_LEVEL={LEVELS.index(level)}"
+        command = [compiler, *_FLAGS, *_TARGETS[level], where, "-o", str(made), *(str(path) for path in sources())]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CannotBuild(f"{compiler}: {str(error)[:200]}") from None
+        if done.returncode != 0:
+            errors = [line for line in done.stderr.splitlines() if "error" in line]
+            raise CannotBuild(f"{compiler} failed: {(errors or done.stderr.splitlines() or ['?'])[0][:200]}")
+        os.replace(made, target)
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    try:
+        handle = lock.open("w")
+    except OSError as error:
+        raise CannotBuild(f"{lock}: {error.strerror}; BATON_CACHE_DIR names another place") from None
+    with handle:
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise CannotBuild(f"another process has held {lock} for {LOCK_TIMEOUT_S:.0f} s") from None
+                time.sleep(0.1)
+        yield
+
+
+def main() -> None:
+    """Compiles what this processor can use, so that the first worker does not have to."""
+    levels = processor_levels()
+    if not levels:
+        print("kernels: this processor has no AVX-512; torch's kernels will be used")
+        return
+    try:
+        print(f"kernels: {library(levels[-1])}")
+    except CannotBuild as error:
+        print(f"kernels: {error}; torch's kernels will be used")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+// Attention over the paged KV cache, for rows of any length.
+//
+// The query heads that share a KV head are columns of one matrix: 16 columns (token, head) make a query tile. Keys go by
+// in blocks of 64, aligned to absolute positions; for each block the scores [64 keys, 16 columns] are computed, then the
+// running maximum, the sum and the output of each column are brought up to date (online softmax: Milakov, Gimelshein
+// 2018; Dao et al. 2022). Scores lie keys by columns, so that maximum and sum need no shuffles.
+//
+// A column meets its blocks in one order, and a block in which it sees no key changes nothing (it is multiplied by 1 and
+// added 0). So its bits do not depend on the other columns of its tile, nor on the row it is computed in.
+#pragma once
+
+#include "common.h"
+
+namespace baton {
+
+constexpr int64_t KEYS = 64;  // of a block
+
+// Mirrored by ctypes (native.py). One row of a step: positions [start, start + length) of one sequence, packed tokens
+// [first, first + length), and the ids of the sequence's KV blocks.
+struct Row {
+  int64_t first, start, length;
+  const int64_t* blocks;
+};
+
+struct AttentionShape {
+  int64_t heads, kv_heads, head_dim, block_size;
+  int64_t window;  // 0: none
+};
+
+// queries: token t, head h at queries + t * query_stride + h * head_dim. keys, values: the pool's [blocks, block_size,
+// kv_heads, head_dim]. Token t's heads side by side go to output + t * output_stride.
+template <class E>
+void attend(
+    const AttentionShape& shape, const Row* rows, int64_t num_rows, const E* queries, int64_t query_stride,
+    const E* keys, const E* values, E* output, int64_t output_stride, int threads);
+
+}  // namespace baton

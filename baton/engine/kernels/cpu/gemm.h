@@ -1,0 +1,43 @@
+// Linear layers with packed weights: y = x · Wᵀ.
+//
+// Packing: W [n, k] becomes column groups of 32 outputs; in a group, for each 16 dwords of k, two tiles of 16 rows
+// (dwords of k) by 16 outputs, 1 KiB each, one after the other. So a group is one stream that is read front to back, and
+// a tile is what AMX or a vector product takes as it is. Missing outputs and missing k are zeros.
+//
+// Every output is summed over k in one order, whatever the number of rows: the bits of a row do not depend on the others.
+#pragma once
+
+#include "common.h"
+
+namespace baton {
+
+constexpr int64_t GROUP = 32;  // outputs
+
+enum class Kind : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+
+// Mirrored by ctypes (native.py). `weight` is packed; with INT8 each output has a `scale`.
+struct Linear {
+  const void* weight;
+  const float* bias;   // [n] in the order of the packed outputs, or null
+  const float* scale;  // likewise
+  int64_t n, k;
+  int32_t kind;
+  int32_t reserved;
+};
+
+enum class Into { STORE, ADD, SWIGLU, FLOAT };
+
+// x [rows, ldx] (E, padded to whole tiles with anything finite), y by `Into`:
+//   STORE   y [rows, ldy] = product          ADD    y += product
+//   SWIGLU  outputs alternate 16 of gate, 16 of up; y [rows, n / 2] = silu(gate) * up
+//   FLOAT   y is float32 whatever E is
+template <class E>
+void linear(const Linear& layer, const E* x, int64_t ldx, int64_t rows, void* y, int64_t ldy, Into into, int threads);
+
+// weight [n, k] of E -> packed, n_padded * k_padded elements (or bytes for int8, whose scales [n] are put out too).
+template <class E>
+void pack(const E* weight, int64_t n, int64_t k, char* packed);
+template <class E>
+void pack_int8(const E* weight, int64_t n, int64_t k, int8_t* packed, float* scale);
+
+}  // namespace baton

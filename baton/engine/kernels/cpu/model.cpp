@@ -1,0 +1,287 @@
+// A decoder's step: norms, rotary embedding, KV store, and the order of everything; the C interface that native.py calls.
+//
+// Structs are mirrored by ctypes field by field. Pointers are the caller's and outlive the call. Functions that may fail
+// return 0 for success. Nothing here checks its input: native.py and batch.py do.
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <vector>
+
+#include "attention.h"
+#include "gemm.h"
+
+namespace baton {
+
+struct Layer {
+  const void* attention_norm;
+  Linear qkv;
+  const void *q_norm, *k_norm;  // of a head, or null
+  Linear attention_out;
+  const void* mlp_norm;
+  Linear gate_up, down;  // gate and up by turns of 16 outputs
+  void *keys, *values;   // the pool's [blocks, block_size, kv_heads, head_dim]
+  int64_t window;
+};
+
+struct Model {
+  int64_t hidden, heads, kv_heads, head_dim, block_size, num_layers;
+  const float *cos, *sin;  // [positions, head_dim / 2]
+  const void* embedding;   // [vocabulary, hidden]
+  const void* final_norm;
+  const Layer* layers;
+  Linear head;
+  float eps;
+  int32_t is_bf16, threads, reserved;
+};
+
+// T packed tokens in rows; x [T, hidden] is the residual stream. Logits [num_sampled, head.n] are computed at the packed
+// indexes `sampled`.
+struct Step {
+  int64_t num_tokens, num_rows, num_sampled;
+  const int64_t *tokens, *sampled;
+  const Row* rows;
+  void* x;
+  float* logits;
+};
+
+namespace {
+
+thread_local Scratch step_memory;
+
+// to = from / rms(from) * weight, then zeros up to `padded`.
+template <class E>
+void rms_norm(const E* from, const E* weight, int64_t size, float eps, E* to, int64_t padded) {
+  __m512 squares[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+  for (int64_t i = 0; i < size; i += 16) {
+    const __m512 x = load(from + i, first_lanes(size - i));
+    squares[i / 16 % 4] = _mm512_fmadd_ps(x, x, squares[i / 16 % 4]);
+  }
+  const float sum = _mm512_reduce_add_ps(
+      _mm512_add_ps(_mm512_add_ps(squares[0], squares[1]), _mm512_add_ps(squares[2], squares[3])));
+  const __m512 factor = _mm512_set1_ps(1.0f / __builtin_sqrtf(sum / float(size) + eps));
+  for (int64_t i = 0; i < padded; i += 16) {
+    const __mmask16 lanes = first_lanes(size - i);
+    const __m512 x = _mm512_mul_ps(_mm512_mul_ps(load(from + i, lanes), factor), load(weight + i, lanes));
+    store(to + i, x);
+  }
+}
+
+// Turns a head of `size` elements by the angles of a position, in "rotate half" order.
+template <class E>
+void rotate(const E* from, E* to, const float* cos, const float* sin, int64_t size) {
+  const int64_t half = size / 2;
+  for (int64_t i = 0; i < half; i += 16) {
+    const __mmask16 lanes = first_lanes(half - i);
+    const __m512 low = load(from + i, lanes), high = load(from + half + i, lanes);
+    const __m512 c = load(cos + i, lanes), s = load(sin + i, lanes);
+    store(to + i, _mm512_fnmadd_ps(high, s, _mm512_mul_ps(low, c)), lanes);
+    store(to + half + i, _mm512_fmadd_ps(low, s, _mm512_mul_ps(high, c)), lanes);
+  }
+}
+
+template <class E>
+struct Computation {
+  const Model& m;
+  const Step& s;
+  int64_t width, hidden_width, heads_width;  // elements of a row: qkv; hidden and heads * head_dim, padded to tiles
+
+  Computation(const Model& model, const Step& step) : m(model), s(step) {
+    width = (m.heads + 2 * m.kv_heads) * m.head_dim;
+    hidden_width = padded(m.hidden);
+    heads_width = padded(m.heads * m.head_dim);
+  }
+
+  static int64_t padded(int64_t elements) { return padded_dwords<E>(elements) * PER_DWORD<E>; }
+
+  // Calls work(token) for all tokens, on several threads where that pays.
+  template <class Work>
+  void each_token(Work work) const {
+    const int64_t chunk = 32;
+    parallel((s.num_tokens + chunk - 1) / chunk, m.threads, [&](int64_t unit) {
+      for (int64_t t = unit * chunk; t < std::min(s.num_tokens, (unit + 1) * chunk); ++t) work(t);
+    });
+  }
+
+  void embed() const {
+    const E* table = static_cast<const E*>(m.embedding);
+    for (int64_t t = 0; t < s.num_tokens; ++t)
+      std::memcpy(static_cast<E*>(s.x) + t * m.hidden, table + s.tokens[t] * m.hidden, m.hidden * sizeof(E));
+  }
+
+  // x += attention(norm(x)), or with `partial` only that sum, [T, hidden].
+  void attention(const Layer& layer, E* partial) const {
+    const int64_t tokens = s.num_tokens;
+    E* normed = reinterpret_cast<E*>(step_memory.get((hidden_width + width + heads_width) * tokens * sizeof(E)));
+    E* qkv = normed + hidden_width * tokens;
+    E* attended = qkv + width * tokens;
+    norm_all(layer.attention_norm, normed);
+    linear<E>(layer.qkv, normed, hidden_width, tokens, qkv, width, Into::STORE, m.threads);
+    turn_and_store(layer, qkv);
+    clear_padding(attended, m.heads * m.head_dim, heads_width);
+    const AttentionShape shape{m.heads, m.kv_heads, m.head_dim, m.block_size, layer.window};
+    const E *keys = static_cast<const E*>(layer.keys), *values = static_cast<const E*>(layer.values);
+    attend<E>(shape, s.rows, s.num_rows, qkv, width, keys, values, attended, heads_width, m.threads);
+    put(layer.attention_out, attended, heads_width, partial);
+  }
+
+  void mlp(const Layer& layer, E* partial) const {
+    const int64_t tokens = s.num_tokens, inner = layer.gate_up.n / 2, inner_width = padded(inner);
+    E* normed = reinterpret_cast<E*>(step_memory.get((hidden_width + inner_width) * tokens * sizeof(E)));
+    E* active = normed + hidden_width * tokens;
+    norm_all(layer.mlp_norm, normed);
+    clear_padding(active, inner, inner_width);
+    linear<E>(layer.gate_up, normed, hidden_width, tokens, active, inner_width, Into::SWIGLU, m.threads);
+    put(layer.down, active, inner_width, partial);
+  }
+
+  void head() const {
+    E* normed = reinterpret_cast<E*>(step_memory.get(hidden_width * s.num_sampled * sizeof(E)));
+    for (int64_t i = 0; i < s.num_sampled; ++i) {
+      const E* x = static_cast<const E*>(s.x) + s.sampled[i] * m.hidden;
+      rms_norm(x, static_cast<const E*>(m.final_norm), m.hidden, m.eps, normed + i * hidden_width, hidden_width);
+    }
+    linear<E>(m.head, normed, hidden_width, s.num_sampled, s.logits, m.head.n, Into::FLOAT, m.threads);
+  }
+
+ private:
+  void norm_all(const void* weight, E* to) const {
+    each_token([&](int64_t t) {
+      const E* x = static_cast<const E*>(s.x) + t * m.hidden;
+      rms_norm(x, static_cast<const E*>(weight), m.hidden, m.eps, to + t * hidden_width, hidden_width);
+    });
+  }
+
+  void clear_padding(E* rows, int64_t used, int64_t all) const {
+    if (used == all) return;
+    for (int64_t t = 0; t < s.num_tokens; ++t) std::memset(rows + t * all + used, 0, (all - used) * sizeof(E));
+  }
+
+  void put(const Linear& layer, const E* from, int64_t from_width, E* partial) const {
+    void* to = partial ? partial : s.x;
+    linear<E>(layer, from, from_width, s.num_tokens, to, m.hidden, partial ? Into::STORE : Into::ADD, m.threads);
+  }
+
+  // Norms (where the model has them) and turns queries and keys in place; stores keys and values in the pool.
+  void turn_and_store(const Layer& layer, E* qkv) const {
+    static thread_local std::vector<int64_t> positions, slots;
+    positions.resize(s.num_tokens);
+    slots.resize(s.num_tokens);
+    for (int64_t r = 0; r < s.num_rows; ++r)
+      for (int64_t i = 0; i < s.rows[r].length; ++i) {
+        const int64_t position = s.rows[r].start + i;
+        positions[s.rows[r].first + i] = position;
+        slots[s.rows[r].first + i] = s.rows[r].blocks[position / m.block_size] * m.block_size + position % m.block_size;
+      }
+    const int64_t size = m.head_dim, stored = m.kv_heads * size;
+    const int64_t *position = positions.data(), *slot = slots.data();
+    each_token([&](int64_t t) {
+      E* heads = qkv + t * width;
+      const float *cos = m.cos + position[t] * (size / 2), *sin = m.sin + position[t] * (size / 2);
+      E* keys = static_cast<E*>(layer.keys) + slot[t] * stored;
+      for (int64_t h = 0; h < m.heads + m.kv_heads; ++h) {
+        E* head = heads + h * size;
+        const void* weight = h < m.heads ? layer.q_norm : layer.k_norm;
+        if (weight) norm_head(head, static_cast<const E*>(weight));
+        rotate(head, h < m.heads ? head : keys + (h - m.heads) * size, cos, sin, size);
+      }
+      E* values = static_cast<E*>(layer.values) + slot[t] * stored;
+      std::memcpy(values, heads + (m.heads + m.kv_heads) * size, stored * sizeof(E));
+    });
+  }
+
+  void norm_head(E* head, const E* weight) const {
+    alignas(64) E normed[1024];
+    rms_norm(head, weight, m.head_dim, m.eps, normed, round_up(m.head_dim, 16));
+    std::memcpy(head, normed, m.head_dim * sizeof(E));
+  }
+};
+
+template <class E>
+void forward(const Model& model, const Step& step) {
+  const Computation<E> compute(model, step);
+  compute.embed();
+  for (int64_t i = 0; i < model.num_layers; ++i) {
+    compute.attention(model.layers[i], nullptr);
+    compute.mlp(model.layers[i], nullptr);
+  }
+  if (step.num_sampled > 0) compute.head();
+}
+
+}  // namespace
+}  // namespace baton
+
+using namespace baton;
+
+#if BATON_LEVEL >= 1
+#define BATON_BY_TYPE(is_bf16, call) \
+  if (is_bf16) { \
+    using E = bf16; \
+    call; \
+  } else { \
+    using E = float; \
+    call; \
+  }
+#else
+#define BATON_BY_TYPE(is_bf16, call) \
+  { \
+    using E = float; \
+    call; \
+  }
+#endif
+
+extern "C" {
+
+int baton_level() { return BATON_LEVEL; }
+
+// Asks the system for AMX tiles, which a process has to do once.
+int baton_init() {
+#if BATON_LEVEL >= 2
+  constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+  return int(syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA));
+#else
+  return 0;
+#endif
+}
+
+void baton_pack(int is_bf16, int to_int8, const void* weight, int64_t n, int64_t k, void* packed, float* scale) {
+  BATON_BY_TYPE(
+      is_bf16,
+      to_int8 ? pack_int8<E>(static_cast<const E*>(weight), n, k, static_cast<int8_t*>(packed), scale)
+              : pack<E>(static_cast<const E*>(weight), n, k, static_cast<char*>(packed)));
+}
+
+void baton_forward(const Model* model, const Step* step) {
+  BATON_BY_TYPE(model->is_bf16, forward<E>(*model, *step));
+}
+
+// One half of layer `index` on one of several ranks: partial [T, hidden] is this rank's share of what is added to x.
+void baton_attention(const Model* model, int64_t index, const Step* step, void* partial) {
+  BATON_BY_TYPE(
+      model->is_bf16, Computation<E>(*model, *step).attention(model->layers[index], static_cast<E*>(partial)));
+}
+
+void baton_mlp(const Model* model, int64_t index, const Step* step, void* partial) {
+  BATON_BY_TYPE(model->is_bf16, Computation<E>(*model, *step).mlp(model->layers[index], static_cast<E*>(partial)));
+}
+
+void baton_head(const Model* model, const Step* step) {
+  BATON_BY_TYPE(model->is_bf16, Computation<E>(*model, *step).head());
+}
+
+// Single kernels, for tests and benchmarks.
+void baton_attend(
+    int is_bf16, const AttentionShape* shape, const Row* rows, int64_t num_rows, const void* queries, int64_t stride,
+    const void* keys, const void* values, void* output, int64_t output_stride, int threads) {
+  BATON_BY_TYPE(
+      is_bf16, attend<E>(
+                   *shape, rows, num_rows, static_cast<const E*>(queries), stride, static_cast<const E*>(keys),
+                   static_cast<const E*>(values), static_cast<E*>(output), output_stride, threads));
+}
+
+void baton_linear(
+    int is_bf16, const Linear* layer, const void* x, int64_t width, int64_t rows, void* y, int64_t y_width, int into,
+    int threads) {
+  BATON_BY_TYPE(is_bf16, linear<E>(*layer, static_cast<const E*>(x), width, rows, y, y_width, Into(into), threads));
+}
+
+}  // extern "C"

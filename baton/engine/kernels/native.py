@@ -1,0 +1,221 @@
+"""The C++ kernels as Python sees them: structs and functions of cpu/model.cpp, field by field.
+
+A call leaves the interpreter lock free while it computes. Tensors go in as addresses; whoever fills a struct keeps them
+alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from baton.core.errors import StartupError
+from baton.engine.kernels.build import LEVELS, CannotBuild, library, processor_levels
+
+GROUP = 32  # outputs of a linear layer that are packed together
+STORE, ADD, SWIGLU, FLOAT = range(4)
+_FLOAT32, _BFLOAT16, _INT8 = range(3)
+_HUGE_PAGE = 2 << 20
+_MADV_HUGEPAGE = 14
+
+
+class Linear(ctypes.Structure):
+    _fields_ = (
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("scale", c_void_p),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("kind", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class Row(ctypes.Structure):
+    _fields_ = (("first", c_int64), ("start", c_int64), ("length", c_int64), ("blocks", c_void_p))
+
+
+class AttentionShape(ctypes.Structure):
+    _fields_ = tuple((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size", "window"))
+
+
+class Layer(ctypes.Structure):
+    _fields_ = (
+        ("attention_norm", c_void_p),
+        ("qkv", Linear),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("attention_out", Linear),
+        ("mlp_norm", c_void_p),
+        ("gate_up", Linear),
+        ("down", Linear),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("window", c_int64),
+    )
+
+
+class Model(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "head_dim", "block_size", "num_layers")),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("embedding", c_void_p),
+        ("final_norm", c_void_p),
+        ("layers", POINTER(Layer)),
+        ("head", Linear),
+        ("eps", c_float),
+        ("is_bf16", c_int32),
+        ("threads", c_int32),
+        ("reserved", c_int32),
+    )
+
+
+class Step(ctypes.Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("num_tokens", "num_rows", "num_sampled")),
+        ("tokens", c_void_p),
+        ("sampled", c_void_p),
+        ("rows", c_void_p),
+        ("x", c_void_p),
+        ("logits", c_void_p),
+    )
+
+
+_FUNCTIONS = {
+    "baton_pack": (c_int, c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
+    "baton_forward": (POINTER(Model), POINTER(Step)),
+    "baton_attention": (POINTER(Model), c_int64, POINTER(Step), c_void_p),
+    "baton_mlp": (POINTER(Model), c_int64, POINTER(Step), c_void_p),
+    "baton_head": (POINTER(Model), POINTER(Step)),
+    "baton_attend": (
+        *(c_int, POINTER(AttentionShape), c_void_p, c_int64, c_void_p, c_int64),
+        *(c_void_p, c_void_p, c_void_p, c_int64, c_int),
+    ),
+    "baton_linear": (c_int, POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int, c_int),
+}
+
+
+class Kernels:
+    """A loaded library. Its functions have the names of the C interface without `baton_`."""
+
+    def __init__(self, level: str) -> None:
+        self.level = level
+        try:
+            self._library = ctypes.CDLL(str(library(level)))
+        except OSError as error:
+            raise CannotBuild(f"the compiled kernels cannot be loaded: {str(error)[:200]}") from None
+        for name, arguments in _FUNCTIONS.items():
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = arguments, None
+            setattr(self, name.removeprefix("baton_"), function)
+        if self._library.baton_level() != LEVELS.index(level):
+            raise CannotBuild(f"the compiled kernels are not those of {level}")
+        if self._library.baton_init() != 0:
+            raise CannotBuild("the system does not give this process AMX tiles")
+
+    pack: ctypes._FuncPointer
+    forward: ctypes._FuncPointer
+    attention: ctypes._FuncPointer
+    mlp: ctypes._FuncPointer
+    head: ctypes._FuncPointer
+    attend: ctypes._FuncPointer
+    linear: ctypes._FuncPointer
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        return dtype == torch.float32 or (dtype == torch.bfloat16 and self.level != "avx512")
+
+
+@cache
+def load(level: str) -> Kernels:
+    """Raises CannotBuild where there is no compiler or the processor lacks the level."""
+    if level not in processor_levels():
+        raise CannotBuild(f"this processor has no {level}")
+    return Kernels(level)
+
+
+def choose_kernels(wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[Kernels | None, str]:
+    """The kernels for `wanted` (None: torch's), and their name with the reason. Raises StartupError for a level by name
+    that cannot be had; `auto` falls back on torch's."""
+    if wanted not in ("auto", "torch", *LEVELS):
+        raise StartupError(f"kernels must be auto, torch, {', '.join(LEVELS)}, not {wanted!r:.60}")
+    if wanted == "torch" or device.type != "cpu":
+        return None, "torch"
+    levels = processor_levels()
+    try:
+        if wanted == "auto" and not levels:
+            raise CannotBuild("this processor has no AVX-512")
+        kernels = load(levels[-1] if wanted == "auto" else wanted)
+        if not kernels.supports(dtype):
+            raise CannotBuild(f"{kernels.level} does not multiply {str(dtype).removeprefix('torch.')}")
+    except CannotBuild as error:
+        if wanted == "auto":
+            return None, f"torch ({error})"
+        raise StartupError(f"kernels {wanted}: {error}") from None
+    return kernels, kernels.level
+
+
+def padded(elements: int, dtype: torch.dtype) -> int:
+    """Elements of a row that is whole tiles wide."""
+    step = 64 // dtype.itemsize
+    return -(-elements // step) * step
+
+
+def prefer_huge_pages(tensor: Tensor) -> None:
+    """Asks for 2 MiB pages where they lie within the tensor: streams of weights wait less for addresses (measured).
+    Only a wish; the system may ignore it."""
+    begin = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+    size = tensor.data_ptr() + tensor.numel() * tensor.element_size() - begin
+    if size >= _HUGE_PAGE:
+        ctypes.CDLL(None).madvise(c_void_p(begin), ctypes.c_size_t(size), _MADV_HUGEPAGE)
+
+
+class Arena:
+    """Memory for packed weights, one after the other in large pieces of huge pages."""
+
+    _PIECE = 64 << 20
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int) -> Tensor:
+        """[size] bytes that begin at a cache line."""
+        size = -(-size // 64) * 64
+        if size > self._free.numel():
+            piece = torch.empty(max(size, self._PIECE) + _HUGE_PAGE, dtype=torch.uint8)
+            prefer_huge_pages(piece)
+            self._free = piece[-piece.data_ptr() % _HUGE_PAGE :]
+        taken, self._free = self._free[:size], self._free[size:]
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight [n, k] in packed form; `struct` points into the tensors, which live as long as this."""
+
+    struct: Linear
+    tensors: tuple[Tensor, ...]
+
+
+def pack_weight(
+    kernels: Kernels, arena: Arena, weight: Tensor, bias: Tensor | None, *, int8: bool = False
+) -> PackedWeight:
+    """weight [n, k] and bias [n], outputs in the order in which they are to be computed."""
+    n, k = weight.shape
+    weight = weight.contiguous()
+    elements = -(-n // GROUP) * GROUP * padded(k, weight.dtype)
+    packed = arena.take(elements * (1 if int8 else weight.element_size()))
+    scale = torch.empty(n if int8 else 0, dtype=torch.float32)
+    floats = None if bias is None else bias.float().contiguous()
+    is_bf16 = weight.dtype == torch.bfloat16
+    kernels.pack(is_bf16, int8, weight.data_ptr(), n, k, packed.data_ptr(), scale.data_ptr())
+    kind = _INT8 if int8 else _BFLOAT16 if is_bf16 else _FLOAT32
+    struct = Linear(
+        packed.data_ptr(), None if floats is None else floats.data_ptr(), scale.data_ptr() if int8 else None, n, k, kind
+    )
+    return PackedWeight(struct, tuple(tensor for tensor in (packed, scale, floats) if tensor is not None))

@@ -1,0 +1,159 @@
+"""The decoder on the C++ kernels: the same model as model.py, its plain twin, in one call per step.
+
+Weights are packed once at load. On one rank a whole step is one call; on several, each half of a layer is one, and the
+ranks' shares are summed between them. Every row is computed in an order that does not depend on the others (cpu/gemm.h,
+cpu/attention.h), in float32 and in bf16 alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.core.model_config import ModelConfig
+from baton.engine.batch import Batch
+from baton.engine.kernels import native
+from baton.engine.kernels.native import Arena, Kernels, PackedWeight
+from baton.engine.kv_pool import KVPool
+from baton.engine.layers import inverse_frequencies
+from baton.engine.model import Embedding, shard_config
+from baton.engine.parallel import TPGroup
+from baton.engine.weights import LayerWeights, Projection, WeightReader
+
+
+class NativeModel:
+    """One rank's share of a decoder-only transformer on CPU; `config` is the whole model's.
+
+    Owns the packed weights and the structs that point at them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: WeightReader,
+        group: TPGroup,
+        kernels: Kernels,
+        max_positions: int,
+        dtype: torch.dtype,
+        threads: int,
+    ) -> None:
+        local = shard_config(config, group)
+        self._kernels, self._group = kernels, group
+        self._hidden, self._vocab_size, self._dtype = config.hidden_size, config.vocab_size, dtype
+        self._arena = Arena()
+        self._kept: list[object] = []  # what the structs point at
+        self._kv: KVPool | None = None
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(config))
+        table = weights.embedding()
+        self._embedding = Embedding(table, group.vocabulary_part(config.vocab_size)[0], group)
+        self._layers = (native.Layer * config.num_layers)(
+            *(self._layer(weights.layer(i), config.windows[i]) for i in range(config.num_layers))
+        )
+        head = self._pack(Projection(weights.head(), None))
+        self._head_rows = head.n
+        self._model = native.Model(
+            hidden=config.hidden_size,
+            heads=local.num_heads,
+            kv_heads=local.num_kv_heads,
+            head_dim=config.head_dim,
+            num_layers=config.num_layers,
+            cos=self._address(angles.cos()),
+            sin=self._address(angles.sin()),
+            embedding=self._address(table),
+            final_norm=self._address(weights.final_norm()),
+            layers=self._layers,
+            head=head,
+            eps=config.rms_norm_eps,
+            is_bf16=dtype == torch.bfloat16,
+            threads=threads,
+        )
+
+    @torch.no_grad()
+    def forward(self, batch: Batch, kv: KVPool) -> Tensor:
+        """Computes all rows, writes their KV, and returns logits [S, vocab] in float32 at the sampled positions; on
+        followers none: [0, vocab]."""
+        if self._kv is not kv:
+            self._bind(kv)
+        count = len(batch.sampled)
+        x = torch.empty((len(batch.tokens), self._hidden), dtype=self._dtype)
+        logits = torch.empty((count, self._head_rows), dtype=torch.float32)
+        rows = np.zeros((len(batch.spans), 4), dtype=np.int64)  # native.Row by row
+        rows[:, 0] = batch.firsts
+        rows[:, 1] = batch.starts
+        rows[:, 2] = batch.lengths
+        rows[:, 3] = batch.block_ids.ctypes.data + 8 * batch.first_block_ids
+        step = native.Step(
+            num_tokens=len(batch.tokens),
+            num_rows=len(rows),
+            num_sampled=count,
+            tokens=batch.tokens.data_ptr(),
+            sampled=batch.sampled.data_ptr(),
+            rows=rows.ctypes.data,
+            x=x.data_ptr(),
+            logits=logits.data_ptr(),
+        )
+        model, reference = ctypes.byref(self._model), ctypes.byref(step)
+        if self._group.size == 1:
+            self._kernels.forward(model, reference)
+        else:
+            self._forward_on_ranks(batch, x, model, step)
+            if count:
+                self._kernels.head(model, reference)
+        gathered = self._group.gather(logits) if count else logits[:, : self._vocab_size]
+        if gathered is None:
+            return torch.empty((0, self._vocab_size), dtype=torch.float32)
+        return gathered[:, : self._vocab_size]
+
+    def _forward_on_ranks(self, batch: Batch, x: Tensor, model: object, step: native.Step) -> None:
+        x.copy_(self._embedding(batch.tokens))
+        partial = torch.empty_like(x)
+        for index in range(len(self._layers)):
+            for half in (self._kernels.attention, self._kernels.mlp):
+                half(model, index, ctypes.byref(step), partial.data_ptr())
+                x += self._group.all_reduce(partial)
+
+    def _bind(self, kv: KVPool) -> None:
+        for layer, (keys, values) in zip(self._layers, kv.storage, strict=True):
+            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+        self._model.block_size = kv.layout.block_size
+        self._kv = kv
+
+    def _layer(self, weights: LayerWeights, window: int) -> native.Layer:
+        return native.Layer(
+            attention_norm=self._address(weights.attention_norm),
+            qkv=self._pack(weights.qkv),
+            q_norm=self._address(weights.q_norm),
+            k_norm=self._address(weights.k_norm),
+            attention_out=self._pack(weights.attention_out),
+            mlp_norm=self._address(weights.mlp_norm),
+            gate_up=self._pack(_by_turns(weights.gate_up)),
+            down=self._pack(weights.down),
+            window=window,
+        )
+
+    def _pack(self, projection: Projection) -> native.Linear:
+        packed: PackedWeight = native.pack_weight(self._kernels, self._arena, projection.weight, projection.bias)
+        self._kept.append(packed)
+        return packed.struct
+
+    def _address(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        tensor = tensor.contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+
+def _by_turns(gate_up: Projection) -> Projection:
+    """Gate's rows over up's become 16 rows of one and 16 of the other by turns, both filled up with zeros."""
+
+    def turn(tensor: Tensor) -> Tensor:
+        gate, up = (F.pad(half, (0, 0, 0, -half.shape[0] % 16)) for half in tensor.chunk(2))
+        return torch.stack([gate.unflatten(0, (-1, 16)), up.unflatten(0, (-1, 16))], dim=1).flatten(0, 2)
+
+    bias = gate_up.bias
+    return Projection(turn(gate_up.weight), None if bias is None else turn(bias[:, None])[:, 0])
