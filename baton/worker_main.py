@@ -143,9 +143,10 @@ async def _serve(config: WorkerConfig, ranks: Ranks, load: Callable[[], MakeWork
         )
         worker = make(config, crew, facts)
         log.info(
-            "%s: %s, %d blocks of %d tokens (%.2f GiB), %d ranks of %d threads, loaded in %.2f s",
+            "%s: %s, kernels %s, %d blocks of %d tokens (%.2f GiB), %d ranks of %d threads, loaded in %.2f s",
             config.worker_id,
             runner.dtype_name,
+            runner.kernels,
             runner.num_blocks,
             runner.layout.block_size,
             runner.num_blocks * runner.layout.bytes_per_block / (1 << 30),
@@ -173,6 +174,7 @@ def _engine_options(config: WorkerConfig, ranks: Ranks) -> EngineOptions:
         device=config.device,
         dtype=config.dtype,
         exact=config.exact,
+        kernels=config.kernels,
         threads=max(threads, 1),
         block_size=config.block_size,
         kv_memory_bytes=round(config.kv_memory_gib * (1 << 30)) or None,

@@ -34,6 +34,11 @@ class EngineConfig:
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "weights and KV", choices=("auto", "bfloat16", "float32"))
     exact: bool = option(False, "row-invariant float32: the same bits whatever the batch, chunk or cache")
+    kernels: str = option(
+        "auto",
+        "what computes on CPU: the best compiled kernels of this processor, torch's, or compiled ones by name",
+        choices=("auto", "torch", "avx512", "avx512_bf16", "amx"),
+    )
     threads: int = option(0, "compute threads of a worker; 0: all cores it may run on", low=0, high=1024)
     block_size: int = option(16, "tokens in a KV block", low=1, high=1024)
     kv_memory_gib: float = option(0.0, "memory for KV blocks of a worker; 0: chosen from free memory", low=0, high=1e6)

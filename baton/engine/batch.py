@@ -58,7 +58,9 @@ class Batch:
     @cached_property
     def spans(self) -> tuple[Span, ...]:
         firsts = self.firsts.tolist()
-        return tuple(Span(first, row.start, row.end, row.block_ids) for first, row in zip(firsts, self.rows, strict=True))
+        return tuple(
+            Span(first, row.start, row.end, row.block_ids) for first, row in zip(firsts, self.rows, strict=True)
+        )
 
     @cached_property
     def positions(self) -> Tensor:
@@ -158,7 +160,8 @@ def _check(
     outside = (lengths == 0) | (starts < 0) | (ends > limits.max_model_len)
     sampling = (num_sampled < 0) | (num_sampled > lengths)
     short = tables * limits.block_size < ends
-    if any(row.scored for row in rows) or (outside | sampling | short).any() or _beyond(block_ids, limits.num_blocks) or _beyond(tokens, limits.vocab_size):
+    unknown = _beyond(block_ids, limits.num_blocks) or _beyond(tokens, limits.vocab_size)
+    if unknown or any(row.scored for row in rows) or (outside | sampling | short).any():
         for row in rows:
             _check_row(row, limits)
 

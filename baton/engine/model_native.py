@@ -153,7 +153,7 @@ def _by_turns(gate_up: Projection) -> Projection:
 
     def turn(tensor: Tensor) -> Tensor:
         gate, up = (F.pad(half, (0, 0, 0, -half.shape[0] % 16)) for half in tensor.chunk(2))
-        return torch.stack([gate.unflatten(0, (-1, 16)), up.unflatten(0, (-1, 16))], dim=1).flatten(0, 2)
+        return torch.stack([half.reshape(-1, 16, half.shape[1]) for half in (gate, up)], dim=1).flatten(0, 2)
 
     bias = gate_up.bias
     return Projection(turn(gate_up.weight), None if bias is None else turn(bias[:, None])[:, 0])

@@ -36,9 +36,13 @@ ARCHS = {
 }
 
 
-@pytest.fixture(scope="module", params=ARCHS)
+KINDS = [*((arch, "auto") for arch in ARCHS), *((arch, "torch") for arch in ("mistral", "qwen3"))]
+
+
+@pytest.fixture(scope="module", params=KINDS, ids="-".join)
 def exact(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Runner:
-    return tiny_runner(checkpoint(**ARCHS[request.param]), exact=True)
+    arch, kernels = request.param
+    return tiny_runner(checkpoint(**ARCHS[arch]), exact=True, kernels=kernels)
 
 
 @pytest.mark.parametrize("chunk", [7, 16, 64, 512])
@@ -104,15 +108,16 @@ def test_shapes_at_which_one_row_is_summed_differently(
     """At 1,536 -> 576, oneDNN sums a product of one row in another order than one of several (seen on Zen 5): as the
     MLP's second half, and as the head."""
     hidden, inner, vocab = sizes
-    runner = tiny_runner(
-        checkpoint(hidden_size=hidden, intermediate_size=inner, head_dim=64, num_layers=1, vocab_size=vocab), exact=True
-    )
+    model = checkpoint(hidden_size=hidden, intermediate_size=inner, head_dim=64, num_layers=1, vocab_size=vocab)
+    runner = tiny_runner(model, exact=True, kernels="torch")
     tokens = random_tokens(200)
     assert torch.equal(all_logits(runner, tokens, [100, 1, 7, 1, 1, 64]), all_logits(runner, tokens, [200], seed=1))
 
 
-def test_two_threads(checkpoint: Callable[..., Path]) -> None:
-    runner = tiny_runner(checkpoint(hidden_size=256, intermediate_size=640, num_layers=1), exact=True, threads=2)
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_two_threads(checkpoint: Callable[..., Path], kernels: str) -> None:
+    model = checkpoint(hidden_size=256, intermediate_size=640, num_layers=1)
+    runner = tiny_runner(model, exact=True, threads=2, kernels=kernels)
     tokens = random_tokens(300)
     assert torch.equal(all_logits(runner, tokens, [255, 1, 7, 40]), all_logits(runner, tokens, [300], seed=1))
 
@@ -133,7 +138,7 @@ def test_a_block_size_that_tiles_of_keys_do_not_fit_is_refused(
 
 
 def test_self_test_refuses_the_fast_path(checkpoint: Callable[..., Path]) -> None:
-    runner = tiny_runner(checkpoint("llama"))
+    runner = tiny_runner(checkpoint("llama"), kernels="torch")
     with pytest.raises(StartupError, match=r"self-test failed: .* of layer 1 differ .* not row-invariant"):
         prove_row_invariance(runner.step_logits, runner.kv, 320, runner.max_model_len, 8192)
 

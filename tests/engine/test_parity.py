@@ -40,11 +40,15 @@ def oracle_logits(model_dir: Path, tokens: list[int]) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+@pytest.mark.parametrize(
+    ("exact", "kernels"), [(False, "auto"), (False, "torch"), (True, "torch")], ids=["compiled", "torch", "exact"]
+)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_transformers_in_any_chunking(checkpoint: Callable[..., Path], variant: str, exact: bool) -> None:
+def test_logits_equal_transformers_in_any_chunking(
+    checkpoint: Callable[..., Path], variant: str, exact: bool, kernels: str
+) -> None:
     model_dir = checkpoint(**VARIANTS[variant])
-    runner = tiny_runner(model_dir, exact=exact)
+    runner = tiny_runner(model_dir, exact=exact, kernels=kernels)
     tokens = random_tokens(150)
     expected = oracle_logits(model_dir, tokens)
     for name, chunks in CHUNKS.items():

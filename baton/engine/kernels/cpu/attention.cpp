@@ -263,7 +263,10 @@ struct QueryTile {
     for (int64_t key = 0; key < KEYS; key += 4) {
       __m512 weight[4];
       for (int i = 0; i < 4; ++i) {
-        weight[i] = exp2_negative<E>(_mm512_fmsub_ps(_mm512_load_ps(scores + (key + i) * 16), scale, shift));
+        const __m512 score = _mm512_load_ps(scores + (key + i) * 16);
+        // One operation where the result is rounded to bf16; in float32 the difference first, which is exact.
+        weight[i] = exp2_negative<E>(
+            sizeof(E) == 2 ? _mm512_fmsub_ps(score, scale, shift) : _mm512_mul_ps(_mm512_sub_ps(score, now), scale));
         sums[i] = _mm512_add_ps(sums[i], weight[i]);
       }
       put_weights(weights, key, weight[0], weight[1], E());

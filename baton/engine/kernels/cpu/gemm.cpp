@@ -160,9 +160,9 @@ void unit_of_groups(
     return static_cast<const char*>(layer.weight) + group * elements * sizeof(E);
   };
   // Narrow weights are widened once per group and all rows computed with it; others stay in L2 for all rows.
-  const int64_t step = narrow ? rows : 32;
 #if BATON_LEVEL >= 2
   if constexpr (sizeof(E) == 2) {
+    const int64_t step = narrow ? rows : 32;
     int upper = -1, lower = -1;
     for (int64_t first = 0; first < rows; first += step)
       for (int64_t group = first_group; group < last_group; ++group) {

@@ -1,0 +1,140 @@
+"""Compiled attention against a plain reference in float64, and against itself bit for bit: whatever shares a step, a
+row or a tile with a query, its result has the same bits."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.engine.kernels import native
+from baton.engine.kernels.build import processor_levels
+
+KINDS = [(level, torch.float32) for level in processor_levels()[-1:]] + [
+    (level, torch.bfloat16) for level in processor_levels() if level != "avx512"
+]
+kinds = pytest.mark.parametrize(("level", "dtype"), KINDS, ids=str)
+
+
+@dataclass
+class Case:
+    """Sequences in a pool whose other positions are NaN. `rows` are (sequence, start, end)."""
+
+    dtype: torch.dtype
+    heads: int = 9
+    kv_heads: int = 3
+    head_dim: int = 64
+    block_size: int = 16
+    window: int = 0
+    lengths: tuple[int, ...] = (1, 15, 64, 65, 130, 333)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        blocks = [-(-length // self.block_size) for length in self.lengths]
+        order = random.Random(2).sample(range(sum(blocks) + 3), sum(blocks))
+        self.tables = [order[sum(blocks[:i]) : sum(blocks[: i + 1])] for i in range(len(blocks))]
+        shape = (sum(blocks) + 3, self.block_size, self.kv_heads, self.head_dim)
+        self.keys, self.values = (torch.full(shape, torch.nan, dtype=self.dtype) for _ in range(2))
+        self.queries = []
+        for length, table in zip(self.lengths, self.tables, strict=True):
+            self.queries.append(torch.randn(length, self.heads, self.head_dim, generator=generator).to(self.dtype))
+            for pool in (self.keys, self.values):
+                new = torch.randn(length, self.kv_heads, self.head_dim, generator=generator).to(self.dtype)
+                for position in range(length):
+                    pool[table[position // self.block_size], position % self.block_size] = new[position]
+
+    def expected(self, sequence: int) -> Tensor:
+        """[length, heads, head_dim] in float64."""
+        length, table = self.lengths[sequence], self.tables[sequence]
+        k, v = (pool[table].flatten(0, 1)[:length].double() for pool in (self.keys, self.values))
+        k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", self.queries[sequence].double(), k) * self.head_dim**-0.5
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        hidden = distance < 0
+        if self.window:
+            hidden |= distance >= self.window
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+    def attend(self, level: str, rows: list[tuple[int, int, int]], threads: int = 1) -> list[Tensor]:
+        """The output of each row [length, heads, head_dim]. Queries beyond a row's end do not exist yet."""
+        queries = torch.cat([self.queries[s][start:end] for s, start, end in rows])
+        tables = [torch.tensor(self.tables[s]) for s, _, _ in rows]
+        packed = (native.Row * len(rows))()
+        first = 0
+        for row, (_, start, end), table in zip(packed, rows, tables, strict=True):
+            row.first, row.start, row.length, row.blocks = first, start, end - start, table.data_ptr()
+            first += end - start
+        shape = native.AttentionShape(self.heads, self.kv_heads, self.head_dim, self.block_size, self.window)
+        width = self.heads * self.head_dim
+        output = torch.full((first, width), torch.nan, dtype=self.dtype)
+        addresses: tuple[Any, ...] = (self.keys.data_ptr(), self.values.data_ptr(), output.data_ptr())
+        native.load(level).attend(
+            self.dtype == torch.bfloat16, ctypes.byref(shape), packed, len(rows), queries.data_ptr(), width,
+            *addresses, width, threads,
+        )  # fmt: skip
+        parts = output.view(-1, self.heads, self.head_dim).split([end - start for _, start, end in rows])
+        return list(parts)
+
+    def whole(self) -> list[tuple[int, int, int]]:
+        return [(s, 0, length) for s, length in enumerate(self.lengths)]
+
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"window": 1},
+    {"window": 50, "block_size": 32},
+    {"window": 64},
+    {"window": 200, "head_dim": 32},
+    {"heads": 8, "kv_heads": 8, "head_dim": 80},
+    {"heads": 8, "kv_heads": 1, "head_dim": 96},
+    {"heads": 32, "kv_heads": 1, "head_dim": 128, "lengths": (70, 3)},
+    {"heads": 6, "kv_heads": 3, "head_dim": 24, "block_size": 8},
+    {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 1},
+    {"heads": 2, "kv_heads": 1, "head_dim": 10, "block_size": 64, "window": 7},
+    {"heads": 2, "kv_heads": 1, "head_dim": 256, "block_size": 128},
+]
+
+
+@kinds
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_reference(level: str, dtype: torch.dtype, shape: dict[str, Any]) -> None:
+    case = Case(dtype, **shape)
+    tolerance = 2e-6 if dtype == torch.float32 else 2e-2
+    for sequence, found in enumerate(case.attend(level, case.whole())):
+        assert torch.allclose(found.double(), case.expected(sequence), rtol=tolerance, atol=tolerance)
+
+
+@kinds
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bits_do_not_depend_on_chunks_batch_or_threads(level: str, dtype: torch.dtype, shape: dict[str, Any]) -> None:
+    case = Case(dtype, **shape)
+    whole = case.attend(level, case.whole())
+    for chunk in (1, 5, 47):
+        pieces: list[list[Tensor]] = [[] for _ in case.lengths]
+        for start in range(0, max(case.lengths), chunk):
+            rows = [(s, start, min(start + chunk, n)) for s, n in enumerate(case.lengths) if start < n]
+            for (sequence, _, _), piece in zip(rows, case.attend(level, rows), strict=True):
+                pieces[sequence].append(piece)
+        for sequence, expected in enumerate(whole):
+            assert torch.equal(torch.cat(pieces[sequence]), expected), (chunk, sequence)
+    last = len(case.lengths) - 1
+    assert torch.equal(case.attend(level, [case.whole()[last]])[0], whole[last])
+    assert all(map(torch.equal, case.attend(level, case.whole(), threads=3), whole))
+
+
+@kinds
+def test_scores_far_apart_and_equal(level: str, dtype: torch.dtype) -> None:
+    """The running maximum grows late, by much; and all keys the same."""
+    case = Case(dtype, lengths=(300,))
+    for position in range(300):
+        where = (case.tables[0][position // 16], position % 16)
+        case.keys[where] = 0.0 if position < 150 else 0.2 * (position - 150)
+    case.queries[0][:] = 1.0
+    found = case.attend(level, case.whole())[0]
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
+    assert torch.allclose(found.double(), case.expected(0), rtol=tolerance, atol=tolerance)

@@ -1,0 +1,143 @@
+"""Compiling the kernels: which level, once for all, and one plain reason when it cannot be done."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.core.errors import StartupError
+from baton.engine.kernels import build
+from baton.engine.kernels.build import CannotBuild, library, processor_levels
+from baton.engine.kernels.native import choose_kernels
+from tests.engine.driver import tiny_runner
+
+CPU = torch.device("cpu")
+needs_avx512 = pytest.mark.skipif(not processor_levels(), reason="no AVX-512")
+
+
+@pytest.fixture
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("BATON_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def fake_compiler(tmp_path: Path, script: str) -> str:
+    path = tmp_path / "cxx"
+    path.write_text(f"#!{sys.executable}\nimport sys, time\nout = sys.argv[sys.argv.index('-o') + 1]\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "levels"),
+    [
+        ("fpu avx2 fma", ()),
+        ("avx512f avx512bw avx512dq avx512vl fma avx2", ("avx512",)),
+        ("avx512f avx512bw avx512dq avx512vl fma avx2 avx512_bf16", ("avx512", "avx512_bf16")),
+        ("avx512f avx512bw avx512dq avx512vl fma avx2 avx512_bf16 amx_tile amx_int8", ("avx512", "avx512_bf16")),
+        ("avx512f avx512bw avx512dq avx512vl fma avx2 avx512_bf16 amx_tile amx_bf16", build.LEVELS),
+    ],
+)
+def test_levels_of_a_processor(flags: str, levels: tuple[str, ...]) -> None:
+    assert processor_levels(f"processor : 0\nflags\t\t: {flags}\nflags : none\n") == levels
+
+
+def test_processes_that_start_together_compile_once(empty_cache: Path, tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    compiler = fake_compiler(
+        tmp_path, f"time.sleep(0.5)\nopen({str(calls)!r}, 'a').write('x')\nopen(out, 'w').write('done')"
+    )
+    code = "from baton.engine.kernels.build import library; print(library('avx512').read_text())"
+    environment = {"CXX": compiler, "BATON_CACHE_DIR": str(empty_cache), "PYTHONPATH": str(Path(__file__).parents[2])}
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(4)
+    ]
+    said = [process.communicate(timeout=60) for process in started]
+    assert [out.decode().strip() for out, _ in said] == ["done"] * 4
+    assert calls.read_text() == "x"
+    assert sum(b"compiling the kernels for avx512" in err for _, err in said) == 1
+
+
+def test_other_sources_or_flags_are_another_file(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, "open(out, 'w').write('a')"))
+    first = library("avx512")
+    assert library("avx512") == first
+    assert library("amx") != first
+    monkeypatch.setattr(build, "_FLAGS", (*build._FLAGS, "-g"))
+    assert library("avx512") != first
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("sys.stderr.write('gemm.cpp:3:1: error: no such type\\nmore'); sys.exit(1)", "failed: gemm.cpp:3:1: error"),
+        ("sys.exit(1)", "cxx failed"),
+    ],
+)
+def test_a_compiler_that_fails(
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
+) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path, script))
+    with pytest.raises(CannotBuild, match=said):
+        library("avx512")
+    assert not list(empty_cache.glob("*.so"))
+
+
+@needs_avx512
+def test_without_a_compiler_torch_computes_and_says_why(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: object
+) -> None:
+    from baton.engine.kernels import native
+
+    native.load.cache_clear()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert choose_kernels("auto", CPU, torch.float32) == (
+        None,
+        "torch (no C++ compiler (no-such-compiler is not installed; CXX names another))",
+    )
+    with pytest.raises(StartupError, match="kernels avx512: no C\\+\\+ compiler"):
+        choose_kernels("avx512", CPU, torch.float32)
+    native.load.cache_clear()
+
+
+def test_a_cache_that_others_can_write_is_not_loaded_from(empty_cache: Path) -> None:
+    empty_cache.mkdir()
+    empty_cache.chmod(0o777)
+    with pytest.raises(CannotBuild, match="can be written by other users"):
+        library("avx512")
+
+
+def test_names_of_kernels(checkpoint: object) -> None:
+    assert choose_kernels("torch", CPU, torch.float32) == (None, "torch")
+    assert choose_kernels("auto", torch.device("cuda"), torch.float32) == (None, "torch")
+    with pytest.raises(StartupError, match="kernels must be auto, torch, avx512, avx512_bf16, amx, not 'mkl'"):
+        choose_kernels("mkl", CPU, torch.float32)
+
+
+@needs_avx512
+def test_bfloat16_needs_a_level_that_multiplies_it() -> None:
+    with pytest.raises(StartupError, match="kernels avx512: avx512 does not multiply bfloat16"):
+        choose_kernels("avx512", CPU, torch.bfloat16)
+
+
+@needs_avx512
+def test_a_level_that_the_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from baton.engine.kernels import native
+
+    monkeypatch.setattr(native, "processor_levels", lambda: ())
+    native.load.cache_clear()
+    assert choose_kernels("auto", CPU, torch.float32) == (None, "torch (this processor has no AVX-512)")
+    with pytest.raises(StartupError, match="kernels amx: this processor has no amx"):
+        choose_kernels("amx", CPU, torch.float32)
+    native.load.cache_clear()
+
+
+def test_a_runner_names_its_kernels(checkpoint: object) -> None:
+    assert tiny_runner(checkpoint("llama"), kernels="torch").kernels == "torch"  # type: ignore[operator]

@@ -1,0 +1,114 @@
+"""Compiled linear layers against float64, at every level and for every kind of output; the bits of a row alone."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.kernels import native
+from baton.engine.kernels.build import processor_levels
+from baton.engine.kernels.native import ADD, FLOAT, STORE, SWIGLU, Arena, pack_weight, padded
+
+KINDS = [(level, torch.float32) for level in processor_levels()[-1:]] + [
+    (level, torch.bfloat16) for level in processor_levels() if level != "avx512"
+]
+kinds = pytest.mark.parametrize(("level", "dtype"), KINDS, ids=str)
+sizes = pytest.mark.parametrize(("n", "k"), [(32, 32), (40, 24), (333, 100), (96, 576), (64, 1536)], ids=str)
+ROWS = (1, 2, 11, 16, 17, 31, 32, 33, 50, 100)
+
+
+def randn(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+class Layer:
+    def __init__(self, level: str, weight: Tensor, bias: Tensor | None = None, *, int8: bool = False) -> None:
+        self.kernels, self.dtype = native.load(level), weight.dtype
+        self.packed = pack_weight(self.kernels, Arena(), weight, bias, int8=int8)
+
+    def __call__(self, x: Tensor, into: int = STORE, y: Tensor | None = None, threads: int = 1) -> Tensor:
+        rows, k = x.shape
+        n = self.packed.struct.n
+        x = F.pad(x, (0, padded(k, self.dtype) - k)).contiguous()
+        if y is None:
+            width = n // 2 if into == SWIGLU else n
+            y = torch.full((rows, width), torch.nan, dtype=torch.float32 if into == FLOAT else self.dtype)
+        layer = ctypes.byref(self.packed.struct)
+        is_bf16 = self.dtype == torch.bfloat16
+        self.kernels.linear(is_bf16, layer, x.data_ptr(), x.shape[1], rows, y.data_ptr(), y.shape[1], into, threads)
+        return y
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    tolerance = 1e-5 if found.dtype == torch.float32 else 1e-2
+    return torch.allclose(found.double(), expected, rtol=tolerance, atol=tolerance * 10)
+
+
+@kinds
+@sizes
+@pytest.mark.parametrize("bias", [False, True])
+def test_equals_the_product(level: str, dtype: torch.dtype, n: int, k: int, bias: bool) -> None:
+    weight, b = (randn(n, k) * k**-0.5).to(dtype), randn(n, seed=1).to(dtype) if bias else None
+    layer = Layer(level, weight, b)
+    for rows in ROWS:
+        x = randn(rows, k, seed=rows).to(dtype)
+        expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
+        assert close(layer(x), expected)
+        assert torch.allclose(layer(x, FLOAT).double(), expected, rtol=0, atol=1e-5)
+        before = randn(rows, n, seed=7).to(dtype)
+        assert close(layer(x, ADD, before.clone()), before.double() + expected)
+
+
+@kinds
+@pytest.mark.parametrize("bias", [False, True])
+def test_swiglu(level: str, dtype: torch.dtype, bias: bool) -> None:
+    weight, b = (randn(96, 100) * 0.3).to(dtype), randn(96, seed=1).to(dtype) if bias else None
+    layer = Layer(level, weight, b)
+    for rows in ROWS:
+        x = randn(rows, 100, seed=rows).to(dtype)
+        both = F.linear(x.double(), weight.double(), None if b is None else b.double()).view(rows, 3, 2, 16)
+        expected = (F.silu(both[:, :, 0]) * both[:, :, 1]).flatten(1)
+        assert close(layer(x, SWIGLU), expected)
+
+
+@kinds
+def test_swiglu_of_very_large_and_very_small_gates(level: str, dtype: torch.dtype) -> None:
+    layer = Layer(level, torch.eye(32).to(dtype))
+    gates = torch.tensor([-1e4, -200.0, -90.0, -1.0, 0.0, 1.0, 90.0, 1e4])
+    x = torch.zeros(1, 32).to(dtype)
+    x[0, :8], x[0, 16:24] = gates, 1.0
+    found = layer(x, SWIGLU)[0]
+    assert torch.allclose(found[:8].double(), F.silu(gates.to(dtype).double()), rtol=1e-2, atol=1e-30)
+    assert torch.equal(found[8:], torch.zeros(8).to(dtype))
+
+
+@kinds
+@sizes
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_row_has_the_same_bits_in_any_number_of_rows_and_threads(
+    level: str, dtype: torch.dtype, n: int, k: int, int8: bool
+) -> None:
+    layer = Layer(level, randn(n, k).to(dtype), int8=int8)
+    x = randn(100, k).to(dtype)
+    whole = layer(x, FLOAT)
+    assert torch.equal(layer(x, FLOAT, threads=3), whole)
+    for rows in ROWS:
+        for first in (0, 7, 100 - rows):
+            if first + rows <= 100:
+                assert torch.equal(layer(x[first : first + rows], FLOAT), whole[first : first + rows])
+
+
+@kinds
+def test_int8_is_the_nearest_of_255_steps_per_output(level: str, dtype: torch.dtype) -> None:
+    weight = randn(40, 100).to(dtype)
+    weight[3] = 0.0
+    scale = weight.float().abs().amax(1, keepdim=True).clamp_min(1e-30) / 127  # in float32, as ties are decided there
+    rounded = (weight.float() / scale).round().double() * scale.double()
+    layer = Layer(level, weight, int8=True)
+    x = randn(33, 100).to(dtype)
+    assert torch.allclose(layer(x, FLOAT).double(), F.linear(x.double(), rounded), rtol=0, atol=1e-4)
+    assert torch.equal(layer(x, FLOAT)[:, 3], torch.zeros(33))
