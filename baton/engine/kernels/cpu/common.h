@@ -88,9 +88,10 @@ inline __m512 exp2_negative(__m512 x) {
 }
 
 // x / (1 + e^-x), by the same exponential for every lane.
+template <class E>
 inline __m512 silu(__m512 x) {
   const __m512 power = _mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-1.4426950408889634f));
-  const __m512 small = exp2_negative<float>(power);  // e^-|x|
+  const __m512 small = exp2_negative<E>(power);  // e^-|x|
   const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), small);
   const __mmask16 negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
   return _mm512_div_ps(_mm512_mask_mul_ps(x, negative, x, small), below);

@@ -10,39 +10,58 @@ constexpr int64_t AHEAD = 8192;         // bytes that weights are fetched ahead 
 
 thread_local Scratch unpacked;
 
-// What is done with 16 sums of one row: outputs [column, column + 16) of the layer.
-template <class E>
-inline void put(const Linear& layer, __m512 sum, void* y, int64_t at, int64_t column, Into into) {
-  const __mmask16 lanes = first_lanes(layer.n - column);
-  if (layer.scale) sum = _mm512_mul_ps(sum, load(layer.scale + column, lanes));
-  if (layer.bias) sum = _mm512_add_ps(sum, load(layer.bias + column, lanes));
-  if (into == Into::FLOAT) {
-    store(static_cast<float*>(y) + at + column, sum, lanes);
-    return;
+// What is done with a row's 32 sums of one group; `whole` says that all 32 are outputs of the layer.
+template <class E, Into INTO>
+inline void put(const Linear& layer, bool whole, __m512 left, __m512 right, void* y, int64_t at, int64_t column) {
+  const __mmask16 lanes = whole ? __mmask16(0xffff) : first_lanes(layer.n - column);
+  const __mmask16 more = whole ? __mmask16(0xffff) : first_lanes(layer.n - column - 16);
+  if (layer.scale) {
+    left = _mm512_mul_ps(left, load(layer.scale + column, lanes));
+    right = _mm512_mul_ps(right, load(layer.scale + column + 16, more));
   }
-  E* to = static_cast<E*>(y) + at + column;
-  if (into == Into::ADD) sum = _mm512_add_ps(sum, load(to, lanes));
-  store(to, sum, lanes);
+  if (layer.bias) {
+    left = _mm512_add_ps(left, load(layer.bias + column, lanes));
+    right = _mm512_add_ps(right, load(layer.bias + column + 16, more));
+  }
+  if constexpr (INTO == Into::SWIGLU) {
+    store(static_cast<E*>(y) + at + column / 2, _mm512_mul_ps(silu<E>(left), right));
+  } else if constexpr (INTO == Into::FLOAT) {
+    store(static_cast<float*>(y) + at + column, left, lanes);
+    store(static_cast<float*>(y) + at + column + 16, right, more);
+  } else {
+    E* to = static_cast<E*>(y) + at + column;
+    if constexpr (INTO == Into::ADD) {
+      left = _mm512_add_ps(left, load(to, lanes));
+      right = _mm512_add_ps(right, load(to + 16, more));
+    }
+    store(to, left, lanes);
+    store(to + 16, right, more);
+  }
 }
 
-// The same for a row's 32 sums of one group.
-template <class E>
-inline void put_group(const Linear& layer, __m512 left, __m512 right, void* y, int64_t at, int64_t group, Into into) {
-  const int64_t column = group * GROUP;
-  if (into == Into::SWIGLU) {
-    if (layer.scale) {
-      left = _mm512_mul_ps(left, load(layer.scale + column));
-      right = _mm512_mul_ps(right, load(layer.scale + column + 16));
-    }
-    if (layer.bias) {
-      left = _mm512_add_ps(left, load(layer.bias + column));
-      right = _mm512_add_ps(right, load(layer.bias + column + 16));
-    }
-    store(static_cast<E*>(y) + at + group * 16, _mm512_mul_ps(silu(left), right));
-    return;
+// The same for `rows` rows from `row` on, their sums in two tiles of 16 by 16.
+template <class E, Into INTO>
+void put_tiles(
+    Linear layer, const float* left, const float* right, int64_t rows, void* y, int64_t ldy, int64_t row,
+    int64_t group) {
+  const bool whole = (group + 1) * GROUP <= layer.n;
+  for (int64_t r = 0; r < rows; ++r)
+    put<E, INTO>(
+        layer, whole, _mm512_load_ps(left + r * 16), _mm512_load_ps(right + r * 16), y, (row + r) * ldy, group * GROUP);
+}
+
+template <class E, class... Arguments>
+void put_tiles(Into into, Arguments... arguments) {
+  switch (into) {
+    case Into::STORE:
+      return put_tiles<E, Into::STORE>(arguments...);
+    case Into::ADD:
+      return put_tiles<E, Into::ADD>(arguments...);
+    case Into::SWIGLU:
+      return put_tiles<E, Into::SWIGLU>(arguments...);
+    case Into::FLOAT:
+      return put_tiles<E, Into::FLOAT>(arguments...);
   }
-  put<E>(layer, left, y, at, column, into);
-  if (column + 16 < layer.n) put<E>(layer, right, y, at, column + 16, into);
 }
 
 template <class E, int ROWS>
@@ -68,7 +87,12 @@ void vector_rows(
     }
     weight += TILE_BYTES;
   }
-  for (int r = 0; r < ROWS; ++r) put_group<E>(layer, left[r], right[r], y, (row + r) * ldy, group, into);
+  alignas(64) float sums[2][ROWS][16];
+  for (int r = 0; r < ROWS; ++r) {
+    _mm512_store_ps(sums[0][r], left[r]);
+    _mm512_store_ps(sums[1][r], right[r]);
+  }
+  put_tiles<E>(into, layer, &sums[0][0][0], &sums[1][0][0], int64_t(ROWS), y, ldy, row, group);
 }
 
 template <class E>
@@ -92,14 +116,11 @@ void vector_group(
 }
 
 #if BATON_LEVEL >= 2
-// Up to 32 rows of one group; the tiles are configured for `upper` and `lower` of them.
-template <bool TWO>
-void amx_group(
-    const Linear& layer, const char* weight, const bf16* x, int64_t ldx, int upper, int lower, void* y, int64_t ldy,
-    int64_t row, int64_t group, Into into) {
-  const int64_t tiles = padded_dwords<bf16>(layer.k) / TILE, stride = ldx * 2;
-  const char* from = reinterpret_cast<const char*>(x + row * ldx);
-  const char* below = from + 16 * stride;
+// The sums [4][16][16] of up to 32 rows of one group; tiles are configured for them. STREAM: the weights are read from
+// memory, once, and fetched ahead of their use.
+template <bool TWO, bool STREAM>
+void amx_group(const char* weight, const char* x, int64_t stride, int64_t tiles, float* sums) {
+  const char* below = x + 16 * stride;
   _tile_zero(0);
   _tile_zero(1);
   if (TWO) {
@@ -107,11 +128,11 @@ void amx_group(
     _tile_zero(3);
   }
   for (int64_t tile = 0; tile < tiles; ++tile) {
-    if (!TWO)
+    if (STREAM)
       for (int64_t line = 0; line < 2 * TILE_BYTES; line += 64) _mm_prefetch(weight + AHEAD + line, _MM_HINT_T0);
     _tile_loadd(6, weight, 64);
     _tile_loadd(7, weight + TILE_BYTES, 64);
-    _tile_loadd(4, from, stride);
+    _tile_loadd(4, x, stride);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     if (TWO) {
@@ -120,21 +141,47 @@ void amx_group(
       _tile_dpbf16ps(3, 5, 7);
     }
     weight += 2 * TILE_BYTES;
-    from += 64;
+    x += 64;
     below += 64;
   }
-  alignas(64) float sums[4][16][16];
-  _tile_stored(0, sums[0], 64);
-  _tile_stored(1, sums[1], 64);
+  _tile_stored(0, sums, 64);
+  _tile_stored(1, sums + 256, 64);
   if (TWO) {
-    _tile_stored(2, sums[2], 64);
-    _tile_stored(3, sums[3], 64);
+    _tile_stored(2, sums + 512, 64);
+    _tile_stored(3, sums + 768, 64);
   }
-  for (int r = 0; r < upper; ++r)
-    put_group<bf16>(layer, load(sums[0][r]), load(sums[1][r]), y, (row + r) * ldy, group, into);
-  if (TWO)
-    for (int r = 0; r < lower; ++r)
-      put_group<bf16>(layer, load(sums[2][r]), load(sums[3][r]), y, (row + 16 + r) * ldy, group, into);
+}
+
+// All rows of a unit of groups, in turns of 32 for which the weights come from L2.
+template <class Weight>
+void amx_unit(
+    const Linear& layer, const bf16* x, int64_t ldx, int64_t rows, void* y, int64_t ldy, Into into, int64_t first_group,
+    int64_t last_group, Weight weight) {
+  alignas(64) float sums[GROUPS_PER_UNIT][4 * 256];
+  const int64_t tiles = padded_dwords<bf16>(layer.k) / TILE, stride = ldx * 2;
+  int upper = -1, lower = -1;
+  for (int64_t row = 0; row < rows; row += 32) {
+    const int u = int(std::min<int64_t>(16, rows - row)), l = int(std::clamp<int64_t>(rows - row - 16, 0, 16));
+    if (u != upper || l != lower) configure_tiles(upper = u, lower = l);
+    const char* from = reinterpret_cast<const char*>(x + row * ldx);
+    for (int64_t group = first_group; group < last_group; ++group) {
+      float* sum = sums[group - first_group];
+      if (rows <= 16)
+        amx_group<false, true>(weight(group), from, stride, tiles, sum);
+      else if (rows <= 32)
+        amx_group<true, true>(weight(group), from, stride, tiles, sum);
+      else if (l == 0)
+        amx_group<false, false>(weight(group), from, stride, tiles, sum);
+      else
+        amx_group<true, false>(weight(group), from, stride, tiles, sum);
+    }
+    for (int64_t group = first_group; group < last_group; ++group) {
+      const float* sum = sums[group - first_group];
+      put_tiles<bf16>(into, layer, sum, sum + 256, int64_t(u), y, ldy, row, group);
+      if (l > 0) put_tiles<bf16>(into, layer, sum + 512, sum + 768, int64_t(l), y, ldy, row + 16, group);
+    }
+  }
+  _tile_release();
 }
 #endif
 
@@ -154,37 +201,26 @@ void unit_of_groups(
     const Linear& layer, const E* x, int64_t ldx, int64_t rows, void* y, int64_t ldy, Into into, int64_t first_group,
     int64_t last_group) {
   const int64_t elements = GROUP * padded_dwords<E>(layer.k) * PER_DWORD<E>;
-  const bool narrow = Kind(layer.kind) == Kind::INT8;
-  auto weight = [&](int64_t group) -> const char* {
-    if (narrow) return widen<E>(static_cast<const int8_t*>(layer.weight) + group * elements, elements);
-    return static_cast<const char*>(layer.weight) + group * elements * sizeof(E);
-  };
-  // Narrow weights are widened once per group and all rows computed with it; others stay in L2 for all rows.
+  auto compute = [&](int64_t first, int64_t last, auto weight) {
 #if BATON_LEVEL >= 2
-  if constexpr (sizeof(E) == 2) {
-    const int64_t step = narrow ? rows : 32;
-    int upper = -1, lower = -1;
-    for (int64_t first = 0; first < rows; first += step)
-      for (int64_t group = first_group; group < last_group; ++group) {
-        const char* packed = weight(group);
-        for (int64_t row = first; row < std::min(first + step, rows); row += 32) {
-          const int u = int(std::min<int64_t>(16, rows - row)), l = int(std::clamp<int64_t>(rows - row - 16, 0, 16));
-          if (u != upper || l != lower) configure_tiles(upper = u, lower = l);
-          if (l > 0)
-            amx_group<true>(layer, packed, x, ldx, u, l, y, ldy, row, group, into);
-          else
-            amx_group<false>(layer, packed, x, ldx, u, l, y, ldy, row, group, into);
-        }
-      }
-    _tile_release();
+    if constexpr (sizeof(E) == 2) return amx_unit(layer, x, ldx, rows, y, ldy, into, first, last, weight);
+#endif
+    for (int64_t row = 0; row < rows; row += 48)
+      for (int64_t group = first; group < last; ++group)
+        vector_group<E>(layer, weight(group), x, ldx, row, std::min(row + 48, rows), y, ldy, group, into);
+  };
+  if (Kind(layer.kind) != Kind::INT8) {
+    compute(first_group, last_group, [&](int64_t group) {
+      return static_cast<const char*>(layer.weight) + group * elements * sizeof(E);
+    });
     return;
   }
-#endif
-  const int64_t vector_step = narrow ? rows : 48;
-  for (int64_t first = 0; first < rows; first += vector_step)
-    for (int64_t group = first_group; group < last_group; ++group)
-      vector_group<E>(
-          layer, weight(group), x, ldx, first, std::min(first + vector_step, rows), y, ldy, group, into);
+  // Narrow weights are widened once: for few rows group by group, for many all groups of the unit.
+  const int64_t step = rows <= 32 ? 1 : last_group - first_group;
+  for (int64_t first = first_group; first < last_group; first += step) {
+    const char* wide = widen<E>(static_cast<const int8_t*>(layer.weight) + first * elements, step * elements);
+    compute(first, first + step, [&](int64_t group) { return wide + (group - first) * elements * sizeof(E); });
+  }
 }
 
 }  // namespace
