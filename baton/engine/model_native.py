@@ -103,7 +103,7 @@ class NativeModel:
             self._forward_on_ranks(batch, x, model, step)
             if count:
                 self._kernels.head(model, reference)
-        gathered = self._group.gather(logits) if count else logits[:, : self._vocab_size]
+        gathered = self._group.gather(logits) if count else None
         if gathered is None:
             return torch.empty((0, self._vocab_size), dtype=torch.float32)
         return gathered[:, : self._vocab_size]
