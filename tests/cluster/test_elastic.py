@@ -22,9 +22,9 @@ from tests.support.fake_runner import until
 from tests.support.fake_workers import Bench, Reader, bench
 from tests.support.jobs import Workers, workers
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
-START_S = 60.0
+START_S = 120.0
 EXACT = {"exact": True, "step_tokens": 64}
 
 
