@@ -22,6 +22,7 @@ from typing import Any
 from baton.core.edge_orders import (
     AbortEdge,
     CloseEdge,
+    DropEdge,
     EdgeDone,
     EdgePosted,
     FillEdge,
@@ -57,6 +58,7 @@ class WorkerEnds:
         self._orders: dict[int, _Order] = {}
         self._numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self.kind = local.kind
         channel.on_report = self._hear
 
     def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> EdgeEnd:
@@ -138,6 +140,11 @@ class RemoteEnd:
 
     async def send(self) -> None:
         await self._ask("to send KV", lambda n: SendEdge(n, self._edge), self._spec.operation_timeout_s)
+
+    def drop(self) -> None:
+        if self.dead is None:
+            with contextlib.suppress(RankLost):  # the channel has told
+                self._ranks.tell(self._rank, DropEdge(self._edge))
 
     async def take(self, part: Part, expected: int, on_posted: Callable[[], None]) -> bool:
         limit_s = self._spec.operation_timeout_s
@@ -228,6 +235,10 @@ class FollowerEnds:
                 end = self._ends.pop(edge, None)
                 if end is not None:
                     end.abort(reason)
+                return
+            case DropEdge(edge):
+                if edge in self._ends:
+                    self._ends[edge].drop()
                 return
             case OpenEdge():
                 self._ends[order.edge] = self._local(

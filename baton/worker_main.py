@@ -181,4 +181,5 @@ def _engine_options(config: WorkerConfig, ranks: Ranks) -> EngineOptions:
         max_model_len=config.max_model_len or None,
         max_num_tokens=max(config.step_tokens, config.max_running, 512),
         host=config.host,
+        edge_kind=config.edge_kind,
     )

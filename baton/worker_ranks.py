@@ -25,6 +25,7 @@ from baton.engine.runner import EngineOptions, OnStage, Runner, load_runner
 from baton.options import error_line
 from baton.process import EXIT_RANK_LOST, record_error
 from baton.transfer.edge_end import LocalEnds, MakeEnd
+from baton.transfer.edge_kinds import choose_edges
 from baton.transfer.nccl import configure_watchdog
 
 log = logging.getLogger("baton.worker")
@@ -48,11 +49,11 @@ class Crew:
 @contextmanager
 def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Crew]:
     """All ranks end with the block: well when it ends well, else with its error."""
+    configure_watchdog()
     if ranks.size == 1:
         runner = load_runner(options, on_stage)
         yield Crew(runner, (os.getpid(),), _local_ends(runner, options))
         return
-    configure_watchdog()
     store = open_store(os.environ)
     channel = LeaderChannel.open(store, ranks.size, options.host, lambda error: _end(ranks, error))
     with _telling(channel):
@@ -82,7 +83,9 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
 
 
 def _local_ends(runner: Runner, options: EngineOptions) -> LocalEnds:
-    return LocalEnds(runner.kv.layers, runner.layout.block_size, options.host)
+    layers = runner.kv.layers
+    kind = choose_edges(options.edge_kind, layers[0][0].device)
+    return LocalEnds(layers, runner.layout.block_size, options.host, kind)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from dataclasses import dataclass
 from typing import Protocol
 
 from baton.core.edge_orders import Part
@@ -43,8 +42,11 @@ from baton.event_log import EventLog
 from baton.rpc.streams import LinkLost, MessageStream
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_end import EdgeEnd, MakeEnd
+from baton.transfer.staging_room import StagingRoom
+from decode.transfer import Transfer
 
 log = logging.getLogger("baton.incoming")
+STAGING_WAIT_SHARE = 0.8  # of the time that the peer waits for `posted`: it hears why before it gives up its edge
 
 
 class IncomingOwner(Protocol):
@@ -73,20 +75,6 @@ class IncomingOwner(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
-class _Transfer:
-    """A sequence on its way in: `arrived` tokens of it are here, by edge."""
-
-    blocks: tuple[int, ...]
-    num_tokens: int
-    arrived: dict[EdgeKey, int]
-    first_token: int | None = None
-
-    @property
-    def complete(self) -> bool:
-        return all(tokens == self.num_tokens for tokens in self.arrived.values())
-
-
 class IncomingLink:
     """One link from one prefill worker. Complete state: the stream, the ends of its edges, the transfers that came over
     it, and the refusals that wait for what is posted to end."""
@@ -98,7 +86,7 @@ class IncomingLink:
         self._incoming = incoming
         self._plans: dict[EdgeKey, EdgePlan] = {}
         self._edges: dict[EdgeKey, EdgeEnd] = {}
-        self._transfers: dict[SequenceId, _Transfer] = {}
+        self._transfers: dict[SequenceId, Transfer] = {}
         self._refusals: dict[SequenceId, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -137,7 +125,7 @@ class IncomingLink:
             case Offer():
                 await self._send(self._answer(message))
             case Chunk():
-                self._spawn(self._take(message), f"chunk {message.index} of {message.sequence}")
+                self._spawn(self._take_in_turn(message), f"chunk {message.index} of {message.sequence}")
             case AbortTransfer(sequence, reason, tombstone_s):
                 self._give_up(sequence, reason, tombstone_s)
             case _:
@@ -149,7 +137,7 @@ class IncomingLink:
             blocks, generations = self._owner.reserve(offer, self._hello)
         except BatonError as e:
             return Refuse(sequence, e.code, e.message)
-        self._transfers[sequence] = _Transfer(blocks, offer.num_tokens, dict.fromkeys(self._plans, 0))
+        self._transfers[sequence] = Transfer(blocks, offer.num_tokens, dict.fromkeys(self._plans, 0))
         return Accept(sequence, 0, generations)
 
     async def _open_edge(self, message: EdgeOpen) -> None:
@@ -167,6 +155,16 @@ class IncomingLink:
                 error = e.message
         await self._send(EdgeReady(*key, message.generation, error))
 
+    async def _take_in_turn(self, chunk: Chunk) -> None:
+        """Takes a chunk in when there is room for its bytes; the peer waits for `posted` no longer than the limit."""
+        try:
+            async with self._incoming.staging.hold(chunk.num_bytes, self._incoming.staging_wait_s):
+                await self._take(chunk)
+        except HandoffError as e:
+            if chunk.sequence in self._transfers:
+                self._give_up(chunk.sequence, e.message, tombstone_s=0.0)
+            await self._refuse(chunk.sequence, e.message)
+
     async def _take(self, chunk: Chunk) -> None:
         """Receives, verifies and stores one chunk."""
         sequence, key = chunk.sequence, (chunk.prefill_rank, chunk.decode_rank)
@@ -178,7 +176,7 @@ class IncomingLink:
                 raise HandoffError(f"edge generation {chunk.edge_generation} does not stand")
             if transfer is None or not self._owner.receiving(sequence):
                 raise HandoffError("the sequence is not being received here")
-            self._check(chunk, transfer)
+            transfer.check(chunk, self._plans[key], self._incoming.layout)
         except HandoffError as e:
             if transfer is not None:  # its chunks on other edges, announced before the peer hears of this, end here too
                 self._give_up(sequence, e.message, tombstone_s=0.0)
@@ -230,24 +228,6 @@ class IncomingLink:
             del self._refusals[sequence]
             await self._send(AbortTransfer(sequence, reason, 0.0))
 
-    def _check(self, chunk: Chunk, transfer: _Transfer) -> None:
-        """Raises HandoffError unless this is the next part of the sequence, whole and of the right size."""
-        layout, key = self._incoming.layout, (chunk.prefill_rank, chunk.decode_rank)
-        arrived, tokens = transfer.arrived[key], chunk.end_token - chunk.start_token
-        if chunk.start_token != arrived or tokens < 1 or chunk.end_token > transfer.num_tokens:
-            raise HandoffError(
-                f"tokens [{chunk.start_token}, {chunk.end_token}) cannot follow {arrived} of {transfer.num_tokens}"
-            )
-        if (chunk.start_layer, chunk.end_layer) != (0, len(layout.layers)):
-            raise HandoffError(f"layers [{chunk.start_layer}, {chunk.end_layer}) are not all {len(layout.layers)}")
-        if chunk.num_bytes != self._plans[key].bytes_per_token(layout) * tokens:
-            raise HandoffError(f"{chunk.num_bytes} bytes cannot be KV of {tokens} tokens")
-        ends = chunk.end_token == transfer.num_tokens
-        if chunk.last != ends or (ends and chunk.first_token is None):
-            raise HandoffError("the last chunk, and only it, carries the end and the first token")
-        if transfer.first_token not in (None, chunk.first_token):
-            raise HandoffError(f"first token {chunk.first_token} here, {transfer.first_token} on another edge")
-
     async def _edge_ended(self, chunk: Chunk) -> None:
         """An edge ends at one end only now and then: the other must hear of it, or it would go on announcing."""
         error = f"generation {chunk.edge_generation} has ended here"
@@ -285,6 +265,7 @@ class Incoming:
         owner: IncomingOwner,
         layout: KVLayout,
         make_end: MakeEnd,
+        staging: StagingRoom,
         events: EventLog,
         *,
         host: str,
@@ -298,7 +279,9 @@ class Incoming:
         self._store_port = store_port
         self._tensor_parallel = tensor_parallel
         self._edge_timeout_s = edge_timeout_s
+        self.staging_wait_s = STAGING_WAIT_SHARE * edge_timeout_s
         self.layout = layout
+        self.staging = staging
         self._links: set[IncomingLink] = set()
         self.events = events
         self.writing: Counter[SequenceId] = Counter()

@@ -23,6 +23,7 @@ from baton.rpc.link import serve_links
 from baton.rpc.shell import WorkerShell
 from baton.token_file import read_token
 from baton.transfer.edge_end import MakeEnd
+from baton.transfer.staging_room import StagingRoom
 from baton.transfer.store import EdgeStore
 from decode.incoming import Incoming
 from decode.scheduler import DecodeScheduler
@@ -49,6 +50,7 @@ class DecodeWorker:
             self,
             runner.layout,
             make_end,
+            StagingRoom(round(config.staging_mib * (1 << 20)), runner.layout),
             EventLog(config.worker_id),
             host=config.host,
             store_port=self.store.port,
@@ -57,6 +59,7 @@ class DecodeWorker:
         )
         self.shell = WorkerShell(config, self, runner.step, read_token(config.cluster_token_file))
         self.handles_refused = self.links_refused = 0
+        self._edge_kind = make_end.kind
         self._spent = SpentHandles()
         self._server: grpc.aio.Server | None = None
         self._link_port = 0
@@ -149,6 +152,7 @@ class DecodeWorker:
             self.store.nonce,
             self.facts.tensor_parallel,
             self.facts.layout,
+            self.incoming.staging.quota.limit_bytes,
         )
 
     def _check_fits(self, hello: LinkHello) -> None:
@@ -157,6 +161,7 @@ class DecodeWorker:
             ("protocol_version", hello.protocol_version, self.facts.protocol_version),
             ("run_id", hello.run_id, self.shell.session.run_id),
             ("model_digest", hello.model_digest, self.facts.model_digest),
+            ("edge_kind", hello.edge_kind, self._edge_kind),
         ):
             if theirs != mine:
                 raise JoinRefused(f"link refused: {name} {theirs} is not {mine}", param=name)

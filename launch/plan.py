@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton.options import as_flags
@@ -101,6 +101,8 @@ def make_plan(
     names = [f"prefill-{n}" for n in range(config.prefill)] + [f"decode-{n}" for n in range(config.decode)]
     ranks = [config.ranks(name.rpartition("-")[0]) for name in names]
     placements = place(ranks, cores, config.threads)
+    if config.edge_kind == "auto" and 0 < len(gpus) < sum(ranks):
+        config = replace(config, edge_kind="gloo")  # NCCL takes no two ranks on one GPU
     devices = assign_gpus(ranks, () if config.device == "cpu" else gpus)
     return Plan(
         config,

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from baton.core.errors import HandoffError
 from baton.core.handover import EdgeOpen, EdgeReady, LinkHello, LinkWelcome
+from baton.core.kv_layout import KVLayout
 from baton.core.reshard import EdgeKey, EdgePlan
 from baton.transfer.edge import EdgeSpec, edge_prefix
 from baton.transfer.edge_end import EdgeEnd, MakeEnd
@@ -37,6 +38,12 @@ class LinkEdges:
         self._open_edge = open_edge
         self._timeout_s = timeout_s
         self._ends: dict[EdgeKey, EdgeEnd] = {}
+
+    def most_tokens(self, layout: KVLayout, staging_bytes: int) -> int:
+        """The longest piece whose bytes fit into staging memory: of all edges into `staging_bytes` here, of each edge
+        into the decode worker's."""
+        sizes = [plan.bytes_per_token(layout) for plan in self.plans]
+        return min(staging_bytes // sum(sizes), self._welcome.staging_bytes // max(sizes))
 
     @property
     def ends(self) -> Mapping[EdgeKey, EdgeEnd]:

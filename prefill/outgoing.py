@@ -25,6 +25,7 @@ from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.event_log import EventLog
 from baton.transfer.edge_end import MakeEnd
+from baton.transfer.staging_room import StagingRoom
 from prefill.link import Link
 from prefill.pieces import HandOver, PieceSender
 
@@ -55,6 +56,7 @@ class Outgoing:
         owner: OutgoingOwner,
         layout: KVLayout,
         make_end: MakeEnd,
+        staging: StagingRoom,
         make_hello: Callable[[], LinkHello],
         event_log: EventLog,
         *,
@@ -66,7 +68,7 @@ class Outgoing:
         self._make_end = make_end
         self._make_hello = make_hello
         self._events = event_log
-        self._pieces = PieceSender(layout, event_log, piece_tokens, edge_timeout_s)
+        self._pieces = PieceSender(layout, staging, event_log, piece_tokens, edge_timeout_s)
         self._edge_timeout_s = edge_timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._links: dict[tuple[str, int], asyncio.Task[Link]] = {}

@@ -22,9 +22,11 @@ from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, TokenLogprob
 from baton.core.reshard import EdgePlan
 from baton.event_log import EventLog
+from baton.transfer.staging_room import StagingRoom
 from prefill.link import Link
 
 log = logging.getLogger("baton.handover")
+STAGING_WAIT_S = 30.0
 
 
 @dataclass(slots=True)
@@ -57,8 +59,11 @@ class HandOver:
 class PieceSender:
     """Complete state: what it counts. `layout` is the whole model's."""
 
-    def __init__(self, layout: KVLayout, event_log: EventLog, piece_tokens: int, edge_timeout_s: float) -> None:
+    def __init__(
+        self, layout: KVLayout, staging: StagingRoom, event_log: EventLog, piece_tokens: int, edge_timeout_s: float
+    ) -> None:
         self._layout = layout
+        self._staging = staging
         self._events = event_log
         self._piece_tokens = piece_tokens
         self._edge_timeout_s = edge_timeout_s
@@ -112,18 +117,30 @@ class PieceSender:
     async def _put_on_edges(self, over: HandOver, link: Link, plans: Sequence[EdgePlan], piece: _Piece) -> int:
         """Sends one piece on the edges of `plans` and returns its end. Where that is 0, all that is computed by the
         time the edges are ours goes in one piece: behind a queue many small chunks become one."""
-        sequence = over.request.sequence_id
         async with link.edge_lock:
             over.holds_edge = True
             await link.edges.ready(plans)
             if not piece.end:
-                piece = replace(piece, end=min(over.computed, piece.start + self._piece_tokens))
-            seen = {"sequence": sequence, "index": piece.index, "start": piece.start, "end": piece.end}
-            self._events.write("chunk_send", **seen, resend=piece.resend)
-            # Each to its end, whatever becomes of the others: what was posted is sent, or its edge torn down.
-            results = await asyncio.gather(
-                *(self._put_on_edge(over, link, plan, piece) for plan in plans), return_exceptions=True
-            )
+                piece = replace(piece, end=min(over.computed, piece.start + self._most_tokens(link)))
+            needed = sum(plan.bytes_per_token(self._layout) for plan in plans) * (piece.end - piece.start)
+            over.holds_edge = False
+            async with self._staging.hold(needed, STAGING_WAIT_S):
+                over.holds_edge = True  # to the end, whatever becomes of the sequence
+                return await self._send_on_edges(over, link, plans, piece)
+
+    def _most_tokens(self, link: Link) -> int:
+        fit = link.edges.most_tokens(self._layout, self._staging.quota.limit_bytes)
+        if fit < 1:
+            raise HandoffError(f"the KV of one token does not fit into staging memory, here or at {link.decode_worker}")
+        return min(self._piece_tokens, fit)
+
+    async def _send_on_edges(self, over: HandOver, link: Link, plans: Sequence[EdgePlan], piece: _Piece) -> int:
+        seen = {"sequence": over.request.sequence_id, "index": piece.index, "start": piece.start, "end": piece.end}
+        self._events.write("chunk_send", **seen, resend=piece.resend)
+        # Each to its end, whatever becomes of the others: what was posted is sent, or its edge torn down.
+        results = await asyncio.gather(
+            *(self._put_on_edge(over, link, plan, piece) for plan in plans), return_exceptions=True
+        )
         for result in results:
             if isinstance(result, BaseException):
                 raise result
@@ -160,6 +177,7 @@ class PieceSender:
         except HandoffError as e:
             if e.code != "peer_aborted":  # else it may have posted: its receive must not wait for ever
                 end.abort(e.message)
+            end.drop()
             raise
         over.bytes_sent += chunk.num_bytes
         self.bytes_sent += chunk.num_bytes

@@ -19,6 +19,7 @@ from baton.event_log import EventLog
 from baton.rpc.shell import WorkerShell
 from baton.token_file import read_token
 from baton.transfer.edge_end import MakeEnd
+from baton.transfer.staging_room import StagingRoom
 from prefill.outgoing import Outgoing
 from prefill.scheduler import PrefillScheduler
 
@@ -36,6 +37,7 @@ class PrefillWorker:
         self.pids = pids
         self.incarnation = time.time_ns()
         self.handles_refused = 0
+        self._edge_kind = make_end.kind
         self.scheduler = PrefillScheduler(
             runner.layout,
             runner.num_blocks,
@@ -48,6 +50,7 @@ class PrefillWorker:
             self,
             runner.layout,
             make_end,
+            StagingRoom(round(config.staging_mib * (1 << 20)), runner.layout),
             self._hello,
             self.events,
             piece_tokens=max(config.step_tokens, MIN_PIECE_TOKENS),
@@ -205,6 +208,7 @@ class PrefillWorker:
             self.facts.tensor_parallel,
             PROTOCOL_VERSION,
             self.shell.token,
+            self._edge_kind,
         )
 
     # What the hand-overs report.

@@ -1,8 +1,8 @@
 """What the leader of a worker orders from the ends of edges at its followers, and what they report.
 
-An end is named by `edge`, a number never used again. Every order but AbortEdge carries the number `order` and is
-answered by one EdgeDone with it; a TakeEdge by one EdgePosted before. Orders for one end follow each other: the leader
-waits for the answer to one before it gives the next, except that AbortEdge may come at any time.
+An end is named by `edge`, a number never used again. Every order but AbortEdge and DropEdge carries the number `order`
+and is answered by one EdgeDone with it; a TakeEdge by one EdgePosted before. Orders for one end follow each other: the
+leader waits for the answer to one before it gives the next, except that AbortEdge may come at any time.
 """
 
 from __future__ import annotations
@@ -55,6 +55,13 @@ class SendEdge:
     """Send what was packed last."""
 
     order: int
+    edge: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropEdge:
+    """What was packed last will not be sent. Has no answer."""
+
     edge: int
 
 

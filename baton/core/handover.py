@@ -26,6 +26,7 @@ class LinkHello:
     tensor_parallel: int
     protocol_version: int
     token: str = field(default="", repr=False)
+    edge_kind: str = "gloo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class LinkWelcome:
     store_nonce: str
     tensor_parallel: int
     layout: KVLayout
+    staging_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,8 @@ class EngineOptions:
 
     `exact` makes the bits of a row's logits independent of its batch (CPU, float32, slower). `threads` is the number
     of compute threads of this process. `kv_memory_bytes` is the worker's, all ranks together. `max_num_tokens` bounds
-    the tokens of one step. `host` is this machine's address for the worker's other ranks. `kernels` is `auto` (the best
+    the tokens of one step. `host` is this machine's address for the worker's other ranks, `edge_kind` how KV
+    goes to other workers. `kernels` is `auto` (the best
     compiled ones that this processor has, else torch's), `torch`, or the level of compiled ones.
     """
 
@@ -68,6 +69,7 @@ class EngineOptions:
     max_num_tokens: int = 8192
     host: str = "127.0.0.1"
     kernels: str = "auto"
+    edge_kind: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)

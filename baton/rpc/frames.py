@@ -21,6 +21,7 @@ import msgpack
 from baton.core.edge_orders import (
     AbortEdge,
     CloseEdge,
+    DropEdge,
     EdgeDone,
     EdgePosted,
     FillEdge,
@@ -83,6 +84,7 @@ KINDS: dict[int, type[Any]] = {
     11: CloseEdge,
     12: EdgePosted,
     13: EdgeDone,
+    14: DropEdge,
 }
 
 

@@ -19,6 +19,7 @@ from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
 from baton.core.reshard import EdgePlan
 from baton.transfer.edge import EdgeSpec, MakeEdge, Side
+from baton.transfer.edge_kinds import EDGES, EdgeKind, buffer_device
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.staging import Layers, checksum, pack, unpack
@@ -42,6 +43,9 @@ class EdgeEnd(Protocol):
     async def send(self) -> None:
         """Sends what was packed last."""
 
+    def drop(self) -> None:
+        """What was packed last will not be sent."""
+
     async def take(self, part: Part, expected: int, on_posted: Callable[[], None]) -> bool:
         """Receives a part and stores it if its checksum is `expected`; returns whether it was. `on_posted` is called
         in the event loop once the receive is open. Whether it returns or raises, nothing is written afterwards."""
@@ -55,7 +59,11 @@ class EdgeEnd(Protocol):
 
 class MakeEnd(Protocol):
     """Makes the end of an edge at the rank that the plan names for `spec.side`. What the rank itself knows best
-    (`bind_host`, `device`) need not be in the spec."""
+    (`bind_host`, `device`) need not be in the spec. `kind` says how the ends move bytes; both sides of a link must
+    agree."""
+
+    @property
+    def kind(self) -> EdgeKind: ...
 
     def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> EdgeEnd: ...
 
@@ -73,12 +81,14 @@ def edge_layers(layers: Layers, plan: EdgePlan, side: Side) -> Layers:
 class LocalEnds:
     """Makes ends at this process: over its rank's `layers` in blocks of `block_size`, on its own address `host`."""
 
-    def __init__(self, layers: Layers, block_size: int, host: str, make_edge: MakeEdge = GlooEdge) -> None:
-        self._layers, self._block_size, self._host, self._make_edge = layers, block_size, host, make_edge
+    def __init__(self, layers: Layers, block_size: int, host: str, kind: EdgeKind = "gloo") -> None:
+        self._layers, self._block_size, self._host = layers, block_size, host
+        self.kind = kind
 
     def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> LocalEnd:
-        mine = replace(spec, bind_host=self._host)
-        return LocalEnd(mine, edge_layers(self._layers, plan, spec.side), self._block_size, self._make_edge)
+        device = buffer_device(self.kind, self._layers[0][0].device)
+        mine = replace(spec, bind_host=self._host, device=str(device))
+        return LocalEnd(mine, edge_layers(self._layers, plan, spec.side), self._block_size, EDGES[self.kind])
 
 
 class LocalEnd:
@@ -121,6 +131,9 @@ class LocalEnd:
         if packed is None:
             raise self._worker.spec.error("nothing is packed to be sent")
         await self._worker.send(packed)
+
+    def drop(self) -> None:
+        self._packed = None
 
     async def take(self, part: Part, expected: int, on_posted: Callable[[], None]) -> bool:
         buffer = torch.empty(part.num_bytes, dtype=torch.uint8, device=self._device)

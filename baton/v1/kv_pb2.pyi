@@ -44,7 +44,7 @@ class LinkResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[LinkWelcome, _Mapping]] = ..., accept: _Optional[_Union[Accept, _Mapping]] = ..., refuse: _Optional[_Union[Refuse, _Mapping]] = ..., posted: _Optional[_Union[Posted, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., abort: _Optional[_Union[AbortTransfer, _Mapping]] = ..., edge_ready: _Optional[_Union[EdgeReady, _Mapping]] = ..., pong: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
 
 class LinkHello(_message.Message):
-    __slots__ = ("prefill_worker", "prefill_incarnation", "run_id", "model_digest", "layout", "tensor_parallel", "protocol_version", "token")
+    __slots__ = ("prefill_worker", "prefill_incarnation", "run_id", "model_digest", "layout", "tensor_parallel", "protocol_version", "token", "edge_kind")
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class LinkHello(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    EDGE_KIND_FIELD_NUMBER: _ClassVar[int]
     prefill_worker: str
     prefill_incarnation: int
     run_id: str
@@ -61,10 +62,11 @@ class LinkHello(_message.Message):
     tensor_parallel: int
     protocol_version: int
     token: str
-    def __init__(self, prefill_worker: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., run_id: _Optional[str] = ..., model_digest: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., tensor_parallel: _Optional[int] = ..., protocol_version: _Optional[int] = ..., token: _Optional[str] = ...) -> None: ...
+    edge_kind: str
+    def __init__(self, prefill_worker: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., run_id: _Optional[str] = ..., model_digest: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., tensor_parallel: _Optional[int] = ..., protocol_version: _Optional[int] = ..., token: _Optional[str] = ..., edge_kind: _Optional[str] = ...) -> None: ...
 
 class LinkWelcome(_message.Message):
-    __slots__ = ("decode_worker", "decode_incarnation", "store_host", "store_port", "tensor_parallel", "layout", "store_nonce")
+    __slots__ = ("decode_worker", "decode_incarnation", "store_host", "store_port", "tensor_parallel", "layout", "store_nonce", "staging_bytes")
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STORE_HOST_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +74,7 @@ class LinkWelcome(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     STORE_NONCE_FIELD_NUMBER: _ClassVar[int]
+    STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
     decode_worker: str
     decode_incarnation: int
     store_host: str
@@ -79,7 +82,8 @@ class LinkWelcome(_message.Message):
     tensor_parallel: int
     layout: _types_pb2.KVLayout
     store_nonce: str
-    def __init__(self, decode_worker: _Optional[str] = ..., decode_incarnation: _Optional[int] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., store_nonce: _Optional[str] = ...) -> None: ...
+    staging_bytes: int
+    def __init__(self, decode_worker: _Optional[str] = ..., decode_incarnation: _Optional[int] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., store_nonce: _Optional[str] = ..., staging_bytes: _Optional[int] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("nonce",)

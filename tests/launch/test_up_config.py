@@ -66,6 +66,12 @@ def test_gpus_are_handed_out_unless_the_cpu_was_asked_for() -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
 
 
+@pytest.mark.parametrize(("gpus", "kind"), [((), "auto"), (("0",), "gloo"), (("0", "1"), "auto")])
+def test_workers_that_share_a_gpu_do_not_use_nccl(gpus: tuple[str, ...], kind: str) -> None:
+    command = plan(UpConfig(), gpus).worker("decode-0", BOUND).command
+    assert command[command.index("--edge-kind") + 1] == kind
+
+
 @pytest.mark.parametrize("http", ["0.0.0.0:81", "127.0.0.1:81"])
 def test_url_is_one_a_client_can_use(http: str) -> None:
     assert Addresses(http, "", "").url == "http://127.0.0.1:81"

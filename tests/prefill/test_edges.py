@@ -17,7 +17,7 @@ from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, reshard_layout
 from baton.edge_ranks import FollowerEnds, RemoteEnd, WorkerEnds
 from baton.transfer import edge_end
-from baton.transfer.edge_end import LocalEnd
+from baton.transfer.edge_end import LocalEnd, LocalEnds
 from baton.transfer.edge_thread import EdgeWorker
 from prefill.link import Link
 from tests.support.builders import make_layout, make_request
@@ -165,6 +165,41 @@ async def test_an_edge_that_dies_at_any_rank_costs_that_edge(side: str, rank: in
         assert not source.runner.lost and not decode.runner.lost  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_little_staging_memory_makes_small_pieces_and_no_deadlock(side: str) -> None:
+    async with ranks(2, 2) as (source, decode):
+        node = source.worker.outgoing._pieces._staging if side == "prefill" else decode.worker.incoming.staging
+        token = source.runner.layout.bytes_per_token
+        node.quota.limit_bytes = 3 * token if side == "prefill" else 3 * token // 2
+        for index in range(3):
+            source.submit(make_request(f"r{index}", 11 + index, max_tokens=5), decode)
+        most = 0
+        while source.step():
+            await asyncio.sleep(0.002)
+        while len(source.told.handed_over) < 3:
+            most = max(most, node.quota.taken_bytes)
+            assert most <= node.quota.limit_bytes
+            await asyncio.sleep(0.001)
+        assert most > 0 == node.quota.taken_bytes
+        decode.compute()
+        for index in range(3):
+            assert decode.told.output(f"r{index}") == dict(enumerate(oracle(range(1000, 1011 + index), 5)))
+
+
+async def test_no_room_in_staging_memory_parks_the_kv_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefill.pieces.STAGING_WAIT_S", 0.1)
+    async with ranks(1, 2) as (source, decode):
+        room = source.worker.outgoing._pieces._staging
+        async with room.hold(room.quota.limit_bytes, 1.0):
+            source.submit(make_request("r", 11, max_tokens=5), decode)
+            source.compute()
+            await until(lambda: source.told.parked)
+            assert "in staging memory within 0.1 s" in source.told.parked[0].reason
+        source.assign(R, 2, decode)
+        await until(lambda: source.told.handed_over)
+        decode.compute()
+
+
 class Held:
     """Holds the first call of a method of a follower's ends until it is let go."""
 
@@ -243,7 +278,7 @@ async def test_a_follower_that_never_says_it_has_stopped_writing_is_lost(monkeyp
         def lose(self, error: Exception) -> None:
             lost.append(str(error))
 
-    ends = WorkerEnds(None, Deaf())  # type: ignore[arg-type]
+    ends = WorkerEnds(LocalEnds([], 4, "h"), Deaf())  # type: ignore[arg-type]
     spec = edge_end.EdgeSpec("h", 1, "x", 1, "decode", connect_timeout_s=0.1, operation_timeout_s=0.1)
     plan = reshard_layout(make_layout(), 1, 2)[1]
     end = ends(plan, spec)

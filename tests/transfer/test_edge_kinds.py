@@ -1,0 +1,49 @@
+"""Which backend an edge gets, where its buffers lie, and what an NCCL edge says without a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from baton.core.errors import HandoffError, StartupError
+from baton.transfer import nccl
+from baton.transfer.edge import EdgeSpec
+from baton.transfer.edge_kinds import EDGES, buffer_device, choose_edges
+from baton.transfer.nccl import NcclEdge
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
+
+
+def test_the_device_decides_unless_told() -> None:
+    assert choose_edges("auto", CPU) == choose_edges("gloo", CPU) == choose_edges("gloo", CUDA) == "gloo"
+    assert choose_edges("auto", CUDA) == choose_edges("nccl", CUDA) == "nccl"
+    assert EDGES["nccl"] is NcclEdge
+
+
+@pytest.mark.parametrize(("wanted", "device"), [("nccl", CPU), ("mpi", CPU), ("mpi", CUDA)])
+def test_what_cannot_be_is_refused(wanted: str, device: torch.device) -> None:
+    with pytest.raises(StartupError, match="edge-kind"):
+        choose_edges(wanted, device)
+
+
+def test_buffers_lie_where_the_backend_takes_them_from() -> None:
+    assert buffer_device("nccl", CUDA) == CUDA and buffer_device("gloo", CUDA) == CPU == buffer_device("gloo", CPU)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_an_nccl_edge_without_a_gpu_says_so() -> None:
+    edge = NcclEdge(EdgeSpec("127.0.0.1", 1, "x", 1, "prefill", device="cuda:0"))
+    with pytest.raises(HandoffError, match="no NCCL or no GPU"):
+        edge.connect()
+    edge.abort()
+    edge.close()
+
+
+def test_the_watchdog_cannot_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in nccl.WATCHDOG_ENVIRONMENT:
+        monkeypatch.setenv(name, "changed")
+    nccl.configure_watchdog()
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+    assert os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "1"
