@@ -106,9 +106,14 @@ def describe(config: object) -> str:
 
 def as_flags(config: object, names: Sequence[str]) -> list[str]:
     """The command line that gives another process these fields of `config`."""
+    return flags_of({name: getattr(config, name) for name in names})
+
+
+def flags_of(options: Mapping[str, object]) -> list[str]:
+    """The command line that sets these options."""
     flags: list[str] = []
-    for name in names:
-        value, flag = getattr(config, name), name.replace("_", "-")
+    for name, value in options.items():
+        flag = name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         else:

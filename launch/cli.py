@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import click
@@ -71,6 +72,44 @@ def drain_command(worker: str, url: str, timeout_s: float, coordinator: str, clu
     from launch.drain import drain
 
     return drain(worker, url, timeout_s, cluster_token_file, coordinator)
+
+
+@baton.group("emit")
+def emit_group() -> None:
+    """Write scripts that start the cluster of a topology file without `baton up`."""
+
+
+@emit_group.command("shell")
+@click.argument("topology")
+@click.option("--out", default="baton-nodes", show_default=True, help="directory for one script for each node")
+def emit_shell_command(topology: str, out: str) -> int:
+    """One script for each node: run DIR/NODE.sh there."""
+    from launch.emit import emit_shell
+    from launch.up import topology_plan
+
+    plan = topology_plan(topology)
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        for node in plan.topology.nodes:
+            text, path = emit_shell(plan, node), Path(out) / f"{node.name}.sh"
+            if text:
+                path.write_text(text, encoding="utf-8")
+                path.chmod(0o755)
+                click.echo(path)
+    except OSError as error:
+        raise StartupError(f"--out {out} cannot be written: {error.strerror or error}") from None
+    return 0
+
+
+@emit_group.command("slurm")
+@click.argument("topology")
+def emit_slurm_command(topology: str) -> int:
+    """One sbatch script, on standard output; hosts and addresses come from the allocation."""
+    from launch.emit import emit_slurm
+    from launch.up import topology_plan
+
+    click.echo(emit_slurm(topology_plan(topology, addresses=False)), nl=False)
+    return 0
 
 
 @baton.command("version")

@@ -10,17 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.core.errors import StartupError
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The cores a worker may run on and its number of compute threads, all ranks together."""
+    """The cores a worker may run on (none: not pinned) and its number of compute threads, all ranks together (0: as
+    many as it may use)."""
 
     cores: tuple[int, ...]
     threads: int
 
     def __str__(self) -> str:
-        cores = f"core {self.cores[0]}" if len(self.cores) == 1 else f"cores {_ranges(self.cores)}"
-        return f"{cores}, {self.threads} thread{'' if self.threads == 1 else 's'}"
+        cores = f"core {self.cores[0]}" if len(self.cores) == 1 else f"cores {ranges(self.cores)}"
+        threads = f"{self.threads} thread{'' if self.threads == 1 else 's'}" if self.threads else "a thread per core"
+        return f"{cores if self.cores else 'not pinned'}, {threads}"
 
 
 def place(ranks: Sequence[int], cores: Sequence[int], threads: int = 0) -> tuple[Placement, ...]:
@@ -66,8 +70,10 @@ def _slice(cores: tuple[int, ...], start: int, width: int) -> tuple[int, ...]:
     return tuple(sorted({cores[(start + offset) % len(cores)] for offset in range(width)}))
 
 
-def _ranges(cores: tuple[int, ...]) -> str:
-    """`0-3,8`"""
+def ranges(cores: tuple[int, ...]) -> str:
+    """`0-3,8`; empty without cores."""
+    if not cores:
+        return ""
     parts: list[str] = []
     first = last = cores[0]
     for core in (*cores[1:], None):
@@ -78,3 +84,20 @@ def _ranges(cores: tuple[int, ...]) -> str:
         if core is not None:
             first = last = core
     return ",".join(parts)
+
+
+def parse_cores(text: str, where: str) -> tuple[int, ...]:
+    """`0-3,8` the other way round.
+
+    Raises:
+        StartupError: it is something else; `where` says whose it is.
+    """
+    cores: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or len(first + last) > 8:
+            raise StartupError(f"{where} must look like 0-3,8, not {text!r:.60}")
+        cores += range(int(first), int(last or first) + 1)
+    if not cores or len(set(cores)) != len(cores):
+        raise StartupError(f"{where}: {text!r:.60} names no core, or one twice")
+    return tuple(cores)

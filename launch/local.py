@@ -1,4 +1,7 @@
-"""A cluster on this machine: coordinator first, then every worker as its own torchrun job; then it watches.
+"""The members of a cluster on this host: coordinator first, then every worker as its own torchrun job; then it watches.
+
+Where the coordinator runs on another host, the workers dial that one and steps 1 and 4 are its launcher's; here a
+signal goes to the workers' agents.
 
 Life of a local cluster:
 
@@ -25,7 +28,8 @@ from baton.core.errors import StartupError
 from launch.cluster_api import get_workers
 from launch.console import Console
 from launch.failure import describe_exit
-from launch.plan import Addresses, Plan
+from launch.members import Addresses, Members
+from launch.plan import COORDINATOR
 from launch.restart import Backoff
 from launch.signals import Signals
 from launch.supervisor import Supervised
@@ -38,20 +42,37 @@ AGENT_EXIT_S = 10.0
 
 
 class LocalCluster:
-    """Its whole state: the members, the bound addresses once known, whether `ready` was announced, and until when
-    workers that left are started again because their coordinator was."""
+    """Its whole state: the members, the bound addresses once known, the workers of other hosts that have not joined
+    yet, whether `ready` was announced, and until when workers that left are started again because their coordinator
+    was."""
 
-    def __init__(self, plan: Plan, console: Console, backoff: Backoff | None = None) -> None:
-        self._plan = plan
+    def __init__(self, members: Members, console: Console, backoff: Backoff | None = None) -> None:
+        self._members = members
         self._console = console
-        self._addresses: Addresses | None = None
         self._announced = False
         self._all_back_until = 0.0
-        self._coordinator = Supervised("coordinator", lambda: plan.coordinator(self._addresses), console, backoff)
+        self._coordinator: Supervised | None = None
+        self._addresses: Addresses | None = members.addresses
+        self._elsewhere: set[str] = set()
+        if members.has_coordinator:
+            self._coordinator = Supervised(COORDINATOR, lambda: members.coordinator(self._addresses), console, backoff)
+            self._addresses = None
+            self._elsewhere = {w.name for w in members.plan.topology.workers} - {
+                part.worker.name for part in members.parts.values()
+            }
         self._workers = [
-            Supervised(name, lambda name=name: plan.worker(name, self._bound()), console, backoff)  # type: ignore[misc]
-            for name in plan.placements
+            Supervised(name, lambda name=name: members.worker(name, self._bound()), console, backoff)  # type: ignore[misc]
+            for name in members.parts
         ]
+
+    @property
+    def _all(self) -> list[Supervised]:
+        return [*([self._coordinator] if self._coordinator else []), *self._workers]
+
+    @property
+    def _front_is_up(self) -> bool:
+        """A coordinator on another host is taken for it: its workers redial until it is."""
+        return self._coordinator is None or self._coordinator.joined
 
     def run(self) -> int:
         """Until a signal; returns the exit code.
@@ -61,10 +82,14 @@ class LocalCluster:
         """
         with Signals() as signals:
             try:
-                self._forget_ready_file()
-                self._coordinator.start()
+                if self._coordinator is not None:
+                    self._forget_ready_file()
+                    self._coordinator.start()
                 reminded = time.monotonic()
                 while not signals.stops:
+                    if self._coordinator is None and all(worker.left for worker in self._workers):
+                        self._console.stage("stopped", "the coordinator has drained every worker of this host")
+                        return 0
                     self._tick()
                     if not self._announced and time.monotonic() - reminded >= REMIND_S:
                         reminded = time.monotonic()
@@ -72,101 +97,115 @@ class LocalCluster:
                     signals.wait(TICK_S)
                 return self._stop(signals)
             finally:
-                for member in (*self._workers, self._coordinator):
+                for member in reversed(self._all):
                     if member.child is not None:
                         member.child.kill()
 
     def _tick(self) -> None:
-        if self._coordinator.left:  # somebody ended it alone: it drained all workers, and all come back with it
-            self._forget_ready_file()
-            self._coordinator.start_again("   again, on the same ports")
-            self._all_back_until = time.monotonic() + AGENT_EXIT_S
-        elif self._coordinator.restart_at is not None and time.monotonic() >= self._coordinator.restart_at:
-            self._forget_ready_file()
-            self._coordinator.start_again("   again, on the same ports")
-        else:
-            self._coordinator.tick()
-        if self._coordinator.child is not None and not self._coordinator.joined:
-            self._look_for_ready_file()
+        if self._coordinator is not None:
+            self._tick_coordinator(self._coordinator)
         for worker in self._workers:
             if time.monotonic() < self._all_back_until:
                 worker.left = False
             if worker.ever_started:
                 worker.tick()
-            elif self._coordinator.joined:
-                worker.start(f"   {self._plan.placements[worker.name]}")
-        if self._coordinator.joined:
+            elif self._front_is_up:
+                worker.start(f"   {self._members.parts[worker.name].placement}")
+        if self._front_is_up:
             self._look_for_joined()
         if not self._announced:
             self._announce_when_ready()
 
+    def _tick_coordinator(self, coordinator: Supervised) -> None:
+        if coordinator.left:  # somebody ended it alone: it drained all workers, and all come back with it
+            self._forget_ready_file()
+            coordinator.start_again("   again, on the same ports")
+            self._all_back_until = time.monotonic() + AGENT_EXIT_S
+        elif coordinator.restart_at is not None and time.monotonic() >= coordinator.restart_at:
+            self._forget_ready_file()
+            coordinator.start_again("   again, on the same ports")
+        else:
+            coordinator.tick()
+        if coordinator.child is not None and not coordinator.joined:
+            self._look_for_ready_file(coordinator)
+
     def _forget_ready_file(self) -> None:
         """The one of an earlier life; the run directory was seen to be writable."""
         with contextlib.suppress(OSError):
-            self._plan.ready_file.unlink(missing_ok=True)
+            self._members.ready_file.unlink(missing_ok=True)
 
-    def _look_for_ready_file(self) -> None:
+    def _look_for_ready_file(self, coordinator: Supervised) -> None:
         try:
-            addresses = Addresses(**json.loads(self._plan.ready_file.read_text()))
+            addresses = Addresses(**json.loads(self._members.ready_file.read_text()))
         except (OSError, ValueError, TypeError):
             if self._console.elapsed_s() > COORDINATOR_START_TIMEOUT_S and self._addresses is None:
                 raise StartupError(
                     f"the coordinator opened no ports within {COORDINATOR_START_TIMEOUT_S:.0f} s; "
-                    f"its log is {self._plan.run_dir / 'coordinator.log'}"
+                    f"its log is {self._members.run_dir / 'coordinator.log'}"
                 ) from None
             return
         self._addresses = addresses
-        self._coordinator.mark_joined(f"up         http {addresses.http}   grpc {addresses.grpc}")
+        coordinator.mark_joined(f"up         http {addresses.http}   grpc {addresses.grpc}")
         for worker in self._workers:
             worker.joined = False  # they redial; GET /workers will tell
 
     def _look_for_joined(self) -> None:
         waiting = [worker for worker in self._workers if worker.child is not None and not worker.joined]
-        if not waiting:
+        if not waiting and not self._elsewhere:
             return
         try:
             views = {view.id: view for view in get_workers(self._bound().url)}
         except OSError:
             return
         for worker in waiting:
-            view = views.get(worker.name)
+            view = views.get(self._members.parts[worker.name].worker.name)
             if view and view.state == "ready" and worker.child and worker.child.pids().intersection(view.pids):
                 worker.mark_joined("joined")
+        for name in sorted(self._elsewhere):
+            if name in views and views[name].state == "ready":
+                self._elsewhere.remove(name)
+                self._console.stage(name, f"joined   on {views[name].fields.get('host', 'another host')}")
 
     def _announce_when_ready(self) -> None:
-        if not all(worker.joined or worker.left for worker in self._workers):
-            if self._console.elapsed_s() > self._plan.config.start_timeout_s:
-                late = ", ".join(worker.name for worker in self._workers if not worker.joined)
+        late = self._late()
+        if late:
+            if self._console.elapsed_s() > self._members.start_timeout_s:
                 raise StartupError(
-                    f"not ready after {self._plan.config.start_timeout_s:.0f} s, still waiting for {late}; "
-                    f"logs are in {self._plan.run_dir}, --start-timeout-s allows more"
+                    f"not ready after {self._members.start_timeout_s:.0f} s, still waiting for {', '.join(late)}; "
+                    f"logs are in {self._members.run_dir}, --start-timeout-s allows more"
                 )
             return
         self._announced = True
         addresses = self._bound()
         known = {"http": addresses.http, "grpc": addresses.grpc, "control": addresses.control, "url": addresses.url}
-        write_json(self._plan.run_dir / "cluster.json", {**known, "pid": os.getpid()})
+        write_json(self._members.run_dir / "cluster.json", {**known, "pid": os.getpid()})
         self._console.stage("ready", f"{addresses.url}   try:")
-        self._console.plain(example_curl(addresses.url, self._plan.served_name))
+        self._console.plain(example_curl(addresses.url, self._members.plan.served_name))
+
+    def _late(self) -> list[str]:
+        late = [member.name for member in self._all if not member.joined and not member.left]
+        return [*late, *sorted(self._elsewhere)]
 
     def _remind(self) -> None:
-        late = [m.name for m in (self._coordinator, *self._workers) if not m.joined]
-        self._console.stage("waiting", f"for {', '.join(late)}; logs in {self._plan.run_dir}")
+        self._console.stage("waiting", f"for {', '.join(self._late())}; logs in {self._members.run_dir}")
 
     def _stop(self, signals: Signals) -> int:
         """Drains through the coordinator; kills what cannot be drained. Returns the exit code."""
-        limit = self._plan.config.drain_timeout_s + STOP_GRACE_S
+        limit = self._members.drain_timeout_s + STOP_GRACE_S
         deadline = time.monotonic() + limit
         self._console.stage("stopping", f"draining for up to {limit:.0f} s; a second Ctrl-C ends it at once")
-        coordinator = self._coordinator.child
-        draining = [(w.name, w.child) for w in self._workers if w.child and w.joined and self._coordinator.joined]
+        coordinator = self._coordinator.child if self._coordinator else None
+        draining = [(w.name, w.child) for w in self._workers if w.child and w.joined and self._front_is_up]
         for worker in self._workers:
             if worker.child is not None and (worker.name, worker.child) not in draining:
                 worker.child.kill()  # still loading, or nobody to drain it: it has no request
         if coordinator is not None:
             coordinator.terminate()
-            if self._coordinator.joined:
-                draining.append(("coordinator", coordinator))
+            if self._front_is_up:
+                draining.append((COORDINATOR, coordinator))
+        if self._coordinator is None:
+            for _, child in draining:
+                child.terminate()
         while any(child.poll() is None for _, child in draining) and signals.stops < 2 and time.monotonic() < deadline:
             if coordinator is not None and coordinator.poll() is not None:
                 deadline = min(deadline, time.monotonic() + AGENT_EXIT_S)

@@ -1,118 +1,240 @@
-"""From an UpConfig to the processes of a local cluster: their command lines, cores, environment and log files."""
+"""From a topology to its processes: who runs where, on which cores, GPUs and ports, and with which command. Pure.
+
+`baton up`, `baton up --dry-run`, `baton emit` and `baton doctor` all read this one plan, so they cannot disagree.
+"""
 
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from baton.options import as_flags
-from launch.child import ChildSpec
+from baton.core.commands import Role
+from baton.core.errors import StartupError
+from baton.options import flags_of
 from launch.cores import Placement, assign_gpus, place
+from launch.topology import ROLES, CoordinatorPlace, Node, Topology, WorkerPlace
 from launch.up_config import COORDINATOR_FIELDS, WORKER_FIELDS, UpConfig
 
-
-def torchrun(role: str, ranks: int = 1) -> tuple[str, ...]:
-    """The start of a worker's command: torchrun on one node, through our agent."""
-    agent = (sys.executable, "-m", "launch.agent", "--nnodes", "1", "--nproc-per-node", str(ranks))
-    return (*agent, "--max-restarts", "0", "-m", role)
+COORDINATOR = "coordinator"
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
-class Programs:
-    """How each process is started: the coordinator, and a worker of a role with so many ranks. The flags come after.
-    Tests put small fakes here."""
+class Part:
+    """The ranks of one worker on one node: one agent (torchrun). `gpus` is what CUDA_VISIBLE_DEVICES says there, empty
+    without."""
 
-    coordinator: tuple[str, ...] = (sys.executable, "-m", "coordinator")
-    worker: Callable[[str, int], tuple[str, ...]] = torchrun
+    worker: WorkerPlace
+    node: Node
+    node_rank: int
+    placement: Placement
+    gpus: str = ""
+
+    @property
+    def name(self) -> str:
+        """The worker's own on the node of its leader."""
+        return f"{self.worker.name}.{self.node_rank}" if self.node_rank else self.worker.name
+
+    @property
+    def role(self) -> Role:
+        return self.worker.role
+
+    @property
+    def ranks(self) -> int:
+        return self.worker.tensor_parallel // len(self.worker.nodes)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        threads = str(max(self.placement.threads // self.ranks, 1))
+        found = {"PYTHONUNBUFFERED": "1"}
+        if self.placement.threads:
+            found |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+        return found | ({"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus else {})
 
 
 @dataclass(frozen=True, slots=True)
-class Addresses:
-    """What the coordinator bound, as it wrote to its ready-file."""
+class Listener:
+    """A port that a member opens (0: any free one), and the key of the topology that names it."""
 
-    http: str
-    grpc: str
-    control: str
-
-    @property
-    def url(self) -> str:
-        """Where a client on this machine reaches it."""
-        host, _, port = self.http.rpartition(":")
-        host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}.get(host, host)
-        return f"http://{host}:{port}"
-
-    @property
-    def ports(self) -> tuple[int, int, int]:
-        return tuple(int(address.rpartition(":")[2]) for address in (self.http, self.grpc, self.control))  # type: ignore[return-value]
+    node: str
+    host: str
+    port: int
+    member: str
+    key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything about the cluster that is known before its first process starts."""
+    """Everything about a cluster that is known before its first process starts. `model` is what each process is told;
+    `parts` come in the order of the workers, leaders first."""
 
-    config: UpConfig
-    model: Path
+    topology: Topology
+    model: str
     served_name: str
-    run_dir: Path
-    placements: Mapping[str, Placement]
-    gpus: Mapping[str, str]
-    programs: Programs
+    parts: tuple[Part, ...]
 
     @property
-    def ready_file(self) -> Path:
-        return self.run_dir / "coordinator.json"
+    def control(self) -> str:
+        """The address that workers dial."""
+        place = self.topology.coordinator
+        return host_port(self.topology.node(place.node).address, place.control_port)
 
-    def coordinator(self, bound: Addresses | None = None) -> ChildSpec:
-        """`bound` holds the ports of an earlier life, which the next one takes again."""
-        command = [*self.programs.coordinator, "--model", str(self.model), "--served-model-name", self.served_name]
-        command += [*as_flags(self.config, COORDINATOR_FIELDS), "--control-host", "127.0.0.1"]
-        command += ["--ready-file", str(self.ready_file)]
-        if bound is not None:
-            for flag, port in zip(("--port", "--grpc-port", "--control-port"), bound.ports, strict=True):
-                command += [flag, str(port)]
-        return ChildSpec("coordinator", tuple(command), self.run_dir / "coordinator.log", {"PYTHONUNBUFFERED": "1"})
+    @property
+    def url(self) -> str:
+        """Where the other nodes find HTTP."""
+        place = self.topology.coordinator
+        host = self.topology.node(place.node).address if place.host in ("0.0.0.0", "::") else place.host
+        return f"http://{host_port(host, place.port)}"
 
-    def worker(self, name: str, bound: Addresses) -> ChildSpec:
-        placement, role = self.placements[name], name.rpartition("-")[0]
-        ranks = self.config.ranks(role)
-        command = [*self.programs.worker(role, ranks), "--model", str(self.model), "--worker-id", name]
-        command += ["--coordinator", bound.control, "--host", "127.0.0.1", "--threads", str(placement.threads)]
-        command += [*as_flags(self.config, WORKER_FIELDS), "--block-size", str(self.config.blocks_of(role))]
-        threads = str(max(placement.threads // ranks, 1))
-        environment = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        if self.gpus[name]:
-            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[name]
-        return ChildSpec(name, tuple(command), self.run_dir / f"{name}.log", environment, placement.cores)
+    def coordinator_command(self, ports: tuple[int, int, int] | None = None) -> tuple[str, ...]:
+        """The flags of the coordinator; `ports` (HTTP, gRPC, control) are those of an earlier life."""
+        place = self.topology.coordinator
+        http, grpc, control = ports or (place.port, place.grpc_port, place.control_port)
+        words = ["--model", self.model, "--served-model-name", self.served_name, "--host", place.host]
+        words += ["--port", str(http), "--grpc-port", str(grpc)]
+        words += ["--control-host", self.topology.node(place.node).address, "--control-port", str(control)]
+        return (*words, *flags_of(place.options))
+
+    def torchrun_flags(self, part: Part) -> tuple[str, ...]:
+        """The flags of the agent of a part, or of torchrun itself."""
+        worker = part.worker
+        words = ["--nnodes", str(len(worker.nodes))]
+        if len(worker.nodes) > 1:
+            words += ["--node-rank", str(part.node_rank)]
+        words += ["--nproc-per-node", str(part.ranks), "--max-restarts", "0"]
+        if worker.rendezvous_port:
+            leader = self.topology.node(worker.nodes[0])
+            words += ["--master-addr", leader.address, "--master-port", str(worker.rendezvous_port)]
+        return tuple(words)
+
+    def worker_command(self, part: Part, control: str = "") -> tuple[str, ...]:
+        """The flags of each rank of a part."""
+        worker = part.worker
+        words = ["--model", self.model, "--worker-id", worker.name, "--coordinator", control or self.control]
+        words += ["--host", part.node.address]
+        if part.placement.threads:
+            words += ["--threads", str(part.placement.threads)]
+        for key in ("link_port", "store_port"):
+            if getattr(worker, key):
+                words += [f"--{key.replace('_', '-')}", str(getattr(worker, key))]
+        return (*words, *flags_of({k: v for k, v in worker.options.items() if k != "threads"}))
+
+    def listeners(self) -> tuple[Listener, ...]:
+        """Every port of the cluster that has a key. Edges and the channels between ranks take any free ones besides."""
+        place = self.topology.coordinator
+        own = self.topology.node(place.node).address
+        found = [
+            Listener(place.node, host, getattr(place, key), COORDINATOR, key)
+            for host, key in ((place.host, "port"), (place.host, "grpc_port"), (own, "control_port"))
+        ]
+        for worker in self.topology.workers:
+            leader = self.topology.node(worker.nodes[0])
+            keys = ("rendezvous_port", "link_port", "store_port") if worker.role == "decode" else ("rendezvous_port",)
+            for key in keys:
+                found.append(Listener(leader.name, leader.address, getattr(worker, key), worker.name, key))
+        return tuple(found)
 
 
-def make_plan(
-    config: UpConfig,
-    *,
-    model: Path,
-    served_name: str,
-    run_dir: Path,
-    cores: Sequence[int],
-    gpus: Sequence[str],
-    programs: Programs,
-) -> Plan:
-    names = [f"prefill-{n}" for n in range(config.prefill)] + [f"decode-{n}" for n in range(config.decode)]
-    ranks = [config.ranks(name.rpartition("-")[0]) for name in names]
-    placements = place(ranks, cores, config.threads)
-    if config.edge_kind == "auto" and 0 < len(gpus) < sum(ranks):
-        config = replace(config, edge_kind="gloo")  # NCCL takes no two ranks on one GPU
-    devices = assign_gpus(ranks, () if config.device == "cpu" else gpus)
-    return Plan(
-        config,
-        model,
-        served_name,
-        run_dir,
-        dict(zip(names, placements, strict=True)),
-        dict(zip(names, devices, strict=True)),
-        programs,
-    )
+def make_plan(topology: Topology, model: str, served_name: str) -> Plan:
+    """Places every worker.
+
+    Raises:
+        StartupError: two members want one port, or several workers share a node that does not say how many cores it
+            has.
+    """
+    placed: dict[tuple[str, str], tuple[Placement, str]] = {}
+    for node in topology.nodes:
+        here = [worker for worker in topology.workers if node.name in worker.nodes]
+        for worker, placement, gpus in zip(here, _placements(node, here), _gpus(node, here), strict=True):
+            placed[worker.name, node.name] = (placement, gpus)
+    parts = [
+        Part(worker, topology.node(name), rank, *placed[worker.name, name])
+        for worker in topology.workers
+        for rank, name in enumerate(worker.nodes)
+    ]
+    plan = Plan(topology, model, served_name, tuple(parts))
+    _check_collisions(plan)
+    return plan
+
+
+def local_topology(config: UpConfig, cores: Sequence[int], gpus: Sequence[str]) -> Topology:
+    """What the options of `baton up` mean: one node, this machine, on loopback, every port but the public ones free."""
+    node = Node("local", LOOPBACK, tuple(cores), len(cores), () if config.device == "cpu" else tuple(gpus))
+    options = {name: getattr(config, name) for name in COORDINATOR_FIELDS}
+    ports = {key: options.pop(key) for key in ("host", "port", "grpc_port", "control_port")}
+    shared = {name: getattr(config, name) for name in WORKER_FIELDS}
+    if config.threads:
+        shared["threads"] = config.threads
+    ranks = config.prefill * config.ranks("prefill") + config.decode * config.ranks("decode")
+    if config.edge_kind == "auto" and 0 < len(node.gpus) < ranks:
+        shared["edge_kind"] = "gloo"  # NCCL takes no two ranks on one GPU
+    workers = []
+    for role, count in zip(ROLES, (config.prefill, config.decode), strict=True):
+        own = {**shared, "block_size": config.blocks_of(role)}
+        for index in range(count):
+            workers.append(WorkerPlace(f"{role}-{index}", role, (node.name,), config.ranks(role), options=own))
+    coordinator = CoordinatorPlace(node.name, **ports, options=options)
+    return Topology(config.model, config.served_model_name, (node,), coordinator, tuple(workers))
+
+
+def with_addresses(topology: Topology, addresses: Mapping[str, str]) -> Topology:
+    """The same topology with other addresses for its nodes; the coordinator's own default follows."""
+    nodes = tuple(replace(node, address=addresses[node.name]) for node in topology.nodes)
+    place = topology.coordinator
+    host = addresses[place.node] if place.host == topology.node(place.node).address else place.host
+    return replace(topology, nodes=nodes, coordinator=replace(place, host=host))
+
+
+def check_addresses(topology: Topology) -> None:
+    """Raises StartupError for a node that cannot be reached because nobody says where it is."""
+    for node in topology.nodes:
+        if not node.address:
+            raise StartupError(f"topology: node {node.name!r} has no address; only `baton emit slurm` does without")
+
+
+def host_port(host: str, port: int | str) -> str:
+    """`10.0.0.1:80`, `[::1]:80`"""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _placements(node: Node, workers: Sequence[WorkerPlace]) -> list[Placement]:
+    """The cores of a node divided among the ranks of its workers, each worker getting its ranks' together."""
+    ranks = [worker.tensor_parallel // len(worker.nodes) for worker in workers]
+    told = [int(str(worker.options.get("threads", 0))) for worker in workers]
+    if not node.core_count:
+        if len(workers) > 1 and not all(told) and not node.gpus:
+            names = " and ".join(worker.name for worker in workers[:2])
+            what = f"node {node.name!r} has several workers ({names}); say how many 'cores' it has"
+            raise StartupError(f"topology: {what}")
+        return [Placement((), threads) for threads in told]
+    same = told[0] if len(set(told)) == 1 else 0
+    shares = place(ranks, node.cores or range(node.core_count), same)
+    return [
+        Placement(share.cores if node.cores else (), threads or share.threads)
+        for share, threads in zip(shares, told, strict=True)
+    ]
+
+
+def _gpus(node: Node, workers: Sequence[WorkerPlace]) -> list[str]:
+    """What each worker may see of a node's GPUs: those it names, else one for each rank in turn."""
+    on_gpu = [worker.options.get("device") != "cpu" for worker in workers]
+    in_turn = [
+        w.tensor_parallel // len(w.nodes) if asked and not w.devices else 0
+        for w, asked in zip(workers, on_gpu, strict=True)
+    ]
+    found = zip(workers, on_gpu, assign_gpus(in_turn, node.gpus), strict=True)
+    return [",".join(worker.devices) or given if asked else "" for worker, asked, given in found]
+
+
+def _check_collisions(plan: Plan) -> None:
+    taken: dict[tuple[str, int], Listener] = {}
+    for listener in (found for found in plan.listeners() if found.port):
+        other = taken.setdefault((plan.topology.node(listener.node).address or listener.node, listener.port), listener)
+        if other is not listener:
+            ours, theirs = (f"--{found.key.replace('_', '-')} of {found.member}" for found in (listener, other))
+            where = f"on node {listener.node!r}"
+            raise StartupError(f"{theirs} and {ours} are both {listener.port} {where}; give them different ports")
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:

@@ -11,45 +11,83 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from baton.core.config import differences
 from baton.core.errors import StartupError
 from baton.model_source import resolve_model, served_name
-from baton.options import EXIT_STARTUP_ERROR
+from baton.options import EXIT_STARTUP_ERROR, read_config_file
 from launch.console import Console
 from launch.local import LocalCluster
-from launch.plan import Programs, make_plan, visible_gpus
+from launch.members import Members, Programs, nodes_here
+from launch.plan import COORDINATOR, Plan, check_addresses, local_topology, make_plan, visible_gpus
 from launch.restart import Backoff
 from launch.supervisor import MemberFailed
+from launch.topology import parse_topology
 from launch.up_config import UpConfig, check_supported
+
+_WITH_TOPOLOGY = ("topology", "node", "dry_run", "run_dir", "start_timeout_s", "drain_timeout_s")
 
 
 def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | None = None) -> int:
-    """Runs a cluster until a signal; returns the exit code.
+    """Runs a cluster, or this host's part of it, until a signal; returns the exit code.
 
     Raises:
         StartupError: it cannot come up.
     """
-    console = Console()
-    check_supported(config)
-    check_ports(config)
-    model = resolve_model(config.model)
-    plan = make_plan(
-        config,
-        model=model,
-        served_name=config.served_model_name or served_name(config.model),
-        run_dir=open_run_dir(config.run_dir),
-        cores=sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else range(os.cpu_count() or 1),
-        gpus=visible_gpus(),
-        programs=programs or Programs(),
+    plan = plan_for(config)
+    if config.dry_run:
+        from launch.dry_run import dry_run
+
+        return dry_run(plan, programs or Programs())
+    nodes = nodes_here(plan.topology, config.node)
+    check_ports(plan, nodes)
+    drain_s = plan.topology.coordinator.options.get("drain_timeout_s", config.drain_timeout_s)
+    members = Members(
+        plan,
+        nodes,
+        open_run_dir(config.run_dir),
+        programs or Programs(),
+        start_timeout_s=config.start_timeout_s,
+        drain_timeout_s=float(str(drain_s)),
     )
-    counts = f"{config.prefill} prefill + {config.decode} decode"
-    console.stage("baton", f"{release()}   model {plan.served_name}   {counts}   device {config.device}")
-    console.stage("logs", str(plan.run_dir))
+    console = Console()
+    roles = [worker.role for worker in plan.topology.workers]
+    counts = f"{roles.count('prefill')} prefill + {roles.count('decode')} decode"
+    where = f"nodes {', '.join(sorted(nodes))}" if config.topology else f"device {config.device}"
+    console.stage("baton", f"{release()}   model {plan.served_name}   {counts}   {where}")
+    console.stage("logs", str(members.run_dir))
     try:
-        return LocalCluster(plan, console, backoff).run()
+        return LocalCluster(members, console, backoff).run()
     except MemberFailed as failed:
         sys.stdout.flush()
         print("\n".join(failed.box), file=sys.stderr, flush=True)
         return EXIT_STARTUP_ERROR
+
+
+def plan_for(config: UpConfig) -> Plan:
+    """The plan of a topology file, or of the options alone: then on this machine, with the cores and GPUs it has.
+
+    Raises:
+        StartupError: the file or the options do not make a cluster, or there is no such model.
+    """
+    if config.topology:
+        for key in differences(config):
+            if key not in _WITH_TOPOLOGY:
+                flag = "--" + key.replace("_", "-")
+                raise StartupError(f"{flag} is what the topology file says; put it there, or leave out --topology")
+        return topology_plan(config.topology)
+    check_supported(config)
+    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else range(os.cpu_count() or 1)
+    name = config.served_model_name or served_name(config.model)
+    model = str(resolve_model(config.model))
+    return make_plan(local_topology(config, list(cores), visible_gpus()), model, name)
+
+
+def topology_plan(path: str, addresses: bool = True) -> Plan:
+    """The plan of a topology file. Raises StartupError, also where an address is missing and `addresses` are needed."""
+    topology = parse_topology(read_config_file(path))
+    if addresses:
+        check_addresses(topology)
+    return make_plan(topology, topology.model, topology.served_model_name or served_name(topology.model))
 
 
 def release() -> str:
@@ -59,28 +97,31 @@ def release() -> str:
         return "(not installed)"
 
 
-def check_ports(config: UpConfig) -> None:
-    """Finds a taken port before anything is loaded.
+def check_ports(plan: Plan, nodes: frozenset[str]) -> None:
+    """Finds a taken port of these nodes before anything is loaded.
 
     Raises:
         StartupError: names the port and the option that changes it.
     """
-    seen: dict[int, str] = {}
-    wanted = (("--port", config.host, config.port), ("--grpc-port", config.host, config.grpc_port))
-    for flag, host, port in (*wanted, ("--control-port", "127.0.0.1", config.control_port)):
-        if port and port in seen:
-            raise StartupError(f"{seen[port]} and {flag} are both {port}; give them different ports")
-        seen[port] = flag
-        try:
-            family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-                probe.listen(1)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise StartupError(f"port {port} on {host} is in use; choose another with {flag}") from None
-            raise StartupError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+    for listener in plan.listeners():
+        if listener.node in nodes:
+            flag = f"--{listener.key.replace('_', '-')}"
+            whose = flag if listener.member == COORDINATOR else f"{flag} of {listener.member}"
+            check_free(listener.host, listener.port, whose)
+
+
+def check_free(host: str, port: int, whose: str) -> None:
+    """Raises StartupError unless somebody may listen there now."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise StartupError(f"port {port} on {host} is in use; choose another with {whose}") from None
+        raise StartupError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
 
 
 def open_run_dir(wanted: str) -> Path:

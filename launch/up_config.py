@@ -49,6 +49,9 @@ class UpConfig:
     max_queued_tokens: int = option(1 << 20, "prompt tokens that may wait before callers get 503", low=1)
     max_body_mib: float = option(4.0, "largest request body", low=0.001)
     edge_timeout_s: float = option(5.0, "longest one KV operation may take", low=0.1)
+    topology: str = option("", "TOML file of a cluster over several nodes; what belongs to this host is started")
+    node: str = option("", "the node of the topology that this host is; default those whose address it has")
+    dry_run: bool = option(False, "print placement, ports, memory and the exact commands, and start nothing")
     run_dir: str = option("", "directory for logs; default a fresh one in the user's cache directory")
     log_level: str = option("info", "least severe message logged", choices=("debug", "info", "warning", "error"))
 

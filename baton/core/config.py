@@ -104,7 +104,7 @@ def resolve(
     values: dict[str, object] = {}
     for name, value in file.items():
         if name not in known:
-            raise StartupError(f"unknown key {name!r} in the config file{_nearest(name, known)}")
+            raise StartupError(f"unknown key {name!r} in the config file{nearest(name, known)}")
         values[name] = _checked(known[name], types[name], value, f"config file key {name!r}")
     for name, f in known.items():
         variable = "BATON_" + name.upper()
@@ -112,7 +112,7 @@ def resolve(
             values[name] = _checked(f, types[name], _parse(types[name], env[variable], variable), variable)
     for name, value in flags.items():
         if name not in known:
-            raise StartupError(f"unknown option {name!r}{_nearest(name, known)}")
+            raise StartupError(f"unknown option {name!r}{nearest(name, known)}")
         values[name] = _checked(known[name], types[name], value, "--" + name.replace("_", "-"))
     return cls(**values)
 
@@ -127,7 +127,7 @@ def from_table(cls: type[Config], table: Mapping[str, object], where: str, witho
     types = get_type_hints(cls)
     for name in table:
         if name not in known:
-            raise StartupError(f"{where}: unknown key {name!r}{_nearest(name, known)}")
+            raise StartupError(f"{where}: unknown key {name!r}{nearest(name, known)}")
     for name, f in known.items():
         if f.default is MISSING and name not in table:
             raise StartupError(f"{where}: {name!r} is missing")
@@ -144,7 +144,8 @@ def differences(config: object) -> dict[str, object]:
     return changed
 
 
-def _nearest(name: str, known: Mapping[str, object]) -> str:
+def nearest(name: str, known: Collection[str]) -> str:
+    """`; did you mean 'x'?`, or nothing when no known name is near."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 

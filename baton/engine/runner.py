@@ -44,7 +44,7 @@ from baton.engine.weights import WeightReader
 
 OnStage = Callable[[str, float], None]
 
-_DEFAULT_SEQUENCES = 256  # without a given KV memory, no more than this many sequences of full length
+DEFAULT_SEQUENCES = 256  # without a given KV memory, no more than this many sequences of full length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +200,7 @@ def load_runner(
         layout = config.kv_layout(options.block_size, dtype)
         mine = local_layout(layout, ranks.size, ranks.rank)
         if options.kv_memory_bytes is None:
-            enough = mine.blocks_for(longest) * mine.bytes_per_block * _DEFAULT_SEQUENCES
+            enough = mine.blocks_for(longest) * mine.bytes_per_block * DEFAULT_SEQUENCES
             budget = min(default_kv_bytes(device, ranks.local_size), enough)
         else:
             budget = options.kv_memory_bytes // ranks.size

@@ -12,16 +12,16 @@ from baton.core.config import CoordinatorConfig, WorkerConfig
 from baton.core.errors import StartupError
 from baton.model_source import builtin_directory, resolve_model, served_name
 from launch.cluster_api import get_workers
-from launch.plan import Addresses, Programs, make_plan, visible_gpus
+from launch.members import Addresses, Members, Programs
+from launch.plan import local_topology, make_plan, visible_gpus
 from launch.up import check_ports, open_run_dir
 from launch.up_config import COORDINATOR_FIELDS, WORKER_FIELDS, UpConfig, check_environment, check_supported
 
 
-def plan(config: UpConfig, gpus: tuple[str, ...] = ()):
-    programs = Programs(("C",), lambda role, ranks: (role[0].upper(),) if ranks == 1 else (role[0].upper(), str(ranks)))
-    return make_plan(
-        config, model=Path("/m"), served_name="m", run_dir=Path("/r"), cores=[0, 1], gpus=gpus, programs=programs
-    )
+def plan(config: UpConfig, gpus: tuple[str, ...] = ()) -> Members:
+    programs = Programs(("C",), (), {"prefill": ("P",), "decode": ("D",)})
+    made = make_plan(local_topology(config, [0, 1], gpus), "/m", "m")
+    return Members(made, frozenset({"local"}), Path("/r"), programs, 900, 30)
 
 
 BOUND = Addresses("127.0.0.1:1", "127.0.0.1:2", "127.0.0.1:3")
@@ -48,15 +48,15 @@ def test_worker_command() -> None:
 def test_ranks_and_block_sizes_are_those_of_the_role() -> None:
     config = UpConfig(prefill_tp=2, threads=4, decode_block_size=32)
     prefill, decode = (plan(config, ("4", "5", "6")).worker(name, BOUND) for name in ("prefill-0", "decode-0"))
-    assert prefill.command[:2] == ("P", "2") and decode.command[0] == "D"
+    assert prefill.command[0] == "P" and decode.command[0] == "D"
     assert prefill.command[-2:] == ("--block-size", "16") and decode.command[-2:] == ("--block-size", "32")
     assert prefill.environment["OMP_NUM_THREADS"] == "2" and decode.environment["OMP_NUM_THREADS"] == "4"
     assert [s.environment["CUDA_VISIBLE_DEVICES"] for s in (prefill, decode)] == ["4,5", "6"]
 
 
 def test_coordinator_takes_its_ports_again() -> None:
-    command = plan(UpConfig(port=0, grpc_port=0)).coordinator(BOUND).command
-    assert command[-6:] == ("--port", "1", "--grpc-port", "2", "--control-port", "3")
+    command = " ".join(plan(UpConfig(port=0, grpc_port=0)).coordinator(BOUND).command)
+    assert "--port 1 --grpc-port 2 --control-host 127.0.0.1 --control-port 3" in command and "-port 0" not in command
 
 
 def test_gpus_are_handed_out_unless_the_cpu_was_asked_for() -> None:
@@ -92,17 +92,20 @@ def test_what_this_release_does_not_do_is_refused(config: UpConfig, flag: str) -
 
 
 def test_ports() -> None:
-    check_ports(UpConfig(port=0, grpc_port=0))
+    def check(**ports: object) -> None:
+        check_ports(plan(UpConfig(**ports)).plan, frozenset({"local"}))
+
+    check(port=0, grpc_port=0)
     with pytest.raises(StartupError, match="both 9000"):
-        check_ports(UpConfig(port=9000, grpc_port=9000))
+        check(port=9000, grpc_port=9000)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(StartupError, match=f"port {port} .* --grpc-port"):
-            check_ports(UpConfig(port=0, grpc_port=port))
+            check(port=0, grpc_port=port)
     with pytest.raises(StartupError, match=r"192\.0\.2\.1"):
-        check_ports(UpConfig(host="192.0.2.1", port=0, grpc_port=0))
+        check(host="192.0.2.1", port=0, grpc_port=0)
 
 
 def test_run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

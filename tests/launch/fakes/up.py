@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from baton.options import config_command, run_main
-from launch.plan import Programs, torchrun
+from launch.members import Programs
 from launch.restart import Backoff
 from launch.up import up
 from launch.up_config import UpConfig
@@ -18,9 +18,10 @@ HERE = Path(__file__).parent
 @config_command(UpConfig, name="up", help="A fake cluster.")
 def command(config: UpConfig) -> int:
     worker: tuple[str, ...] = (sys.executable, str(HERE / "worker.py"))
+    agent: tuple[str, ...] = ()
     if os.environ.get("FAKE_AGENT"):
-        worker = (*torchrun("x")[:-2], str(HERE / "worker.py"))
-    programs = Programs((sys.executable, str(HERE / "coordinator.py")), lambda role, ranks: worker)
+        agent, worker = Programs().agent, (str(HERE / "worker.py"),)
+    programs = Programs((sys.executable, str(HERE / "coordinator.py")), agent, {"prefill": worker, "decode": worker})
     return up(config, programs, Backoff(first_s=0.2, tries_before_joining=2))
 
 

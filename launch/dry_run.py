@@ -1,0 +1,88 @@
+"""`baton up --dry-run`: what would be started, where, with how much memory, and the exact commands."""
+
+from __future__ import annotations
+
+import shlex
+
+from rich.console import Console
+from rich.table import Table
+
+from baton.core.errors import StartupError
+from baton.model_source import resolve_model
+from launch.members import Programs
+from launch.plan import COORDINATOR, Plan
+
+
+def dry_run(plan: Plan, programs: Programs, console: Console | None = None) -> int:
+    """Prints the plan; returns the exit code.
+
+    Raises:
+        StartupError: the model's sizes do not fit the plan, or its directory is no checkpoint.
+    """
+    console = console or Console(soft_wrap=True)
+    place = plan.topology.coordinator
+    console.print(f"model {plan.served_name}   {plan.model}")
+    for title, table in (("placement", _placement(plan)), ("ports", _ports(plan)), ("memory of each rank", None)):
+        console.print(f"\n[bold]{title}[/]")
+        if table is not None:
+            console.print(table)
+    _memory(plan, console)
+    console.print("\n[bold]commands[/]")
+    if not place.control_port:
+        console.print("# workers get the control port that the coordinator takes in place of 0")
+    host = plan.topology.node(place.node)
+    console.print(f"# {COORDINATOR}   node {host.name}")
+    console.out(shlex.join([*programs.coordinator, *plan.coordinator_command()]), highlight=False)
+    for part in plan.parts:
+        words = [f"{key}={value}" for key, value in part.environment.items()]
+        console.print(f"# {part.name}   node {part.node.name}")
+        console.out(shlex.join([*words, *programs.worker(plan, part)]), highlight=False)
+    return 0
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    return table
+
+
+def _placement(plan: Plan) -> Table:
+    table = _table("member", "node", "address", "ranks", "cores", "gpus")
+    node = plan.topology.node(plan.topology.coordinator.node)
+    table.add_row(COORDINATOR, node.name, node.address, "", "not pinned", "")
+    for part in plan.parts:
+        first = part.node_rank * part.ranks
+        last = first + part.ranks - 1
+        ranks = f"{first}-{last}" if last > first else str(first)
+        ranks += f" of {part.worker.tensor_parallel}"
+        table.add_row(part.name, part.node.name, part.node.address, ranks, str(part.placement), part.gpus or "none")
+    return table
+
+
+def _ports(plan: Plan) -> Table:
+    table = _table("member", "what", "address", "port")
+    for found in plan.listeners():
+        what = found.key.removesuffix("_port").removesuffix("port") or "http"
+        table.add_row(found.member, what, found.host, str(found.port or "any"))
+    return table
+
+
+def _memory(plan: Plan, console: Console) -> None:
+    from launch.memory import model_config, rank_memory
+
+    try:
+        config = model_config(resolve_model(plan.model))
+    except StartupError as error:
+        console.print(f"not known here: {error.message}", highlight=False)
+        return
+    table = _table("member", "parameters MiB", "KV MiB", "KV blocks", "edges", "edge buffers MiB")
+    for part in plan.parts:
+        found = rank_memory(plan, part, config)
+        kv = (_mib(found.kv_bytes), str(found.kv_blocks)) if found.kv_bytes else ("85 % of what is free", "?")
+        table.add_row(part.name, _mib(found.parameter_bytes), *kv, str(found.edges), _mib(found.edge_bytes))
+    console.print(table)
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f}"

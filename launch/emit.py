@@ -1,0 +1,156 @@
+"""The plan of a topology as scripts: one for each node, or one for Slurm. Pure: the text is returned.
+
+They start the same commands as `baton up`, but supervise nothing: a member that died stays dead. A SIGTERM reaches the
+coordinator, which drains every worker; on a node without it, the agents of the workers.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+
+from launch.cores import ranges
+from launch.members import Programs
+from launch.plan import COORDINATOR, Part, Plan, make_plan, with_addresses
+from launch.topology import Node
+
+_PYTHON = "@PYTHON@"
+_PROGRAMS = Programs((_PYTHON, "-m", "coordinator"), (_PYTHON, "-m", "launch.agent"))
+
+_HEAD = """\
+set -euo pipefail
+PYTHON="${PYTHON:-python3}"
+LOGS="${LOGS:-logs}"
+mkdir -p "$LOGS"
+export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+pids=()
+"""
+
+_WAIT = """\
+# Ends when all have ended, with the code of one that failed.
+code=0
+for pid in "${pids[@]}"; do
+  wait "$pid" && status=0 || status=$?
+  while kill -0 "$pid" 2>/dev/null; do # a signal ended the wait, not the member
+    wait "$pid" && status=0 || status=$?
+  done
+  if [ "$status" -ne 0 ]; then code=$status; fi
+done
+exit "$code"
+"""
+
+_SLURM_STEP = """\
+# The i-th node of the topology is the i-th host of the allocation.
+mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+ADDRESS=()
+for host in "${HOSTS[@]}"; do
+  ADDRESS+=("$(getent ahostsv4 "$host" | awk 'NR == 1 { print $1 }')")
+done
+if [ "${#HOSTS[@]}" -lt NODES ] || [ -z "${ADDRESS[0]}" ]; then
+  echo "error: NODES hosts with addresses are needed, not ${HOSTS[*]}" >&2
+  exit 3
+fi
+
+# step INDEX_OF_HOST CPUS NAME COMMAND...: one task on one host, its output in a log. Steps of a host overlap; each
+# names its own GPUs in CUDA_VISIBLE_DEVICES.
+step() {
+  local host=${HOSTS[$1]} cpus=$2 name=$3
+  shift 3
+  srun --overlap --nodes=1 --ntasks=1 --nodelist="$host" --cpus-per-task="$cpus" GRES \\
+    --output="$LOGS/$name.log" --job-name="$name" "$@" &
+  pids+=("$!")
+}
+"""
+
+
+def emit_shell(plan: Plan, node: Node) -> str:
+    """The script of one node; empty when nothing runs there."""
+    parts = [part for part in plan.parts if part.node == node]
+    leads = plan.topology.coordinator.node == node.name
+    members = [COORDINATOR] * leads + [part.name for part in parts]
+    if not members:
+        return ""
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# Node {node.name} ({node.address}): {', '.join(members)}. From `baton emit shell`.",
+        "# PYTHON names the interpreter baton is installed in, LOGS the directory for logs.",
+        _HEAD.rstrip(),
+        "export BATON_PARENT_PID=$$  # kill -9 of this script ends its members too",
+        "",
+    ]
+    if leads:
+        lines += _in_background(COORDINATOR, [*_PROGRAMS.coordinator, *plan.coordinator_command()])
+    for part in parts:
+        lines += _in_background(part.name, [*_environment(part), *_pinned(part), *_PROGRAMS.worker(plan, part)])
+    targets = '"${pids[0]}"' if leads else '"${pids[@]}"'
+    lines += [f"trap 'kill -TERM {targets} 2>/dev/null || true' TERM INT HUP", ""]
+    return "\n".join(lines) + "\n" + _WAIT
+
+
+def emit_slurm(plan: Plan) -> str:
+    """One sbatch script; each part of a worker is a step of its own, a worker over several nodes one torchrun job."""
+    nodes = plan.topology.nodes
+    index = {node.name: number for number, node in enumerate(nodes)}
+    placed = with_addresses(plan.topology, {name: f"@{number}@" for name, number in index.items()})
+    plan = make_plan(placed, plan.model, plan.served_name)
+    cpus = max((sum(_cpus(part) for part in plan.parts if part.node.name == node.name) for node in nodes), default=1)
+    gpus = max(len(node.gpus) for node in nodes)
+    step = _SLURM_STEP.replace("NODES", str(len(nodes))).replace(" GRES", f" --gpus-per-node={gpus}" if gpus else "")
+    lines = [
+        "#!/usr/bin/env bash",
+        "#SBATCH --job-name=baton",
+        f"#SBATCH --nodes={len(nodes)}",
+        "#SBATCH --ntasks-per-node=1",
+        f"#SBATCH --cpus-per-task={cpus + 1}",
+        *([f"#SBATCH --gpus-per-node={gpus}"] if gpus else []),
+        "#SBATCH --output=baton-%j.log",
+        "#SBATCH --signal=B:TERM@120",
+        "# From `baton emit slurm`. Partition, account and time are for sbatch's command line.",
+        "# To drain before the end: scancel --signal=TERM --batch JOB.",
+        "# PYTHON names the interpreter baton is installed in, LOGS a directory that all nodes share.",
+        _HEAD.rstrip(),
+        step.rstrip(),
+        "",
+    ]
+    host = index[plan.topology.coordinator.node]
+    lines += _step(host, 1, COORDINATOR, [*_PROGRAMS.coordinator, *plan.coordinator_command()])
+    for part in plan.parts:
+        command = [*_environment(part), *_PROGRAMS.worker(plan, part)]
+        lines += _step(index[part.node.name], _cpus(part), part.name, command)
+    lines += ["trap 'kill -TERM \"${pids[0]}\" 2>/dev/null || true' TERM INT", ""]
+    return "\n".join(lines) + "\n" + _WAIT
+
+
+def _cpus(part: Part) -> int:
+    return max(part.placement.threads, part.ranks)
+
+
+def _environment(part: Part) -> list[str]:
+    found = {key: value for key, value in part.environment.items() if key != "PYTHONUNBUFFERED"}
+    return ["env", *(f"{key}={value}" for key, value in found.items())] if found else []
+
+
+def _pinned(part: Part) -> list[str]:
+    return ["taskset", "-c", ranges(part.placement.cores)] if part.placement.cores else []
+
+
+def _in_background(name: str, command: Sequence[str]) -> list[str]:
+    return [f"# {name}", f'{_words(command)} >"$LOGS/{name}.log" 2>&1 &', 'pids+=("$!")', ""]
+
+
+def _step(host: int, cpus: int, name: str, command: Sequence[str]) -> list[str]:
+    return [f"step {host} {cpus} {name} \\", f"  {_words(command)}", ""]
+
+
+def _words(command: Sequence[str]) -> str:
+    return " ".join(map(_word, command))
+
+
+def _word(word: str) -> str:
+    """Quoted for a shell; `@PYTHON@` and `@0@` become its variables."""
+    if word == _PYTHON:
+        return '"$PYTHON"'
+    quoted = shlex.quote(word)
+    filled = re.sub(r"@(\d+)@", r"${ADDRESS[\1]}", quoted)
+    return quoted if filled == quoted else f'"{filled}"'

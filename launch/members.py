@@ -1,0 +1,120 @@
+"""The members of a cluster on this host as child processes: their commands, logs and environment, from the plan."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.core.errors import StartupError
+from launch.child import ChildSpec
+from launch.plan import COORDINATOR, Part, Plan
+from launch.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """How each process is started; the flags come after. Tests put small fakes here, with `agent` empty to leave
+    torchrun out."""
+
+    coordinator: tuple[str, ...] = (sys.executable, "-m", "coordinator")
+    agent: tuple[str, ...] = (sys.executable, "-m", "launch.agent")
+    workers: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: {role: ("-m", role) for role in ("prefill", "decode")}
+    )
+
+    def worker(self, plan: Plan, part: Part, control: str = "") -> tuple[str, ...]:
+        """The whole command of a part."""
+        agent = (*self.agent, *plan.torchrun_flags(part)) if self.agent else ()
+        return (*agent, *self.workers[part.role], *plan.worker_command(part, control))
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """What the coordinator bound, as it wrote to its ready-file."""
+
+    http: str
+    grpc: str
+    control: str
+
+    @property
+    def url(self) -> str:
+        """Where a client on this machine reaches it."""
+        host, _, port = self.http.rpartition(":")
+        host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}.get(host, host)
+        return f"http://{host}:{port}"
+
+    @property
+    def ports(self) -> tuple[int, int, int]:
+        return tuple(int(address.rpartition(":")[2]) for address in (self.http, self.grpc, self.control))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """What of a plan belongs to this host: the parts on `nodes`, and the coordinator if its node is one of them."""
+
+    plan: Plan
+    nodes: frozenset[str]
+    run_dir: Path
+    programs: Programs
+    start_timeout_s: float
+    drain_timeout_s: float
+
+    @property
+    def has_coordinator(self) -> bool:
+        return self.plan.topology.coordinator.node in self.nodes
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {part.name: part for part in self.plan.parts if part.node.name in self.nodes}
+
+    @property
+    def ready_file(self) -> Path:
+        return self.run_dir / "coordinator.json"
+
+    @property
+    def addresses(self) -> Addresses:
+        """Those of a coordinator on another host."""
+        return Addresses(self.plan.url.removeprefix("http://"), "", self.plan.control)
+
+    def coordinator(self, bound: Addresses | None = None) -> ChildSpec:
+        """`bound` holds the ports of an earlier life, which the next one takes again."""
+        flags = self.plan.coordinator_command(None if bound is None else bound.ports)
+        command = (*self.programs.coordinator, *flags, "--ready-file", str(self.ready_file))
+        return ChildSpec(COORDINATOR, command, self.run_dir / f"{COORDINATOR}.log", {"PYTHONUNBUFFERED": "1"})
+
+    def worker(self, name: str, bound: Addresses) -> ChildSpec:
+        part = self.parts[name]
+        command = self.programs.worker(self.plan, part, bound.control)
+        return ChildSpec(name, command, self.run_dir / f"{name}.log", part.environment, part.placement.cores)
+
+
+def nodes_here(topology: Topology, wanted: str = "") -> frozenset[str]:
+    """The nodes of a topology that are this host: the one that was asked for, else those whose address is its own.
+
+    Raises:
+        StartupError: there is none.
+    """
+    names = [node.name for node in topology.nodes]
+    if wanted:
+        if wanted not in names:
+            raise StartupError(f"--node {wanted}: the topology names {', '.join(names)}")
+        return frozenset({wanted})
+    found = frozenset(node.name for node in topology.nodes if _is_own(node.address))
+    if not found:
+        what = f"no node of the topology has an address of this host; --node says which it is: {', '.join(names)}"
+        raise StartupError(what)
+    return found
+
+
+def _is_own(address: str) -> bool:
+    """Whether a socket can be bound to it."""
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(where)
+    except OSError:
+        return False
+    return bool(address)

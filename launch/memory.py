@@ -1,0 +1,122 @@
+"""How much memory each rank of a plan will take, before anything is loaded: parameters, KV, buffers of edges.
+
+Parameters follow from the checkpoint's config alone. What a topology leaves to the machine (dtype, KV memory) is taken
+as this machine would decide it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.core.errors import StartupError
+from baton.core.kv_layout import DTYPE_BYTES
+from baton.core.model_config import ModelConfig
+from baton.core.reshard import local_heads, local_layout, reshard
+from baton.engine.checkpoint import read_model_config
+from baton.engine.device import choose_device, choose_dtype, default_kv_bytes
+from baton.engine.runner import DEFAULT_SEQUENCES
+from baton.engine.weights import EMBEDDING, HEAD, expected_tensors
+from launch.plan import Part, Plan
+
+EDGE_CHANNELS = 4
+"""The most channels NCCL may use for an edge, as baton/transfer/nccl.py caps them."""
+CHANNEL_BYTES = 4 << 20
+"""NCCL's buffer of one channel (NCCL_BUFFSIZE), unless the environment says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes of one rank. `kv_blocks` is 0 where only the running worker can tell (a share of a GPU's free memory).
+    `edge_bytes` is 0 on CPU, where an edge has no buffers of its own."""
+
+    parameter_bytes: int
+    kv_bytes: int
+    kv_blocks: int
+    edges: int
+    edge_bytes: int
+
+
+def rank_memory(plan: Plan, part: Part, config: ModelConfig, local_rank: int = 0) -> RankMemory:
+    """What the `local_rank`-th rank of a part will take.
+
+    Raises:
+        StartupError: the model's sizes cannot be divided over the ranks, with the numbers; or KV memory is too small.
+    """
+    options, size = part.worker.options, part.worker.tensor_parallel
+    rank = part.node_rank * part.ranks + local_rank
+    exact = bool(options.get("exact", False))
+    device = choose_device(str(options.get("device", "auto")), exact, local_rank)
+    dtype = choose_dtype(str(options.get("dtype", "auto")), device, exact)
+    layout = config.kv_layout(_number(options.get("block_size", 16)), dtype)
+    mine = local_layout(layout, size, rank)
+    longest = _number(options.get("max_model_len", 0)) or config.max_position_embeddings
+    given = float(str(options.get("kv_memory_gib", 0)))
+    if given:
+        budget = round(given * (1 << 30)) // size
+    elif device.type == "cpu":
+        enough = mine.blocks_for(longest) * mine.bytes_per_block * DEFAULT_SEQUENCES
+        budget = min(default_kv_bytes(device, part.ranks), enough)
+    else:
+        budget = 0
+    blocks = budget // mine.bytes_per_block
+    if budget and blocks < mine.blocks_for(_number(options.get("max_model_len", 0)) or 1):
+        raise StartupError(f"{part.name}: KV memory of {budget / 2**20:.1f} MiB a rank is too small for one sequence")
+    edges = _edges(plan, part, config, rank)
+    channel_bytes = EDGE_CHANNELS * CHANNEL_BYTES if device.type == "cuda" else 0
+    return RankMemory(
+        parameter_bytes(config, size, rank, DTYPE_BYTES[dtype]),
+        (blocks + 1) * mine.bytes_per_block if budget else 0,
+        blocks,
+        edges,
+        edges * channel_bytes,
+    )
+
+
+def parameter_bytes(config: ModelConfig, size: int, rank: int, item_bytes: int) -> int:
+    """What `rank` of `size` holds of the weights, as `WeightReader` shares them out; tied embeddings count twice.
+
+    Raises:
+        StartupError: heads or columns cannot be divided over the ranks.
+    """
+    for total, what in ((config.num_heads, "num_attention_heads"), (config.intermediate_size, "intermediate_size")):
+        if total % size:
+            raise StartupError(f"{what} {total} cannot be divided over {size} tensor-parallel ranks")
+    kv_share = len(local_heads(config.num_kv_heads, size, rank)) / config.num_kv_heads
+    count = 0
+    for name, shape in expected_tensors(config).items():
+        whole = math.prod(shape)
+        layer = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        if name in (EMBEDDING, HEAD):
+            tied = name == EMBEDDING and config.tie_word_embeddings
+            count += -(-shape[0] // size) * shape[1] * (2 if tied else 1)
+        elif layer in ("k_proj", "v_proj"):
+            count += round(whole * kv_share)
+        elif layer in ("o_proj", "down_proj") and name.endswith(".bias"):
+            count += whole if rank == 0 else 0
+        elif layer.endswith("_proj"):
+            count += whole // size
+        else:
+            count += whole
+    return count * item_bytes
+
+
+def model_config(model_dir: Path) -> ModelConfig:
+    """Raises StartupError for a directory that cannot be served."""
+    return read_model_config(model_dir)
+
+
+def _edges(plan: Plan, part: Part, config: ModelConfig, rank: int) -> int:
+    """Edges of a rank to the workers of the other role, if all of them exchange KV."""
+    heads, count = [config.num_kv_heads] * config.num_layers, 0
+    for other in plan.topology.workers:
+        if other.role != part.role:
+            prefill, decode = (part.worker, other) if part.role == "prefill" else (other, part.worker)
+            for edge in reshard(heads, prefill.tensor_parallel, decode.tensor_parallel):
+                count += rank == (edge.prefill_rank if part.role == "prefill" else edge.decode_rank)
+    return count
+
+
+def _number(value: object) -> int:
+    return int(str(value))

@@ -1,0 +1,260 @@
+"""A cluster as one TOML file says it: nodes, the coordinator, prefill and decode workers, the model, shared options.
+
+    model = "/models/m"
+
+    [options]                     # of the coordinator and of every worker that has such an option
+    dtype = "bfloat16"
+
+    [[nodes]]
+    name = "a"
+    address = "10.0.0.1"          # what the other nodes reach it by; Slurm fills in what is left out
+    cores = 8                     # how many; or which, "0-7": then workers are pinned. gpus likewise
+
+    [coordinator]
+    node = "a"
+    host = "0.0.0.0"              # for clients; the node's address if left out
+
+    [[prefill]]
+    nodes = ["b", "c"]            # one torchrun job over both
+    tensor_parallel = 2
+    base_port = 9000              # rendezvous; of a decode worker also link 9001 and store 9002
+
+    [[decode]]
+    node = "a"
+
+Every other option of the coordinator or a worker may stand in its table. An unknown key is an error with the nearest
+name. Nothing here looks at a machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from baton.core.commands import Role
+from baton.core.config import CoordinatorConfig, WorkerConfig, from_table, nearest, option
+from baton.core.errors import StartupError
+from launch.cores import parse_cores
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+_OF_THE_PLAN = ("model", "served_model_name", "worker_id", "coordinator", "control_host", "ready_file")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine. `cores` are those that workers are pinned to; `core_count` how many they share in any case, 0: not
+    said. `gpus` are the devices as CUDA_VISIBLE_DEVICES names them."""
+
+    name: str
+    address: str
+    cores: tuple[int, ...] = ()
+    core_count: int = 0
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorPlace:
+    """`options` are those of its own command line that somebody set."""
+
+    node: str
+    host: str
+    port: int
+    grpc_port: int
+    control_port: int
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """A worker, its ranks divided evenly over `nodes`, the first of which leads. Port 0: any free one."""
+
+    name: str
+    role: Role
+    nodes: tuple[str, ...]
+    tensor_parallel: int = 1
+    devices: tuple[str, ...] = ()
+    rendezvous_port: int = 0
+    link_port: int = 0
+    store_port: int = 0
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    model: str
+    served_model_name: str
+    nodes: tuple[Node, ...]
+    coordinator: CoordinatorPlace
+    workers: tuple[WorkerPlace, ...]
+
+    def node(self, name: str) -> Node:
+        return next(node for node in self.nodes if node.name == name)
+
+
+@dataclass(frozen=True, slots=True)
+class _TopTable:
+    model: str = option("builtin", "")
+    served_model_name: str = option("", "")
+
+
+@dataclass(frozen=True, slots=True)
+class _NodeTable:
+    name: str
+    address: str = option("", "")
+    cores: int | str = option(0, "", low=0, high=4096)
+    gpus: int | str = option(0, "", low=0, high=64)
+
+
+@dataclass(frozen=True, slots=True)
+class _CoordinatorTable(CoordinatorConfig):
+    node: str = option("", "")
+
+
+@dataclass(frozen=True, slots=True)
+class _WorkerTable(WorkerConfig):
+    name: str = option("", "")
+    node: str = option("", "")
+    nodes: tuple[str, ...] = option((), "")
+    nnodes: int = option(0, "", low=0, high=64)
+    tensor_parallel: int = option(1, "", low=1, high=64)
+    devices: tuple[int, ...] = option((), "")
+    base_port: int = option(0, "", low=0, high=65533)
+    rendezvous_port: int = option(0, "", low=0, high=65535)
+
+
+_PLACING = {f.name for f in fields(_WorkerTable)} - {f.name for f in fields(WorkerConfig)}
+_PORTS = {"port", "grpc_port", "control_port", "host", "node"}
+_TABLES = ("options", "nodes", "coordinator", *ROLES)
+
+
+def parse_topology(file: Mapping[str, object]) -> Topology:
+    """The topology in a parsed TOML file.
+
+    Raises:
+        StartupError: names the table and the key, and for an unknown key the nearest one.
+    """
+    top = {name: value for name, value in file.items() if name not in _TABLES}
+    for name in top:
+        if name not in (known := {f.name for f in fields(_TopTable)} | set(_TABLES)):
+            raise StartupError(f"topology: unknown key {name!r}{nearest(name, known)}")
+    settings = from_table(_TopTable, top, "topology")
+    nodes = tuple(_node(table, where) for table, where in _list_of_tables(file, "nodes"))
+    if not nodes:
+        raise StartupError("topology: it names no [[nodes]]")
+    names = [node.name for node in nodes]
+    _refuse_twice(names, "node")
+    shared = _shared(file)
+    coordinator = _coordinator(_table(file, "coordinator"), shared, nodes)
+    workers = [
+        _worker(role, index, table, where, shared, names)
+        for role in ROLES
+        for index, (table, where) in enumerate(_list_of_tables(file, role))
+    ]
+    _refuse_twice(["coordinator", *(worker.name for worker in workers)], "member")
+    for role in ROLES:
+        if not any(worker.role == role for worker in workers):
+            raise StartupError(f"topology: it names no [[{role}]] worker; a cluster needs one of each role")
+    return Topology(settings.model, settings.served_model_name, nodes, coordinator, tuple(workers))
+
+
+def _node(table: Mapping[str, object], where: str) -> Node:
+    found = from_table(_NodeTable, table, where)
+    cores = parse_cores(found.cores, f"{where}: 'cores'") if isinstance(found.cores, str) else ()
+    count = len(cores) or int(found.cores or 0)
+    if isinstance(found.gpus, str):
+        gpus = tuple(part.strip() for part in found.gpus.split(",") if part.strip())
+    else:
+        gpus = tuple(map(str, range(found.gpus)))
+    return Node(found.name, found.address, cores, count, gpus)
+
+
+def _coordinator(
+    table: Mapping[str, object], shared: Mapping[str, object], nodes: tuple[Node, ...]
+) -> CoordinatorPlace:
+    own = {f.name for f in fields(CoordinatorConfig)}
+    table = {**{name: value for name, value in shared.items() if name in own}, **table}
+    found = from_table(_CoordinatorTable, table, "coordinator", _OF_THE_PLAN)
+    name = found.node or nodes[0].name
+    node = next((node for node in nodes if node.name == name), None)
+    if node is None:
+        raise StartupError(f"coordinator: there is no node {name!r}{nearest(name, [n.name for n in nodes])}")
+    for key in ("port", "grpc_port", "control_port"):
+        if getattr(found, key) == 0:
+            raise StartupError(f"coordinator: {key!r} must be a fixed port; others have to know it")
+    host = found.host if "host" in table else node.address
+    options = {key: value for key, value in table.items() if key not in _PORTS}
+    return CoordinatorPlace(name, host, found.port, found.grpc_port, found.control_port, options)
+
+
+def _worker(
+    role: Role, index: int, table: Mapping[str, object], where: str, shared: Mapping[str, object], nodes: list[str]
+) -> WorkerPlace:
+    own = {f.name for f in fields(WorkerConfig)}
+    table = {**{name: value for name, value in shared.items() if name in own}, **table}
+    found = from_table(_WorkerTable, table, where, (*_OF_THE_PLAN, "host"))
+    if bool(found.node) == bool(found.nodes):
+        raise StartupError(f"{where}: it needs either 'node' or 'nodes'")
+    on = (found.node,) if found.node else found.nodes
+    for name in on:
+        if name not in nodes:
+            raise StartupError(f"{where}: there is no node {name!r}{nearest(name, nodes)}")
+    _refuse_twice(on, f"{where}: node")
+    if found.nnodes not in (0, len(on)):
+        raise StartupError(f"{where}: 'nnodes' is {found.nnodes}, but it names {len(on)} nodes")
+    ranks = found.tensor_parallel
+    if ranks % len(on):
+        raise StartupError(f"{where}: tensor_parallel {ranks} cannot be divided over {len(on)} nodes")
+    if found.devices and len(found.devices) != ranks // len(on):
+        what = f"'devices' names {len(found.devices)}, but it has {ranks // len(on)} ranks on each node"
+        raise StartupError(f"{where}: {what}")
+    base = found.base_port
+    decodes = role == "decode"
+    for key in ("link_port", "store_port"):
+        if key in table and not decodes:
+            raise StartupError(f"{where}: {key!r} is a decode worker's")
+    rendezvous = found.rendezvous_port or (base if len(on) > 1 else 0)
+    if len(on) > 1 and not rendezvous:
+        raise StartupError(f"{where}: a worker over several nodes needs 'rendezvous_port' or 'base_port'")
+    options = {k: v for k, v in table.items() if k not in _PLACING and k not in ("link_port", "store_port")}
+    return WorkerPlace(
+        found.name or f"{role}-{index}",
+        role,
+        on,
+        ranks,
+        tuple(map(str, found.devices)),
+        rendezvous,
+        found.link_port or (base + 1 if base and decodes else 0),
+        found.store_port or (base + 2 if base and decodes else 0),
+        options,
+    )
+
+
+def _shared(file: Mapping[str, object]) -> Mapping[str, object]:
+    """The [options] table: fields of the coordinator, of a worker, or of both."""
+    table = _table(file, "options")
+    placed = {*_OF_THE_PLAN, *_PORTS, "link_port", "store_port"}
+    known = {f.name for cls in (CoordinatorConfig, WorkerConfig) for f in fields(cls)} - placed
+    for name in table:
+        if name not in known:
+            raise StartupError(f"options: unknown key {name!r}{nearest(name, known)}")
+    return table
+
+
+def _table(file: Mapping[str, object], name: str) -> Mapping[str, object]:
+    table = file.get(name, {})
+    if not isinstance(table, dict):
+        raise StartupError(f"topology: {name!r} must be a table, [{name}]")
+    return table
+
+
+def _list_of_tables(file: Mapping[str, object], name: str) -> list[tuple[Mapping[str, object], str]]:
+    tables = file.get(name, [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise StartupError(f"topology: {name!r} must be a list of tables, [[{name}]]")
+    return [(table, f"{name}[{index}]") for index, table in enumerate(tables)]
+
+
+def _refuse_twice(names: list[str] | tuple[str, ...], what: str) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise StartupError(f"topology: {what} {name!r} is named twice")

@@ -1,0 +1,92 @@
+"""A topology file brought up on one machine: the nodes of a cluster as addresses of loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from launch.failure import find_box
+from tests.support.checkpoints import make_checkpoint
+from tests.support.topologies import loopback_topology
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+UP = (sys.executable, "-m", "launch.cli", "up", "--topology")
+
+
+def start(topology: Path, out: Path, *flags: str) -> subprocess.Popen[bytes]:
+    with out.open("wb") as file:
+        words = [*UP, str(topology), "--run-dir", str(out.with_suffix("")), *flags]
+        return subprocess.Popen(words, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def until(condition, what: str, *outputs: Path) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        said = "\n".join(path.read_text(errors="replace") for path in outputs)
+        assert time.monotonic() < deadline, f"no {what}\n{said}"
+        time.sleep(0.1)
+
+
+def ask(topology: Path) -> httpx.Response:
+    import tomllib
+
+    port = tomllib.loads(topology.read_text())["coordinator"]["port"]
+    body = {"model": "m", "prompt": [30, 31, 32], "max_tokens": 4, "temperature": 0}
+    return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30)
+
+
+def test_each_node_starts_its_own_part_and_the_coordinator_waits_for_all(tmp_path: Path) -> None:
+    topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"))
+    first, second = tmp_path / "a.out", tmp_path / "b.out"
+    front = start(topology, first, "--node", "a")
+    worker = None
+    try:
+        until(lambda: "prefill-0     joined" in first.read_text(), "join on node a", first)
+        assert " ready " not in first.read_text()
+        worker = start(topology, second, "--node", "b")
+        until(lambda: " ready " in first.read_text() and " ready " in second.read_text(), "cluster", first, second)
+        assert ask(topology).json()["usage"]["completion_tokens"] == 4
+        assert "decode-0      joined   on 127.0.0.2" in first.read_text()
+        front.send_signal(signal.SIGTERM)
+        assert (front.wait(40), worker.wait(40)) == (0, 0)
+        assert "the coordinator has drained every worker of this host" in second.read_text()
+    finally:
+        for process in filter(None, (front, worker)):
+            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
+            process.wait(20)
+
+
+def test_one_host_that_is_every_node_starts_everything(tmp_path: Path) -> None:
+    topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"))
+    out = tmp_path / "up.out"
+    process = start(topology, out)
+    try:
+        until(lambda: " ready " in out.read_text(), "cluster", out)
+        assert ask(topology).status_code == 200
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(40) == 0, out.read_text()
+
+
+def test_the_failure_of_a_rank_is_the_last_thing_said(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "m", "llama", intermediate_size=161)
+    topology, out = loopback_topology(tmp_path / "t.toml", model, tensor_parallel=2), tmp_path / "up.out"
+    assert start(topology, out).wait(60) == 3
+    lines = out.read_text().strip().splitlines()
+    shown = find_box(lines)
+    assert shown[-1] == lines[-1] and "intermediate_size 161 cannot be divided over 2" in " ".join(shown)
+
+
+@pytest.mark.parametrize("flag", ["--prefill=2", "--model=x", "--port=1"])
+def test_what_the_file_decides_is_no_option_beside_it(flag: str, tmp_path: Path) -> None:
+    topology, out = loopback_topology(tmp_path / "t.toml", "builtin"), tmp_path / "up.out"
+    assert start(topology, out, flag).wait(60) == 3
+    assert f"error: {flag.partition('=')[0]} is what the topology file says" in out.read_text()

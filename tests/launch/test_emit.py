@@ -1,0 +1,160 @@
+"""Scripts that `baton emit` writes: their text, and that they start a cluster that answers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+import launch.agent
+from launch.cli import baton
+from launch.emit import emit_shell, emit_slurm
+from launch.plan import make_plan
+from launch.topology import parse_topology
+from tests.support.checkpoints import make_checkpoint
+from tests.support.topologies import free_ports, loopback_topology
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def test_slurm_script_is_the_one_that_was_reviewed(tmp_path: Path) -> None:
+    text = emit_slurm(make_plan(parse_topology(tomllib.loads((GOLDEN / "cluster.toml").read_text())), "/models/m", "m"))
+    assert text == (GOLDEN / "cluster.sbatch").read_text()
+    (tmp_path / "s").write_text(text)
+    subprocess.run(["bash", "-n", str(tmp_path / "s")], check=True, timeout=20)
+    assert sys.executable not in text and not any(f"10.0.0.{n}" in text for n in range(4))
+
+
+def test_shell_scripts_are_bash_and_name_no_interpreter_of_this_machine(tmp_path: Path) -> None:
+    plan = make_plan(parse_topology(tomllib.loads((GOLDEN / "cluster.toml").read_text())), "/models/m", "m")
+    texts = {node.name: emit_shell(plan, node) for node in plan.topology.nodes}
+    assert "-m coordinator" in texts["front"] and "taskset -c 0-7 " in texts["b"] and texts["idle"] == ""
+    for text in filter(None, texts.values()):
+        (tmp_path / "s").write_text(text)
+        subprocess.run(["bash", "-n", str(tmp_path / "s")], check=True, timeout=20)
+        assert sys.executable not in text
+
+
+class Scripts:
+    """Scripts that run in the background; what is left at the end is killed."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        self.running: list[subprocess.Popen[bytes]] = []
+
+    def start(self, script: Path, **environment: str) -> subprocess.Popen[bytes]:
+        found = {**os.environ, "PYTHON": sys.executable, "LOGS": str(self.where / "logs"), **environment}
+        with (self.where / f"{script.name}.out").open("wb") as out:
+            process = subprocess.Popen(["bash", str(script)], stdout=out, stderr=out, env=found, start_new_session=True)
+        self.running.append(process)
+        return process
+
+    def logs(self) -> str:
+        paths = [*self.where.glob("*.out"), *(self.where / "logs").glob("*.log")]
+        return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in paths)
+
+    def answer(self, port: int) -> httpx.Response:
+        deadline = time.monotonic() + 90
+        body = {"model": "m", "prompt": [30, 31, 32], "max_tokens": 4, "temperature": 0}
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+            while time.monotonic() < deadline:
+                try:
+                    if client.get("/ready").status_code == 200:
+                        return client.post("/v1/completions", json=body)
+                except httpx.TransportError:
+                    pass
+                assert all(process.poll() is None for process in self.running), self.logs()
+                time.sleep(0.1)
+        raise AssertionError(f"not ready\n{self.logs()}")
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Iterator[Scripts]:
+    started = Scripts(tmp_path)
+    yield started
+    for process in started.running:
+        process.kill()  # its members die with it: it named itself as their parent
+        process.wait(10)
+
+
+def port_of(topology: Path) -> int:
+    return int(tomllib.loads(topology.read_text())["coordinator"]["port"])
+
+
+@pytest.mark.cluster
+def test_shell_scripts_of_two_nodes_serve_a_request_and_drain(tmp_path: Path, scripts: Scripts) -> None:
+    topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"))
+    done = CliRunner().invoke(baton, ["emit", "shell", str(topology), "--out", str(tmp_path / "nodes")])
+    assert [Path(line).name for line in done.output.splitlines()] == ["a.sh", "b.sh"]
+    first, second = (scripts.start(tmp_path / "nodes" / name) for name in ("a.sh", "b.sh"))
+    answer = scripts.answer(port_of(topology))
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
+    first.send_signal(signal.SIGTERM)  # the coordinator drains the workers of both nodes
+    assert (first.wait(40), second.wait(40)) == (0, 0), scripts.logs()
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> dict[str, str]:
+    """Slurm, played by two small scripts: the hosts of an allocation of two, and a step that runs here, on each host
+    that it names."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "scontrol").write_text('#!/bin/bash\n[ "$*" = "show hostnames x" ] && printf "127.0.0.1\\n127.0.0.2\\n"\n')
+    (tools / "srun").write_text(
+        "#!/bin/bash\n"
+        "while [[ $1 == --* ]]; do\n"
+        "  case $1 in --output=*) log=${1#*=};; --nodelist=*) hosts=${1#*=};; esac\n"
+        "  shift\n"
+        "done\n"
+        "pids=() node=0\n"
+        "for host in ${hosts//,/ }; do\n"
+        '  SLURM_NODEID=$node SLURMD_NODENAME=$host "$@" >>"$log" 2>&1 &\n'
+        "  pids+=($!) node=$((node + 1))\n"
+        "done\n"
+        "trap 'kill -TERM \"${pids[@]}\"' TERM\n"
+        "code=0\n"
+        "for pid in ${pids[@]}; do\n"
+        "  wait $pid || code=$?\n"
+        "  while kill -0 $pid 2>/dev/null; do wait $pid && code=0 || code=$?; done\n"
+        "done\n"
+        "exit $code\n"
+    )
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    return {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "x"}
+
+
+@pytest.mark.cluster
+def test_the_emitted_slurm_script_serves_a_request(tmp_path: Path, scripts: Scripts, slurm: dict[str, str]) -> None:
+    topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"))
+    (tmp_path / "job.sbatch").write_text(CliRunner().invoke(baton, ["emit", "slurm", str(topology)]).output)
+    job = scripts.start(tmp_path / "job.sbatch", **slurm)
+    answer = scripts.answer(port_of(topology))
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(40) == 0, scripts.logs()
+
+
+@pytest.mark.cluster
+def test_the_slurm_script_beside_the_package_serves_a_request(
+    tmp_path: Path, scripts: Scripts, slurm: dict[str, str]
+) -> None:
+    script = Path(launch.agent.__file__).parent / "slurm.sbatch"
+    model, port = make_checkpoint(tmp_path / "m", "llama"), free_ports(1)[0]
+    options = "--dtype float32 --device cpu"
+    job = scripts.start(script, **slurm, MODEL=str(model), PORT=str(port), OPTIONS=options)
+    answer = scripts.answer(port)
+    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(40) == 0, scripts.logs()
+    wrong = scripts.start(script, **slurm, MODEL=str(model), PORT=str(port), PREFILL="3")
+    assert wrong.wait(20) == 3 and "need --nodes=4, not 2" in scripts.logs()

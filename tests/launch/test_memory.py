@@ -1,0 +1,80 @@
+"""The memory plan against what ranks report after they have loaded, and the dry run that prints it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from baton.core.errors import StartupError
+from baton.engine.checkpoint import Checkpoint, read_model_config
+from baton.engine.parallel import TPGroup
+from baton.engine.runner import EngineOptions, load_runner
+from baton.engine.weights import WeightReader
+from baton.transfer import nccl
+from launch.dry_run import dry_run
+from launch.members import Programs
+from launch.memory import EDGE_CHANNELS, parameter_bytes, rank_memory
+from launch.plan import Plan, local_topology, make_plan
+from launch.up_config import UpConfig
+from tests.support.checkpoints import ARCHS, Arch, make_checkpoint
+
+
+def plan(model: Path, **options: object) -> Plan:
+    config = UpConfig(device="cpu", dtype="float32", **options)
+    return make_plan(local_topology(config, [0, 1], ()), str(model), "m")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_parameters_are_those_that_each_rank_reads(arch: Arch, size: int, tmp_path: Path) -> None:
+    import torch
+
+    model = make_checkpoint(tmp_path / "m", arch)
+    config = read_model_config(model)
+    for rank in range(size):
+        share, cpu = TPGroup(rank, size), torch.device("cpu")
+        reader = WeightReader(Checkpoint.open(model), config, share, torch.float32, cpu)
+        reader.embedding(), reader.head(), reader.final_norm()
+        for layer in range(config.num_layers):
+            reader.layer(layer)
+        assert parameter_bytes(config, size, rank, 4) == reader.bytes_read
+
+
+def test_parameters_and_kv_are_those_of_a_running_engine(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "m", "llama")
+    runner = load_runner(EngineOptions(model_dir=model, dtype="float32", kv_memory_bytes=1 << 20))
+    made = plan(model, kv_memory_gib=1 / 1024)
+    found = rank_memory(made, made.parts[0], read_model_config(model))
+    assert found.parameter_bytes == runner.memory.parameter_bytes
+    assert (found.kv_bytes, found.kv_blocks) == (runner.memory.kv_bytes, runner.num_blocks)
+    assert (found.edges, found.edge_bytes) == (1, 0) and EDGE_CHANNELS == nccl._MAX_CTAS
+
+
+def test_every_pair_of_ranks_that_share_heads_is_an_edge(tmp_path: Path) -> None:
+    made = plan(make_checkpoint(tmp_path / "m", "llama"), prefill_tp=2, decode=2)
+    config = read_model_config(tmp_path / "m")
+    assert [rank_memory(made, part, config).edges for part in made.parts] == [2, 2, 2]
+
+
+def test_what_does_not_fit_is_said_before_anything_starts(tmp_path: Path) -> None:
+    made = plan(make_checkpoint(tmp_path / "m", "llama"), prefill_tp=3)
+    with pytest.raises(StartupError, match="cannot be divided over 3"):
+        rank_memory(made, made.parts[0], read_model_config(tmp_path / "m"))
+    made = plan(tmp_path / "m", kv_memory_gib=0.00001, max_model_len=256)
+    with pytest.raises(StartupError, match="too small"):
+        rank_memory(made, made.parts[0], read_model_config(tmp_path / "m"))
+
+
+def test_a_dry_run_prints_placement_ports_memory_and_commands(tmp_path: Path) -> None:
+    out = io.StringIO()
+    made = plan(make_checkpoint(tmp_path / "m", "llama"), kv_memory_gib=1 / 1024)
+    assert dry_run(made, Programs(("C",), ("torchrun",)), Console(file=out, width=200, soft_wrap=True)) == 0
+    text = out.getvalue()
+    for words in ("placement", "core 1, 1 thread", "ports", "8100", "any", "memory of each rank", "1.0", "commands"):
+        assert words in text
+    lines = text.splitlines()
+    assert any(line.startswith("C --model") for line in lines)
+    assert any("torchrun --nnodes 1" in line and "-m decode" in line and "--threads 1" in line for line in lines)

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from baton.core.errors import StartupError
+from launch.cores import parse_cores, ranges
+from launch.members import Programs, nodes_here
+from launch.plan import Plan, check_addresses, make_plan
+from launch.topology import parse_topology
+
+THREE_NODES = """
+model = "/models/m"
+
+[options]
+dtype = "bfloat16"
+log_level = "debug"
+lease_s = 2
+
+[[nodes]]
+name = "front"
+address = "10.0.0.1"
+cores = 4
+
+[[nodes]]
+name = "b"
+address = "10.0.0.2"
+gpus = 2
+cores = "0-7"
+
+[[nodes]]
+name = "c"
+address = "10.0.0.3"
+gpus = "4,5"
+cores = 8
+
+[coordinator]
+node = "front"
+host = "0.0.0.0"
+
+[[prefill]]
+nodes = ["b", "c"]
+tensor_parallel = 2
+base_port = 9000
+devices = [1]
+
+[[decode]]
+name = "d"
+node = "c"
+base_port = 9100
+max_running = 8
+"""
+
+
+def file() -> dict[str, Any]:
+    return tomllib.loads(THREE_NODES)
+
+
+def plan(of: dict[str, Any] | None = None) -> Plan:
+    return make_plan(parse_topology(of or file()), "/models/m", "m")
+
+
+def words(made: Plan, name: str) -> str:
+    part = next(part for part in made.parts if part.name == name)
+    return " ".join(Programs((), ("torchrun",)).worker(made, part))
+
+
+def test_a_worker_over_two_nodes_is_two_agents_of_one_job() -> None:
+    made = plan()
+    first, second = words(made, "prefill-0"), words(made, "prefill-0.1")
+    job = "--nproc-per-node 1 --max-restarts 0 --master-addr 10.0.0.2 --master-port 9000 -m prefill --model /models/m"
+    assert first.startswith(f"torchrun --nnodes 2 --node-rank 0 {job} --worker-id prefill-0 ")
+    assert second.startswith(f"torchrun --nnodes 2 --node-rank 1 {job} --worker-id prefill-0 ")
+    assert "--coordinator 10.0.0.1:8101 --host 10.0.0.2" in first and "--host 10.0.0.3" in second
+    assert "--dtype bfloat16 --log-level debug" in first and "lease" not in first
+
+
+def test_cores_gpus_ports_and_options_follow_the_file() -> None:
+    made = plan()
+    placed = {part.name: (str(part.placement), part.gpus) for part in made.parts}
+    assert placed == {
+        "prefill-0": ("cores 0-7, 8 threads", "1"),
+        "prefill-0.1": ("not pinned, 4 threads", "1"),
+        "d": ("not pinned, 4 threads", "4"),
+    }
+    assert "--link-port 9101 --store-port 9102" in words(made, "d") and "--max-running 8" in words(made, "d")
+    assert "--host 0.0.0.0" in " ".join(made.coordinator_command())
+    assert "--control-host 10.0.0.1 --control-port 8101" in " ".join(made.coordinator_command())
+    assert "--lease-s 2" in " ".join(made.coordinator_command()) and made.url == "http://10.0.0.1:8100"
+
+
+def put(*path: str | int, value: object) -> Callable[[dict[str, Any]], None]:
+    def change(tables: Any) -> None:
+        for key in path[:-1]:
+            tables = tables[key]
+        tables[path[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (put("modle", value="x"), "topology: unknown key 'modle'; did you mean 'model'?"),
+        (put("options", "dtyp", value="x"), "options: unknown key 'dtyp'; did you mean 'dtype'?"),
+        (put("options", "worker_id", value="x"), "options: unknown key 'worker_id'"),
+        (put("nodes", 0, "adress", value="x"), r"nodes\[0\]: unknown key 'adress'; did you mean 'address'?"),
+        (put("nodes", 1, value={"address": "x"}), r"nodes\[1\]: 'name' is missing"),
+        (put("nodes", 1, "name", value="c"), "node 'c' is named twice"),
+        (put("nodes", 1, "cores", value="0-x"), r"nodes\[1\]: 'cores' must look like 0-3,8"),
+        (put("nodes", value=[]), r"names no \[\[nodes\]\]"),
+        (put("coordinator", "nod", value="x"), "coordinator: unknown key 'nod'; did you mean 'node'?"),
+        (put("coordinator", "node", value="frnt"), "there is no node 'frnt'; did you mean 'front'?"),
+        (put("coordinator", "port", value=0), "'port' must be a fixed port"),
+        (put("prefill", value=[]), r"no \[\[prefill\]\] worker"),
+        (put("prefill", value={"node": "b"}), r"must be a list of tables, \[\[prefill\]\]"),
+        (put("prefill", 0, "node", value="b"), "either 'node' or 'nodes'"),
+        (put("prefill", 0, "nodes", value=["b", "x"]), r"prefill\[0\]: there is no node 'x'"),
+        (put("prefill", 0, "nodes", value=["b", 3]), "must be a list of str"),
+        (put("prefill", 0, "nodes", value=["b", "b"]), "'b' is named twice"),
+        (put("prefill", 0, "nnodes", value=3), "'nnodes' is 3, but it names 2"),
+        (put("prefill", 0, "tensor_parallel", value=3), "3 cannot be divided over 2 nodes"),
+        (put("prefill", 0, "tensor_paralel", value=2), "did you mean 'tensor_parallel'?"),
+        (put("prefill", 0, "devices", value=[0, 1]), "'devices' names 2, but it has 1 ranks"),
+        (put("prefill", 0, "base_port", value=0), "needs 'rendezvous_port' or 'base_port'"),
+        (put("prefill", 0, "link_port", value=1), "'link_port' is a decode worker's"),
+        (put("prefill", 0, "step_tokens", value="x"), "'step_tokens' must be int"),
+        (put("prefill", 0, "name", value="d"), "member 'd' is named twice"),
+        (put("decode", 0, "link_port", value=9102), "--link-port of d and --store-port of d are both 9102"),
+        (put("nodes", 2, value={"name": "c", "address": "x"}), "say how many 'cores'"),
+    ],
+)
+def test_what_does_not_make_a_cluster_is_refused_by_name(change: Any, message: str) -> None:
+    tables = file()
+    change(tables)
+    with pytest.raises(StartupError, match=message):
+        plan(tables)
+
+
+def test_an_address_may_be_missing_only_for_slurm() -> None:
+    tables = file()
+    del tables["nodes"][1]["address"]
+    topology = parse_topology(tables)
+    with pytest.raises(StartupError, match="node 'b' has no address"):
+        check_addresses(topology)
+
+
+def test_this_host_is_the_nodes_whose_address_it_has() -> None:
+    tables = file()
+    with pytest.raises(StartupError, match="--node says which it is: front, b, c"):
+        nodes_here(parse_topology(tables))
+    tables["nodes"][1]["address"] = "127.0.0.1"
+    assert nodes_here(parse_topology(tables)) == {"b"}
+    assert nodes_here(parse_topology(tables), "c") == {"c"}
+    with pytest.raises(StartupError, match="--node x"):
+        nodes_here(parse_topology(tables), "x")
+
+
+def test_cores_as_text() -> None:
+    assert parse_cores("0-2, 7", "x") == (0, 1, 2, 7) and ranges((0, 1, 2, 7)) == "0-2,7"
+    for bad in ("", "1-", "a", "3-1", "1,1"):
+        with pytest.raises(StartupError):
+            parse_cores(bad, "x")
