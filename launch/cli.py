@@ -14,7 +14,7 @@ import click
 from baton.core.errors import StartupError
 from baton.options import config_command, run_main
 from launch.bench import bench_command
-from launch.up_config import UpConfig, check_environment
+from launch.up_config import DoctorConfig, UpConfig, check_environment
 
 DEFAULT_URL = "http://127.0.0.1:8100"
 
@@ -34,6 +34,22 @@ def up_command(config: UpConfig) -> int:
 
     check_environment(os.environ)
     return up(config)
+
+
+@config_command(
+    DoctorConfig,
+    name="doctor",
+    help="Look at a cluster before it is started, with the options of `up` or a topology file: what each node has, "
+    "and whether every two ranks that must can reach each other. For several nodes run it on each at the same time.",
+)
+def doctor_command(config: DoctorConfig) -> int:
+    from launch.doctor import Settings, doctor
+    from launch.members import nodes_here
+    from launch.up import plan_for
+
+    plan = plan_for(config)
+    nodes = nodes_here(plan.topology, config.node)
+    return doctor(plan, nodes, Settings(config.limit_s, config.wait_s, config.full_digest))
 
 
 @baton.command("ps")
@@ -127,6 +143,7 @@ def version_command() -> int:
 
 
 baton.add_command(up_command)
+baton.add_command(doctor_command)
 baton.add_command(bench_command)
 
 

@@ -102,14 +102,14 @@ def nodes_here(topology: Topology, wanted: str = "") -> frozenset[str]:
         if wanted not in names:
             raise StartupError(f"--node {wanted}: the topology names {', '.join(names)}")
         return frozenset({wanted})
-    found = frozenset(node.name for node in topology.nodes if _is_own(node.address))
+    found = frozenset(node.name for node in topology.nodes if is_own(node.address))
     if not found:
         what = f"no node of the topology has an address of this host; --node says which it is: {', '.join(names)}"
         raise StartupError(what)
     return found
 
 
-def _is_own(address: str) -> bool:
+def is_own(address: str) -> bool:
     """Whether a socket can be bound to it."""
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]

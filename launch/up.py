@@ -8,6 +8,7 @@ import socket
 import sys
 import tempfile
 import time
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -22,9 +23,11 @@ from launch.plan import COORDINATOR, Plan, check_addresses, local_topology, make
 from launch.restart import Backoff
 from launch.supervisor import MemberFailed
 from launch.topology import parse_topology
-from launch.up_config import UpConfig, check_supported
+from launch.up_config import DoctorConfig, UpConfig, check_supported
 
-_WITH_TOPOLOGY = ("topology", "node", "dry_run", "run_dir", "start_timeout_s", "drain_timeout_s")
+_WITH_TOPOLOGY = {"topology", "node", "dry_run", "run_dir", "start_timeout_s", "drain_timeout_s"} | (
+    {f.name for f in fields(DoctorConfig)} - {f.name for f in fields(UpConfig)}
+)
 
 
 def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | None = None) -> int:

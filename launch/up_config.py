@@ -64,6 +64,15 @@ class UpConfig:
         return (self.prefill_block_size if role == "prefill" else self.decode_block_size) or self.block_size
 
 
+@dataclass(frozen=True, slots=True)
+class DoctorConfig(UpConfig):
+    """What `baton doctor` looks at: what `baton up` with the same options would start."""
+
+    limit_s: float = option(10.0, "longest each step of a probe may take", low=1)
+    wait_s: float = option(60.0, "longest the doctors of the other nodes may take to come", low=1)
+    full_digest: bool = option(False, "compare every byte of the model, not only sizes and headers")
+
+
 COORDINATOR_FIELDS = (
     "host",
     "port",

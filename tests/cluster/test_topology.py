@@ -65,7 +65,7 @@ def test_each_node_starts_its_own_part_and_the_coordinator_waits_for_all(tmp_pat
 
 
 def test_one_host_that_is_every_node_starts_everything(tmp_path: Path) -> None:
-    topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"))
+    topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"), tensor_parallel=2)
     out = tmp_path / "up.out"
     process = start(topology, out)
     try:

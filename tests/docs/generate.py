@@ -20,7 +20,7 @@ from baton.rpc import status
 from baton.v1 import serving_pb2, types_pb2
 from coordinator import grpc_service, http_guard, http_server, openai_schema, openai_schema_fields, translate
 from coordinator.http import HttpSettings, create_app
-from launch.up_config import UpConfig
+from launch.up_config import DoctorConfig, UpConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,10 +101,11 @@ def code(value: object) -> str:
     return f"`{value}`"
 
 
-def options(cls: type[Any]) -> str:
+def options(cls: type[Any], without: type[Any] | None = None) -> str:
     """One row per option of a process."""
     rows = []
-    for f in fields(cls):
+    known = {f.name for f in fields(without)} if without else set()
+    for f in (f for f in fields(cls) if f.name not in known):
         meta, default = f.metadata, f.default
         shown = (
             {True: "on", False: "off", "": "none"}[default]
@@ -218,6 +219,7 @@ def limits() -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "up": lambda: options(UpConfig),
+    "doctor": lambda: options(DoctorConfig, UpConfig),
     "coordinator": lambda: options(CoordinatorConfig),
     "worker": lambda: options(WorkerConfig),
     "endpoints": endpoints,

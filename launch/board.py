@@ -1,0 +1,127 @@
+"""Where the doctors of a cluster and their probes meet: small JSON values under names, over HTTP.
+
+The doctor on the coordinator's node keeps the board, at the coordinator's control address, which nothing else uses yet.
+Whoever has another topology is told so and may write nothing.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any
+
+from baton.core.errors import StartupError
+
+_PLAN_HEADER = "x-baton-plan"
+_MAX_BYTES = 1 << 20
+_CALL_TIMEOUT_S = 5.0
+_POLL_S = 0.05
+
+
+class Board:
+    """The values and the server; `values` may be read and written here at any time.
+
+    Raises StartupError when the address cannot be bound.
+    """
+
+    def __init__(self, host: str, port: int, digest: str) -> None:
+        self.values: dict[str, Any] = {}
+        self.strangers: set[str] = set()
+        board = self
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = _CALL_TIMEOUT_S
+
+            def do_GET(self) -> None:
+                name = self.path.lstrip("/")
+                if self._knows_the_plan():
+                    self._reply(200 if name in board.values else 404, board.values.get(name))
+
+            def do_PUT(self) -> None:
+                size = int(self.headers.get("Content-Length") or 0)
+                body = self.rfile.read(size) if 0 <= size <= _MAX_BYTES else b""
+                if self._knows_the_plan():
+                    board.values[self.path.lstrip("/")] = json.loads(body)
+                    self._reply(200, None)
+
+            def _knows_the_plan(self) -> bool:
+                if self.headers.get(_PLAN_HEADER) == digest:
+                    return True
+                board.strangers.add(self.client_address[0])
+                self._reply(409, None)
+                return False
+
+            def _reply(self, status: int, value: Any) -> None:
+                body = json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args: object) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 256
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                pass  # a client that went away in mid-sentence
+
+        try:
+            self._server = Server((host, port), Handler)
+        except OSError as error:
+            raise StartupError(f"the doctor cannot listen on {host}:{port}: {error.strerror or error}") from None
+        self.address = (host, int(self._server.server_address[1]))
+        threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), daemon=True).start()
+
+    def __enter__(self) -> Board:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class BoardClient:
+    """The board from elsewhere. Every call raises OSError when it is not answered."""
+
+    def __init__(self, host: str, port: int, digest: str) -> None:
+        self._where, self._digest = (host, port), digest
+
+    def put(self, name: str, value: object) -> None:
+        self._call("PUT", name, json.dumps(value))
+
+    def get(self, name: str) -> Any:
+        """None while nothing is there."""
+        return self._call("GET", name)
+
+    def wait(self, name: str, timeout_s: float) -> Any:
+        """Polls until something is there; None when the time is up. A call that fails meanwhile is tried again."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                value = self.get(name)
+            except OSError:
+                value = None
+            if value is not None or time.monotonic() >= deadline:
+                return value
+            time.sleep(_POLL_S)
+
+    def _call(self, method: str, name: str, body: str | None = None) -> Any:
+        connection = http.client.HTTPConnection(*self._where, timeout=_CALL_TIMEOUT_S)
+        try:
+            connection.request(method, "/" + name, body, {_PLAN_HEADER: self._digest})
+            answer = connection.getresponse()
+            text = answer.read()
+        except http.client.HTTPException as error:
+            raise OSError(repr(error)) from None
+        finally:
+            connection.close()
+        if answer.status == 409:
+            raise PermissionError("the doctor there has another topology file")
+        return json.loads(text) if answer.status == 200 else None

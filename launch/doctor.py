@@ -1,0 +1,171 @@
+"""`baton doctor`: looks at a cluster before it is started.
+
+On each node it checks what the node has (`launch.doctor_checks`) and starts one probe (`launch.probe`) for each rank
+that the plan puts there. The doctor on the coordinator's node keeps the board, opens step after step, collects what the
+probes leave there, and prints the verdict; the doctors of other nodes wait for it and print the same.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from baton.core.errors import StartupError
+from baton.model_source import resolve_model
+from launch.board import Board, BoardClient
+from launch.child import Child, ChildSpec
+from launch.doctor_checks import Finding, check_node, compare
+from launch.doctor_report import Verdict, print_verdict, read_results
+from launch.plan import Plan
+from launch.probes import STEPS, Task, make_tasks, plan_digest
+
+LIMIT_S = 10.0
+WAIT_S = 60.0
+_GRACE_S = 3.0
+_POLL_S = 0.05
+
+PROBE = (sys.executable, "-m", "launch.probe")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`limit_s` bounds each step of each probe; `wait_s` how long the doctors of other nodes, and probes, may take to
+    come; `full_digest` reads every byte of the model."""
+
+    limit_s: float = LIMIT_S
+    wait_s: float = WAIT_S
+    full_digest: bool = False
+    probe: tuple[str, ...] = PROBE
+
+
+def doctor(plan: Plan, nodes: frozenset[str], settings: Settings) -> int:
+    """Runs this host's part; returns 0 when all is well everywhere, else 1.
+
+    Raises:
+        StartupError: the collector cannot be reached, or its address not be used here.
+    """
+    local = {name: check_node(plan, name, settings.full_digest) for name in sorted(nodes)}
+    tasks = make_tasks(plan, _heads(plan), settings.limit_s)
+    place = plan.topology.coordinator
+    host = plan.topology.node(place.node).address
+    mine = [task for name in sorted(nodes) for task in tasks[name]]
+    digest = plan_digest(plan)
+    with ExitStack() as stack:
+        board = None
+        port = place.control_port
+        if place.node in nodes:
+            board = stack.enter_context(Board(host, port, digest))
+            port = board.address[1]
+        client = BoardClient(host, port, digest)
+        _announce(client, local, plan, settings)
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-doctor-")))
+        stack.enter_context(_probes(mine, settings, {"host": host, "port": port, "digest": digest}, logs))
+        if board is not None:
+            verdict = _collect(board, plan, tasks, settings)
+            board.values["report"] = verdict.as_json()
+            time.sleep(_GRACE_S if set(tasks) - nodes else 0)  # the doctors of other nodes read it
+        else:
+            told = client.wait("report", settings.wait_s + _longest_s(tasks, settings))
+            if told is None:
+                raise StartupError(f"the doctor of node {place.node} at {host}:{port} gave no verdict")
+            verdict = Verdict.from_json(told)
+    print_verdict(verdict)
+    return 0 if verdict.ok else 1
+
+
+def _announce(
+    client: BoardClient, local: dict[str, tuple[list[Finding], dict[str, str]]], plan: Plan, settings: Settings
+) -> None:
+    """Leaves this host's findings on the board, waiting for it to be there.
+
+    Raises:
+        StartupError: nobody keeps it, or somebody with another topology.
+    """
+    place = plan.topology.coordinator
+    host = plan.topology.node(place.node).address
+    deadline = time.monotonic() + settings.wait_s
+    for name, (findings, facts) in local.items():
+        while True:
+            try:
+                client.put(f"node/{name}", {"findings": [asdict(f) for f in findings], "facts": facts})
+                break
+            except PermissionError as error:
+                raise StartupError(f"node {name}: {error}; give every node the same file") from None
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    what = f"node {name} cannot reach the doctor of node {place.node} at {host}:{place.control_port}"
+                    check = "is it running there, does a firewall drop the port, is the address the right interface's?"
+                    raise StartupError(f"{what}: {error.strerror or error}; {check}") from None
+                time.sleep(_POLL_S)
+
+
+@contextmanager
+def _probes(tasks: Sequence[Task], settings: Settings, board: dict[str, object], logs: Path) -> Iterator[None]:
+    """The probes of this host; they are ended with the block, whatever they do."""
+    running: list[Child] = []
+    try:
+        for task in tasks:
+            told = logs / f"{task.me.key}.json"
+            told.write_text(json.dumps({"task": task.as_json(), **board}))
+            command = ("/bin/sh", "-c", 'exec "$@" < "$0"', str(told), *settings.probe)
+            running.append(Child(ChildSpec(task.me.key, command, logs / f"{task.me.key}.log")))
+        yield
+    finally:
+        for child in running:
+            child.kill()
+
+
+def _collect(board: Board, plan: Plan, tasks: dict[str, list[Task]], settings: Settings) -> Verdict:
+    """Opens the steps one by one and waits for the results of each, as long as they may take."""
+    everyone = [task for of_node in tasks.values() for task in of_node]
+    _until(board, [*(f"here/{t.me.key}" for t in everyone), *(f"node/{n}" for n in tasks)], settings.wait_s)
+    for step in STEPS:
+        board.values[f"step/{step}"] = True
+        _until(board, [name for task in everyone for name in task.expected(step)], _step_s(everyone, step, settings))
+    heard = {name: board.values[f"node/{name}"] for name in tasks if f"node/{name}" in board.values}
+    findings = [Finding(**finding) for told in heard.values() for finding in told["findings"]]
+    for name in tasks:
+        if name not in heard and (tasks[name] or name == plan.topology.coordinator.node):
+            what = f"no doctor answered within {settings.wait_s:g} s; run `baton doctor --topology FILE` there too"
+            findings.append(Finding("doctor", name, False, what))
+    facts = {name: told["facts"] for name, told in heard.items() if tasks[name]}
+    findings += compare(facts, min(facts, default="")) if facts else []
+    for stranger in sorted(board.strangers):
+        findings.append(Finding("doctor", stranger, False, "the doctor there has another topology file"))
+    return Verdict(tuple(findings), read_results(dict(board.values), everyone, settings.limit_s))
+
+
+def _until(board: Board, names: Sequence[str], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and not all(name in board.values for name in names):
+        time.sleep(_POLL_S)
+
+
+def _step_s(tasks: Sequence[Task], step: str, settings: Settings) -> float:
+    """How long a step may take: a probe tries its links one by one, and its edges too once they are connected."""
+    links = max((len(task.links) for task in tasks), default=0)
+    edges = max((len(task.peers) for task in tasks), default=0)
+    turns = {"link": links, "edges": 1 + edges}
+    return settings.limit_s * turns.get(step, 1) + _GRACE_S
+
+
+def _longest_s(tasks: dict[str, list[Task]], settings: Settings) -> float:
+    everyone = [task for of_node in tasks.values() for task in of_node]
+    return sum(_step_s(everyone, step, settings) for step in STEPS)
+
+
+def _heads(plan: Plan) -> tuple[int, ...]:
+    """KV heads of each layer, or nothing when the model cannot be read here: `check_node` says why."""
+    from baton.engine.checkpoint import read_model_config
+
+    try:
+        config = read_model_config(resolve_model(plan.model))
+    except (StartupError, OSError):
+        return ()
+    return (config.num_kv_heads,) * config.num_layers

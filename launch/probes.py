@@ -1,0 +1,140 @@
+"""What the doctor tries on a plan, and what its probes are told. Pure.
+
+One probe stands for each rank, on the rank's node and with its address and ports. All go through the same steps, each
+with a limit of its own:
+
+1. rendezvous   a worker's ranks meet in a store at the leader's rendezvous address
+2. all-reduce   every two of them can dial each other; then a sum over all
+3. link         a prefill leader dials a decode worker's link port
+4. edges        each prefill rank and each decode rank that share KV heads connect and move bytes
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from baton.core.commands import Role
+from baton.core.reshard import reshard
+from launch.plan import Plan
+
+STEPS = ("rendezvous", "all-reduce", "link", "edges")
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A rank of a worker and the address of its node."""
+
+    worker: str
+    rank: int
+    host: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.worker}.{self.rank}"
+
+    def __str__(self) -> str:
+        return f"{self.worker} rank {self.rank} ({self.host})"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one probe does. `ranks` are those of its worker, itself included; `peers` the ranks at the other ends of its
+    edges; `links` the decode workers whose link it dials, or its own name where it listens."""
+
+    me: Rank
+    role: Role
+    ranks: tuple[Rank, ...]
+    peers: tuple[Rank, ...]
+    links: tuple[str, ...]
+    rendezvous_port: int
+    link_port: int
+    store_port: int
+    device: str
+    local_rank: int
+    limit_s: float
+
+    @property
+    def leads(self) -> bool:
+        return self.me.rank == 0
+
+    def expected(self, step: str) -> list[str]:
+        """The names under which it leaves its results of a step."""
+        if step in ("rendezvous", "all-reduce"):
+            return [f"{step}/{self.me.key}"] if len(self.ranks) > 1 else []
+        if self.role == "decode":
+            return []
+        if step == "link":
+            return [f"link/{self.me.worker}/{name}" for name in self.links]
+        return [edge_key(self.me, peer) for peer in self.peers]
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def task_from_json(fields: dict[str, Any]) -> Task:
+    """The other way round."""
+    me, ranks, peers = fields.pop("me"), fields.pop("ranks"), fields.pop("peers")
+    links = tuple(fields.pop("links"))
+    return Task(
+        Rank(**me), ranks=tuple(Rank(**r) for r in ranks), peers=tuple(Rank(**r) for r in peers), links=links, **fields
+    )
+
+
+def edge_key(prefill: Rank, decode: Rank) -> str:
+    """The name of an edge's result."""
+    return f"edge/{prefill.key}/{decode.key}"
+
+
+def make_tasks(plan: Plan, heads_per_layer: tuple[int, ...], limit_s: float) -> dict[str, list[Task]]:
+    """The tasks of each node. Without `heads_per_layer` (no model here) every prefill rank gets an edge to every decode
+    rank."""
+    ranks = {worker.name: _ranks(plan, worker.name) for worker in plan.topology.workers}
+    tasks: dict[str, list[Task]] = {node.name: [] for node in plan.topology.nodes}
+    for part in plan.parts:
+        worker = part.worker
+        others = [other for other in plan.topology.workers if other.role != worker.role]
+        for local in range(part.ranks):
+            me = ranks[worker.name][part.node_rank * part.ranks + local]
+            peers = []
+            for other in others:
+                sizes = (worker.tensor_parallel, other.tensor_parallel)
+                for p, d in _pairs(heads_per_layer, *(sizes if worker.role == "prefill" else sizes[::-1])):
+                    mine, theirs = (p, d) if worker.role == "prefill" else (d, p)
+                    if mine == me.rank:
+                        peers.append(ranks[other.name][theirs])
+            shift = me.rank % max(len(peers), 1)  # so that not all begin with the same peer
+            links = [other.name for other in others] if worker.role == "prefill" else [worker.name]
+            task = Task(
+                me,
+                worker.role,
+                ranks[worker.name],
+                (*peers[shift:], *peers[:shift]),
+                tuple(links) if me.rank == 0 else (),
+                worker.rendezvous_port,
+                worker.link_port,
+                worker.store_port,
+                str(worker.options.get("device", "auto")),
+                local,
+                limit_s,
+            )
+            tasks[part.node.name].append(task)
+    return tasks
+
+
+def plan_digest(plan: Plan) -> str:
+    """Equal for equal plans: what two nodes must agree on before they measure anything together."""
+    return hashlib.sha256(repr((plan.topology, plan.model)).encode()).hexdigest()
+
+
+def _ranks(plan: Plan, worker: str) -> tuple[Rank, ...]:
+    parts = [part for part in plan.parts if part.worker.name == worker]
+    hosts = [part.node.address for part in parts for _ in range(part.ranks)]
+    return tuple(Rank(worker, rank, host) for rank, host in enumerate(hosts))
+
+
+def _pairs(heads: tuple[int, ...], prefill_tp: int, decode_tp: int) -> list[tuple[int, int]]:
+    if not heads:
+        return [(p, d) for d in range(decode_tp) for p in range(prefill_tp)]
+    return [(edge.prefill_rank, edge.decode_rank) for edge in reshard(heads, prefill_tp, decode_tp)]

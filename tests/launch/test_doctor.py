@@ -1,0 +1,227 @@
+"""`baton doctor` with real probes: a healthy cluster, and pairs that cannot reach each other."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from baton.core.config import WorkerConfig
+from baton.core.errors import StartupError
+from baton.options import read_config_file
+from launch.board import Board, BoardClient
+from launch.doctor_checks import Finding, compare
+from launch.doctor_report import Measured, Verdict, print_verdict, read_results
+from launch.plan import Plan, make_plan
+from launch.probes import STEPS, Task, make_tasks, plan_digest, task_from_json
+from launch.topology import parse_topology
+from tests.support.checkpoints import make_checkpoint
+from tests.support.topologies import free_ports, loopback_topology
+
+DOCTOR = (sys.executable, "-m", "launch.cli", "doctor")
+
+
+def plan_of(topology: Path) -> Plan:
+    return make_plan(parse_topology(read_config_file(str(topology))), "m", "m")
+
+
+def run(*words: object, prefix: Sequence[str] = (), timeout: float = 110) -> tuple[int, str]:
+    done = subprocess.run(
+        [*prefix, *DOCTOR, *map(str, words)], capture_output=True, text=True, timeout=timeout, env=os.environ
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_tasks_cover_every_rank_and_both_ends_of_every_edge(tmp_path: Path) -> None:
+    plan = plan_of(loopback_topology(tmp_path / "t.toml", "m", tensor_parallel=4))
+    tasks = make_tasks(plan, (2, 2), 10.0)
+    assert {name: [task.me.key for task in found] for name, found in tasks.items()} == {
+        "a": ["prefill-0.0", "prefill-0.1"],
+        "b": ["prefill-0.2", "prefill-0.3", "decode-0.0"],
+    }
+    everyone = [task for found in tasks.values() for task in found]
+    senders = {(task.me.key, peer.key) for task in everyone if task.role == "prefill" for peer in task.peers}
+    takers = {(peer.key, task.me.key) for task in everyone if task.role == "decode" for peer in task.peers}
+    assert senders == takers == {("prefill-0.0", "decode-0.0"), ("prefill-0.2", "decode-0.0")}  # a replica of each head
+    everything = make_tasks(plan, (), 10.0)["b"][-1]
+    assert len(everything.peers) == 4
+    assert all(task_from_json(task.as_json()) == task for task in everyone)
+
+
+def test_plans_that_differ_have_other_digests(tmp_path: Path) -> None:
+    plan = plan_of(loopback_topology(tmp_path / "t.toml", "m"))
+    assert plan_digest(plan) == plan_digest(plan_of(tmp_path / "t.toml")) != plan_digest(replace(plan, model="n"))
+
+
+def test_a_stranger_reads_and_writes_nothing() -> None:
+    with Board("127.0.0.1", 0, "mine") as board:
+        friend, stranger = (BoardClient(*board.address, digest) for digest in ("mine", "other"))
+        friend.put("x", {"a": 1})
+        assert friend.get("x") == {"a": 1} and friend.get("y") is None
+        for call in (lambda: stranger.get("x"), lambda: stranger.put("x", 2)):
+            with pytest.raises(PermissionError, match="another topology"):
+                call()
+        assert board.values == {"x": {"a": 1}} and board.strangers == {"127.0.0.1"}
+        with pytest.raises(StartupError, match="cannot listen"):
+            Board("127.0.0.1", board.address[1], "mine")
+
+
+def test_what_is_not_equal_is_named_with_its_node() -> None:
+    facts = {"a": {"torch": "2", "model digest": "x"}, "b": {"torch": "1", "model digest": "x"}}
+    assert compare(facts, "a") == [Finding("equal", "b", False, "torch is 1, but 2 on node a")]
+
+
+def results(tmp_path: Path) -> tuple[dict[str, object], list[Task]]:
+    plan = plan_of(loopback_topology(tmp_path / "t.toml", "m", tensor_parallel=2))
+    tasks = [task for found in make_tasks(plan, (), 10.0).values() for task in found]
+    values: dict[str, object] = {f"here/{task.me.key}": {} for task in tasks}
+    return values | {name: {"seconds": 0.01} for t in tasks for step in STEPS for name in t.expected(step)}, tasks
+
+
+def test_the_pair_that_fails_is_named_with_what_to_check(tmp_path: Path) -> None:
+    values, tasks = results(tmp_path)
+    assert Verdict((), read_results(values, tasks, 10.0)).ok
+    values["edge/prefill-0.1/decode-0.0"] = {"error": "no answer"}
+    values["end/decode-0.0/prefill-0.1"] = {"error": "nobody came"}
+    verdict = Verdict((), read_results(values, tasks, 10.0))
+    (failed,) = (found for found in verdict.measured if found.error)
+    assert failed.between == "prefill-0 rank 1 (127.0.0.2) → decode-0 rank 0 (127.0.0.2)"
+    assert failed.error == "no answer; at the other end: nobody came"
+    out = io.StringIO()
+    print_verdict(Verdict.from_json(verdict.as_json()), Console(file=out, width=150))
+    assert "1 of 7 checks failed" in out.getvalue() and "check: edges need" in out.getvalue()
+
+
+def test_a_probe_that_never_came_up_is_named(tmp_path: Path) -> None:
+    values, tasks = results(tmp_path)
+    for name in ("here/decode-0.0", "edge/prefill-0.0/decode-0.0", "edge/prefill-0.1/decode-0.0"):
+        del values[name]
+    errors = {found.error for found in read_results(values, tasks, 10.0) if found.error}
+    assert errors == {"no probe came up for decode-0 rank 0 (127.0.0.2)"}
+    assert Measured("edge", "x", "e").error
+
+
+@pytest.mark.cluster
+def test_a_healthy_cluster_passes(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "m", "llama")
+    code, text = run("--topology", loopback_topology(tmp_path / "t.toml", model, tensor_parallel=2))
+    assert code == 0, text
+    lines = [line.split() for line in text.splitlines()]
+    assert sum(words[:1] == ["rendezvous"] for words in lines) == 2
+    assert sum(words[:1] == ["all-reduce"] and "MB/s" in words for words in lines) == 2
+    edges = [words for words in lines if words[:1] == ["edge"]]
+    assert len(edges) == 2 and all("ok" in words and "MB/s" in words and "ms" in words for words in edges)
+    assert "checks passed" in text
+
+
+@pytest.mark.cluster
+def test_a_taken_port_is_found_on_its_node(tmp_path: Path) -> None:
+    topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"))
+    port = plan_of(topology).topology.workers[1].store_port
+    with socket.create_server(("127.0.0.2", port)):
+        code, text = run("--topology", topology, "--limit-s", "4")
+    assert code == 1
+    assert f"node b: port {port} on 127.0.0.2 is in use; choose another with --store-port of decode-0" in text
+    assert "decode-0 cannot open its ports" in text
+
+
+@pytest.mark.cluster
+def test_a_node_without_a_doctor_is_named(tmp_path: Path) -> None:
+    topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"))
+    code, text = run("--topology", topology, "--node", "a", "--wait-s", "4", "--limit-s", "2")
+    assert code == 1 and "node b: no doctor answered within 4 s" in text
+    assert "no probe came up for decode-0 rank 0 (127.0.0.2)" in text
+    code, text = run("--topology", topology, "--node", "b", "--wait-s", "1", "--limit-s", "2")
+    assert code == 3 and "node b cannot reach the doctor of node a at 127.0.0.1" in text
+
+
+class Namespaces:
+    """Three nodes as network namespaces on one bridge; needs root."""
+
+    def __init__(self) -> None:
+        self.tag = uuid.uuid4().hex[:6]
+        self.names = [f"bd{self.tag}{node}" for node in "abc"]
+        self.bridge = f"br{self.tag}"
+        self.ip("link", "add", self.bridge, "type", "bridge")
+        self.ip("link", "set", self.bridge, "up")
+        for index, name in enumerate(self.names, 1):
+            self.ip("netns", "add", name)
+            self.ip("link", "add", f"v{self.tag}{index}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            self.ip("link", "set", f"v{self.tag}{index}", "master", self.bridge, "up")
+            self.ip("-n", name, "addr", "add", f"10.98.0.{index}/24", "dev", "eth0")
+            self.ip("-n", name, "link", "set", "eth0", "up")
+            self.ip("-n", name, "link", "set", "lo", "up")
+
+    def ip(self, *words: str) -> None:
+        subprocess.run(["ip", *words], check=True, timeout=10, capture_output=True)
+
+    def close(self) -> None:
+        for name in self.names:
+            with contextlib.suppress(subprocess.SubprocessError):
+                self.ip("netns", "del", name)
+        with contextlib.suppress(subprocess.SubprocessError):
+            self.ip("link", "del", self.bridge)
+
+
+@pytest.fixture
+def namespaces() -> Iterator[Namespaces]:
+    try:
+        made = Namespaces()
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"network namespaces are not allowed here: {error}")
+    yield made
+    made.close()
+
+
+@pytest.mark.cluster
+def test_a_pair_whose_packets_are_lost_is_named_within_the_limit(tmp_path: Path, namespaces: Namespaces) -> None:
+    """b reaches a, a reaches c, and what b sends to c vanishes, as behind a firewall that drops."""
+    model, (port, link, store) = make_checkpoint(tmp_path / "m", "llama"), free_ports(3)
+    token = tmp_path / "token"
+    token.write_text("x" * 64)
+    knows_tokens = any(f.name == "cluster_token_file" for f in fields(WorkerConfig))
+    secret = f'cluster_token_file = "{token}"' if knows_tokens else ""
+    nodes = "".join(f'[[nodes]]\nname = "{n}"\naddress = "10.98.0.{i}"\n' for i, n in enumerate("abc", 1))
+    topology = tmp_path / "t.toml"
+    topology.write_text(
+        f'model = "{model}"\n[options]\ndevice = "cpu"\n{secret}\n{nodes}'
+        f'[coordinator]\nnode = "a"\ncontrol_port = {port}\n[[prefill]]\nnode = "b"\n[[decode]]\nnode = "c"\n'
+        f"link_port = {link}\nstore_port = {store}\n"
+    )
+    lost = ("neigh", "replace", "10.98.0.3", "lladdr", "02:00:00:00:00:01", "dev", "eth0", "nud", "permanent")
+    namespaces.ip("-n", namespaces.names[1], *lost)
+    began = time.monotonic()
+    doctors = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, *DOCTOR, "--topology", str(topology), "--limit-s", "5"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        for name in namespaces.names
+    ]
+    try:
+        texts = [doctor.communicate(timeout=90)[0] for doctor in doctors]
+    finally:
+        for doctor in doctors:
+            if doctor.poll() is None:
+                os.killpg(doctor.pid, signal.SIGKILL)
+    assert [doctor.returncode for doctor in doctors] == [1, 1, 1], texts
+    assert time.monotonic() - began < 80
+    for text in texts:
+        assert "edge prefill-0 rank 0 (10.98.0.2) → decode-0 rank 0 (10.98.0.3): " in text, text
+        assert f"10.98.0.3:{store}" in text and f"10.98.0.3:{link}" in text and "firewall" in text
+        assert "2 of " in text  # the link and the edge, and nothing else
