@@ -6,18 +6,17 @@ import os
 import platform
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from baton.core.config import WorkerConfig
 from baton.core.errors import StartupError
 from baton.model_source import resolve_model
+from baton.token_file import read_token
 from launch.members import is_own
 from launch.plan import COORDINATOR, Plan
 from launch.up import check_free
 
-_TOKEN = "cluster_token_file"
 _LIBRARIES = ("torch", "grpcio", "xxhash")
 
 
@@ -104,20 +103,21 @@ def _cores(name: str, pinned: set[int], wanted: int) -> Finding:
 
 
 def _token(plan: Plan, name: str) -> list[Finding]:
-    """Off loopback the members of this node need a readable token file, where this release has such an option."""
-    if not any(f.name == _TOKEN for f in fields(WorkerConfig)):
-        return []
+    """Off loopback the members of this node need a token file; one that is named must be good."""
     told = {part.name: part.worker.options for part in plan.parts if part.node.name == name}
     if plan.topology.coordinator.node == name:
         told[COORDINATOR] = plan.topology.coordinator.options
+    from_environment = os.environ.get("BATON_CLUSTER_TOKEN_FILE", "")
     findings = []
-    for path in sorted({str(options.get(_TOKEN, "")) for options in told.values()}):
-        if path:
-            readable = os.access(path, os.R_OK) and Path(path).is_file()
-            what = path if readable else f"{_TOKEN} {path} cannot be read"
-            findings.append(Finding("token", name, readable, what))
-        elif any(not _is_loopback(node.address) for node in plan.topology.nodes):
-            findings.append(Finding("token", name, False, f"off loopback every member needs {_TOKEN}"))
+    for path in sorted({str(options.get("cluster_token_file", from_environment)) for options in told.values()}):
+        try:
+            if path:
+                read_token(path)
+                findings.append(Finding("token", name, True, path))
+            elif not all(_is_loopback(node.address) for node in plan.topology.nodes):
+                findings.append(Finding("token", name, False, "off loopback every member needs cluster_token_file"))
+        except StartupError as error:
+            findings.append(Finding("token", name, False, error.message))
     return findings
 
 
