@@ -76,11 +76,18 @@ def _memory(plan: Plan, console: Console) -> None:
     except StartupError as error:
         console.print(f"not known here: {error.message}", highlight=False)
         return
-    table = _table("member", "parameters MiB", "KV MiB", "KV blocks", "edges", "edge buffers MiB")
+    table = _table("member", "parameters MiB", "KV MiB", "KV blocks", "edges", "edge buffers MiB", "staging MiB")
     for part in plan.parts:
         found = rank_memory(plan, part, config)
         kv = (_mib(found.kv_bytes), str(found.kv_blocks)) if found.kv_bytes else ("85 % of what is free", "?")
-        table.add_row(part.name, _mib(found.parameter_bytes), *kv, str(found.edges), _mib(found.edge_bytes))
+        table.add_row(
+            part.name,
+            _mib(found.parameter_bytes),
+            *kv,
+            str(found.edges),
+            _mib(found.edge_bytes),
+            _mib(found.staging_bytes),
+        )
     console.print(table)
 
 

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.core.config import WorkerConfig
 from baton.core.errors import StartupError
 from baton.core.kv_layout import DTYPE_BYTES
 from baton.core.model_config import ModelConfig
@@ -18,6 +19,7 @@ from baton.engine.checkpoint import read_model_config
 from baton.engine.device import choose_device, choose_dtype, default_kv_bytes
 from baton.engine.runner import DEFAULT_SEQUENCES
 from baton.engine.weights import EMBEDDING, HEAD, expected_tensors
+from baton.transfer.edge_kinds import choose_edges
 from launch.plan import Part, Plan
 
 EDGE_CHANNELS = 4
@@ -29,13 +31,14 @@ CHANNEL_BYTES = 4 << 20
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """Bytes of one rank. `kv_blocks` is 0 where only the running worker can tell (a share of a GPU's free memory).
-    `edge_bytes` is 0 on CPU, where an edge has no buffers of its own."""
+    `edge_bytes` is what NCCL keeps for its edges, 0 on Gloo; `staging_bytes` the most for KV on its way."""
 
     parameter_bytes: int
     kv_bytes: int
     kv_blocks: int
     edges: int
     edge_bytes: int
+    staging_bytes: int
 
 
 def rank_memory(plan: Plan, part: Part, config: ModelConfig, local_rank: int = 0) -> RankMemory:
@@ -64,13 +67,16 @@ def rank_memory(plan: Plan, part: Part, config: ModelConfig, local_rank: int = 0
     if budget and blocks < mine.blocks_for(_number(options.get("max_model_len", 0)) or 1):
         raise StartupError(f"{part.name}: KV memory of {budget / 2**20:.1f} MiB a rank is too small for one sequence")
     edges = _edges(plan, part, config, rank)
-    channel_bytes = EDGE_CHANNELS * CHANNEL_BYTES if device.type == "cuda" else 0
+    kind = choose_edges(str(options.get("edge_kind", "auto")), device)
+    channel_bytes = EDGE_CHANNELS * CHANNEL_BYTES if kind == "nccl" else 0
+    staging_mib = float(str(options.get("staging_mib", WorkerConfig().staging_mib)))
     return RankMemory(
         parameter_bytes(config, size, rank, DTYPE_BYTES[dtype]),
         (blocks + 1) * mine.bytes_per_block if budget else 0,
         blocks,
         edges,
         edges * channel_bytes,
+        round(staging_mib * (1 << 20)) // size,
     )
 
 

@@ -143,6 +143,8 @@ def make_plan(topology: Topology, model: str, served_name: str) -> Plan:
         StartupError: two members want one port, or several workers share a node that does not say how many cores it
             has.
     """
+    if any(_shares_a_gpu(topology, node) for node in topology.nodes):  # NCCL takes no two ranks on one GPU
+        topology = replace(topology, workers=tuple(map(_on_gloo, topology.workers)))
     placed: dict[tuple[str, str], tuple[Placement, str]] = {}
     for node in topology.nodes:
         here = [worker for worker in topology.workers if node.name in worker.nodes]
@@ -166,9 +168,6 @@ def local_topology(config: UpConfig, cores: Sequence[int], gpus: Sequence[str]) 
     shared = {name: getattr(config, name) for name in WORKER_FIELDS}
     if config.threads:
         shared["threads"] = config.threads
-    ranks = config.prefill * config.ranks("prefill") + config.decode * config.ranks("decode")
-    if config.edge_kind == "auto" and 0 < len(node.gpus) < ranks:
-        shared["edge_kind"] = "gloo"  # NCCL takes no two ranks on one GPU
     workers = []
     for role, count in zip(ROLES, (config.prefill, config.decode), strict=True):
         own = {**shared, "block_size": config.blocks_of(role)}
@@ -225,6 +224,18 @@ def _gpus(node: Node, workers: Sequence[WorkerPlace]) -> list[str]:
     ]
     found = zip(workers, on_gpu, assign_gpus(in_turn, node.gpus), strict=True)
     return [",".join(worker.devices) or given if asked else "" for worker, asked, given in found]
+
+
+def _shares_a_gpu(topology: Topology, node: Node) -> bool:
+    on_gpu = [w for w in topology.workers if node.name in w.nodes and w.options.get("device") != "cpu"]
+    return 0 < len(node.gpus) < sum(worker.tensor_parallel // len(worker.nodes) for worker in on_gpu)
+
+
+def _on_gloo(worker: WorkerPlace) -> WorkerPlace:
+    """The worker with KV moved by Gloo, unless it says otherwise."""
+    if worker.options.get("edge_kind", "auto") != "auto":
+        return worker
+    return replace(worker, options={**worker.options, "edge_kind": "gloo"})
 
 
 def _check_collisions(plan: Plan) -> None:

@@ -26,9 +26,9 @@ from baton.engine.device import choose_device
 from baton.engine.parallel import connect, open_store
 from baton.process import die_with_parent
 from baton.transfer.edge import EdgeSpec, edge_prefix
+from baton.transfer.edge_kinds import EDGES, buffer_device, choose_edges
 from baton.transfer.edge_thread import EdgeWorker
-from baton.transfer.gloo import GlooEdge
-from baton.transfer.nccl import NcclEdge, configure_watchdog
+from baton.transfer.nccl import configure_watchdog
 from baton.transfer.store import EdgeStore
 from launch.board import BoardClient
 from launch.probes import STEPS, Rank, Task, edge_key, task_from_json
@@ -47,13 +47,16 @@ class Probe:
         self.task, self.board = task, board
         self._kept = ExitStack()
         self._store: Any = None
-        self._device = torch.device("cpu")
+        self._device = self._buffers = torch.device("cpu")
+        self._make_edge = EDGES["gloo"]
         self._inner_s = task.limit_s * _INNER_SHARE
 
     def run(self) -> None:
         task = self.task
         configure_watchdog()
         self._device = choose_device(task.device, False, task.local_rank)
+        kind = choose_edges(task.edge_kind, self._device)
+        self._make_edge, self._buffers = EDGES[kind], buffer_device(kind, self._device)
         self.board.put(f"here/{task.me.key}", {"pid": os.getpid()})
         steps = (self._rendezvous, self._all_reduce, self._link, self._edges)
         for name, step in zip(STEPS, steps, strict=True):
@@ -176,9 +179,9 @@ class Probe:
                 task.me.host,
                 connect_timeout_s=task.limit_s * _EDGE_SHARE,
                 operation_timeout_s=task.limit_s,
-                device=str(self._device),
+                device=str(self._buffers),
             )
-            edge = EdgeWorker(spec, GlooEdge if self._device.type == "cpu" else NcclEdge)
+            edge = EdgeWorker(spec, self._make_edge)
             await edge.connect()
             return edge
         except BatonError as error:
@@ -198,7 +201,7 @@ class Probe:
         await asyncio.to_thread(self._put, edge_key(self.task.me, peer), result)
 
     async def _timed(self, edge: EdgeWorker, count: int) -> float:
-        buf = _pattern(count).to(self._device)
+        buf = _pattern(count).to(self._buffers)
         began = time.monotonic()
         await edge.send(buf)
         return time.monotonic() - began
@@ -208,7 +211,7 @@ class Probe:
             return
         try:
             for count in (*[SMALL_BYTES] * SMALL_TIMES, *[LARGE_BYTES] * LARGE_TIMES):
-                buf = torch.empty(count, dtype=torch.uint8, device=self._device)
+                buf = torch.empty(count, dtype=torch.uint8, device=self._buffers)
                 await edge.recv(buf, self.task.limit_s * (1 + len(self.task.peers)))
                 if not torch.equal(buf.cpu(), _pattern(count)):
                     raise HandoffError("the bytes that came are not those that were sent")

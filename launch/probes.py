@@ -52,6 +52,7 @@ class Task:
     link_port: int
     store_port: int
     device: str
+    edge_kind: str
     local_rank: int
     limit_s: float
 
@@ -116,6 +117,7 @@ def make_tasks(plan: Plan, heads_per_layer: tuple[int, ...], limit_s: float) -> 
                 worker.link_port,
                 worker.store_port,
                 str(worker.options.get("device", "auto")),
+                str(worker.options.get("edge_kind", "auto")),
                 local,
                 limit_s,
             )
