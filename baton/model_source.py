@@ -25,7 +25,7 @@ def resolve_model(model: str) -> Path:
         StartupError: nothing usable is there; one line that names it.
     """
     if model == "builtin":
-        return _with_config(builtin_directory("target"), "the built-in model")
+        return _with_config(builtin_directory("target").resolve(), "the built-in model")
     path = Path(model).expanduser()
     if path.is_dir():
         return _with_config(path.resolve(), f"model directory {model}")
@@ -34,6 +34,20 @@ def resolve_model(model: str) -> Path:
     if _HUB_NAME.fullmatch(model):
         return _with_config(_from_hub(model), f"hub model {model}")
     raise StartupError(f"model directory {model} does not exist")
+
+
+def resolve_draft(draft: str, model: Path) -> Path | None:
+    """The draft's checkpoint directory for a model's; None when no model guesses (`none`, `ngram`).
+
+    Raises:
+        StartupError: nothing usable is there; one line that names it.
+    """
+    if draft in ("none", "ngram"):
+        return None
+    if draft == "auto":
+        builtin = model == builtin_directory("target").resolve()
+        return _with_config(builtin_directory("draft").resolve(), "the built-in draft") if builtin else None
+    return resolve_model(draft)
 
 
 def served_name(model: str) -> str:

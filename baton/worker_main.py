@@ -179,7 +179,7 @@ def _engine_options(config: WorkerConfig, ranks: Ranks) -> EngineOptions:
         block_size=config.block_size,
         kv_memory_bytes=round(config.kv_memory_gib * (1 << 30)) or None,
         max_model_len=config.max_model_len or None,
-        max_num_tokens=max(config.step_tokens, config.max_running, 512),
+        max_num_tokens=max(config.step_tokens + 16 * config.max_running, 512),
         host=config.host,
         edge_kind=config.edge_kind,
     )

@@ -159,6 +159,7 @@ class Cluster:
                 self.dispatcher.prefilled(t.sequence.request_id)
                 live.stage = "decode"
             else:
+                live.speculation = t.speculation or live.speculation
                 live.decode_worker = worker  # it speaks, though its hand-over may not have been told yet
             if live.journal.finish is not None:
                 self._settle(live, "done")

@@ -166,6 +166,14 @@ def _finished(delta: Delta) -> serving_pb2.GenerateResponse:
                 decode_s=t.decode_s,
             ),
             first_token_s=t.first_token_s,
+            speculation=None
+            if (s := delta.usage.speculation) is None
+            else types_pb2.SpeculationCounters(
+                steps=s.steps,
+                drafted_tokens=s.drafted_tokens,
+                accepted_tokens=s.accepted_tokens,
+                forced=s.forced,
+            ),
             prefill_worker=t.prefill_worker,
             decode_worker=t.decode_worker,
         )

@@ -6,7 +6,7 @@ of building and dumping an object per token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import orjson
@@ -170,7 +170,12 @@ class ChatRender(Render):
 
 def usage_object(usage: Usage | None) -> dict[str, Any]:
     usage = usage or Usage(0, 0)
-    return {
+    guessed: dict[str, Any] = {}
+    if (s := usage.speculation) is not None:
+        wrong = s.drafted_tokens - s.accepted_tokens
+        details = {"accepted_prediction_tokens": s.accepted_tokens, "rejected_prediction_tokens": wrong}
+        guessed = {"completion_tokens_details": details, "speculation": asdict(s)}
+    return guessed | {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from baton.core.commands import Target
 from baton.core.errors import BatonError, DeadlineExceeded, HandoffError, KVCorrupt, Unavailable, WorkerLost
-from baton.core.events import SequenceEnded, StageStamps, TokenEvent
+from baton.core.events import SequenceEnded, SpeculationCounters, StageStamps, TokenEvent
 from baton.core.request import FinishReason, GenerateRequest, SequenceId
 from coordinator.policy.journal import Appended, Journal
 from coordinator.submission import Timeline
@@ -52,6 +52,7 @@ class Live:
     queued_at: float = 0.0
     queued_s: float = 0.0
     stamps: StageStamps = field(default_factory=StageStamps)
+    speculation: SpeculationCounters | None = None
 
     @property
     def request(self) -> GenerateRequest:

@@ -155,6 +155,8 @@ class Members:
         if not self.registry.heard(worker, incarnation, load, time.monotonic()):
             log.warning("%s is fenced: its lease has run out", worker)
             return False
+        if load is not None:
+            self._dispatcher.told(worker, load.blocks_free, load.preempted)
         match message:
             case StepEvents():
                 self._owner.events(worker, message)

@@ -102,7 +102,8 @@ class Pipeline:
         if stopped is None and finish == "stop" and last in live.request.sampling.stop_token_ids:
             reason = last
         prompt_tokens = len(live.request.prompt)
-        usage = Usage(prompt_tokens, completion_tokens=total, cached_tokens=min(live.cached_tokens, prompt_tokens))
+        cached = min(live.cached_tokens, prompt_tokens)
+        usage = Usage(prompt_tokens, completion_tokens=total, cached_tokens=cached, speculation=live.speculation)
         return replace(delta, finish_reason=finish, stop_reason=reason, usage=usage, timeline=live.timeline())
 
     def ready(self) -> tuple[bool, str]:

@@ -10,10 +10,11 @@ from baton.worker_main import MakeWorker, Worker, worker_main
 
 
 def _load() -> MakeWorker:
+    from decode.draft_model import prepare
     from decode.worker import DecodeWorker
 
     def make(config: WorkerConfig, crew: Any, facts: WorkerFacts) -> Worker:
-        return DecodeWorker(config, crew.runner, facts, crew.pids, crew.ends)
+        return DecodeWorker(config, crew.runner, facts, crew.pids, crew.ends, *prepare(config, crew.runner))
 
     return make
 

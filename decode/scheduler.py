@@ -1,14 +1,17 @@
 """Which sequences a decode worker advances next: continuous batching, pure.
 
-A sequence reserves at its offer all blocks it can ever need (prompt and every output token), so what was accepted can
-always finish. While its KV arrives it is RECEIVING and holds its blocks exclusively; with the last chunk it is READY
-and joins the batch at the next step, starting at token 2. Sequences join and leave between steps.
+A sequence is accepted when blocks for its prompt are free and it could finish here alone. While its KV arrives it is
+RECEIVING and holds its blocks exclusively; with the last chunk it is READY and joins the batch at the next step,
+starting at token 2. Blocks are added as tokens come. When none is free, whoever ranks last gives its blocks up
+(PREEMPTED); later its tokens are computed again, as long rows in chunks that fit the step's time.
+
+Rank is the `priority` number, lower first, then the turn, older first. Who ranks first always gets what it needs, so it
+finishes; and one that has waited for PATIENCE_S is given the first turn of its priority, so each ranks first in time.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from baton.core.blocks import BlockTable, Holder
 from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
@@ -17,6 +20,13 @@ from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Sequence, State
 from baton.core.step import Row, StepOutcome, StepPlan, check_outcome
+from decode.entry import Entry, Times
+from decode.speculation import Speculation
+
+PATIENCE_S = 1.0
+TURN_TOKENS = 16  # who was given the first turn keeps it at least until it has generated that many more
+_ROOM_TOKENS = 64  # a preempted sequence comes back when there is room for that many new tokens, too
+_HOLDING = (State.READY, State.RUNNING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,65 +35,51 @@ class DecodeResult:
     ended: tuple[SequenceEnded, ...] = ()
 
 
-@dataclass(slots=True)
-class _Times:
-    reserved_at: float
-    received_at: float | None = None
-    running_at: float | None = None
-
-
-@dataclass(slots=True)
-class _Entry:
-    sequence: Sequence
-    times: _Times
-    # Output index from which tokens are still to be told; the first event repeats the token that prefill sampled.
-    untold: int = field(default=0)
-    # KV is still being written into the blocks of an aborted sequence.
-    in_flight: bool = False
-
-
 class DecodeScheduler:
-    """Complete state: `_ready` and `_running` in order, `_entries` for these and the receiving, `blocks`, and the one
-    outstanding `_plan`."""
+    """Complete state: `_entries`, whose states say who is where, `blocks`, `speculation`, `_favoured` (for each
+    priority who was given the first turn, and its output then), and the one outstanding `_plan` with its beginning."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, max_running: int) -> None:
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, max_running: int, speculation: Speculation | None = None
+    ) -> None:
         self.layout = layout
         self.blocks = BlockTable(num_blocks)
         self.max_running = max_running
-        self._ready: deque[SequenceId] = deque()
-        self._running: list[SequenceId] = []
-        self._entries: dict[SequenceId, _Entry] = {}
+        self.speculation = speculation or Speculation()
+        self._entries: dict[SequenceId, Entry] = {}
+        self._favoured: dict[int, tuple[SequenceId, int]] = {}
         self._plan: StepPlan | None = None
+        self._began_at = 0.0
         self._next_step = 1
+        self._next_turn = 1
         self.prompt_tokens_computed = 0
         self.tokens_generated = 0
+        self.preemptions = 0
 
     def __repr__(self) -> str:
-        receiving = len(self._entries) - len(self._ready) - len(self._running)
-        return (
-            f"<DecodeScheduler {len(self._running)} running, {len(self._ready)} ready, {receiving} receiving"
-            f" | {self.blocks!r} | step {self._next_step - 1}>"
-        )
+        counts = ", ".join(f"{len(self._in(s))} {s.value}" for s in (State.RUNNING, State.READY, State.RECEIVING))
+        return f"<DecodeScheduler {counts} | {self.blocks!r} | step {self._next_step - 1}>"
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._in(State.RUNNING))
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that do not generate yet: receiving or ready."""
-        return len(self._entries) - len(self._running)
+        """Sequences that do not generate now: receiving, ready or preempted."""
+        return len(self._entries) - self.num_running
+
+    @property
+    def num_preempted(self) -> int:
+        return len(self._in(State.PREEMPTED))
 
     @property
     def num_sequences(self) -> int:
         return len(self._entries)
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self._ready or self._running)
-
     def reserve(self, request: GenerateRequest, now: float) -> tuple[int, ...]:
-        """Takes the blocks of a sequence whose KV is to come, and returns them in order.
+        """Takes the blocks for KV that is to come, and returns them in order. One block for each sequence that is here
+        must stay free, and what was preempted comes first.
 
         Raises:
             DuplicateRequest: this attempt is already here.
@@ -92,18 +88,25 @@ class DecodeScheduler:
         sequence_id = request.sequence_id
         if sequence_id in self._entries:
             raise DuplicateRequest(f"sequence {sequence_id} is already on this worker")
-        needed = self.layout.blocks_for(request.max_total_tokens)
-        if needed > self.blocks.num_blocks:
+        most = self.layout.blocks_for(request.max_total_tokens)
+        if most > self.blocks.num_blocks:
             raise Unavailable(
-                f"{request.max_total_tokens} tokens need {needed} KV blocks; this decode worker has"
+                f"{request.max_total_tokens} tokens need {most} KV blocks; this decode worker has"
                 f" {self.blocks.num_blocks}",
                 code="exceeds_pool",
             )
-        blocks = self.blocks.allocate(needed, Holder("receiving", sequence_id))
+        needed = self.layout.blocks_for(request.num_prefill_tokens)
+        waiting = self.num_preempted
+        blocks = None
+        if not waiting and needed + len(self._entries) <= self.blocks.num_free:
+            blocks = self.blocks.allocate(needed, Holder("receiving", sequence_id))
         if blocks is None:
-            raise Unavailable(f"{needed} KV blocks needed, {self.blocks.num_free} free", code="no_free_blocks")
+            what = f"{self.blocks.num_free} free, {len(self._entries)} sequences growing, {waiting} preempted"
+            raise Unavailable(f"{needed} KV blocks needed, {what}", code="no_free_blocks")
         sequence = Sequence(request, State.RECEIVING, now, block_ids=blocks)
-        self._entries[sequence_id] = _Entry(sequence, _Times(now), untold=len(request.output))
+        self._entries[sequence_id] = Entry(sequence, self._next_turn, Times(now), untold=len(request.output))
+        self._next_turn += 1
+        self.speculation.open(sequence)
         return blocks
 
     def received(
@@ -119,7 +122,6 @@ class DecodeScheduler:
         sequence.move(State.READY)
         sequence.num_computed = sequence.num_tokens
         entry.times.received_at = now
-        self._ready.append(sequence_id)
         reason = sequence.append(first_token, first_logprob)
         if sequence.ending is not None or reason is not None:
             ended = SequenceEnded(sequence_id, sequence.ending or reason or "aborted", stamps=self.stamps(sequence_id))
@@ -128,28 +130,36 @@ class DecodeScheduler:
         return None
 
     def begin_step(self, now: float) -> StepPlan | None:
-        """The next step, or None when nothing runs (or the last step is still out)."""
+        """The next step, or None when there is nothing to compute (or the last step is still out)."""
         if self._plan is not None:
             return None
-        while self._ready and len(self._running) < self.max_running:
-            entry = self._entries[self._ready.popleft()]
-            entry.sequence.move(State.RUNNING)
-            entry.times.running_at = now
-            self._running.append(entry.sequence.id)
+        self._give_turns(now)
+        self._admit(now)
         rows: list[Row] = []
-        for sequence_id in self._running:
-            sequence = self._entries[sequence_id].sequence
-            if sequence.ending is not None:
+        sequences: list[Sequence] = []
+        running = self._ranked(State.RUNNING)
+        budget = self.speculation.model.long_tokens(len(running))
+        for entry in running:
+            sequence = entry.sequence
+            if sequence.state is not State.RUNNING:
+                continue  # preempted for one before it
+            count = sequence.num_uncomputed
+            if count > 1:
+                count = min(count, budget)
+                budget -= count
+            start, end = sequence.num_computed, sequence.num_computed + count
+            if count == 0 or not self._grow(entry, end, now):
                 continue
-            start, end = sequence.num_computed, sequence.num_tokens
-            rows.append(sequence.row(start, end, num_sampled=1))
+            rows.append(sequence.row(start, end, num_sampled=int(end == sequence.num_tokens)))
+            sequences.append(sequence)
             sequence.step_id = self._next_step
             self.prompt_tokens_computed += max(0, min(end, len(sequence.request.prompt)) - start)
-        if not rows:
+        plan = self.speculation.extend(StepPlan(self._next_step, tuple(rows)), sequences, self._room)
+        if not plan.rows and not plan.drafts:
             return None
-        self._plan = StepPlan(self._next_step, tuple(rows))
+        self._plan, self._began_at = plan, now
         self._next_step += 1
-        return self._plan
+        return plan
 
     def finish_step(self, outcome: StepOutcome, now: float) -> DecodeResult:
         """Takes in the tokens of the outstanding step.
@@ -157,24 +167,34 @@ class DecodeScheduler:
         Raises:
             InvariantError: the outcome is not that of the outstanding step.
         """
-        plan = check_outcome(self._plan, outcome)
+        out = self._plan
+        plan = check_outcome(out and out.with_guesses(outcome.guesses), outcome)
         self._plan = None
+        self.speculation.model.observe(plan, outcome, now - self._began_at)
         tokens: list[TokenEvent] = []
         ended: list[SequenceEnded] = []
-        for index, (row, sampled) in enumerate(zip(plan.rows, outcome.sampled, strict=True)):
+        for index, row in enumerate(plan.rows):
             entry = self._entries[row.sequence_id]
             sequence = entry.sequence
             sequence.step_id = None
-            sequence.num_computed = row.end
             if sequence.ending is not None:
                 self._leave(entry)
                 continue
-            reason = sequence.append(sampled[0], *outcome.logprobs_of(index))
-            self.tokens_generated += 1
-            tokens.append(sequence.told(entry.untold))
+            taken, entry.speculation = self.speculation.settle(sequence, row, outcome.sampled[index], entry.speculation)
+            sequence.num_computed = row.end - row.num_sampled + len(taken)
+            if not taken:
+                continue
+            reason, logprobs = None, outcome.logprobs_of(index)
+            for position, token in enumerate(taken):
+                reason = sequence.append(token, logprobs[position] if logprobs else None)
+                self.tokens_generated += 1
+                if reason is not None:
+                    break
+            told = sequence.told(entry.untold)
+            tokens.append(replace(told, speculation=entry.speculation) if entry.speculation.steps else told)
             entry.untold = len(sequence.output)
             if reason is not None:
-                ended.append(SequenceEnded(sequence.id, reason, stamps=self._stamps(entry, now)))
+                ended.append(SequenceEnded(sequence.id, reason, stamps=entry.stamps(now)))
                 self._leave(entry)
         return DecodeResult(tuple(tokens), tuple(ended))
 
@@ -194,6 +214,9 @@ class DecodeScheduler:
 
     def sequence_ids(self) -> tuple[SequenceId, ...]:
         return tuple(self._entries)
+
+    def stamps(self, sequence_id: SequenceId) -> StageStamps:
+        return self._entries[sequence_id].stamps(None)
 
     def abort(self, sequence_id: SequenceId, *, in_flight: bool = False) -> bool:
         """Ends a sequence. Its blocks are free at once, unless a row of it is out, or `in_flight`: KV is being written
@@ -215,45 +238,99 @@ class DecodeScheduler:
         if entry is not None and entry.sequence.state is State.RECEIVING and entry.sequence.ending is not None:
             self._leave(entry)
 
-    def stamps(self, sequence_id: SequenceId) -> StageStamps:
-        return self._stamps(self._entries[sequence_id], None)
+    # Who runs, and on which blocks.
 
-    def _stamps(self, entry: _Entry, now: float | None) -> StageStamps:
-        received, running = entry.times.received_at, entry.times.running_at
-        if received is None:
-            return StageStamps()
-        transfer_s = received - entry.times.reserved_at
-        if running is None:
-            return StageStamps(transfer_s=transfer_s)
-        decode_s = 0.0 if now is None else now - running
-        return StageStamps(transfer_s=transfer_s, decode_queue_s=running - received, decode_s=decode_s)
+    def _in(self, *states: State) -> list[Entry]:
+        return [entry for entry in self._entries.values() if entry.sequence.state in states]
 
-    def _leave(self, entry: _Entry) -> None:
+    def _ranked(self, *states: State) -> list[Entry]:
+        return sorted(self._in(*states), key=lambda entry: entry.rank)
+
+    def _give_turns(self, now: float) -> None:
+        """Puts who has waited too long first in its priority, one after the other."""
+        for entry in sorted(self._in(State.PREEMPTED), key=lambda entry: entry.preempted_at):
+            priority = entry.sequence.request.priority
+            favoured, output = self._favoured.get(priority, (entry.sequence.id, 0))
+            holder = self._entries.get(favoured)
+            if holder is not None and holder is not entry and len(holder.sequence.output) < output + TURN_TOKENS:
+                continue
+            if now - entry.preempted_at >= PATIENCE_S and self._favoured.get(priority, ("", 0))[0] != entry.sequence.id:
+                entry.turn = min(e.turn for e in self._entries.values()) - 1
+                self._favoured[priority] = entry.sequence.id, len(entry.sequence.output)
+
+    def _admit(self, now: float) -> None:
+        """Lets sequences into the batch by rank: ready ones have their blocks, preempted ones need them again."""
+        room = self.max_running - self.num_running
+        blocked = False
+        for entry in self._ranked(State.READY, State.PREEMPTED):
+            sequence = entry.sequence
+            if room <= 0:
+                return
+            if sequence.state is State.PREEMPTED:
+                wanted = min(sequence.num_tokens + _ROOM_TOKENS, sequence.request.max_total_tokens)
+                if blocked or not self._grow(entry, wanted, now):
+                    blocked = True
+                    continue
+            elif sequence.state is not State.READY:
+                continue  # preempted for one before it
+            sequence.move(State.RUNNING)
+            room -= 1
+            if entry.times.running_at is None:
+                entry.times.running_at = now
+
+    def _grow(self, entry: Entry, end: int, now: float) -> bool:
+        """Gives a sequence the blocks of positions [0, end), if need be those of sequences that rank behind it."""
         sequence = entry.sequence
-        if sequence.state is State.READY and sequence.id in self._ready:
-            self._ready.remove(sequence.id)
-        elif sequence.state is State.RUNNING:
-            self._running.remove(sequence.id)
-        receiving = sequence.state is State.RECEIVING
-        holder = Holder("receiving", sequence.id) if receiving else Holder("sequence", sequence.id)
+        needed = self.layout.blocks_for(end) - len(sequence.block_ids)
+        if needed > self.blocks.num_free:
+            behind = [e for e in self._ranked(*_HOLDING) if e.rank > entry.rank and e.sequence.step_id is None]
+            if needed > self.blocks.num_free + sum(len(e.sequence.block_ids) for e in behind):
+                return False
+            while needed > self.blocks.num_free:
+                self._preempt(behind.pop(), now)
+        self._extend(sequence, needed)
+        return True
+
+    def _room(self, sequence: Sequence, count: int) -> int:
+        """Of `count` positions after its last token, how many have blocks or get free ones now."""
+        needed = self.layout.blocks_for(sequence.num_tokens + count) - len(sequence.block_ids)
+        self._extend(sequence, min(needed, self.blocks.num_free))
+        return min(count, len(sequence.block_ids) * self.layout.block_size - sequence.num_tokens)
+
+    def _extend(self, sequence: Sequence, count: int) -> None:
+        if count > 0:
+            sequence.block_ids += self.blocks.allocate(count, Holder("sequence", sequence.id)) or ()
+
+    def _preempt(self, entry: Entry, now: float) -> None:
+        sequence = entry.sequence
+        self.blocks.release(sequence.block_ids, Holder("sequence", sequence.id))
+        sequence.block_ids, sequence.num_computed = (), 0
+        sequence.move(State.PREEMPTED)
+        entry.preempted_at = now
+        self.preemptions += 1
+
+    def _leave(self, entry: Entry) -> None:
+        sequence = entry.sequence
+        holder = Holder("receiving" if sequence.state is State.RECEIVING else "sequence", sequence.id)
         self.blocks.release(sequence.block_ids, holder)
         sequence.move(State.FINISHED)
+        self.speculation.close(sequence.id)
         del self._entries[sequence.id]
 
     def check(self) -> None:
         """Proves that the books balance.
 
         Raises:
-            InvariantError: a block is not held by exactly the sequence here that owns it, or a queue and the states
-                disagree.
+            InvariantError: a block is not held by exactly the sequence here that owns it, or a sequence is in a state
+                that it cannot be in.
         """
         self.blocks.check()
         held: set[tuple[int, Holder]] = set()
         for sequence_id, entry in self._entries.items():
-            receiving = entry.sequence.state is State.RECEIVING
-            holder = Holder("receiving" if receiving else "sequence", sequence_id)
-            held |= {(block, holder) for block in entry.sequence.block_ids}
+            sequence = entry.sequence
+            holder = Holder("receiving" if sequence.state is State.RECEIVING else "sequence", sequence_id)
+            held |= {(block, holder) for block in sequence.block_ids}
+            if sequence.finished or sequence.num_computed > len(sequence.block_ids) * self.layout.block_size:
+                raise InvariantError(f"{sequence_id} is {sequence.state.value} with {len(sequence.block_ids)} blocks")
         self.blocks.check_held(held)
-        for queue, state in ((self._ready, State.READY), (self._running, State.RUNNING)):
-            if sorted(queue) != sorted(i for i, e in self._entries.items() if e.sequence.state is state):
-                raise InvariantError(f"the {state.value} queue and the sequences' states disagree: {list(queue)}")
+        self.speculation.check(set(self._entries))

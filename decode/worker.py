@@ -27,6 +27,8 @@ from baton.transfer.staging_room import StagingRoom
 from baton.transfer.store import EdgeStore
 from decode.incoming import Incoming
 from decode.scheduler import DecodeScheduler
+from decode.speculation import Speculation
+from decode.speculative_engine import SpeculativeEngine
 
 if TYPE_CHECKING:
     import grpc.aio
@@ -38,13 +40,20 @@ class DecodeWorker:
     """Complete state: the scheduler, the links into it, and the store where edges meet; the rest is the shell's."""
 
     def __init__(
-        self, config: WorkerConfig, runner: Runner, facts: WorkerFacts, pids: tuple[int, ...], make_end: MakeEnd
+        self,
+        config: WorkerConfig,
+        runner: Runner,
+        facts: WorkerFacts,
+        pids: tuple[int, ...],
+        make_end: MakeEnd,
+        speculation: Speculation | None = None,
+        engine: SpeculativeEngine | None = None,
     ) -> None:
         self.config = config
         self.facts = facts
         self.pids = pids
         self.incarnation = time.time_ns()
-        self.scheduler = DecodeScheduler(runner.layout, runner.num_blocks, config.max_running)
+        self.scheduler = DecodeScheduler(runner.layout, runner.num_blocks, config.max_running, speculation)
         self.store = EdgeStore(config.host, config.store_port)
         self.incoming = Incoming(
             self,
@@ -57,7 +66,8 @@ class DecodeWorker:
             tensor_parallel=facts.tensor_parallel,
             edge_timeout_s=config.edge_timeout_s,
         )
-        self.shell = WorkerShell(config, self, runner.step, read_token(config.cluster_token_file))
+        step = runner.step if engine is None else engine.step
+        self.shell = WorkerShell(config, self, step, read_token(config.cluster_token_file))
         self.handles_refused = self.links_refused = 0
         self._edge_kind = make_end.kind
         self._spent = SpentHandles()
@@ -105,6 +115,9 @@ class DecodeWorker:
             handles_refused=self.handles_refused,
             stale_messages=self.incoming.stale_messages,
             links_refused=self.links_refused,
+            speculation=scheduler.speculation.counters,
+            preemptions=scheduler.preemptions,
+            preempted=scheduler.num_preempted,
         )
 
     def begin_step(self, now: float) -> StepPlan | None:

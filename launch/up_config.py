@@ -18,7 +18,14 @@ class UpConfig:
 
     model: str = option("builtin", "checkpoint directory, ORG/NAME on the hub, or `builtin`")
     served_model_name: str = option("", "name clients use; default the directory's or `builtin`")
-    draft: str = option("", "checkpoint directory of a draft model for speculative decoding")
+    draft: str = option(
+        "auto",
+        "who guesses tokens ahead: `none`, `ngram`, a draft checkpoint; `auto`: the built-in model's own, else none",
+    )
+    draft_tokens: int = option(0, "tokens guessed per sequence and step; 0: as many as pay", low=0, high=8)
+    force_acceptance: float = option(
+        -1.0, "benchmarks only, output is not real: the share of guesses that count as right; -1: off", low=-1, high=1
+    )
     prefill: int = option(1, "prefill workers", low=1, high=256)
     decode: int = option(1, "decode workers", low=1, high=256)
     prefill_tp: int = option(1, "tensor-parallel ranks of a prefill worker", low=1, high=64)
@@ -41,6 +48,7 @@ class UpConfig:
     step_tokens: int = option(512, "most tokens computed in one step", low=1, high=1 << 20)
     prefix_cache: bool = option(True, "keep KV of finished requests for later ones that begin with the same tokens")
     max_running: int = option(64, "most sequences in one decode step", low=1, high=65536)
+    step_budget_ms: float = option(50.0, "time of a decode step up to which preempted sequences are recomputed", low=1)
     drain_timeout_s: float = option(30.0, "longest running requests may take to finish at shutdown", low=0)
     start_timeout_s: float = option(900.0, "longest the cluster may take to become ready", low=1)
     request_timeout_s: float = option(600.0, "longest a request may take in all", low=0.1)
@@ -98,6 +106,10 @@ WORKER_FIELDS = (
     "step_tokens",
     "prefix_cache",
     "max_running",
+    "step_budget_ms",
+    "draft",
+    "draft_tokens",
+    "force_acceptance",
     "edge_timeout_s",
     "log_level",
 )
@@ -127,5 +139,3 @@ def check_supported(config: UpConfig) -> None:
     small, large = sorted((config.blocks_of("prefill"), config.blocks_of("decode")))
     if large % small:
         raise StartupError(f"--prefill-block-size and --decode-block-size: {small} does not divide {large}")
-    if config.draft:
-        raise StartupError(f"--draft {config.draft}: it comes with speculation and is not in this release")

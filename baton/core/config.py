@@ -61,6 +61,15 @@ class WorkerConfig(EngineConfig):
     prefix_cache: bool = option(True, "keep KV of finished requests for later ones that begin with the same tokens")
     max_running: int = option(64, "most sequences in one decode step", low=1, high=65536)
     drain_timeout_s: float = option(30.0, "longest what runs may take to finish when this worker is to end", low=0)
+    step_budget_ms: float = option(50.0, "time of a decode step up to which preempted sequences are recomputed", low=1)
+    draft: str = option(
+        "auto",
+        "who guesses tokens ahead: `none`, `ngram`, a draft checkpoint; `auto`: the built-in model's own, else none",
+    )
+    draft_tokens: int = option(0, "tokens guessed per sequence and step; 0: as many as pay", low=0, high=8)
+    force_acceptance: float = option(
+        -1.0, "benchmarks only, output is not real: the share of guesses that count as right; -1: off", low=-1, high=1
+    )
     edge_timeout_s: float = option(5.0, "longest one KV operation may take", low=0.1)
     connect_timeout_s: float = option(10.0, "longest a peer may take to connect", low=0.1)
     log_level: str = option("info", "least severe message logged", choices=("debug", "info", "warning", "error"))

@@ -20,11 +20,28 @@ class StageStamps:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationCounters:
+    """Steps that verified guesses, the tokens guessed for them, and those that were right: each saved a step. `forced`
+    in a benchmark that decides itself which guesses are right: then the output is not real."""
+
+    steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    forced: bool = False
+
+    def plus(self, drafted: int, accepted: int) -> SpeculationCounters:
+        """With one more step that verified `drafted` tokens."""
+        drafted, accepted = self.drafted_tokens + drafted, self.accepted_tokens + accepted
+        return SpeculationCounters(self.steps + 1, drafted, accepted, self.forced)
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
     """`tokens[i]` is output `first_index + i`, `logprobs[i]` its log-probability where the request asks for them.
 
     Two come with the first token that a prefill worker samples: `prompt_logprobs`, if asked for (entry i is that of
-    prompt token i + 1; the first has none), and `cached_tokens`, how many tokens before it were not computed."""
+    prompt token i + 1; the first has none), and `cached_tokens`, how many tokens before it were not computed.
+    `speculation` is the sequence's so far, where something was guessed for it."""
 
     sequence: SequenceId
     first_index: int
@@ -32,6 +49,7 @@ class TokenEvent:
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     cached_tokens: int = 0
+    speculation: SpeculationCounters | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +84,8 @@ class HandedOver:
 @dataclass(frozen=True, slots=True)
 class Load:
     """Counters and gauges of a worker. A cached block that nothing refers to counts as free. `prompt_tokens_cached`
-    were not computed by a prefill worker, `kv_bytes_reused` not sent to a decode worker, since they were there."""
+    were not computed by a prefill worker, `kv_bytes_reused` not sent to a decode worker, since they were there.
+    `preempted` sequences wait for blocks to go on; `preemptions` counts how often that was."""
 
     blocks_total: int = 0
     blocks_free: int = 0
@@ -86,6 +105,9 @@ class Load:
     prompt_tokens_cached: int = 0
     kv_bytes_reused: int = 0
     links_refused: int = 0
+    speculation: SpeculationCounters | None = None
+    preemptions: int = 0
+    preempted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A sequence on a worker: one request's tokens, how far they are computed, and which moves are legal.
 
 On a prefill worker:  WAITING -> PREFILLING -> PARKED -> FINISHED
-On a decode worker:   RECEIVING -> READY -> RUNNING -> FINISHED
+On a decode worker:   RECEIVING -> READY -> RUNNING -> FINISHED, and to PREEMPTED and back while blocks are short
 
 PARKED covers the time from the last chunk to the last acknowledgement: the KV stays, pinned, while it is sent.
 Any state may go to FINISHED: clients leave, deadlines pass, peers die.
@@ -25,6 +25,7 @@ class State(Enum):
     RECEIVING = "receiving"
     READY = "ready"
     RUNNING = "running"
+    PREEMPTED = "preempted"
     FINISHED = "finished"
 
 
@@ -33,8 +34,9 @@ LEGAL_MOVES: dict[State, frozenset[State]] = {
     State.PREFILLING: frozenset({State.PARKED, State.FINISHED}),
     State.PARKED: frozenset({State.FINISHED}),
     State.RECEIVING: frozenset({State.READY, State.FINISHED}),
-    State.READY: frozenset({State.RUNNING, State.FINISHED}),
-    State.RUNNING: frozenset({State.FINISHED}),
+    State.READY: frozenset({State.RUNNING, State.PREEMPTED, State.FINISHED}),
+    State.RUNNING: frozenset({State.PREEMPTED, State.FINISHED}),
+    State.PREEMPTED: frozenset({State.RUNNING, State.FINISHED}),
     State.FINISHED: frozenset(),
 }
 

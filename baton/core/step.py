@@ -51,32 +51,66 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftRow:
+    """Let the draft model compute `tokens` at [start, ...) of a sequence into its own blocks, then guess the
+    `num_guesses` tokens that follow: they go behind those of `rows[row]` of the plan. With none it only computes KV,
+    and `row` says nothing."""
+
+    sequence_id: SequenceId
+    start: int
+    tokens: tuple[int, ...]
+    block_ids: tuple[int, ...]
+    num_guesses: int = 0
+    row: int = -1
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
+    """`drafts` are computed first; the rows are complete when their guesses are in (`with_guesses`)."""
+
     step_id: int
     rows: tuple[Row, ...]
+    drafts: tuple[DraftRow, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(len(row.tokens) for row in self.rows)
 
+    def with_guesses(self, guesses: tuple[tuple[int, ...], ...]) -> StepPlan:
+        """The plan with `guesses[i]` behind the tokens of row i, to be verified. Raises InvariantError if they are not
+        those that its draft rows ask for."""
+        wanted = {draft.row: draft.num_guesses for draft in self.drafts if draft.num_guesses}
+        if not wanted and not guesses:
+            return self
+        if len(guesses) != len(self.rows) or any(len(g) != wanted.get(i, 0) for i, g in enumerate(guesses)):
+            raise InvariantError(f"step {self.step_id}: {[len(g) for g in guesses]} guesses, {wanted} wanted")
+        rows = tuple(
+            replace(row, tokens=row.tokens + more, num_sampled=row.num_sampled + len(more)) if more else row
+            for row, more in zip(self.rows, guesses, strict=True)
+        )
+        return replace(self, rows=rows)
+
     def to_compute(self) -> StepPlan:
         """The plan without what only choosing tokens needs: for ranks that compute and choose nothing."""
-        if all(row.history is None for row in self.rows):
+        if all(row.history is None for row in self.rows) and not self.drafts:
             return self
-        return replace(self, rows=tuple(replace(row, history=None) for row in self.rows))
+        return replace(self, drafts=(), rows=tuple(replace(row, history=None) for row in self.rows))
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """`sampled[i]` holds the tokens sampled for `plan.rows[i]`, `num_sampled` of them, and `logprobs[i]` as many
     log-probabilities, or none where the row's sampling asks for none; `scored[i]` has one per token of its `scored`.
-    Both are empty when no row asks. `elapsed_s` is wall time."""
+    Both are empty when no row asks. `guesses[i]` is what a draft model put behind the row, empty where nothing drafted.
+    `elapsed_s` is wall time, `draft_s` the draft model's part of it."""
 
     step_id: int
     sampled: tuple[tuple[int, ...], ...]
     elapsed_s: float = 0.0
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     scored: tuple[tuple[TokenLogprob, ...], ...] = ()
+    guesses: tuple[tuple[int, ...], ...] = ()
+    draft_s: float = 0.0
 
     def logprobs_of(self, row: int) -> tuple[TokenLogprob, ...]:
         return self.logprobs[row] if self.logprobs else ()

@@ -87,7 +87,7 @@ class MemoryReport:
 class Runner:
     """A loaded model with its KV pool. Facts that others read: `model_config`, `layout` (the whole model's),
     `local_layout` (this rank's part of it, which `kv` has), `num_blocks`, `max_model_len` (positions per sequence),
-    `dtype_name`, `digest` (of the checkpoint), `kv`, `group`, `memory`, `kernels` (which compute, and why)."""
+    `dtype_name`, `threads`, `digest` (of the checkpoint), `kv`, `group`, `memory`, `kernels` (which compute, and why)."""
 
     def __init__(
         self,
@@ -111,6 +111,7 @@ class Runner:
         self.dtype_name: str = kv.layout.layers[0].dtype
         self.digest = digest
         self.exact = options.exact
+        self.threads = options.threads
         self.kv = kv
         self.group = group
         self.memory = memory

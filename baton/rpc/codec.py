@@ -28,6 +28,7 @@ _MESSAGES: dict[type, type[Message]] = {
     kv_layout.LayerKV: types_pb2.LayerLayout,
     kv_layout.KVLayout: types_pb2.KVLayout,
     events.StageStamps: types_pb2.StageStamps,
+    events.SpeculationCounters: types_pb2.SpeculationCounters,
     events.TokenEvent: worker_pb2.TokenEvent,
     events.SequenceEnded: worker_pb2.SequenceEnded,
     events.Parked: worker_pb2.Parked,
@@ -63,6 +64,12 @@ _MESSAGES: dict[type, type[Message]] = {
     handover.AbortTransfer: kv_pb2.AbortTransfer,
 }
 _CORE = {message: core for core, message in _MESSAGES.items()}
+_OPTIONAL = (
+    events.Load,
+    events.BlockNews,
+    events.SpeculationCounters,
+    request.TokenLogprob,
+)  # messages that may be missing
 
 # Field of the oneof `message` that carries a value, per envelope.
 _ENVELOPES: dict[type[Message], dict[type, str]] = {
@@ -185,7 +192,7 @@ def _value(name: str, field: Any, message: Any) -> Any:
     if field.is_repeated:
         return tuple(from_message(i) for i in item) if field.message_type is not None else tuple(item)
     if field.has_presence and not message.HasField(name):
-        if field.message_type is None or _CORE[type(item)] in (events.Load, events.BlockNews, request.TokenLogprob):
+        if field.message_type is None or _CORE[type(item)] in _OPTIONAL:
             return 0.0 if name.endswith("_s") else None
         if _CORE[type(item)] is not events.StageStamps:
             raise InvalidRequest(f"{type(message).__name__} has no {name}", param=name)

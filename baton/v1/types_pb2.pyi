@@ -166,11 +166,13 @@ class StageStamps(_message.Message):
     def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., reserve_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., decode_queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ...) -> None: ...
 
 class SpeculationCounters(_message.Message):
-    __slots__ = ("steps", "drafted_tokens", "accepted_tokens")
+    __slots__ = ("steps", "drafted_tokens", "accepted_tokens", "forced")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FORCED_FIELD_NUMBER: _ClassVar[int]
     steps: int
     drafted_tokens: int
     accepted_tokens: int
-    def __init__(self, steps: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+    forced: bool
+    def __init__(self, steps: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., forced: _Optional[bool] = ...) -> None: ...

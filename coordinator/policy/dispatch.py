@@ -2,8 +2,8 @@
 
 The coordinator holds the queue (late dispatch): a prefill worker has at most two step budgets of uncomputed tokens, so
 what waits can still go anywhere. A request is dispatched when a prefill worker has room and a decode worker has blocks
-for its prompt and all its output: what is accepted can finish. First come first served; the head waits for blocks
-rather than being overtaken, so a long request is not starved by short ones.
+for its prompt, and would have enough for all its output were it alone: what is accepted can finish. First come first
+served; the head waits for blocks rather than being overtaken, so a long request is not starved by short ones.
 
 Of several prefill workers the one is named that would have computed the prompt first: the fewest tokens to compute, in
 its backlog and of this prompt, of which it may hold a prefix already. Of decode workers the one that holds the longest
@@ -47,13 +47,14 @@ class Placement:
 @dataclass(slots=True)
 class _Active:
     """`prefill` is None once it is no longer needed: the KV has been handed over, or the worker is gone. `to_compute`
-    tokens were expected to be computed there."""
+    tokens were expected to be computed there. While it is `arriving`, its decode worker may not count its blocks."""
 
     ticket: Ticket
     prefill: str | None
     decode: str | None
     to_compute: int
     prefilling: bool = True
+    arriving: bool = True
 
 
 class Dispatcher:
@@ -168,12 +169,11 @@ class Dispatcher:
                 decode, spare = self._pick_decode(ticket, exclude=frozenset())
                 if decode is None:
                     break
-                self._workers[decode].reserved_blocks += self._blocks(self._workers[decode], ticket.total_tokens)
-                self._workers[decode].running += 1
             to_compute = self._to_compute(prefill, ticket)
             prefill.backlog_tokens += to_compute
             self._dequeue(ticket.request_id)
-            self._active[ticket.request_id] = _Active(ticket, prefill.worker_id, decode, to_compute)
+            active = self._active[ticket.request_id] = _Active(ticket, prefill.worker_id, None, to_compute)
+            self._take_decode(active, decode)
             placed.append(Placement(ticket.request_id, prefill.worker_id, decode, spare))
         return placed
 
@@ -183,13 +183,11 @@ class Dispatcher:
         if active is None or active.prefill is None:
             return None
         self._release_decode(active)
-        active.decode, spare = self._pick_decode(active.ticket, exclude=refused)
-        if active.decode is None:
+        decode, spare = self._pick_decode(active.ticket, exclude=refused)
+        if decode is None:
             return None
-        worker = self._workers[active.decode]
-        worker.reserved_blocks += self._blocks(worker, active.ticket.total_tokens)
-        worker.running += 1
-        return Placement(request_id, active.prefill, active.decode, spare)
+        self._take_decode(active, decode)
+        return Placement(request_id, active.prefill, decode, spare)
 
     def moved(self, request_id: str, decode: str) -> None:
         """The spare took the sequence instead of the worker it was meant for."""
@@ -197,11 +195,8 @@ class Dispatcher:
         if active is None or active.decode == decode:
             return
         self._release_decode(active)
-        worker = self._workers.get(decode)
-        if worker is not None:  # else it is gone, and a later one of that name is another
-            active.decode = decode
-            worker.reserved_blocks += self._blocks(worker, active.ticket.total_tokens)
-            worker.running += 1
+        if decode in self._workers:  # else it is gone, and a later one of that name is another
+            self._take_decode(active, decode)
 
     def prefilled(self, request_id: str) -> None:
         """Its first token is there: prefill has nothing more to compute for it."""
@@ -215,8 +210,20 @@ class Dispatcher:
     def handed_over(self, request_id: str) -> None:
         """Decode has all KV: the prefill worker is no longer needed."""
         self.prefilled(request_id)
-        if request_id in self._active:
-            self._active[request_id].prefill = None
+        active = self._active.get(request_id)
+        if active is None:
+            return
+        active.prefill = None
+        worker = self._workers.get(active.decode or "")
+        if worker is not None and active.arriving:
+            worker.reserved_blocks -= self._blocks(worker, active.ticket.prefill_tokens)
+        active.arriving = False
+
+    def told(self, worker_id: str, blocks_free: int, preempted: int) -> None:
+        """What a worker says of its blocks, and of sequences that wait there for some."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            worker.blocks_free, worker.preempted = blocks_free, preempted
 
     def finish(self, request_id: str) -> None:
         """The request has ended, well or not: everything it held is free."""
@@ -234,7 +241,7 @@ class Dispatcher:
         """Raises InvariantError when what workers are said to hold is not what active requests hold."""
         for worker in self._workers.values():
             mine = [a for a in self._active.values() if a.decode == worker.worker_id]
-            blocks = sum(self._blocks(worker, a.ticket.total_tokens) for a in mine)
+            blocks = sum(self._blocks(worker, a.ticket.prefill_tokens) for a in mine if a.arriving)
             tokens = sum(a.to_compute for a in self._active.values() if a.prefilling and a.prefill == worker.worker_id)
             if (blocks, tokens, len(mine)) != (worker.reserved_blocks, worker.backlog_tokens, worker.running):
                 raise InvariantError(f"{worker} should hold {blocks} blocks, {tokens} tokens, {len(mine)} running")
@@ -280,15 +287,14 @@ class Dispatcher:
     def _pick_decode(self, ticket: Ticket, exclude: frozenset[str]) -> tuple[str | None, str | None]:
         """Among those with room the one that holds most of the prefix and is not much fuller than others, and a
         spare."""
-        tokens = ticket.total_tokens
         fits = [
             w
             for w in self._workers.values()
             if w.ready
             and w.role == "decode"
             and w.worker_id not in exclude
-            and w.could_hold(tokens)
-            and self._blocks(w, tokens) <= w.blocks_left
+            and w.could_hold(ticket.total_tokens)
+            and self._blocks(w, ticket.prefill_tokens) <= w.blocks_left
         ]
         emptiest = min((w.running for w in fits), default=0)
 
@@ -300,10 +306,18 @@ class Dispatcher:
         first = fits[0].worker_id if fits else None
         return first, fits[1].worker_id if len(fits) > 1 else None
 
+    def _take_decode(self, active: _Active, decode: str | None) -> None:
+        active.decode, active.arriving = decode, True
+        if decode is not None:
+            worker = self._workers[decode]
+            worker.reserved_blocks += self._blocks(worker, active.ticket.prefill_tokens)
+            worker.running += 1
+
     def _release_decode(self, active: _Active) -> None:
         worker = self._workers.get(active.decode or "")
         if worker is not None:
-            worker.reserved_blocks -= self._blocks(worker, active.ticket.total_tokens)
+            if active.arriving:
+                worker.reserved_blocks -= self._blocks(worker, active.ticket.prefill_tokens)
             worker.running -= 1
         active.decode = None
 

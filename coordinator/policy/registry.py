@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from baton.core.commands import Join, Role, WorkerFacts
@@ -170,6 +170,8 @@ class Registry:
                 "kv_bytes_reused": r.load.kv_bytes_reused,
                 "steps": r.load.steps,
                 "sequences": r.load.sequences,
+                "preemptions": r.load.preemptions,
+                "speculation": None if r.load.speculation is None else asdict(r.load.speculation),
                 "handles_refused": r.load.handles_refused,
                 "stale_messages": r.load.stale_messages,
                 "chunks_resent": r.load.chunks_resent,

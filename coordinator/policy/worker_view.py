@@ -41,8 +41,9 @@ class HeldBlocks:
 
 @dataclass(slots=True)
 class WorkerView:
-    """What routing knows of a worker. No sequence there may be longer than `max_tokens`; `reserved_blocks` and
-    `backlog_tokens` count our own dispatches."""
+    """What routing knows of a worker. No sequence there may be longer than `max_tokens`; `reserved_blocks`,
+    `running` and `backlog_tokens` count our own dispatches: blocks only until the KV has arrived, then they are in
+    what the worker says of itself, `blocks_free` and `preempted`."""
 
     worker_id: str
     role: Role
@@ -54,6 +55,8 @@ class WorkerView:
     reserved_blocks: int = 0
     backlog_tokens: int = 0
     running: int = 0
+    blocks_free: int | None = None
+    preempted: int = 0
     held: HeldBlocks = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,7 +70,14 @@ class WorkerView:
 
     @property
     def blocks_left(self) -> int:
-        return self.blocks_total - self.reserved_blocks
+        """Blocks for one sequence more, with one for each that is there to grow into; 0 while sequences there wait to
+        come back."""
+        if self.running == 0:
+            return self.blocks_total
+        if self.preempted:
+            return 0
+        free = self.blocks_total if self.blocks_free is None else self.blocks_free
+        return free - self.reserved_blocks - self.running
 
     def held_tokens(self, prefix: Prefix) -> int:
         return self.held.count(prefix.get(self.block_size, ())) * self.block_size

@@ -13,7 +13,11 @@ PACKAGES = ("baton", "prefill", "decode", "coordinator", "launch", "sim")
 GENERATED = "baton/v1/"
 
 # Pure: decides on values and `now`, so that tests and the simulator drive the very same objects.
-PURE = ("baton/core/*", "prefill/scheduler.py", "decode/scheduler.py", "decode/draft_length.py", "coordinator/policy/*")
+PURE_DECODE = tuple(
+    f"decode/{name}.py"
+    for name in ("scheduler", "entry", "speculation", "drafts", "draft_length", "acceptance", "ngram", "step_cost")
+)
+PURE = ("baton/core/*", "prefill/scheduler.py", *PURE_DECODE, "coordinator/policy/*")
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class Model:
         self.prefill: dict[str, str | None] = {}
         self.decode: dict[str, str | None] = {}
         self.computing: set[str] = set()
+        self.arrived: set[str] = set()
         self.workers: dict[str, WorkerView] = {}
         self.held: dict[str, set[bytes]] = {}
         self.cost: dict[str, int] = {}
@@ -50,7 +51,8 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     def left(self, worker: str) -> int:
         mine = [self.m.placed[r] for r, d in self.m.decode.items() if d == worker]
-        return self.m.workers[worker].blocks_total - sum(-(-t.total_tokens // 4) for t in mine)
+        arriving = [self.m.placed[r] for r, d in self.m.decode.items() if d == worker and r not in self.m.arrived]
+        return self.m.workers[worker].blocks_total - sum(-(-t.prefill_tokens // 4) for t in arriving) - len(mine)
 
     def backlog(self, worker: str) -> int:
         return sum(self.m.cost[r] for r in self.m.computing if self.m.prefill[r] == worker)
@@ -114,7 +116,9 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert p.decode is not None and p.decode != p.spare
         for worker in [w for w in (p.decode, p.spare) if w is not None]:
             view = self.m.workers[worker]
-            assert view.ready and view.role == "decode" and self.left(worker) >= -(-ticket.total_tokens // 4)
+            assert view.ready and view.role == "decode" and view.blocks_total >= -(-ticket.total_tokens // 4)
+            alone = worker not in self.m.decode.values()
+            assert alone or self.left(worker) >= -(-ticket.prefill_tokens // 4)
 
     def a_placed(self, data: st.DataObject) -> str | None:
         return data.draw(st.sampled_from(sorted(self.m.placed))) if self.m.placed else None
@@ -129,6 +133,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     def handed_over(self, data: st.DataObject) -> None:
         if (r := self.a_placed(data)) is not None:
             self.d.handed_over(r)
+            self.m.arrived.add(r)
             self.m.computing.discard(r)
             self.m.prefill[r] = None
 
@@ -138,6 +143,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.d.moved(r, to)
             if self.m.decode[r] != to:
                 self.m.decode[r] = to if to in self.m.workers else None
+                self.m.arrived.discard(r)
 
     @rule(data=st.data(), refused=st.frozensets(decode_ids))
     def reassign(self, data: st.DataObject, refused: frozenset[str]) -> None:
@@ -174,6 +180,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         for table in (self.m.placed, self.m.prefill, self.m.decode):
             table.pop(r, None)
         self.m.computing.discard(r)
+        self.m.arrived.discard(r)
 
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
@@ -184,6 +191,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         for table in (self.m.placed, self.m.prefill, self.m.decode):
             table.pop(r, None)
         self.m.computing.discard(r)
+        self.m.arrived.discard(r)
 
     @rule(worker=prefill_ids | decode_ids, blocks=st.integers(3, 30))
     def join(self, worker: str, blocks: int) -> None:

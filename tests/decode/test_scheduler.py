@@ -44,13 +44,19 @@ def test_resumed_attempt_goes_on_at_its_index() -> None:
     assert scheduler.finish_step(make_outcome(plan, 7), 0.0).tokens == (TokenEvent(a, 2, (6, 7)),)
 
 
-def test_sequence_holds_blocks_for_every_token_it_may_generate() -> None:
+def test_sequence_starts_with_the_blocks_of_its_prompt_and_grows() -> None:
     scheduler = make_decode(num_blocks=8, block_size=4)
-    assert len(scheduler.reserve(make_request("a", prompt=5, max_tokens=8), 0.0)) == 4
-    assert scheduler.blocks.counts().receiving == 4
+    assert len(scheduler.reserve(make_request("a", prompt=5, max_tokens=8), 0.0)) == 2
+    assert scheduler.blocks.counts().receiving == 2
+    scheduler.received(A, 5, 0.0)
+    held = []
+    while scheduler.knows(A):
+        step(scheduler)
+        held.append(8 - scheduler.blocks.num_free)
+    assert held == [2, 2, 2, 3, 3, 3, 0]
 
 
-def test_accepted_sequence_runs_to_its_length_without_another_block() -> None:
+def test_sequence_alone_runs_to_its_length_in_a_pool_that_just_fits() -> None:
     scheduler = make_decode(num_blocks=3, block_size=4)
     ready(scheduler, make_request("a", prompt=4, max_tokens=8))
     results = [step(scheduler) for _ in range(7)]
@@ -82,7 +88,7 @@ def test_sequence_whose_first_token_ends_it_never_runs(token: int, max_tokens: i
     scheduler.reserve(make_request("a", max_tokens=max_tokens), 0.0)
     ended = scheduler.received(A, token, 0.0)
     assert ended is not None and ended.reason == reason
-    assert (scheduler.has_work, scheduler.blocks.num_free) == (False, 8)
+    assert (scheduler.begin_step(0.0), scheduler.blocks.num_free) == (None, 8)
 
 
 @pytest.mark.parametrize("claim", [False, True])
@@ -101,18 +107,18 @@ def test_abort_frees_everything_whatever_the_phase(phase: str, claim: bool) -> N
         scheduler.receive_ended(A)
     if plan is not None:
         assert scheduler.finish_step(make_outcome(plan), 0.0) == DecodeResult()
-    assert (scheduler.num_sequences, scheduler.blocks.num_free, scheduler.has_work) == (0, 8, False)
+    assert (scheduler.num_sequences, scheduler.blocks.num_free, scheduler.begin_step(0.0)) == (0, 8, None)
 
 
 def test_blocks_being_written_are_not_free_until_the_write_has_ended() -> None:
-    scheduler = make_decode(num_blocks=3)
-    scheduler.reserve(make_request("a"), 0.0)
+    scheduler = make_decode(num_blocks=4)
+    scheduler.reserve(make_request("a", 12, 2), 0.0)
     scheduler.abort(A, in_flight=True)
     assert not scheduler.receiving(A)
     with pytest.raises(Unavailable):
-        scheduler.reserve(make_request("b"), 0.0)
+        scheduler.reserve(make_request("b", 8), 0.0)
     scheduler.receive_ended(A)
-    assert scheduler.blocks.num_free == 3
+    assert scheduler.blocks.num_free == 4
 
 
 def test_second_abort_does_not_free_what_is_being_written() -> None:
@@ -120,7 +126,7 @@ def test_second_abort_does_not_free_what_is_being_written() -> None:
     scheduler.reserve(make_request("a"), 0.0)
     scheduler.abort(A, in_flight=True)
     scheduler.abort(A)
-    assert (scheduler.knows(A), scheduler.blocks.num_free) == (True, 0)
+    assert (scheduler.knows(A), scheduler.blocks.num_free) == (True, 2)
 
 
 def test_aborted_sequence_whose_last_chunk_still_arrives_is_over() -> None:
@@ -142,10 +148,10 @@ def test_kv_that_arrives_twice_is_refused_and_spoils_nothing() -> None:
 
 def test_reused_blocks_have_a_new_generation() -> None:
     scheduler = make_decode(num_blocks=3)
-    scheduler.reserve(make_request("a"), 0.0)
+    scheduler.reserve(make_request("a", 12, 0), 0.0)
     before = scheduler.generations(A)
     scheduler.abort(A)
-    scheduler.reserve(make_request("a", attempt=2), 0.0)
+    scheduler.reserve(make_request("a", 12, 0, attempt=2), 0.0)
     after = scheduler.generations(A._replace(attempt=2))
     assert all(new > old for new, old in zip(after, before, strict=True))
 
@@ -161,7 +167,7 @@ def test_same_attempt_is_refused_and_the_next_is_welcome() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "code", "message"),
-    [(29, "exceeds_pool", "37 tokens need 10 KV blocks; this decode worker has 8"), (9, "no_free_blocks", "5 KV")],
+    [(29, "exceeds_pool", "37 tokens need 10 KV blocks; this decode worker has 8"), (17, "no_free_blocks", "5 KV")],
 )
 def test_refusal_tells_full_now_from_never(prompt: int, code: str, message: str) -> None:
     scheduler = make_decode(num_blocks=8)
@@ -200,13 +206,14 @@ def test_stamps_count_from_any_zero_of_the_clock() -> None:
     assert result.ended[0].stamps == StageStamps(transfer_s=1.0, decode_queue_s=2.0, decode_s=1.0)
 
 
-@pytest.mark.parametrize("spoil", ["hold", "queue"])
-def test_check_finds_a_lost_hold_and_a_lost_place_in_the_queue(spoil: str) -> None:
+@pytest.mark.parametrize("spoil", ["blocks", "state"])
+def test_check_finds_a_lost_hold_and_an_impossible_state(spoil: str) -> None:
     scheduler = make_decode()
     ready(scheduler, make_request("a"))
+    sequence = scheduler._entries[A].sequence
     {
-        "hold": lambda: setattr(scheduler._entries[A].sequence, "block_ids", ()),
-        "queue": lambda: scheduler._ready.clear(),
+        "blocks": lambda: setattr(sequence, "block_ids", ()),
+        "state": lambda: setattr(sequence, "num_computed", 1000),
     }[spoil]()
     with pytest.raises(InvariantError):
         scheduler.check()

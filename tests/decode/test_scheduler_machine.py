@@ -1,8 +1,13 @@
-"""DecodeScheduler under random offers, writes, steps and aborts, against a model that knows only the contract."""
+"""DecodeScheduler under random offers, writes, steps, guesses and aborts, against a model that knows only the contract.
+
+The model has KV of its own: for each slot of both pools, which position of which sequence was last written there, and
+for which token. A row may only be computed on KV that is there and is of the tokens before it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import cycle
 
 import pytest
 from hypothesis import settings
@@ -12,10 +17,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.core.blocks import Holder
 from baton.core.errors import DuplicateRequest, Unavailable
 from baton.core.request import GenerateRequest, SequenceId, finish_reason
-from baton.core.step import Row, StepPlan
-from tests.support.builders import EOS, make_decode, make_outcome, make_request
+from baton.core.step import DraftRow, Row, StepOutcome, StepPlan
+from decode.drafts import Drafts, ModelDrafts, NgramDrafts
+from decode.speculation import Speculation
+from tests.support.builders import EOS, make_decode, make_layout, make_request
 
-sampled_tokens = st.sampled_from([EOS, 7, 8, 9])
+sampled_tokens = st.sampled_from([EOS, 7, 7, 8, 9])
+KV = dict[tuple[int, int], tuple[SequenceId, int, int]]
 
 
 @dataclass
@@ -23,8 +31,6 @@ class Life:
     """What the contract says about one reserved sequence. `writing`: KV may be landing in its blocks."""
 
     request: GenerateRequest
-    blocks: tuple[int, ...]
-    generations: tuple[int, ...]
     output: list[int] = field(default_factory=list)
     told: int = 0
     phase: str = "receiving"
@@ -37,13 +43,30 @@ class Life:
 
 
 class DecodeMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(1, 16), block_size=st.integers(1, 4), max_running=st.integers(1, 4))
-    def start(self, num_blocks: int, block_size: int, max_running: int) -> None:
-        self.scheduler = make_decode(num_blocks, block_size=block_size, max_running=max_running)
+    @initialize(
+        num_blocks=st.integers(1, 16),
+        block_size=st.integers(1, 4),
+        max_running=st.integers(1, 4),
+        kind=st.sampled_from(["none", "ngram", "model"]),
+        draft_blocks=st.integers(1, 8),
+        length=st.integers(0, 4),
+    )
+    def start(
+        self, num_blocks: int, block_size: int, max_running: int, kind: str, draft_blocks: int, length: int
+    ) -> None:
+        drafts: Drafts | None = NgramDrafts() if kind == "ngram" else None
+        if kind == "model":
+            drafts = ModelDrafts(make_layout(block_size), draft_blocks, 40)
+        speculation = Speculation(drafts, fixed_length=length)
+        self.size = block_size
+        self.scheduler = make_decode(
+            num_blocks, block_size=block_size, max_running=max_running, speculation=speculation
+        )
         self.lives: dict[SequenceId, Life] = {}
-        self.ready: list[SequenceId] = []
-        self.running: list[SequenceId] = []
+        self.kv: KV = {}
+        self.draft_kv: KV = {}
         self.plan: StepPlan | None = None
+        self.now = 0.0
         self.reserved = self.generated = 0
 
     def some(self, *phases: str, writing: bool | None = None, aborted: bool | None = None) -> list[SequenceId]:
@@ -53,25 +76,27 @@ class DecodeMachine(RuleBasedStateMachine):
             if life.phase in phases and writing in (None, life.writing) and aborted in (None, life.aborted)
         )
 
-    def gone(self, sequence: SequenceId) -> None:
-        del self.lives[sequence]
-        self.ready = [s for s in self.ready if s != sequence]
-        self.running = [s for s in self.running if s != sequence]
-
-    @rule(prompt=st.integers(1, 12), output=st.integers(0, 3), more=st.integers(1, 8))
-    def reserve(self, prompt: int, output: int, more: int) -> None:
+    @rule(
+        prompt=st.integers(1, 12),
+        output=st.integers(0, 3),
+        more=st.integers(1, 12),
+        priority=st.sampled_from([0, 0, 1]),
+    )
+    def reserve(self, prompt: int, output: int, more: int, priority: int) -> None:
         self.reserved += 1
-        request = make_request(f"r{self.reserved}", prompt, output + more, output=range(500, 500 + output))
-        pool, needed = self.scheduler.blocks, self.scheduler.layout.blocks_for(prompt + output + more)
-        if needed > pool.num_free:
-            with pytest.raises(Unavailable) as caught:
-                self.scheduler.reserve(request, 0.0)
-            assert caught.value.code == ("exceeds_pool" if needed > pool.num_blocks else "no_free_blocks")
+        request = make_request(
+            f"r{self.reserved}", prompt, output + more, output=range(500, 500 + output), priority=priority
+        )
+        pool, layout = self.scheduler.blocks, self.scheduler.layout
+        needed, most = layout.blocks_for(prompt + output), layout.blocks_for(prompt + output + more)
+        try:
+            blocks = self.scheduler.reserve(request, self.now)
+        except Unavailable as error:
+            assert (error.code == "exceeds_pool") == (most > pool.num_blocks)
+            assert self.lives or error.code == "exceeds_pool", "an idle worker takes all that could ever fit"
             return
-        blocks = self.scheduler.reserve(request, 0.0)
-        assert len(blocks) == needed
-        generations = self.scheduler.generations(request.sequence_id)
-        self.lives[request.sequence_id] = Life(request, blocks, generations, list(request.output), len(request.output))
+        assert len(blocks) == needed and most <= pool.num_blocks
+        self.lives[request.sequence_id] = Life(request, list(request.output), len(request.output))
 
     @precondition(lambda self: self.lives)
     @rule(data=st.data())
@@ -93,65 +118,109 @@ class DecodeMachine(RuleBasedStateMachine):
         self.scheduler.receive_ended(sequence)
         self.lives[sequence].writing = False
         if self.lives[sequence].aborted:
-            self.gone(sequence)
+            del self.lives[sequence]
 
     @precondition(lambda self: self.some("receiving"))
     @rule(data=st.data(), token=sampled_tokens)
     def last_chunk_arrives(self, data: st.DataObject, token: int) -> None:
-        sequence = data.draw(st.sampled_from(self.some("receiving")))
+        self.arrive(data.draw(st.sampled_from(self.some("receiving"))), token)
+
+    def arrive(self, sequence: SequenceId, token: int) -> None:
         life = self.lives[sequence]
-        ended = self.scheduler.received(sequence, token, 1.0)
+        self.write(self.kv, sequence, self.scheduler.block_ids(sequence), 0, life.tokens)
+        ended = self.scheduler.received(sequence, token, self.now)
         life.output.append(token)
         reason = "aborted" if life.aborted else finish_reason(life.request, len(life.output), token)
         assert (ended and ended.reason) == reason
-        life.phase, life.writing = "ready", False
-        self.ready.append(sequence)
+        life.phase, life.writing = "here", False
         if reason:
-            self.gone(sequence)
+            del self.lives[sequence]
 
-    @rule()
-    def begin(self) -> None:
-        plan = self.scheduler.begin_step(2.0)
+    def write(self, kv: KV, sequence: SequenceId, blocks: tuple[int, ...], start: int, tokens: tuple[int, ...]) -> None:
+        for position, token in enumerate(tokens, start):
+            kv[blocks[position // self.size], position % self.size] = sequence, position, token
+
+    def check_context(self, kv: KV, row: Row | DraftRow) -> None:
+        life = self.lives[row.sequence_id]
+        for position in range(row.start):
+            slot = row.block_ids[position // self.size], position % self.size
+            assert kv[slot] == (row.sequence_id, position, life.tokens[position])
+
+    @rule(passed=st.sampled_from([0.0, 0.1, 2.0]))
+    def begin(self, passed: float) -> None:
+        self.now += passed
+        plan = self.scheduler.begin_step(self.now)
         if self.plan is not None:
             assert plan is None
             return
-        room = self.scheduler.max_running - len(self.running)
-        self.running += self.ready[:room]
-        self.ready = self.ready[room:]
-        for sequence in self.running:
-            self.lives[sequence].phase = "running"
-        assert [row.sequence_id for row in (plan.rows if plan else ())] == self.running
         self.plan = plan
-        for row in plan.rows if plan else ():
-            self.check_row(row, self.lives[row.sequence_id])
+        rows = plan.rows if plan else ()
+        assert len({row.sequence_id for row in rows}) == len(rows) <= self.scheduler.max_running
+        for row in rows:
+            self.check_row(row)
+            self.write(self.kv, row.sequence_id, row.block_ids, row.start, row.tokens)
+        for draft in plan.drafts if plan else ():
+            self.check_context(self.draft_kv, draft)
+            life = self.lives[draft.sequence_id]
+            end = draft.start + len(draft.tokens)
+            assert draft.tokens == life.tokens[draft.start : end]
+            assert end == len(life.tokens) or not draft.num_guesses
+            self.write(self.draft_kv, draft.sequence_id, draft.block_ids, draft.start, draft.tokens)
 
-    def check_row(self, row: Row, life: Life) -> None:
-        assert (row.start, row.tokens) == (len(life.tokens) - 1, life.tokens[-1:])
-        assert (row.num_sampled, row.output_index) == (1, len(life.output))
-        assert row.block_ids == life.blocks
-        assert row.end <= len(row.block_ids) * self.scheduler.layout.block_size
+    def check_row(self, row: Row) -> None:
+        life = self.lives[row.sequence_id]
+        assert life.phase == "here" and not life.aborted
+        guesses = max(0, row.num_sampled - 1)
+        own = row.tokens[: len(row.tokens) - guesses]
+        assert own == life.tokens[row.start : row.start + len(own)] and own
+        assert (row.num_sampled > 0) == (row.start + len(own) == len(life.tokens))
+        assert row.output_index == len(life.output)
+        assert row.end <= len(row.block_ids) * self.size
+        assert row.num_sampled <= life.request.max_tokens - len(life.output)
+        self.check_context(self.kv, row)
 
     @precondition(lambda self: self.plan is not None)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
+        self.settle(lambda: data.draw(sampled_tokens))
+
+    def settle(self, draw: object) -> None:
         plan, self.plan = self.plan, None
-        assert plan is not None
-        outcome = make_outcome(plan, lambda _: data.draw(sampled_tokens))
-        result = self.scheduler.finish_step(outcome, 3.0)
+        assert plan is not None and callable(draw)
+        wanted = {d.row: d for d in plan.drafts if d.num_guesses}
+        guesses = tuple(
+            tuple(draw() for _ in range(wanted[i].num_guesses)) if i in wanted else () for i in range(len(plan.rows))
+        )
+        for index, draft in wanted.items():  # the draft computes all its guesses but the last
+            start = draft.start + len(draft.tokens)
+            self.write(self.draft_kv, draft.sequence_id, draft.block_ids, start, guesses[index][:-1])
+        final = plan.with_guesses(guesses if wanted else ())
+        for row in final.rows:
+            self.write(self.kv, row.sequence_id, row.block_ids, row.start, row.tokens)
+        sampled = tuple(tuple(draw() for _ in range(row.num_sampled)) for row in final.rows)
+        result = self.scheduler.finish_step(
+            StepOutcome(plan.step_id, sampled, guesses=guesses if wanted else ()), self.now
+        )
         tokens, ended = [], []
-        for row, (token,) in zip(plan.rows, outcome.sampled, strict=True):
+        for row, own in zip(final.rows, sampled, strict=True):
             life = self.lives[row.sequence_id]
             if life.aborted:
-                self.gone(row.sequence_id)
+                del self.lives[row.sequence_id]
                 continue
-            life.output.append(token)
-            tokens.append((row.sequence_id, life.told, tuple(life.output[life.told :])))
-            life.told = len(life.output)
-            reason = finish_reason(life.request, len(life.output), token)
+            proposed = row.tokens[len(row.tokens) - max(0, row.num_sampled - 1) :]
+            reason = None
+            for position, token in enumerate(own):
+                life.output.append(token)
+                self.generated += 1
+                reason = finish_reason(life.request, len(life.output), token)
+                if reason or position == len(proposed) or proposed[position] != token:
+                    break
+            if own:
+                tokens.append((row.sequence_id, life.told, tuple(life.output[life.told :])))
+                life.told = len(life.output)
             if reason:
                 ended.append((row.sequence_id, reason))
-                self.gone(row.sequence_id)
-        self.generated += len(tokens)
+                del self.lives[row.sequence_id]
         assert [(e.sequence, e.first_index, e.tokens) for e in result.tokens] == tokens
         assert [(e.sequence, e.reason) for e in result.ended] == ended
 
@@ -167,7 +236,23 @@ class DecodeMachine(RuleBasedStateMachine):
         life.writing = life.phase == "receiving" and (claim or life.writing)
         stepping = self.plan is not None and any(row.sequence_id == sequence for row in self.plan.rows)
         if not life.writing and not stepping:
-            self.gone(sequence)
+            del self.lives[sequence]
+
+    @rule(prompt=st.integers(1, 12), more=st.integers(2, 20))
+    def arrive_whole(self, prompt: int, more: int) -> None:
+        known = set(self.lives)
+        self.reserve(prompt, 0, more, 0)
+        for sequence in set(self.lives) - known:
+            self.arrive(sequence, 7)
+
+    @rule(tokens=st.lists(sampled_tokens, min_size=8, max_size=24), count=st.integers(1, 6))
+    def several_steps(self, tokens: list[int], count: int) -> None:
+        source = cycle(tokens)
+        for _ in range(count):
+            if self.plan is None:
+                self.begin(0.0)
+            if self.plan is not None:
+                self.settle(lambda: next(source))
 
     @rule()
     def unknown_sequences_are_left_alone(self) -> None:
@@ -181,23 +266,18 @@ class DecodeMachine(RuleBasedStateMachine):
             return
         self.scheduler.check()
         assert set(self.scheduler.sequence_ids()) == set(self.lives)
-        assert self.scheduler.prompt_tokens_computed == 0
         assert self.scheduler.tokens_generated == self.generated
-        assert (self.scheduler.num_running, self.scheduler.has_work) == (
-            len(self.running),
-            bool(self.running or self.ready),
-        )
         for sequence, life in self.lives.items():
             assert self.scheduler.receiving(sequence) == (life.phase == "receiving" and not life.aborted)
 
     @invariant()
-    def blocks_belong_to_one_sequence_from_offer_to_end(self) -> None:
+    def blocks_belong_to_one_sequence(self) -> None:
         used: list[int] = []
         for sequence, life in getattr(self, "lives", {}).items():
-            used += life.blocks
+            blocks = self.scheduler.block_ids(sequence)
+            used += blocks
             holder = Holder("receiving" if life.phase == "receiving" else "sequence", sequence)
-            assert all(self.scheduler.blocks.holders(block) == {holder} for block in life.blocks)
-            assert self.scheduler.generations(sequence) == life.generations
+            assert all(self.scheduler.blocks.holders(block) == {holder} for block in blocks)
         assert len(used) == len(set(used)), "two sequences share a block"
 
     def teardown(self) -> None:
@@ -206,17 +286,20 @@ class DecodeMachine(RuleBasedStateMachine):
             return
         for sequence in self.some("receiving", aborted=True):
             self.scheduler.receive_ended(sequence)
+            del self.lives[sequence]
         for sequence in self.some("receiving", aborted=False):
-            self.scheduler.received(sequence, 7, 4.0)
-        for _ in range(20 * (self.reserved + 1)):
-            plan = self.plan or self.scheduler.begin_step(5.0)
-            self.plan = None
-            if plan is None:
-                break
-            self.scheduler.finish_step(make_outcome(plan), 6.0)
-        assert self.scheduler.num_sequences == 0
+            self.arrive(sequence, 7)
+        steps = 0
+        while self.plan is not None or self.scheduler.num_sequences:
+            if self.plan is None:
+                self.begin(0.1)
+            assert self.plan is not None, "sequences that nothing will ever compute"
+            self.settle(lambda: 7)
+            steps += 1
+            assert steps < 40 * (self.reserved + 1)
         assert self.scheduler.blocks.num_free == self.scheduler.blocks.num_blocks
+        self.scheduler.check()
 
 
-DecodeMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=50)
+DecodeMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50)
 TestDecodeScheduler = DecodeMachine.TestCase

@@ -81,7 +81,6 @@ def test_url_is_one_a_client_can_use(http: str) -> None:
 @pytest.mark.parametrize(
     ("config", "flag"),
     [
-        (UpConfig(draft="d"), "--draft d"),
         (UpConfig(prefill_block_size=24), "16 does not divide 24"),
         (UpConfig(block_size=32, decode_block_size=20), "--decode-block-size: 20 does not divide 32"),
     ],

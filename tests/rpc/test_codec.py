@@ -94,9 +94,8 @@ LATER = {
     "SamplingParams": {"ignore_eos", "grammar"},
     "SequenceRequest": {"sequence"},  # its parts are fields of the core's request
     "LayerLayout": {"latent_size"},
-    "TokenEvent": {"stamps", "speculation"},
+    "TokenEvent": {"stamps"},
     "SequenceEnded": {"speculation", "blamed"},
-    "Load": {"speculation"},
     "WorkerFacts": {"draft_digest"},
 }
 

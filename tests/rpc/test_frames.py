@@ -99,7 +99,7 @@ def test_a_frame_that_lacks_its_end_is_refused(cut: int) -> None:
         (raw(KIND_HEARTBEAT, msgpack.packb([msgpack.ExtType(5, b"x")])), "not msgpack"),
         (raw(KIND_HEARTBEAT, b"\x91" * 5000), "not msgpack"),
         (raw(KIND_HEARTBEAT, b"\xdd\xff\xff\xff\xff"), "not msgpack"),
-        (raw(KIND_PLAN, msgpack.packb([1, [1]])), "int where Row belongs"),
+        (raw(KIND_PLAN, msgpack.packb([1, [1], []])), "int where Row belongs"),
         (raw(4, msgpack.packb([b"text"])), "bytes where str belongs"),
         (raw(4, b"\x91\xa1\xff"), "not msgpack"),
     ],

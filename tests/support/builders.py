@@ -12,6 +12,7 @@ from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from baton.core.step import StepOutcome, StepPlan
 from decode.scheduler import DecodeScheduler
+from decode.speculation import Speculation
 from prefill.scheduler import PrefillScheduler
 
 EOS = 0
@@ -29,6 +30,7 @@ def make_request(
     temperature: float = 0.0,
     seed: int = 0,
     cache_salt: str = "",
+    priority: int = 0,
 ) -> GenerateRequest:
     """A request. A `prompt` given as a length holds the ids 1000, 1001, and so on."""
     return GenerateRequest(
@@ -41,6 +43,7 @@ def make_request(
         choice=choice,
         attempt=attempt,
         cache_salt=cache_salt,
+        priority=priority,
     )
 
 
@@ -54,8 +57,10 @@ def make_prefill(
     return PrefillScheduler(make_layout(block_size), num_blocks, step_tokens, prefix_cache=prefix_cache)
 
 
-def make_decode(num_blocks: int = 8, *, block_size: int = 4, max_running: int = 8) -> DecodeScheduler:
-    return DecodeScheduler(make_layout(block_size), num_blocks, max_running)
+def make_decode(
+    num_blocks: int = 8, *, block_size: int = 4, max_running: int = 8, speculation: Speculation | None = None
+) -> DecodeScheduler:
+    return DecodeScheduler(make_layout(block_size), num_blocks, max_running, speculation)
 
 
 def make_outcome(plan: StepPlan, token: int | Callable[[SequenceId], int] = 7) -> StepOutcome:

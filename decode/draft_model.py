@@ -1,0 +1,121 @@
+"""Speculation at start: which source of guesses, the draft model loaded beside the target, what steps cost here."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+from baton.core.config import WorkerConfig
+from baton.core.errors import StartupError
+from baton.core.request import SamplingParams, SequenceId
+from baton.core.step import Row, StepPlan
+from baton.engine.checkpoint import read_model_config
+from baton.engine.runner import EngineOptions, Runner, load_runner
+from baton.model_source import resolve_draft, resolve_model
+from decode.drafts import CATCH_UP, Drafts, ModelDrafts, NgramDrafts
+from decode.speculation import Speculation
+from decode.speculative_engine import SpeculativeEngine
+from decode.step_cost import StepModel
+
+log = logging.getLogger("baton.worker")
+
+MEASURING_S = 1.0
+"""Longest that measuring the steps of one model may take at start; longer steps are extrapolated."""
+
+_CONTEXT = 256
+_ROW = 8
+_SIZES = (1, 2, 3, 5, 9, 16, 32, 64, 128, 256, 512)
+_REPEATS = 3
+
+
+def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, SpeculativeEngine]:
+    """What a decode worker guesses with, as its options say.
+
+    Raises:
+        StartupError: the draft is not there, has another vocabulary, or does not fit.
+    """
+    draft = load_draft(config, runner)
+    drafts: Drafts | None = NgramDrafts() if config.draft == "ngram" else None
+    costs = [(1, 1e-6)]
+    if draft is not None:
+        drafts = ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len)
+        costs = measure_steps(draft, config.step_tokens)
+    model = StepModel(
+        measure_steps(runner, config.step_tokens),
+        costs,
+        budget_s=config.step_budget_ms / 1e3,
+        step_tokens=config.step_tokens,
+    )
+    log.info("steps: %r", model)
+    forced = config.force_acceptance if config.force_acceptance >= 0.0 else None
+    if forced is not None:
+        log.warning("--force-acceptance %g: for benchmarks; the output is not real", forced)
+    speculation = Speculation(drafts, model, fixed_length=config.draft_tokens, forced_rate=forced)
+    return speculation, SpeculativeEngine(runner, draft)
+
+
+def load_draft(config: WorkerConfig, runner: Runner) -> Runner | None:
+    """The draft model, or None where none guesses. It computes on the leader alone, with the worker's threads, and has
+    a pool of as many blocks as sequences can use of the target's."""
+    directory = resolve_draft(config.draft, resolve_model(config.model))
+    if directory is None:
+        return None
+    draft_config, target_config = read_model_config(directory), runner.model_config
+    if draft_config.vocab_size != target_config.vocab_size:
+        raise StartupError(
+            f"draft {directory.name}: its vocabulary has {draft_config.vocab_size} tokens, the model's"
+            f" {target_config.vocab_size}; they must be the same"
+        )
+    longest = min(draft_config.max_position_embeddings, runner.max_model_len)
+    layout = draft_config.kv_layout(runner.layout.block_size, runner.dtype_name)  # type: ignore[arg-type]
+    num_blocks = min(runner.num_blocks, config.max_running * layout.blocks_for(longest))
+    started = time.monotonic()
+    draft = load_runner(
+        EngineOptions(
+            model_dir=directory,
+            device=config.device,
+            dtype=runner.dtype_name,
+            threads=runner.threads,
+            block_size=runner.layout.block_size,
+            kv_memory_bytes=num_blocks * layout.bytes_per_block,
+            max_model_len=longest,
+            max_num_tokens=max(config.step_tokens + 2 * CATCH_UP * config.max_running, 512),
+        )
+    )
+    log.info("draft %s: %d blocks, loaded in %.2f s", directory.name, draft.num_blocks, time.monotonic() - started)
+    return draft
+
+
+def measure_steps(runner: Runner, most: int) -> list[tuple[int, float]]:
+    """Seconds of steps by their number of tokens, in short rows at a middling context. Leaves KV in blocks that nobody
+    owns yet."""
+    size = runner.layout.block_size
+    context = min(_CONTEXT, runner.max_model_len - _ROW - 1)
+    if context < 1:
+        return [(1, 1e-3)]
+    blocks = tuple(range(min(runner.num_blocks, -(-(context + _ROW + 1) // size))))
+    points: list[tuple[int, float]] = []
+    deadline = time.perf_counter() + MEASURING_S
+    for tokens in (n for n in _SIZES if n <= most):
+        plan = _rows(tokens, context, blocks)
+        best = min(_timed(runner, plan) for _ in range(_REPEATS))
+        points.append((tokens, best))
+        if time.perf_counter() + 2 * _REPEATS * best > deadline:
+            break
+    return points
+
+
+def _rows(tokens: int, context: int, blocks: tuple[int, ...]) -> StepPlan:
+    sampling = SamplingParams(temperature=0.0)
+    row = Row(SequenceId("measure"), context, (0,) * min(tokens, _ROW + 1), blocks, sampling, min(tokens, _ROW + 1))
+    if tokens <= _ROW + 1:
+        return StepPlan(0, (row,))
+    row = replace(row, tokens=(0,) * _ROW, num_sampled=_ROW)
+    return StepPlan(0, (row,) * (tokens // _ROW))
+
+
+def _timed(runner: Runner, plan: StepPlan) -> float:
+    started = time.perf_counter()
+    runner.step(plan)
+    return time.perf_counter() - started

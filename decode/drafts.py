@@ -1,0 +1,153 @@
+"""Where guesses come from, as the scheduler sees it: pure. A draft model with KV of its own, or the text itself.
+
+A draft model's KV follows its sequence: prompt and output are computed there in chunks while the hand-over runs, and a
+step of guessing first computes what was accepted since. The KV of a wrong guess is written over by the next. Its blocks
+are few bytes each and their own pool; where they run out, a sequence goes without guesses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.core.blocks import BlockTable, Holder
+from baton.core.errors import InvariantError
+from baton.core.kv_layout import KVLayout
+from baton.core.request import SequenceId
+from baton.core.sequence import Sequence
+from baton.core.step import DraftRow
+from decode.ngram import NgramIndex
+
+CATCH_UP = 16  # tokens that a draft may be behind and still guess in the same step
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Guesses that are known already, or a row of a draft model that will make them."""
+
+    tokens: tuple[int, ...] = ()
+    draft: DraftRow | None = None
+
+
+class Drafts(Protocol):
+    def open(self, sequence: Sequence) -> None: ...
+
+    def close(self, sequence_id: SequenceId) -> None: ...
+
+    def room(self, sequence: Sequence, count: int) -> int:
+        """Of `count` guesses at the tokens after the last, how many can be made in this step."""
+        ...
+
+    def guess(self, sequence: Sequence, row: int, count: int) -> Guess:
+        """At most `count` guesses, no more than there is room for, for row `row` of the plan."""
+        ...
+
+    def settle(self, sequence: Sequence, guessed: int, accepted: int) -> None:
+        """Guesses behind the tokens that `sequence` has still were verified."""
+        ...
+
+    def fill(self, sequence: Sequence, tokens: int) -> DraftRow | None:
+        """A row of at most `tokens` that brings the draft's KV of a sequence nearer to its end, if one can."""
+        ...
+
+    def check(self, sequence_ids: set[SequenceId]) -> None: ...
+
+
+class NgramDrafts:
+    """Complete state: an index for each sequence, made when first asked for."""
+
+    def __init__(self) -> None:
+        self._indexes: dict[SequenceId, NgramIndex] = {}
+
+    def open(self, sequence: Sequence) -> None:
+        self._indexes[sequence.id] = NgramIndex()
+
+    def close(self, sequence_id: SequenceId) -> None:
+        self._indexes.pop(sequence_id, None)
+
+    def room(self, sequence: Sequence, count: int) -> int:
+        return len(self._index(sequence).guess(count))
+
+    def guess(self, sequence: Sequence, row: int, count: int) -> Guess:
+        return Guess(self._index(sequence).guess(count))
+
+    def settle(self, sequence: Sequence, guessed: int, accepted: int) -> None:
+        pass
+
+    def fill(self, sequence: Sequence, tokens: int) -> DraftRow | None:
+        return None
+
+    def check(self, sequence_ids: set[SequenceId]) -> None:
+        if set(self._indexes) != sequence_ids:
+            raise InvariantError(f"indexes of {set(self._indexes) ^ sequence_ids}")
+
+    def _index(self, sequence: Sequence) -> NgramIndex:
+        index = self._indexes[sequence.id]
+        index.extend(sequence.tokens(len(index), sequence.num_tokens))
+        return index
+
+
+@dataclass(slots=True)
+class _Draft:
+    block_ids: tuple[int, ...] = ()
+    computed: int = 0
+
+
+class ModelDrafts:
+    """Complete state: `blocks` of the draft's pool, and for each sequence its blocks there and how many positions of
+    it are `computed`. Positions beyond `max_positions` the draft does not know."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, max_positions: int) -> None:
+        self.layout = layout
+        self.blocks = BlockTable(num_blocks)
+        self.max_positions = max_positions
+        self._drafts: dict[SequenceId, _Draft] = {}
+
+    def open(self, sequence: Sequence) -> None:
+        self._drafts[sequence.id] = _Draft()
+
+    def close(self, sequence_id: SequenceId) -> None:
+        draft = self._drafts.pop(sequence_id, None)
+        if draft is not None:
+            self.blocks.release(draft.block_ids, Holder("sequence", sequence_id))
+
+    def room(self, sequence: Sequence, count: int) -> int:
+        draft, end = self._drafts[sequence.id], sequence.num_tokens
+        if end - draft.computed > CATCH_UP:
+            return 0
+        # The last guess is never computed by the draft.
+        return max(0, min(count, self._reach(sequence.id, end + count - 1) - end + 1))
+
+    def guess(self, sequence: Sequence, row: int, count: int) -> Guess:
+        draft = self._drafts[sequence.id]
+        tokens = sequence.tokens(draft.computed, sequence.num_tokens)
+        return Guess(draft=DraftRow(sequence.id, draft.computed, tokens, draft.block_ids, count, row))
+
+    def settle(self, sequence: Sequence, guessed: int, accepted: int) -> None:
+        if guessed:
+            self._drafts[sequence.id].computed = sequence.num_tokens + min(accepted, guessed - 1)
+
+    def fill(self, sequence: Sequence, tokens: int) -> DraftRow | None:
+        draft = self._drafts[sequence.id]
+        start = draft.computed
+        end = self._reach(sequence.id, min(sequence.num_tokens, start + tokens))
+        if end <= start:
+            return None
+        draft.computed = end  # a step that was planned is computed, before any that is planned later
+        return DraftRow(sequence.id, start, sequence.tokens(start, end), draft.block_ids)
+
+    def check(self, sequence_ids: set[SequenceId]) -> None:
+        if set(self._drafts) != sequence_ids:
+            raise InvariantError(f"drafts of {set(self._drafts) ^ sequence_ids}")
+        self.blocks.check()
+        held = {(b, Holder("sequence", i)) for i, draft in self._drafts.items() for b in draft.block_ids}
+        self.blocks.check_held(held)
+
+    def _reach(self, sequence_id: SequenceId, end: int) -> int:
+        """Takes blocks of positions [0, end), as far as there are any; returns how far they reach, at most `end`."""
+        draft, size = self._drafts[sequence_id], self.layout.block_size
+        end = min(end, self.max_positions)
+        needed = min(self.layout.blocks_for(end) - len(draft.block_ids), self.blocks.num_free)
+        if needed > 0:
+            draft.block_ids += self.blocks.allocate(needed, Holder("sequence", sequence_id)) or ()
+        return min(end, len(draft.block_ids) * size)

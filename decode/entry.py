@@ -1,0 +1,45 @@
+"""A sequence in the decode scheduler's books."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.core.events import SpeculationCounters, StageStamps
+from baton.core.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Times:
+    """Instants on the worker's clock; None until then."""
+
+    reserved_at: float
+    received_at: float | None = None
+    running_at: float | None = None
+
+
+@dataclass(slots=True)
+class Entry:
+    """`untold` is the output index from which tokens are still to be told: the first event repeats the token that
+    prefill sampled. `in_flight`: KV is still being written into the blocks of an aborted sequence."""
+
+    sequence: Sequence
+    turn: int
+    times: Times
+    untold: int
+    in_flight: bool = False
+    preempted_at: float = 0.0
+    speculation: SpeculationCounters = field(default_factory=SpeculationCounters)
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return self.sequence.request.priority, self.turn
+
+    def stamps(self, now: float | None) -> StageStamps:
+        received, running = self.times.received_at, self.times.running_at
+        if received is None:
+            return StageStamps()
+        transfer_s = received - self.times.reserved_at
+        if running is None:
+            return StageStamps(transfer_s=transfer_s)
+        decode_s = 0.0 if now is None else now - running
+        return StageStamps(transfer_s=transfer_s, decode_queue_s=running - received, decode_s=decode_s)

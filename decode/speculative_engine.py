@@ -1,0 +1,77 @@
+"""One engine step with guesses: the draft model's passes, then the target's, on the same thread in one go.
+
+Between the passes nothing goes back to the event loop. The target's plan is an ordinary one, rows of 1 + k tokens, so
+that tensor-parallel followers replay it like any other; the draft runs on the leader alone.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from baton.core.errors import InvariantError
+from baton.core.request import SamplingParams
+from baton.core.step import DraftRow, History, Row, StepOutcome, StepPlan
+from baton.engine.runner import Runner
+
+
+class SpeculativeEngine:
+    """`draft` is None where no model guesses. It belongs to the compute thread and holds no sequence state."""
+
+    def __init__(self, target: Runner, draft: Runner | None) -> None:
+        self._target = target
+        self._draft = draft
+
+    def step(self, plan: StepPlan) -> StepOutcome:
+        """Computes a plan and its draft rows. `guesses` of the outcome are what was verified."""
+        if not plan.drafts:
+            return self._target.step(plan)
+        started = time.perf_counter()
+        guesses = self._guess(plan)
+        drafted = time.perf_counter() - started
+        outcome = StepOutcome(plan.step_id, ())
+        if plan.rows:
+            outcome = self._target.step(replace(plan.with_guesses(guesses), drafts=()))
+        return replace(outcome, guesses=guesses, draft_s=drafted, elapsed_s=time.perf_counter() - started)
+
+    def _guess(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+        """The guesses for each row of the plan. Pass by pass: the first computes every draft row, later ones those
+        that are to guess on."""
+        if self._draft is None:
+            raise InvariantError(f"step {plan.step_id} has draft rows and this worker no draft model")
+        made: dict[int, list[int]] = {draft.row: [] for draft in plan.drafts if draft.num_guesses}
+        rows = [_first_row(draft, plan) for draft in plan.drafts]
+        drafts = list(plan.drafts)
+        while rows:
+            outcome = self._draft.step(StepPlan(plan.step_id, tuple(rows)))
+            going: list[tuple[DraftRow, Row]] = []
+            for draft, row, sampled in zip(drafts, rows, outcome.sampled, strict=True):
+                if draft.num_guesses:
+                    guesses = made[draft.row]
+                    guesses += sampled
+                    if len(guesses) < draft.num_guesses:
+                        going.append((draft, _next_row(row, sampled[0])))
+            drafts, rows = [draft for draft, _ in going], [row for _, row in going]
+        if not made:
+            return ()
+        return tuple(tuple(made.get(index, ())) for index in range(len(plan.rows)))
+
+
+def _first_row(draft: DraftRow, plan: StepPlan) -> Row:
+    if not draft.num_guesses:
+        return Row(draft.sequence_id, draft.start, draft.tokens, draft.block_ids, SamplingParams())
+    row = plan.rows[draft.row]
+    sampling = row.sampling if row.sampling.logprobs is None else replace(row.sampling, logprobs=None)
+    return Row(
+        draft.sequence_id, draft.start, draft.tokens, draft.block_ids, sampling, 1, row.output_index, row.history
+    )
+
+
+def _next_row(row: Row, guess: int) -> Row:
+    """Goes on behind a guess, as if it were output."""
+    history = row.history
+    if history is not None and (row.sampling.penalises or row.sampling.bad_words):
+        history = History(history.prompt, (*history.output, guess), history.end_token_ids)
+    return replace(
+        row, start=row.end, tokens=(guess,), num_sampled=1, output_index=row.output_index + 1, history=history
+    )

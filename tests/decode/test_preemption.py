@@ -1,0 +1,130 @@
+"""What a decode worker does when its blocks run out."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.core.errors import Unavailable
+from baton.core.request import SequenceId
+from baton.core.step import StepPlan
+from decode.scheduler import PATIENCE_S, TURN_TOKENS, DecodeScheduler
+from decode.speculation import Speculation
+from decode.step_cost import StepModel
+from tests.support.builders import make_decode, make_outcome, make_request
+
+
+def ready(scheduler: DecodeScheduler, name: str, prompt: int = 4, max_tokens: int = 20, priority: int = 0) -> None:
+    request = make_request(name, prompt, max_tokens, eos=(), priority=priority)
+    scheduler.reserve(request, 0.0)
+    scheduler.received(request.sequence_id, 5, 0.0)
+
+
+def step(scheduler: DecodeScheduler, now: float = 0.0) -> StepPlan:
+    plan = scheduler.begin_step(now)
+    assert plan is not None
+    scheduler.finish_step(make_outcome(plan), now)
+    scheduler.check()
+    return plan
+
+
+def names(plan: StepPlan) -> list[str]:
+    return [row.sequence_id.request_id for row in plan.rows]
+
+
+def until_preempted(scheduler: DecodeScheduler, now: float = 0.0) -> StepPlan:
+    while True:
+        before, plan = scheduler.preemptions, step(scheduler, now)
+        if scheduler.preemptions > before:
+            return plan
+
+
+def test_newest_gives_way_and_is_computed_again_to_the_same_place() -> None:
+    scheduler = make_decode(num_blocks=7, block_size=4)
+    ready(scheduler, "a")
+    ready(scheduler, "b")
+    assert names(until_preempted(scheduler)) == ["a"]
+    output = list(scheduler._entries[SequenceId("b")].sequence.output)
+    while names(plan := step(scheduler)) == ["a"]:
+        pass
+    (row,) = plan.rows
+    assert (row.start, len(row.tokens), row.num_sampled, row.output_index) == (0, 4 + len(output), 1, len(output))
+    while scheduler.num_sequences:
+        step(scheduler)
+    assert scheduler.blocks.num_free == 7
+
+
+def test_lower_priority_gives_way_whoever_came_first() -> None:
+    scheduler = make_decode(num_blocks=7, block_size=4)
+    ready(scheduler, "low", priority=1)
+    ready(scheduler, "high", priority=0)
+    assert names(until_preempted(scheduler)) == ["high"]
+
+
+def test_who_cannot_take_a_block_from_anybody_waits_with_its_own() -> None:
+    scheduler = make_decode(num_blocks=7, block_size=4)
+    ready(scheduler, "a", max_tokens=16)
+    scheduler.reserve(make_request("arriving", 16, 2), 0.0)  # its blocks are being written
+    for _ in range(8):
+        step(scheduler)
+    assert scheduler.begin_step(0.0) is None
+    assert scheduler.preemptions == 0
+    scheduler.received(SequenceId("arriving"), 5, 0.0)
+    assert names(step(scheduler)) == ["a"]
+
+
+def test_nothing_new_is_taken_while_somebody_waits_to_come_back() -> None:
+    scheduler = make_decode(num_blocks=7, block_size=4)
+    ready(scheduler, "a")
+    ready(scheduler, "b")
+    until_preempted(scheduler)
+    assert scheduler.blocks.num_free >= 1
+    with pytest.raises(Unavailable, match="1 preempted") as caught:
+        scheduler.reserve(make_request("c", 1, 1), 0.0)
+    assert caught.value.code == "no_free_blocks"
+
+
+def test_who_waits_too_long_has_its_turn_and_keeps_it_for_a_while() -> None:
+    scheduler = make_decode(num_blocks=16, block_size=4)
+    ready(scheduler, "a", max_tokens=60)
+    ready(scheduler, "b", max_tokens=60)
+    until_preempted(scheduler)
+    plan = step(scheduler, PATIENCE_S)
+    assert names(plan) == ["b"], "it came back, and the blocks it needs are those of who ran until now"
+    for _ in range(TURN_TOKENS - 2):
+        assert names(step(scheduler, 3 * PATIENCE_S)) == ["b"]
+    step(scheduler, 3 * PATIENCE_S)
+    assert names(step(scheduler, 3 * PATIENCE_S)) == ["a"]
+
+
+def test_recomputation_is_cut_into_chunks_that_fit_the_budget() -> None:
+    costs = [(1, 0.001), (1000, 1.0)]
+    speculation = Speculation(model=StepModel(costs, budget_s=0.0205))
+    scheduler = make_decode(num_blocks=40, block_size=4, speculation=speculation)
+    ready(scheduler, "a", prompt=60, max_tokens=60)
+    ready(scheduler, "b", prompt=60, max_tokens=60)
+    until_preempted(scheduler)
+    while names(step(scheduler)) == ["a"]:
+        pass
+    lengths = []
+    while len(lengths) < 6:
+        plan = step(scheduler)
+        lengths.append((len(plan.rows[-1].tokens), plan.rows[-1].num_sampled))
+    chunks = lengths[: lengths.index((1, 1))]
+    assert all(tokens <= 20 for tokens, _ in chunks) and [n for _, n in chunks] == [0] * (len(chunks) - 1) + [1]
+
+
+def test_every_stream_progresses_in_half_the_pool() -> None:
+    scheduler = make_decode(num_blocks=24, block_size=4, max_running=8)
+    for index in range(8):
+        ready(scheduler, f"s{index}", prompt=4, max_tokens=20)  # 48 blocks in the end
+    last = {f"s{index}": 0 for index in range(8)}
+    now = 0.0
+    while scheduler.num_sequences:
+        now += 0.05
+        for row in step(scheduler, now).rows:
+            if row.num_sampled:
+                last[row.sequence_id.request_id] = now
+        waiting = {i.request_id for i in scheduler.sequence_ids()}
+        assert all(now - last[name] < 8 * PATIENCE_S for name in waiting)
+    assert scheduler.preemptions > 0
+    assert scheduler.blocks.num_free == 24

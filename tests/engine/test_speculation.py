@@ -1,0 +1,168 @@
+"""Speculation on real engines in exact mode: whoever guesses, however many, the tokens are those of plain decoding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.core.config import WorkerConfig
+from baton.core.errors import StartupError
+from baton.core.request import GenerateRequest, SamplingParams, TokenBias
+from baton.core.step import StepOutcome, StepPlan
+from baton.engine.runner import Runner
+from baton.model_source import builtin_directory
+from decode.draft_model import load_draft
+from decode.speculation import Speculation
+from decode.speculative_engine import SpeculativeEngine
+from decode.step_cost import StepModel
+from tests.engine.driver import tiny_runner
+from tests.support.checkpoints import make_checkpoint
+from tests.support.decode_drive import Run, decode_all, make_drafts
+
+LENGTH = 24
+KINDS = ("model", "ngram")
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=0.8, top_p=0.95, top_k=40, repetition_penalty=1.2, presence_penalty=0.3),
+    SamplingParams(temperature=0.0, frequency_penalty=0.5, min_tokens=8, logit_bias=(TokenBias(20, 2.0),)),
+)
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Runner]:
+    yield tiny_runner(builtin_directory("target"), exact=True, kv_memory_bytes=64 << 20)
+
+
+@pytest.fixture(scope="module")
+def draft() -> Iterator[Runner]:
+    yield tiny_runner(builtin_directory("draft"), kv_memory_bytes=16 << 20)
+
+
+def requests(count: int, vocab_size: int = 4096, length: int = LENGTH) -> list[GenerateRequest]:
+    """Prompts of 8 to 80 tokens that repeat pieces of themselves, every sampling in turn."""
+    made = []
+    for index in range(count):
+        generator = random.Random(index)
+        piece = generator.choices(range(6, vocab_size), k=generator.randint(8, 40))
+        sampling = replace(SAMPLINGS[index % len(SAMPLINGS)], seed=index)
+        prompt = tuple(piece + piece[: generator.randint(0, 40)])
+        made.append(GenerateRequest(f"r{index}", prompt, length, sampling, eos_token_ids=(1,)))
+    return made
+
+
+class FixedCosts(StepModel):
+    """What steps cost on some other machine, whatever they take here."""
+
+    def __init__(self) -> None:
+        super().__init__(((1, 1e-2), (64, 1.5e-2)), ((1, 1e-3), (64, 2e-3)))
+
+    def observe(self, plan: StepPlan, outcome: StepOutcome, wall_s: float) -> None:
+        pass
+
+
+def speculation(kind: str, draft: Runner | None, length: int = 0) -> Speculation:
+    return Speculation(make_drafts(kind, draft), FixedCosts(), fixed_length=length)
+
+
+@pytest.fixture(scope="module")
+def plain(target: Runner) -> Run:
+    return decode_all(target, requests(12), batch=4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [0, 1, 4, 8])
+def test_same_tokens_as_plain(target: Runner, draft: Runner, plain: Run, kind: str, length: int) -> None:
+    run = decode_all(target, requests(12), speculation=speculation(kind, draft, length), draft=draft, batch=3)
+    assert run.outputs == plain.outputs
+    assert run.counters.drafted_tokens > 0
+    assert run.steps < plain.steps * 4 / 3 or kind == "ngram"
+
+
+def test_more_than_a_quarter_of_the_real_drafts_guesses_are_right(target: Runner, draft: Runner) -> None:
+    some = [replace(r, sampling=SamplingParams(temperature=0.0)) for r in requests(4, length=60)]
+    run = decode_all(target, some, speculation=speculation("model", draft, 1), draft=draft)
+    assert run.counters.accepted_tokens > run.counters.drafted_tokens / 4
+
+
+class Oracle(SpeculativeEngine):
+    """A drafter that is always right, or always wrong, from the outputs of a plain run."""
+
+    def __init__(self, target: Runner, draft: Runner, outputs: dict[str, list[int]], right: bool) -> None:
+        super().__init__(target, draft)
+        self._outputs, self._right = outputs, right
+
+    def _guess(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+        made: list[tuple[int, ...]] = [()] * len(plan.rows)
+        for drafted in plan.drafts:
+            if drafted.num_guesses:
+                row = plan.rows[drafted.row]
+                known = self._outputs[row.sequence_id.request_id][row.output_index :]
+                known = (known + [1] * 8)[: drafted.num_guesses]
+                made[drafted.row] = tuple(t if self._right else (t + 1) % 4096 for t in known)
+        return tuple(made) if any(d.num_guesses for d in plan.drafts) else ()
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_drafter_that_is_always_right_or_always_wrong(target: Runner, draft: Runner, plain: Run, right: bool) -> None:
+    some = requests(12) if right else requests(3, length=96)
+    if not right:
+        plain = decode_all(target, some, batch=3)
+    engine = Oracle(target, draft, plain.outputs, right)
+    run = decode_all(target, some, speculation=speculation("model", draft), engine=engine, batch=4)
+    assert run.outputs == plain.outputs
+    counters, tokens = run.counters, sum(map(len, run.outputs.values()))
+    if right:
+        assert counters.accepted_tokens > 0.8 * counters.drafted_tokens and run.steps < 0.6 * plain.steps
+    else:
+        assert counters.accepted_tokens == 0
+        assert counters.drafted_tokens < tokens / 4, "guessing must have stopped"
+
+
+@pytest.mark.parametrize("kind", ["none", *KINDS])
+def test_same_tokens_in_half_the_pool(target: Runner, draft: Runner, plain: Run, kind: str) -> None:
+    """Blocks for about half of what the batch needs: sequences are preempted, computed again, and all finish."""
+    run = decode_all(
+        target,
+        requests(12),
+        speculation=speculation(kind, draft) if kind != "none" else None,
+        draft=draft,
+        batch=6,
+        num_blocks=20,
+        each_step=lambda scheduler: scheduler.check(),
+    )
+    assert run.outputs == plain.outputs
+    assert run.preemptions > 0
+    assert run.longest_silence_s < 30.0
+
+
+def test_every_request_tells_its_own_share(target: Runner, draft: Runner) -> None:
+    guessing, told = speculation("model", draft, 2), {}
+    outcomes: list[StepOutcome] = []
+    engine = SpeculativeEngine(target, draft)
+    keep = engine.step
+
+    def step(plan: StepPlan) -> StepOutcome:
+        outcomes.append(keep(plan))
+        return outcomes[-1]
+
+    engine.step = step  # type: ignore[method-assign]
+
+    def listen(scheduler: object) -> None:
+        told.update({i: e.speculation for i, e in scheduler._entries.items()})  # type: ignore[attr-defined]
+
+    run = decode_all(target, requests(2), speculation=guessing, engine=engine, each_step=listen)
+    assert sum(len(g) for o in outcomes for g in o.guesses) == run.counters.drafted_tokens
+    assert all(o.draft_s > 0.0 for o in outcomes if any(o.guesses))
+    assert {i.request_id for i in told} == {"r0", "r1"}
+
+
+def test_draft_with_another_vocabulary_is_refused_with_both_sizes(target: Runner, tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "other")
+    config = WorkerConfig(model=str(builtin_directory("target")), draft=str(other))
+    with pytest.raises(StartupError, match=r"320 tokens, the model's 4096"):
+        load_draft(config, target)
