@@ -80,6 +80,7 @@ def load_draft(config: WorkerConfig, runner: Runner) -> Runner | None:
             block_size=runner.layout.block_size,
             kv_memory_bytes=num_blocks * layout.bytes_per_block,
             max_model_len=longest,
+            kernels=config.kernels,
             max_num_tokens=max(config.step_tokens + 2 * CATCH_UP * config.max_running, 512),
         )
     )

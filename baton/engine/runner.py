@@ -87,7 +87,8 @@ class MemoryReport:
 class Runner:
     """A loaded model with its KV pool. Facts that others read: `model_config`, `layout` (the whole model's),
     `local_layout` (this rank's part of it, which `kv` has), `num_blocks`, `max_model_len` (positions per sequence),
-    `dtype_name`, `threads`, `digest` (of the checkpoint), `kv`, `group`, `memory`, `kernels` (which compute, and why)."""
+    `dtype_name`, `threads`, `digest` (of the checkpoint), `kv`, `group`, `memory`, `kernels` (which
+    compute, and why)."""
 
     def __init__(
         self,

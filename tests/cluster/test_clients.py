@@ -45,8 +45,10 @@ def test_completion_streamed_and_whole_say_the_same(official: openai.OpenAI) -> 
     text = "".join(c.text for p in parts for c in p.choices)
     assert text == whole.choices[0].text != ""
     assert parts[-1].choices == []
-    assert parts[-1].usage == whole.usage
-    assert whole.usage is not None and whole.usage.completion_tokens <= 40
+    assert parts[-1].usage is not None and whole.usage is not None
+    varies = {"speculation", "completion_tokens_details"}  # how many guesses pay depends on what else runs
+    assert parts[-1].usage.model_dump(exclude=varies) == whole.usage.model_dump(exclude=varies)
+    assert whole.usage.completion_tokens <= 40
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
     finishes = [c.finish_reason for p in parts for c in p.choices if c.finish_reason]
     assert finishes == [whole.choices[0].finish_reason]
