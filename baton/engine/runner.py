@@ -38,7 +38,8 @@ from baton.engine.model import Model, shard_config
 from baton.engine.model_native import NativeModel
 from baton.engine.parallel import TPGroup, connect
 from baton.engine.processors import SeenTables
-from baton.engine.sampler import sample
+from baton.engine.sampler import Choose, sample
+from baton.engine.sampler_native import chooser
 from baton.engine.selftest import prove_row_invariance
 from baton.engine.weights import WeightReader
 
@@ -98,6 +99,7 @@ class Runner:
         options: EngineOptions,
         *,
         kernels: str,
+        choose: Choose | None,
         max_model_len: int,
         digest: str,
         device: torch.device,
@@ -119,7 +121,7 @@ class Runner:
         self._seen = SeenTables()
         self._announce: Callable[[StepPlan], None] | None = None
         self.kernels = kernels
-        self._compute = compute
+        self._compute, self._choose = compute, choose
         self._limits = Limits(kv.layout.block_size, kv.num_blocks, model_config.vocab_size, max_model_len)
         self._max_num_tokens = options.max_num_tokens
         # Exact mode never lets torch compute a single row: its kernels may treat a product of one row differently.
@@ -139,7 +141,7 @@ class Runner:
         if not self.group.leads:
             return StepOutcome(plan.step_id, (), time.perf_counter() - started)
         scores, logits = logits[: batch.num_scored], logits[batch.num_scored :]
-        tokens = iter(sample(logits, batch.draws, self._seen))
+        tokens = iter(sample(logits, batch.draws, self._seen, self._choose))
         sampled = tuple(tuple(next(tokens) for _ in range(row.num_sampled)) for row in plan.rows)
         logprobs, scored = sampled_rows(plan, logits, sampled), scored_rows(plan, scores)
         return StepOutcome(plan.step_id, sampled, time.perf_counter() - started, logprobs, scored)
@@ -160,7 +162,7 @@ class Runner:
     def _forward(self, batch: Batch, plan: StepPlan) -> Tensor:
         if self._announce is not None:
             self._announce(plan.to_compute())
-        if not batch.spans:
+        if not batch.rows:
             return torch.empty((0, self.model_config.vocab_size))
         return self._compute(batch)
 
@@ -219,6 +221,7 @@ def load_runner(
         kv,
         options,
         kernels=kernels_name,
+        choose=None if kernels is None else chooser(kernels),
         max_model_len=min(longest, kv.num_blocks * options.block_size),
         digest=digest,
         device=device,

@@ -19,7 +19,7 @@ token id & 3 of the four: x. v = (x + 0.5) * 2**-32, g = -log(-log1p(-v)); v is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -32,15 +32,19 @@ from baton.engine.processors import Draw, SeenTables, process
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
+Choose = Callable[[NDArray[np.float32], Draw], int | None]
+"""Processed logits [vocab] and a draw that is not greedy -> its token, or None: undecided."""
 
 _FIRST_GUESS = 64  # candidates looked at first by top-p; most distributions have their mass in fewer
 _GROWTH = 8
 
 
 @torch.no_grad()
-def sample(logits: Tensor, draws: Sequence[Draw], tables: SeenTables | None = None) -> list[int]:
+def sample(
+    logits: Tensor, draws: Sequence[Draw], tables: SeenTables | None = None, choose: Choose | None = None
+) -> list[int]:
     """One token per row of raw logits [S, vocab] (float32). A row's token does not depend on the other rows, nor on
-    `tables`, which only save work from step to step."""
+    `tables`, which only save work from step to step, nor on `choose`, which says the same sooner or nothing."""
     if not draws:
         return []
     logits = process(logits, draws, tables)
@@ -49,8 +53,11 @@ def sample(logits: Tensor, draws: Sequence[Draw], tables: SeenTables | None = No
     if noisy:
         rows = logits[noisy].cpu().numpy()
         for index, row in zip(noisy, rows, strict=True):
-            ids, values = noised_logits(row, draws[index])
-            tokens[index] = int(ids[np.argmax(values)])
+            token = choose(row, draws[index]) if choose is not None else None
+            if token is None:
+                ids, values = noised_logits(row, draws[index])
+                token = int(ids[np.argmax(values)])
+            tokens[index] = token
     return tokens
 
 

@@ -7,7 +7,7 @@ alive.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from functools import cache
 
@@ -87,6 +87,14 @@ class Step(ctypes.Structure):
     )
 
 
+class Draw(ctypes.Structure):
+    _fields_ = (
+        *((name, c_double) for name in ("temperature", "top_p", "min_p")),
+        ("top_k", c_int64),
+        *((name, c_uint32) for name in ("key_low", "key_high", "output_index", "choice")),
+    )
+
+
 _FUNCTIONS = {
     "baton_pack": (c_int, c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
     "baton_forward": (POINTER(Model), POINTER(Step)),
@@ -97,6 +105,7 @@ _FUNCTIONS = {
         *(c_int, POINTER(AttentionShape), c_void_p, c_int64, c_void_p, c_int64),
         *(c_void_p, c_void_p, c_void_p, c_int64, c_int),
     ),
+    "baton_choose": (c_void_p, c_int64, POINTER(Draw), POINTER(c_int64), c_int64),
     "baton_linear": (c_int, POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int, c_int),
 }
 
@@ -114,6 +123,7 @@ class Kernels:
             function = getattr(self._library, name)
             function.argtypes, function.restype = arguments, None
             setattr(self, name.removeprefix("baton_"), function)
+        self.choose.restype = c_int64
         if self._library.baton_level() != LEVELS.index(level):
             raise CannotBuild(f"the compiled kernels are not those of {level}")
         if self._library.baton_init() != 0:
@@ -125,6 +135,7 @@ class Kernels:
     mlp: ctypes._FuncPointer
     head: ctypes._FuncPointer
     attend: ctypes._FuncPointer
+    choose: ctypes._FuncPointer
     linear: ctypes._FuncPointer
 
     def supports(self, dtype: torch.dtype) -> bool:
