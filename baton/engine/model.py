@@ -10,7 +10,9 @@ Shapes: T tokens, S sampled positions, H and K query and KV heads of this rank, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,19 +96,37 @@ class Model:
         self._head = arithmetic.make_linear(Projection(weights.head(), None))
         self._rotary = rotary
 
+    @property
+    def windows(self) -> Iterable[int]:
+        """The different windows of the layers."""
+        return dict.fromkeys(self._windows)
+
     def forward(self, batch: Batch, kv: KVPool, attention: Attention) -> Tensor:
         """Computes all rows, writes their KV, and returns logits [S, vocab] in float32 at the sampled positions; on
         followers none: [0, vocab]."""
-        stored = len(batch.slots)
-        prepared = {window: attention.prepare(batch.spans, window) for window in dict.fromkeys(self._windows)}
-        cos, sin = self._rotary.at(batch.positions)
-        x = self._embedding(batch.tokens)
+        prepared = {window: attention.prepare(batch.spans, window) for window in self.windows}
+        return self.compute(batch.tokens, batch.positions, batch.slots, batch.sampled, kv, attention, prepared)
+
+    def compute(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        sampled: Tensor,
+        kv: KVPool,
+        attention: Attention,
+        prepared: Mapping[int, Any],
+    ) -> Tensor:
+        """The same from tensors alone: `prepared` is what `attention` made of the rows for each of `windows`."""
+        stored = len(slots)
+        cos, sin = self._rotary.at(positions)
+        x = self._embedding(tokens)
         for index, layer in enumerate(self._layers):
             queries, keys, values = layer.queries_keys_values(x, cos, sin)
-            kv.write(index, batch.slots, keys[:stored], values[:stored])
+            kv.write(index, slots, keys[:stored], values[:stored])
             attended = attention.attend(queries, *kv.storage[index], prepared[self._windows[index]])
             x = layer.finish(x, attended)
-        return self._logits(x, batch.sampled)
+        return self._logits(x, sampled)
 
     def _logits(self, x: Tensor, sampled: Tensor) -> Tensor:
         none = torch.empty((0, self._vocab_size), dtype=torch.float32, device=x.device)

@@ -214,7 +214,12 @@ def load_runner(
     if isinstance(model, NativeModel):
         compute = partial(model.forward, kv=kv)
     else:
-        compute = partial(model.forward, kv=kv, attention=_attention(options, config, group, kv, torch_dtype))
+        attention = _attention(options, config, group, kv, torch_dtype)
+        compute = partial(model.forward, kv=kv, attention=attention)
+        if device.type == "cuda" and group.size == 1:
+            from baton.engine.decode_graphs import DecodeGraphs
+
+            compute = DecodeGraphs(model, kv, attention, longest).compute
     runner = Runner(
         compute,
         config,
