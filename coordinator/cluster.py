@@ -16,7 +16,7 @@ from baton.core.commands import Assign as AssignCommand
 from baton.core.errors import BatonError, DuplicateRequest, InvariantError, Unavailable, WorkerLost
 from baton.core.events import HandedOver, Parked, SequenceEnded, StepEvents
 from baton.core.prefix_keys import HINT_BYTES, KeyChain
-from baton.core.request import GenerateRequest, SequenceId
+from baton.core.request import ChoiceId, GenerateRequest, SequenceId
 from coordinator.live import Live
 from coordinator.members import Members
 from coordinator.mint import Mint
@@ -48,7 +48,7 @@ class Cluster:
         self.members = Members(self, self.dispatcher, registry, self._mint.key, token)
         self.draining = False
         self.stale_events = 0
-        self._live: dict[str, Live] = {}
+        self._live: dict[ChoiceId, Live] = {}
         self._attempt = 0
 
     @property
@@ -62,21 +62,25 @@ class Cluster:
     # Requests.
 
     def admit(self, request: GenerateRequest) -> Live:
-        """Queues a request and dispatches what can start.
+        """Queues one choice of a request and dispatches what can start. Choice 0 speaks for the request: it may be
+        refused for want of room, and it stays known until the others have ended; they go ahead of what waits.
 
         Raises:
             BatonError: refused; nothing was done for it.
         """
         if self.draining:
             raise Unavailable("the cluster is draining", code="draining", retry_after_s=5)
-        if request.request_id in self._live:  # perhaps over, and not yet read to its end
+        if request.choice_id in self._live:  # perhaps over, and not yet read to its end
             raise DuplicateRequest(f"request {request.request_id} is already in flight", param="request_id")
         now = time.monotonic()
         live = Live(Journal(replace(request, attempt=self._next_attempt())), now, now + request.deadline_s)
         if request.deadline_s <= 0:
             raise live.late()
-        self.dispatcher.submit(self._ticket(live))
-        self._live[request.request_id] = live
+        if request.choice:
+            self.dispatcher.submit_first(self._ticket(live))
+        else:
+            self.dispatcher.submit(self._ticket(live))
+        self._live[request.choice_id] = live
         self.dispatch()
         return live
 
@@ -84,7 +88,7 @@ class Cluster:
         request = live.request
         goes_on = request.max_tokens - len(request.output) > 1
         total, prefix = request.max_total_tokens, self._prefix(request)
-        return Ticket(request.request_id, request.num_prefill_tokens, total, needs_decode=goes_on, prefix=prefix)
+        return Ticket(request.choice_id, request.num_prefill_tokens, total, needs_decode=goes_on, prefix=prefix)
 
     def _prefix(self, request: GenerateRequest) -> Prefix:
         """The blocks that a worker may hold already; the last token is computed in any case."""
@@ -105,9 +109,9 @@ class Cluster:
 
     def dispatch(self) -> None:
         for placement in self.dispatcher.place():
-            live = self._live.get(placement.request_id)
+            live = self._live.get(placement.name)
             if live is None:
-                raise InvariantError(f"{placement.request_id} was placed and is not live")
+                raise InvariantError(f"{placement.name} was placed and is not live")
             live.dispatch(time.monotonic())
             live.prefill_worker, live.decode_worker = placement.prefill, placement.decode or ""
             live.targets = self._mint.targets(live.sequence, placement, live.deadline_at)
@@ -117,11 +121,15 @@ class Cluster:
         remaining = max(live.deadline_at - time.monotonic(), 0.001)
         self.members.send(live.prefill_worker, Prefill(replace(live.request, deadline_s=remaining), live.targets))
 
-    def end(self, request_id: str, reason: str) -> None:
-        """The front end is done with a request, well or not: both pools hear of it at once."""
-        if (live := self._live.pop(request_id, None)) is not None:
-            self._settle(live, reason)
-            self.dispatch()
+    def end(self, live: Live, reason: str) -> None:
+        """The front end has all of a choice, or wants no more of it: both pools hear of it at once."""
+        self._settle(live, reason)
+        self.dispatch()
+
+    def forget(self, live: Live) -> None:
+        """Its request may be sent again under the same id."""
+        if self._live.get(live.request.choice_id) is live:
+            del self._live[live.request.choice_id]
 
     def _settle(self, live: Live, reason: str) -> None:
         """Both pools hear of the end, and what the request held is free: now, however slowly its client reads."""
@@ -129,7 +137,7 @@ class Cluster:
             return
         live.settled = True
         self._withdraw(live, "" if live.journal.finish is not None and reason == "done" else reason)
-        self.dispatcher.finish(live.request.request_id)
+        self.dispatcher.finish(live.request.choice_id)
 
     def _withdraw(self, live: Live, reason: str) -> None:
         """The workers of the present attempt forget it; with a reason they end it."""
@@ -156,7 +164,7 @@ class Cluster:
                 self._fail(live, e)
                 continue
             if worker == live.prefill_worker:
-                self.dispatcher.prefilled(t.sequence.request_id)
+                self.dispatcher.prefilled(t.sequence.choice_id)
                 live.stage = "decode"
             else:
                 live.speculation = t.speculation or live.speculation
@@ -177,7 +185,7 @@ class Cluster:
             self.dispatch()
 
     def _find(self, worker: str, sequence: SequenceId) -> Live | None:
-        live = self._live.get(sequence.request_id)
+        live = self._live.get(sequence.choice_id)
         if live is None or live.sequence != sequence or live.error is not None:
             self.stale_events += 1
             self.members.send(worker, Release((sequence,)))
@@ -189,9 +197,10 @@ class Cluster:
         if live is None:
             return
         live.handed_over, live.decode_worker = True, over.decode_worker
+        live.fresh.set()
         live.add_stamps(over.stamps)
-        self.dispatcher.moved(over.sequence.request_id, over.decode_worker)
-        self.dispatcher.handed_over(over.sequence.request_id)
+        self.dispatcher.moved(over.sequence.choice_id, over.decode_worker)
+        self.dispatcher.handed_over(over.sequence.choice_id)
         taker = next((t.incarnation for t in live.targets if t.worker_id == over.decode_worker), None)
         if self.registry.has_left(over.decode_worker, taker):
             self._again(live, f"{over.decode_worker} took the KV and left")
@@ -233,7 +242,7 @@ class Cluster:
             self._fail(live, WorkerLost("the link to its decode worker broke after that had begun", retry_after_s=1))
         if live.over or live.stage != "decode" or not self.members.connected(live.prefill_worker):
             return
-        placement = self.dispatcher.reassign(live.request.request_id, frozenset())
+        placement = self.dispatcher.reassign(live.request.choice_id, frozenset())
         if placement is None:
             return
         old = live.sequence
@@ -252,8 +261,8 @@ class Cluster:
 
     def gone(self, worker: str, why: str, *, drained: bool) -> None:
         """A worker is not there any more: what needed it ends, or goes elsewhere when the worker gave it back."""
-        for request_id in self.dispatcher.remove_worker(worker):
-            if (live := self._live.get(request_id)) is None:
+        for name in self.dispatcher.remove_worker(worker):
+            if (live := self._live.get(name)) is None:
                 continue
             if not drained:
                 self._fail(live, WorkerLost(f"worker {worker} was lost in stage {live.stage}: {why}", retry_after_s=1))
@@ -268,11 +277,11 @@ class Cluster:
     def _again(self, live: Live, why: str) -> None:
         """Begins a request anew under the next attempt: prompt and journal are prefilled on whatever workers are next,
         and it goes on at the next index."""
-        if live.over:
+        if live.over or live.settled:
             return
         log.info("%s goes elsewhere at index %d: %s", live.sequence, live.journal.next_index, why)
         self._withdraw(live, why)
-        self.dispatcher.finish(live.request.request_id)
+        self.dispatcher.finish(live.request.choice_id)
         live.begin_again(self._next_attempt(), time.monotonic())
         try:
             self.dispatcher.submit_first(self._ticket(live))

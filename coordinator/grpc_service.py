@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
+from collections import Counter
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -24,7 +25,7 @@ from coordinator.translate import Options, Translator
 
 log = logging.getLogger("baton.grpc")
 SERVICE = serving_pb2.DESCRIPTOR.services_by_name["Serving"].full_name
-SERVED = frozenset({"request_id", "model", "text", "token_ids", "messages", "max_tokens", "sampling", "stop"})
+SERVED = frozenset({"request_id", "model", "text", "token_ids", "messages", "max_tokens", "sampling", "stop", "n"})
 SERVED_SAMPLING = frozenset(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"grammar"}
 _SCALARS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "frequency_penalty"),
@@ -32,7 +33,6 @@ _SCALARS = (
 )
 # Fields this version does not serve, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "priority": (0,),
     "include_stop_str_in_output": (False,),
     "echo": (False,),
@@ -52,12 +52,12 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
         try:
             submission = await self._submission(request, context.time_remaining())
             async with contextlib.aclosing(self._generator.generate(submission)) as deltas:
-                index = 0
+                index: Counter[int] = Counter()
                 async for delta in deltas:
-                    if index == 0:
+                    if not index.total():
                         yield self._started(submission, delta)
-                    yield _delta(delta, index)
-                    index += len(delta.token_ids)
+                    yield _delta(delta, index[delta.choice])
+                    index[delta.choice] += len(delta.token_ids)
                     if delta.finish_reason is not None:
                         yield _finished(delta)
         except Exception as e:  # what is not a BatonError has a row in the table too: our bug
@@ -125,6 +125,7 @@ def _options(request: serving_pb2.GenerateRequest) -> Options:
 
     return Options(
         max_tokens=given(request, "max_tokens"),
+        n=given(request, "n"),
         stop=tuple(request.stop),
         ignore_eos=bool(given(s, "ignore_eos")),
         logit_bias=dict(s.logit_bias),
@@ -138,6 +139,7 @@ def _options(request: serving_pb2.GenerateRequest) -> Options:
 def _delta(delta: Delta, first_index: int) -> serving_pb2.GenerateResponse:
     return serving_pb2.GenerateResponse(
         delta=serving_pb2.TokenDelta(
+            choice=delta.choice,
             first_index=first_index,
             token_ids=delta.token_ids,
             text=delta.text,
@@ -152,6 +154,7 @@ def _finished(delta: Delta) -> serving_pb2.GenerateResponse:
     t = delta.timeline
     return serving_pb2.GenerateResponse(
         finished=serving_pb2.Finished(
+            choice=delta.choice,
             finish_reason=delta.finish_reason,
             stop_reason="" if delta.stop_reason is None else str(delta.stop_reason),
             prompt_tokens=delta.usage.prompt_tokens,

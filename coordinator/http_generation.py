@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from itertools import chain
@@ -20,6 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.core.errors import Cancelled, InvariantError
+from baton.core.events import SpeculationCounters
 from coordinator.http_errors import error_frame, error_response
 from coordinator.http_render import DONE, Render, server_timing
 from coordinator.submission import Delta, Generator, Submission, Usage
@@ -33,6 +35,33 @@ _SSE_HEADERS = {
 }
 
 log = logging.getLogger("baton.http")
+
+
+class _Counted:
+    """What an answer has used so far. The prompt counts once; each choice has the last word about its own tokens."""
+
+    def __init__(self, submission: Submission) -> None:
+        self._left = submission.n
+        self._completion: Counter[int] = Counter()
+        self._prompt, self._cached = len(submission.prompt), 0
+        self._speculation: SpeculationCounters | None = None
+
+    def add(self, delta: Delta) -> bool:
+        """Whether more is to come."""
+        self._completion[delta.choice] += len(delta.token_ids)
+        if delta.usage is not None:
+            self._completion[delta.choice] = delta.usage.completion_tokens
+            self._prompt = delta.usage.prompt_tokens
+            if delta.choice == 0:
+                self._cached = delta.usage.cached_tokens
+            if (guessed := delta.usage.speculation) is not None:
+                self._speculation = guessed if self._speculation is None else self._speculation + guessed
+        self._left -= delta.finish_reason is not None
+        return self._left > 0
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self._prompt, self._completion.total(), self._cached, self._speculation)
 
 
 class SlowReader(Exception):
@@ -95,34 +124,45 @@ class GenerationResponse(Response):
 
     async def _whole(self, delta: Delta, deltas: AsyncGenerator[Delta, None]) -> Response:
         parts = [delta]
-        while delta.finish_reason is None:
-            delta = await self._next(deltas)
-            parts.append(delta)
-        answer = replace(
-            delta,
-            text="".join(part.text for part in parts),
-            token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
-            logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
-            prompt_logprobs=parts[0].prompt_logprobs,
-        )
-        body = self._render.whole(answer)
-        return Response(body, headers=server_timing(delta.timeline), media_type="application/json")
+        counted = _Counted(self._submission)
+        while counted.add(parts[-1]):
+            parts.append(await self._next(deltas))
+        answers = []
+        for choice in range(self._submission.n):
+            mine = [part for part in parts if part.choice == choice]
+            answers.append(
+                replace(
+                    mine[-1],
+                    text="".join(part.text for part in mine),
+                    token_ids=tuple(chain.from_iterable(part.token_ids for part in mine)),
+                    logprobs=tuple(chain.from_iterable(part.logprobs for part in mine)),
+                    prompt_logprobs=mine[0].prompt_logprobs,
+                )
+            )
+        body = self._render.whole(answers, counted.usage)
+        return Response(body, headers=server_timing(answers[0].timeline), media_type="application/json")
 
     async def _events(self, delta: Delta, deltas: AsyncGenerator[Delta, None], send: Send) -> None:
         headers = [(name.encode(), value.encode()) for name, value in _SSE_HEADERS.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        usage = self._usage_after(delta, 0)
-        body = self._render.opening(delta, usage)
+        counted, render, opened = _Counted(self._submission), self._render, set[int]()
+        body, more = b"", True
         try:
-            while delta.finish_reason is None:
-                if self._render.tells(delta):
-                    body += self._render.text(delta, usage)
-                if body:
+            while more:
+                more = counted.add(delta)
+                if delta.choice not in opened:
+                    opened.add(delta.choice)
+                    body += render.opening(delta, counted.usage)
+                if delta.finish_reason is not None:
+                    body += render.last(delta, counted.usage)
+                elif render.tells(delta):
+                    body += render.text(delta, counted.usage)
+                if body and more:
                     await self._write(send, body)
                     body = b""
-                delta = await self._next(deltas)
-                usage = self._usage_after(delta, usage.completion_tokens)
-            body += self._render.last(delta, usage) + DONE
+                if more:
+                    delta = await self._next(deltas)
+            body += render.closing(counted.usage) + DONE
         except SlowReader:
             raise
         except Exception as error:
@@ -144,11 +184,6 @@ class GenerationResponse(Response):
         if delta.finish_reason == "error":
             raise InvariantError("the generator ended with an error")
         return delta
-
-    def _usage_after(self, delta: Delta, tokens_before: int) -> Usage:
-        if delta.usage is not None:
-            return delta.usage
-        return Usage(len(self._submission.prompt), tokens_before + len(delta.token_ids))
 
     async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
         try:

@@ -6,11 +6,13 @@ of building and dumping an object per token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import orjson
 
+from baton.core.request import TokenLogprob
 from coordinator.http_logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
 from coordinator.submission import Delta, Timeline, Usage
 from coordinator.text_stream import Vocabulary
@@ -39,12 +41,12 @@ class Head:
 
 
 class Render:
-    """One answer of one choice. Subclasses name the object and put a choice together."""
+    """One answer. Subclasses name the object and put a choice together."""
 
     id_prefix: str
     whole_object: str
     chunk_object: str
-    before_text: bytes
+    before_text: bytes  # behind the index
     after_text: bytes
     scores_in_choice: bool
 
@@ -57,35 +59,44 @@ class Render:
         """Whether a delta is worth an event: one without text is, when the client wants to know of every token."""
         return bool(delta.text) or ((self._head.token_ids or self._head.logprobs) and bool(delta.token_ids))
 
-    def whole(self, answer: Delta) -> bytes:
-        """The one object of an answer that is not streamed, from all its deltas in one."""
-        choice = self._whole_choice(answer) | _end(answer)
+    def whole(self, answers: Sequence[Delta], usage: Usage) -> bytes:
+        """The one object of an answer that is not streamed, from all deltas of each choice in one; the first has what
+        is to be said of the prompt."""
+        choices = [self._whole_choice(answer) | _end(answer) for answer in answers]
+        value = self._base(self.whole_object) | {"choices": choices, "usage": usage_object(usage)}
         if self._head.token_ids:
-            choice["token_ids"] = list(answer.token_ids)
-        value = self._base(self.whole_object) | {"choices": [choice], "usage": usage_object(answer.usage)}
+            for choice, answer in zip(choices, answers, strict=True):
+                choice["token_ids"] = list(answer.token_ids)
         if self._head.prompt_logprobs:
-            scores = prompt_logprobs(self._head.vocabulary, answer.prompt_logprobs or ())
-            (choice if self.scores_in_choice else value)["prompt_logprobs"] = scores
+            scores = prompt_logprobs(self._head.vocabulary, answers[0].prompt_logprobs or ())
+            for place in choices if self.scores_in_choice else [value]:
+                place["prompt_logprobs"] = scores
         return orjson.dumps(value)
 
     def opening(self, delta: Delta, usage: Usage) -> bytes:
-        """What goes out with the first token, before any text."""
+        """What goes out with the first token of a choice, before any text."""
         return b""
 
     def text(self, delta: Delta, usage: Usage) -> bytes:
         """An event with new text; `usage` counts so far."""
-        choice = self.before_text + _json_text(delta.text) + self.after_text + self._ids(delta)
+        choice = self._before(delta) + _json_text(delta.text) + self.after_text + self._ids(delta)
         scores = self._scores(delta)
         return self._prefix + choice + b',"logprobs":' + scores + b',"finish_reason":null}' + self._tail(usage)
 
     def last(self, delta: Delta, usage: Usage) -> bytes:
-        """The event with the finish reason and what text is left, and the usage if asked for."""
-        choice = self.before_text + _json_text(delta.text) + self.after_text + self._ids(delta)
+        """The event with a choice's finish reason and what text is left of it."""
+        choice = self._before(delta) + _json_text(delta.text) + self.after_text + self._ids(delta)
         end = b',"logprobs":' + self._scores(delta) + b"," + orjson.dumps(_end(delta))[1:]
-        events = self._prefix + choice + end + self._tail(usage)
-        if self._head.include_usage:
-            events += self._prefix + b'],"usage":' + orjson.dumps(usage_object(usage)) + b"}\n\n"
-        return events
+        return self._prefix + choice + end + self._tail(usage)
+
+    def closing(self, usage: Usage) -> bytes:
+        """What goes out behind the last choice: the usage, if asked for."""
+        if not self._head.include_usage:
+            return b""
+        return self._prefix + b'],"usage":' + orjson.dumps(usage_object(usage)) + b"}\n\n"
+
+    def _before(self, delta: Delta) -> bytes:
+        return b'{"index":%d,' % delta.choice + self.before_text
 
     def _scores(self, delta: Delta) -> bytes:
         return _json(self._logprobs(delta)) if self._head.logprobs else b"null"
@@ -118,58 +129,65 @@ class Render:
 class CompletionRender(Render):
     id_prefix = "cmpl-"
     whole_object = chunk_object = "text_completion"
-    before_text = b'{"index":0,"text":'
+    before_text = b'"text":'
     after_text = b""
     scores_in_choice = True
 
     def __init__(self, head: Head) -> None:
         super().__init__(head)
-        self._scored = CompletionLogprobs(head.vocabulary)
+        self._scored: dict[int, CompletionLogprobs] = {}
+        self._prompt_scores: tuple[TokenLogprob, ...] = ()
 
     def opening(self, delta: Delta, usage: Usage) -> bytes:
         """The echo."""
         if self._head.echo is None:
             return b""
         scores = _json(self._echoed(delta)) if self._head.logprobs else b"null"
-        choice = self.before_text + _json_text(self._head.echo) + b',"logprobs":' + scores + b',"finish_reason":null}'
+        choice = (
+            self._before(delta) + _json_text(self._head.echo) + b',"logprobs":' + scores + b',"finish_reason":null}'
+        )
         return self._prefix + choice + self._tail(usage)
 
     def _echoed(self, delta: Delta) -> dict[str, Any]:
-        return self._scored.of_prompt(self._head.prompt, delta.prompt_logprobs or ())
+        self._prompt_scores = delta.prompt_logprobs or self._prompt_scores  # they come with the first choice alone
+        return self._scores_of(delta).of_prompt(self._head.prompt, self._prompt_scores)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
-        return self._scored.of_output(delta.logprobs)
+        return self._scores_of(delta).of_output(delta.logprobs)
+
+    def _scores_of(self, delta: Delta) -> CompletionLogprobs:
+        return self._scored.setdefault(delta.choice, CompletionLogprobs(self._head.vocabulary))
 
     def _whole_choice(self, answer: Delta) -> dict[str, Any]:
         echo, scores = self._head.echo, None
         if self._head.logprobs:
             before = None if echo is None else self._echoed(answer)
             scores = self._logprobs(answer) if before is None else joined(before, self._logprobs(answer))
-        return {"index": 0, "text": (echo or "") + answer.text, "logprobs": scores}
+        return {"index": answer.choice, "text": (echo or "") + answer.text, "logprobs": scores}
 
 
 class ChatRender(Render):
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
-    before_text = b'{"index":0,"delta":{"content":'
+    before_text = b'"delta":{"content":'
     after_text = b"}"
     scores_in_choice = False
 
     def opening(self, delta: Delta, usage: Usage) -> bytes:
-        choice = b'{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
-        return self._prefix + choice + self._tail(usage)
+        choice = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+        return self._prefix + b'{"index":%d,' % delta.choice + choice + self._tail(usage)
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
         return chat_logprobs(self._head.vocabulary, delta.logprobs)
 
     def _whole_choice(self, answer: Delta) -> dict[str, Any]:
         message = {"role": "assistant", "content": answer.text, "refusal": None}
-        return {"index": 0, "message": message, "logprobs": self._logprobs(answer) if self._head.logprobs else None}
+        scores = self._logprobs(answer) if self._head.logprobs else None
+        return {"index": answer.choice, "message": message, "logprobs": scores}
 
 
-def usage_object(usage: Usage | None) -> dict[str, Any]:
-    usage = usage or Usage(0, 0)
+def usage_object(usage: Usage) -> dict[str, Any]:
     guessed: dict[str, Any] = {}
     if (s := usage.speculation) is not None:
         wrong = s.drafted_tokens - s.accepted_tokens

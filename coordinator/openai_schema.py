@@ -130,6 +130,7 @@ class GenerationBody(_Strict):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    n: int | None = None
     seed: int | None = None
     stop: _Stop | None = None
     ignore_eos: bool | None = None
@@ -158,6 +159,7 @@ class GenerationBody(_Strict):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
+            n=self.n,
             seed=self.seed,
             stop=tuple(self.stop or ()),
             ignore_eos=bool(self.ignore_eos),
@@ -176,6 +178,7 @@ class GenerationBody(_Strict):
 
 class CompletionBody(GenerationBody):
     prompt: _Prompt
+    best_of: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
 
@@ -274,6 +277,8 @@ def _generation(model: type[_Gen], raw: Mapping[str, Any], neutral: fields.Neutr
         raise InvalidRequest("stream_options needs 'stream': true", param="stream_options")
     if parsed.prompt_logprobs is not None and parsed.stream:
         raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+    if isinstance(parsed, CompletionBody) and parsed.best_of not in (None, 1 if parsed.n is None else parsed.n):
+        raise InvalidRequest("best_of must be n: no choice is thrown away", param="best_of")
     if isinstance(parsed, ChatBody) and parsed.top_logprobs and not parsed.logprobs:
         raise InvalidRequest("top_logprobs needs 'logprobs': true", param="top_logprobs")
     return parsed

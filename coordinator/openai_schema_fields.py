@@ -22,7 +22,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "logits_processors": (),
-    "n": (1,),
     "priority": (0,),
     "prompt_cache_options": (),
     "prompt_cache_retention": ("in_memory",),
@@ -39,7 +38,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
 }
 COMPLETION: Neutral = _BOTH | {
     "add_special_tokens": (True,),
-    "best_of": (1,),
     "suffix": (),
 }
 CHAT: Neutral = _BOTH | {

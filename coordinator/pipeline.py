@@ -7,19 +7,25 @@
    tokens in the journal (at most max_tokens of them) and blocks nobody.
 5. Whatever happens (finish, stop string, client gone, deadline, a lost worker), `end` tells both pools in the same
    moment.
+
+Several choices are as many sequences. The first computes the prompt; the others are dispatched when its KV has been
+handed over, and find the prompt's full blocks in the prefix caches of its workers, where these have one. Where one
+fails, all end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from dataclasses import replace
 
 from baton.core.errors import DeadlineExceeded
 from baton.core.request import GenerateRequest
 from coordinator.cluster import Cluster
 from coordinator.live import Live
+from coordinator.merged import merged
 from coordinator.submission import Delta, Submission, Usage
 from coordinator.text_stream import TextStream, Vocabulary
 
@@ -33,21 +39,53 @@ class Pipeline:
 
     async def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
         """Yields deltas; see Generator."""
-        live = self._cluster.admit(_request(submission))
+        first = self._cluster.admit(_request(submission, 0))
+        try:
+            if submission.n == 1:
+                deltas = self._choice(submission, first)
+            else:
+                deltas = merged([self._choice(submission, first), *self._others(submission, first)])
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    yield delta
+        finally:
+            self._cluster.forget(first)
+
+    def _others(self, submission: Submission, first: Live) -> Iterator[AsyncGenerator[Delta, None]]:
+        """Choices 1 and on."""
+
+        async def begin(choice: int) -> AsyncGenerator[Delta, None]:
+            while not (first.over or first.settled or (first.handed_over and first.journal.tokens)):
+                first.fresh.clear()
+                async with asyncio.timeout(max(0.0, first.deadline_at - time.monotonic()) + 1.0):
+                    await first.fresh.wait()
+            if first.error is not None:
+                raise first.error
+            remaining = first.deadline_at - time.monotonic()
+            live = self._cluster.admit(replace(_request(submission, choice), deadline_s=remaining))
+            try:
+                async with aclosing(self._choice(submission, live)) as deltas:
+                    async for delta in deltas:
+                        yield replace(delta, choice=choice)
+            finally:
+                self._cluster.forget(live)
+
+        return (begin(choice) for choice in range(1, submission.n))
+
+    async def _choice(self, submission: Submission, live: Live) -> AsyncGenerator[Delta, None]:
         reason = "the client left"
         try:
             async for delta in self._deltas(live, self._text(submission)):
                 if delta.finish_reason is not None:
                     reason = "done"
                     # Everything is known: free both pools before the client has read the last delta.
-                    by_text = isinstance(delta.stop_reason, str)
-                    self._cluster.end(submission.request_id, "stop string" if by_text else reason)
+                    self._cluster.end(live, "stop string" if isinstance(delta.stop_reason, str) else reason)
                 yield delta
         except DeadlineExceeded:
             reason = "deadline"
             raise
         finally:
-            self._cluster.end(submission.request_id, reason)
+            self._cluster.end(live, reason)
 
     async def _deltas(self, live: Live, text: TextStream) -> AsyncGenerator[Delta, None]:
         journal, read = live.journal, 0
@@ -118,12 +156,15 @@ class Pipeline:
         return {"workers": table, "control": members.address, "joins_refused": dict(members.joins_refused)}
 
 
-def _request(submission: Submission) -> GenerateRequest:
+def _request(submission: Submission, choice: int) -> GenerateRequest:
+    """One choice; the prompt's log-probabilities are asked for once."""
+    sampling = submission.sampling
     return GenerateRequest(
         request_id=submission.request_id,
+        choice=choice,
         prompt=submission.prompt,
         max_tokens=submission.max_tokens,
-        sampling=submission.sampling,
+        sampling=replace(sampling, prompt_logprobs=None) if choice else sampling,
         eos_token_ids=submission.eos_token_ids,
         deadline_s=submission.deadline_s,
         tenant=submission.tenant,

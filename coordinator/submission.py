@@ -15,7 +15,7 @@ class Submission:
     """A validated request: token ids in, everything a client may choose, nothing it may not.
 
     `stop` are strings that end the text before them; `eos_token_ids` is empty under ignore_eos. `deadline_s` is the
-    time the whole request may take, in seconds.
+    time the whole request may take, in seconds. `n` choices are generated, each with its own noise.
     """
 
     request_id: str
@@ -27,6 +27,7 @@ class Submission:
     deadline_s: float = 600.0
     tenant: str = ""
     priority: int = 0
+    n: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Delta:
     """New text and the new token ids it came from. Text may lag behind ids (half a code point, a possible stop
     string). `logprobs` has one entry per id where they are asked for; `prompt_logprobs` comes with the first delta, one
     entry per prompt token after the first. `stop_reason` is the stop string or the stop token that ended the text. The
-    last delta, and only it, has `finish_reason`, `usage` and `timeline`."""
+    last delta of a choice, and only it, has `finish_reason`, `usage` (of this choice) and `timeline`."""
 
     text: str
     token_ids: tuple[int, ...] = ()
@@ -67,14 +68,15 @@ class Delta:
     timeline: Timeline | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    choice: int = 0
 
 
 class Generator(Protocol):
     """What a front end needs of the pipeline."""
 
     def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
-        """Yields at least one delta, the last with a finish reason. Nothing is yielded before the first token, so a
-        front end can still answer with a status code.
+        """Yields at least one delta per choice, in any order of choices, the last of each with a finish reason. Nothing
+        is yielded before the first token, so a front end can still answer with a status code.
 
         Raises:
             BatonError: refused, lost or past its deadline; also in the middle of the stream.

@@ -25,6 +25,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
 MAX_BAD_WORDS = 64
+MAX_CHOICES = 128
 MAX_MESSAGES = 4_096
 _T = TypeVar("_T")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -56,6 +57,7 @@ class Options:
     allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    n: int | None = None
     max_tokens_param: str = "max_tokens"
 
 
@@ -136,6 +138,7 @@ class Translator:
             sampling=self._sampling(options, max_tokens),
             eos_token_ids=() if options.ignore_eos else self.text.eos_token_ids,
             stop=options.stop,
+            n=_or(options.n, 1),
             deadline_s=self._deadline_s if deadline_s is None else min(deadline_s, self._deadline_s),
         )
 
@@ -178,6 +181,7 @@ def check_options(options: Options) -> None:
     check_range(options.max_tokens_param, options.max_tokens, 1, (1 << 31) - 1)
     check_range("top_k", options.top_k, -1, (1 << 31) - 1)
     check_range("seed", options.seed, -(1 << 63), (1 << 63) - 1)
+    check_range("n", options.n, 1, MAX_CHOICES)
     _check_texts("stop", options.stop, MAX_STOPS)
     _check_texts("bad_words", options.bad_words, MAX_BAD_WORDS)
     if options.allowed_token_ids == ():

@@ -34,6 +34,15 @@ class SpeculationCounters:
         drafted, accepted = self.drafted_tokens + drafted, self.accepted_tokens + accepted
         return SpeculationCounters(self.steps + 1, drafted, accepted, self.forced)
 
+    def __add__(self, other: SpeculationCounters) -> SpeculationCounters:
+        """Of two sequences together."""
+        return SpeculationCounters(
+            self.steps + other.steps,
+            self.drafted_tokens + other.drafted_tokens,
+            self.accepted_tokens + other.accepted_tokens,
+            self.forced or other.forced,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:

@@ -8,12 +8,26 @@ from typing import Literal, NamedTuple
 FinishReason = Literal["stop", "length", "aborted", "error"]
 
 
+class ChoiceId(NamedTuple):
+    """One choice of a request, whatever the attempt."""
+
+    request_id: str
+    choice: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.request_id}/{self.choice}" if self.choice else self.request_id
+
+
 class SequenceId(NamedTuple):
     """One try at one choice of one request: the name of a sequence on every tier and on the wire."""
 
     request_id: str
     choice: int = 0
     attempt: int = 1
+
+    @property
+    def choice_id(self) -> ChoiceId:
+        return ChoiceId(self.request_id, self.choice)
 
     def __str__(self) -> str:
         return f"{self.request_id}/{self.choice}#{self.attempt}"
@@ -102,6 +116,10 @@ class GenerateRequest:
     @property
     def sequence_id(self) -> SequenceId:
         return SequenceId(self.request_id, self.choice, self.attempt)
+
+    @property
+    def choice_id(self) -> ChoiceId:
+        return ChoiceId(self.request_id, self.choice)
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

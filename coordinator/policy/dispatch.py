@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from baton.core.commands import Role
 from baton.core.errors import ContextLengthExceeded, DuplicateRequest, InvariantError, Unavailable
 from baton.core.events import BlockNews
+from baton.core.request import ChoiceId
 from coordinator.policy.worker_view import Prefix, WorkerView
 
 BACKLOG_STEPS = 2
@@ -26,10 +27,10 @@ PREFIX_SLACK = 4
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """`prefill_tokens` are computed by prefill unless it holds them, `total_tokens` is the most the sequence can ever
-    hold. `prefix` names the full blocks that a worker may hold already."""
+    """What one choice of a request needs: `prefill_tokens` are computed by prefill unless it holds them, `total_tokens`
+    is the most the sequence can ever hold. `prefix` names the full blocks that a worker may hold already."""
 
-    request_id: str
+    name: ChoiceId
     prefill_tokens: int
     total_tokens: int
     needs_decode: bool = True
@@ -38,7 +39,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    request_id: str
+    name: ChoiceId
     prefill: str
     decode: str | None
     spare: str | None
@@ -63,9 +64,9 @@ class Dispatcher:
     def __init__(self, max_queued_requests: int, max_queued_tokens: int) -> None:
         self._max_requests = max_queued_requests
         self._max_tokens = max_queued_tokens
-        self._queue: OrderedDict[str, Ticket] = OrderedDict()
+        self._queue: OrderedDict[ChoiceId, Ticket] = OrderedDict()
         self._queued_tokens = 0
-        self._active: dict[str, _Active] = {}
+        self._active: dict[ChoiceId, _Active] = {}
         self._workers: dict[str, WorkerView] = {}
 
     def __repr__(self) -> str:
@@ -88,20 +89,20 @@ class Dispatcher:
     def add_worker(self, view: WorkerView) -> None:
         self._workers[view.worker_id] = view
 
-    def remove_worker(self, worker_id: str) -> list[str]:
+    def remove_worker(self, worker_id: str) -> list[ChoiceId]:
         """Forgets a worker and returns the requests that needed it: those on it, and queued ones that no other could
         hold (they would block the queue). Holds on it are gone at once, for another incarnation may come under the
         same name; those elsewhere stay until `finish`."""
         self._workers.pop(worker_id, None)
-        hit: list[str] = []
-        for request_id, active in self._active.items():
+        hit: list[ChoiceId] = []
+        for name, active in self._active.items():
             if active.prefill == worker_id:
-                hit.append(request_id)
+                hit.append(name)
                 active.prefill, active.prefilling = None, False
             if active.decode == worker_id:
-                hit.append(request_id)
+                hit.append(name)
                 active.decode = None
-        hit += [t.request_id for t in self._queue.values() if self._too_large(t) is not None]
+        hit += [t.name for t in self._queue.values() if self._too_large(t) is not None]
         return hit
 
     def set_ready(self, worker_id: str, ready: bool) -> None:
@@ -126,8 +127,8 @@ class Dispatcher:
             ContextLengthExceeded: no pair of workers could ever hold it.
             Unavailable: a pool is missing, or the queue is full.
         """
-        if ticket.request_id in self._queue or ticket.request_id in self._active:
-            raise DuplicateRequest(f"request {ticket.request_id} is already in flight", param="request_id")
+        if ticket.name in self._queue or ticket.name in self._active:
+            raise DuplicateRequest(f"request {ticket.name} is already in flight", param="request_id")
         missing = self.missing_pool()
         if missing is not None:
             raise Unavailable(f"no {missing} worker is ready", code=f"no_{missing}_worker", retry_after_s=2)
@@ -140,7 +141,7 @@ class Dispatcher:
         too_large = self._too_large(ticket)
         if too_large is not None:
             raise ContextLengthExceeded(too_large, code="exceeds_pool", param="max_tokens")  # another try is in vain
-        self._queue[ticket.request_id] = ticket
+        self._queue[ticket.name] = ticket
         self._queued_tokens += ticket.prefill_tokens
 
     def submit_first(self, ticket: Ticket) -> None:
@@ -152,8 +153,8 @@ class Dispatcher:
         too_large = self._too_large(ticket)
         if too_large is not None:
             raise Unavailable(too_large, code="exceeds_pool")
-        self._queue[ticket.request_id] = ticket
-        self._queue.move_to_end(ticket.request_id, last=False)
+        self._queue[ticket.name] = ticket
+        self._queue.move_to_end(ticket.name, last=False)
         self._queued_tokens += ticket.prefill_tokens
 
     def place(self) -> list[Placement]:
@@ -171,15 +172,15 @@ class Dispatcher:
                     break
             to_compute = self._to_compute(prefill, ticket)
             prefill.backlog_tokens += to_compute
-            self._dequeue(ticket.request_id)
-            active = self._active[ticket.request_id] = _Active(ticket, prefill.worker_id, None, to_compute)
+            self._dequeue(ticket.name)
+            active = self._active[ticket.name] = _Active(ticket, prefill.worker_id, None, to_compute)
             self._take_decode(active, decode)
-            placed.append(Placement(ticket.request_id, prefill.worker_id, decode, spare))
+            placed.append(Placement(ticket.name, prefill.worker_id, decode, spare))
         return placed
 
-    def reassign(self, request_id: str, refused: frozenset[str]) -> Placement | None:
+    def reassign(self, name: ChoiceId, refused: frozenset[str]) -> Placement | None:
         """Names another decode worker for parked KV, or None when none has room now."""
-        active = self._active.get(request_id)
+        active = self._active.get(name)
         if active is None or active.prefill is None:
             return None
         self._release_decode(active)
@@ -187,30 +188,30 @@ class Dispatcher:
         if decode is None:
             return None
         self._take_decode(active, decode)
-        return Placement(request_id, active.prefill, decode, spare)
+        return Placement(name, active.prefill, decode, spare)
 
-    def moved(self, request_id: str, decode: str) -> None:
+    def moved(self, name: ChoiceId, decode: str) -> None:
         """The spare took the sequence instead of the worker it was meant for."""
-        active = self._active.get(request_id)
+        active = self._active.get(name)
         if active is None or active.decode == decode:
             return
         self._release_decode(active)
         if decode in self._workers:  # else it is gone, and a later one of that name is another
             self._take_decode(active, decode)
 
-    def prefilled(self, request_id: str) -> None:
+    def prefilled(self, name: ChoiceId) -> None:
         """Its first token is there: prefill has nothing more to compute for it."""
-        active = self._active.get(request_id)
+        active = self._active.get(name)
         if active is not None and active.prefilling:
             active.prefilling = False
             worker = self._workers.get(active.prefill or "")
             if worker is not None:
                 worker.backlog_tokens -= active.to_compute
 
-    def handed_over(self, request_id: str) -> None:
+    def handed_over(self, name: ChoiceId) -> None:
         """Decode has all KV: the prefill worker is no longer needed."""
-        self.prefilled(request_id)
-        active = self._active.get(request_id)
+        self.prefilled(name)
+        active = self._active.get(name)
         if active is None:
             return
         active.prefill = None
@@ -225,16 +226,16 @@ class Dispatcher:
         if worker is not None:
             worker.blocks_free, worker.preempted = blocks_free, preempted
 
-    def finish(self, request_id: str) -> None:
+    def finish(self, name: ChoiceId) -> None:
         """The request has ended, well or not: everything it held is free."""
-        self._dequeue(request_id)
-        self.prefilled(request_id)
-        active = self._active.pop(request_id, None)
+        self._dequeue(name)
+        self.prefilled(name)
+        active = self._active.pop(name, None)
         if active is not None:
             self._release_decode(active)
 
-    def workers_of(self, request_id: str) -> tuple[str, ...]:
-        active = self._active.get(request_id)
+    def workers_of(self, name: ChoiceId) -> tuple[str, ...]:
+        active = self._active.get(name)
         return () if active is None else tuple(w for w in (active.prefill, active.decode) if w is not None)
 
     def check(self) -> None:
@@ -321,8 +322,8 @@ class Dispatcher:
             worker.running -= 1
         active.decode = None
 
-    def _dequeue(self, request_id: str) -> None:
-        ticket = self._queue.pop(request_id, None)
+    def _dequeue(self, name: ChoiceId) -> None:
+        ticket = self._queue.pop(name, None)
         if ticket is not None:
             self._queued_tokens -= ticket.prefill_tokens
 

@@ -181,3 +181,27 @@ def test_an_echo_streams_in_front(official: openai.OpenAI) -> None:
         assert joined == getattr(whole.logprobs, name)
     for token, offset in zip(whole.logprobs.tokens, whole.logprobs.text_offset, strict=True):
         assert whole.text[offset : offset + len(token)] == token or token.startswith("<")
+
+
+async def test_choices_share_the_prompt_and_each_is_the_same_again(running: Cluster) -> None:
+    async with openai.AsyncOpenAI(api_key="none", base_url=running.url + "/v1", max_retries=0) as client:
+        asked: dict[str, Any] = {"model": "builtin", "prompt": PROMPT * 4, "max_tokens": 24, "temperature": 0.9}
+        asked |= {"seed": 11, "extra_body": {"return_token_ids": True, "presence_penalty": 0.5}}
+
+        def computed() -> int:
+            return int(running.workers()["prefill-0"]["prompt_tokens_computed"])
+
+        before = computed()
+        answer = await client.completions.create(**asked, n=4)
+        assert answer.usage is not None
+        assert computed() - before <= answer.usage.prompt_tokens + 3 * 16  # one prompt, and less than a block for each
+        assert answer.usage.completion_tokens == sum(len(c.model_extra["token_ids"]) for c in answer.choices)
+        said = {c.index: c.model_extra["token_ids"] for c in answer.choices}
+        assert sorted(said) == [0, 1, 2, 3] and len({str(ids) for ids in said.values()}) == 4
+        alone = await client.completions.create(**asked)
+        assert alone.choices[0].model_extra["token_ids"] == said[0]
+        streamed: dict[int, list[int]] = {}
+        async for part in await client.completions.create(**asked, n=4, stream=True):
+            for choice in part.choices:
+                streamed.setdefault(choice.index, []).extend(choice.model_extra["token_ids"])
+        assert streamed == said

@@ -20,7 +20,7 @@ from baton.core.errors import (
 from baton.core.events import BlockNews, StepEvents
 from baton.core.handles import verify
 from baton.core.prefix_keys import HINT_BYTES, KeyChain
-from baton.core.request import SequenceId
+from baton.core.request import ChoiceId, SequenceId
 from coordinator.live import MAX_TIMES_PARKED
 from tests.support.builders import make_facts
 from tests.support.fake_runner import until
@@ -420,7 +420,7 @@ async def test_kv_that_nobody_ever_takes_ends_with_the_reason() -> None:
         reader = b.submit()
         p, _, s = await begun(b)
         p.say(s, 0, 5)
-        live = b.cluster._live["r"]
+        live = b.cluster._live[ChoiceId("r")]
         live.times_parked = MAX_TIMES_PARKED - 1
         p.park(s)
         assign = await p.told(Assign)
@@ -436,7 +436,7 @@ async def test_kv_is_not_assigned_while_its_worker_cannot_hear() -> None:
         b.cluster.dispatcher.set_ready("d0", False)  # nobody can be named yet
         p.say(s, 0, 5)
         p.park(s)
-        await until(lambda: b.cluster._live["r"].parked_since)
+        await until(lambda: b.cluster._live[ChoiceId("r")].parked_since)
         p.wire.refuses = True
         p.cut()
         await until(lambda: b.state("p0") == "joining")

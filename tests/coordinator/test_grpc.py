@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -186,7 +187,7 @@ async def test_log_probabilities_and_the_stop_token_are_told(grpc_client: Client
     assert finished.finished.stop_reason == "17"
 
 
-OTHERS = {"n": 2, "priority": 1, "tenant": "t", "cache_salt": "s", "include_stop_str_in_output": True, "echo": True}
+OTHERS = {"n": 129, "priority": 1, "tenant": "t", "cache_salt": "s", "include_stop_str_in_output": True, "echo": True}
 
 
 @pytest.mark.parametrize(("name", "value"), OTHERS.items())
@@ -284,7 +285,7 @@ async def test_the_deadline_of_the_call_is_the_deadline_of_the_request(
         async for _ in grpc_client.generate(timeout=0.2):
             pass
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    assert 0 < generator.submissions[0].deadline_s <= 0.2
+    assert 0 < generator.submissions[0].deadline_s < 0.21  # gRPC rounds it up
     await generator.until(finished=1, timeout_s=1.0)
 
 
@@ -337,3 +338,14 @@ async def test_a_port_in_use_is_one_plain_line(generator: FakeGenerator, text_mo
     with pytest.raises(errors.StartupError, match=f"gRPC port {port} on 127.0.0.1 is in use"):
         await PublicServer(generator, Translator(text_model), "tiny", 1 << 16).start("127.0.0.1", port)
     await first.stop(0)
+
+
+async def test_choices_are_told_apart(grpc_client: Client, generator: FakeGenerator) -> None:
+    mixed = zip(say("a", "b"), say("x", "y", finish="length"), strict=True)
+    generator.script = [replace(d, choice=c) for pair in mixed for c, d in enumerate(pair)]  # type: ignore[type-var]
+    messages = await grpc_client.all(n=2)
+    assert generator.submissions[0].n == 2
+    deltas = [m.delta for m in messages if m.WhichOneof("message") == "delta"]
+    assert [(d.choice, d.first_index, d.text) for d in deltas] == [(0, 0, "a"), (1, 0, "x"), (0, 1, "b"), (1, 1, "y")]
+    finished = [m.finished for m in messages if m.WhichOneof("message") == "finished"]
+    assert [(f.choice, f.finish_reason) for f in finished] == [(0, "stop"), (1, "length")]

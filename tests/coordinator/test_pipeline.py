@@ -184,3 +184,60 @@ async def test_log_probabilities_come_with_their_tokens_and_the_prompts_with_the
         assert [score for x in reader.deltas for score in x.logprobs] == scores
         assert all(len(x.logprobs) == len(x.token_ids) for x in reader.deltas)
         assert [x.prompt_logprobs for x in reader.deltas] == [before] + [None] * (len(reader.deltas) - 1)
+
+
+async def test_choices_share_one_prompt_and_end_one_by_one() -> None:
+    async with bench("p0", "d0") as b:
+        reader = b.submit(max_tokens=3, n=3, sampling=SamplingParams(prompt_logprobs=0))
+        p, d = b.workers
+        first = (await p.told(Prefill)).request
+        p.session.post(
+            StepEvents(tokens=(TokenEvent(first.sequence_id, 0, (5,), (), (TokenLogprob(1, -1.0, 1),) * 2),))
+        )
+        await asyncio.sleep(0.02)
+        assert len(p.all(Prefill)) == 1  # the others wait until both workers have the prompt's KV
+        p.hand_over(first.sequence_id, "d0")
+        await until(lambda: len(p.all(Prefill)) == 3, timeout_s=3)
+        others = [c.request for c in p.all(Prefill)[1:]]
+        assert {r.choice for r in others} == {1, 2} and {r.prompt for r in others} == {first.prompt}
+        assert {(r.sampling.seed, r.sampling.prompt_logprobs) for r in others} == {(first.sampling.seed, None)}
+        for request in [*others, first]:
+            s = request.sequence_id
+            if request is not first:
+                p.say(s, 0, 5)
+                p.hand_over(s, "d0")
+            d.say(s, 0, 5, 6, 7 + request.choice, ended="length")
+        await until(lambda: sum(x.finish_reason is not None for x in reader.deltas) == 3, timeout_s=3)
+        for choice in range(3):
+            mine = [x for x in reader.deltas if x.choice == choice]
+            assert [i for x in mine for i in x.token_ids] == [5, 6, 7 + choice]
+            assert mine[-1].usage is not None and mine[-1].usage.completion_tokens == 3
+
+
+async def test_one_choice_that_fails_ends_the_others() -> None:
+    async with bench("p0", "d0") as b:
+        reader = b.submit(max_tokens=9, n=2)
+        p, d = b.workers
+        s = (await p.told(Prefill)).request.sequence_id
+        p.say(s, 0, 5)
+        p.hand_over(s, "d0")
+        await until(lambda: len(p.all(Prefill)) == 2, timeout_s=3)
+        other = p.all(Prefill)[1].request.sequence_id
+        p.fail(other, "kv_corrupt")
+        assert (await reader.failed()).code == "kv_corrupt"
+        await d.told(Abort, 2)
+        assert {a.sequence for a in d.all(Abort)} == {s, other}
+        assert b.cluster.dispatcher.num_active == b.cluster.num_live == 0
+
+
+async def test_a_client_that_leaves_ends_all_choices_also_those_that_have_not_begun() -> None:
+    async with bench("p0", "d0") as b:
+        reader = b.submit(max_tokens=9, n=4)
+        p, _ = b.workers
+        s = (await p.told(Prefill)).request.sequence_id
+        p.say(s, 0, 5)
+        await reader.got(1)
+        await reader.leave()
+        assert (await p.told(Abort)).sequence == s
+        assert b.cluster.dispatcher.num_active == b.cluster.num_live == 0
+        assert len(p.all(Prefill)) == 1

@@ -61,12 +61,12 @@ def test_at_most_two_step_budgets_are_dispatched_but_an_idle_worker_takes_any_le
     d = dispatcher(view("p0", blocks=100), view("d0", blocks=1000))
     for name, tokens in (("long", 20), ("b", 1), ("c", 15), ("d", 1), ("e", 1)):
         d.submit(Ticket(name, tokens, tokens + 1))
-    assert [p.request_id for p in d.place()] == ["long"]
+    assert [p.name for p in d.place()] == ["long"]
     d.prefilled("long")
-    assert [p.request_id for p in d.place()] == ["b", "c"]
+    assert [p.name for p in d.place()] == ["b", "c"]
     assert BACKLOG_STEPS * 8 == 16
     d.finish("b")
-    assert [p.request_id for p in d.place()] == ["d"]
+    assert [p.name for p in d.place()] == ["d"]
     d.check()
 
 
@@ -74,23 +74,23 @@ def test_the_head_waits_for_blocks_and_is_not_overtaken() -> None:
     d = dispatcher(view("p0", step_tokens=64), view("d0", blocks=10))
     for name, prompt in (("a", 28), ("big", 16), ("small", 4)):
         d.submit(Ticket(name, prompt, prompt + 4))
-    assert [p.request_id for p in d.place()] == ["a"]
+    assert [p.name for p in d.place()] == ["a"]
     d.finish("a")
-    assert [p.request_id for p in d.place()] == ["big", "small"]
+    assert [p.name for p in d.place()] == ["big", "small"]
 
 
 def test_blocks_of_what_has_arrived_are_those_that_the_worker_tells() -> None:
     d = dispatcher(view("p0", step_tokens=64), view("d0", blocks=10))
     for name in "ab":
         d.submit(Ticket(name, 20, 40))
-    assert [p.request_id for p in d.place()] == ["a"]
+    assert [p.name for p in d.place()] == ["a"]
     d.handed_over("a")
     d.told("d0", blocks_free=4, preempted=0)
     assert d.place() == []
     d.told("d0", blocks_free=6, preempted=1)
     assert d.place() == [], "who was preempted comes back first"
     d.told("d0", blocks_free=6, preempted=0)
-    assert [p.request_id for p in d.place()] == ["b"]
+    assert [p.name for p in d.place()] == ["b"]
     d.check()
 
 

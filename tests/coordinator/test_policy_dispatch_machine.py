@@ -96,16 +96,16 @@ class DispatcherMachine(RuleBasedStateMachine):
     def place(self) -> None:
         for p in self.d.place():
             ticket = self.m.queue.pop(0)  # first come, first served
-            assert p.request_id == ticket.request_id not in self.m.placed
+            assert p.name == ticket.name not in self.m.placed
             self.check_prefill(p, ticket)
-            self.m.placed[p.request_id], self.m.prefill[p.request_id] = ticket, p.prefill
+            self.m.placed[p.name], self.m.prefill[p.name] = ticket, p.prefill
             self.check_decode(p, ticket)
-            self.m.decode[p.request_id] = p.decode
-            self.m.computing.add(p.request_id)
+            self.m.decode[p.name] = p.decode
+            self.m.computing.add(p.name)
 
     def check_prefill(self, p: Placement, ticket: Ticket) -> None:
         worker, backlog, cost = self.m.workers[p.prefill], self.backlog(p.prefill), self.to_compute(p.prefill, ticket)
-        self.m.cost[p.request_id] = cost
+        self.m.cost[p.name] = cost
         assert worker.ready and worker.role == "prefill"
         assert backlog == 0 or backlog + cost <= BACKLOG_STEPS * worker.step_tokens
 
@@ -184,10 +184,10 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        known = [t.request_id for t in self.m.queue] + sorted(self.m.placed) + ["unknown"]
+        known = [t.name for t in self.m.queue] + sorted(self.m.placed) + ["unknown"]
         r = data.draw(st.sampled_from(known))
         self.d.finish(r)
-        self.m.queue = [t for t in self.m.queue if t.request_id != r]
+        self.m.queue = [t for t in self.m.queue if t.name != r]
         for table in (self.m.placed, self.m.prefill, self.m.decode):
             table.pop(r, None)
         self.m.computing.discard(r)
@@ -203,7 +203,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         on_it = [r for r in self.m.placed if worker in (self.m.prefill[r], self.m.decode[r])]
         self.m.workers.pop(worker, None)
         hopeless = [
-            t.request_id
+            t.name
             for t in self.m.queue
             if any(
                 any(w.role == role for w in self.m.workers.values()) and not self.pool_holds(role, tokens)

@@ -45,7 +45,7 @@ def test_a_request_of_which_little_is_left_fits_under_the_cap() -> None:
     d.submit(Ticket("b", 41, 45, prefix={4: HINTS}))
     assert d.place() == []
     d.news("p0", BlockNews(stored=HINTS))
-    assert [p.request_id for p in d.place()] == ["b"]
+    assert [p.name for p in d.place()] == ["b"]
     d.check()
 
 

@@ -52,6 +52,30 @@ def scored() -> list[Any]:
     return [first, last]
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+async def test_choices_are_told_apart_and_the_prompt_counts_once(
+    client: httpx.AsyncClient, generator: FakeGenerator, path: str
+) -> None:
+    mixed = zip(say("a", "b"), say("x", "y", finish="length"), strict=True)
+    generator.script = [replace(d, choice=c) for pair in mixed for c, d in enumerate(pair)]  # type: ignore[type-var]
+    whole = (await client.post(path, json=GOOD[path] | {"n": 2})).json()
+    fits("CreateChatCompletionResponse" if path == CHAT else "CreateCompletionResponse", whole)
+    texts = [c["message"]["content"] if path == CHAT else c["text"] for c in whole["choices"]]
+    assert texts == ["ab", "xy"]
+    assert [(c["index"], c["finish_reason"]) for c in whole["choices"]] == [(0, "stop"), (1, "length")]
+    usage = whole["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 4, 7)
+    asked = GOOD[path] | {"n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    events = [json.loads(line[6:]) for line in (await client.post(path, json=asked)).text.split("\n\n")[:-2]]
+    assert events[-1]["choices"] == [] and events[-1]["usage"] == usage
+    choices = [c for e in events for c in e["choices"]]
+    for index, text in enumerate(texts):
+        mine = [c for c in choices if c["index"] == index]
+        assert "".join(c["delta"].get("content", "") if path == CHAT else c["text"] for c in mine) == text
+        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [("stop", "length")[index]]
+        assert path != CHAT or next(c["delta"].get("role") for c in mine) == "assistant"
+
+
 async def test_log_probabilities_fit_the_official_schemas(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
     generator.script = scored()
     whole = (await client.post(COMPLETIONS, json={"prompt": [5, 6], "logprobs": 2, "echo": True})).json()

@@ -49,6 +49,8 @@ MEANINGS = {
     "top_k": "-1 and 0: off",
     "seed": "64-bit integer; the same seed and parameters give the same noise",
     "stop": "a string or up to 4; the text ends before the first that appears",
+    "n": "1 to 128 choices from one prompt, each with its own noise",
+    "best_of": "only the same as `n`",
     "min_p": "0 to 1; keeps tokens at least that many times as likely as the likeliest; 0: off",
     "repetition_penalty": "0.01 to 100; above 1 makes tokens of prompt and output less likely",
     "frequency_penalty": "-2 to 2, times how often a token is in the output",

@@ -18,6 +18,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [1]},
 }
+N = (0, -1, 129, 2**31, 2**63, True, "1", 1.0, [1])
 DROP = object()  # as a field's value: leave the field out
 
 
@@ -218,8 +219,6 @@ TABLE: list[Bad] = [
             (
                 COMPLETIONS,
                 {
-                    "best_of": [0, 2, True, "1", 1.0, 2**31],
-                    "n": [0, -1, 2, 129, 2**31, True, "1", 1.0],
                     "suffix": ["", "x"],
                     "cache_salt": ["", "a" * 300],
                     "priority": [1, -1, "0"],
@@ -234,7 +233,6 @@ TABLE: list[Bad] = [
             (
                 CHAT,
                 {
-                    "n": [2],
                     "tools": [[], [{"type": "function", "function": {"name": "f"}}]],
                     "tool_choice": ["auto", "required", {"type": "function", "function": {"name": "f"}}],
                     "functions": [[]],
@@ -341,6 +339,10 @@ TABLE: list[Bad] = [
         for v in (0, -1, 2**31, 2**63)
     ),
     Bad("B-18 max_completion_tokens in completions", {"max_completion_tokens": 5}, "max_completion_tokens"),
+    *(Bad(f"B-19 {path} n={v!r}", {"n": v}, "n", path=path) for v in N for path in (COMPLETIONS, CHAT)),
+    *(Bad(f"B-19 best_of={v!r}", {"best_of": v, "n": 2}, "best_of") for v in (0, 1, 3, True, "2", 2.0, 2**31)),
+    Bad("B-19 best_of alone", {"best_of": 2}, "best_of"),
+    Bad("B-19 best_of in chat", {"best_of": 1}, "best_of", path=CHAT),
     *(Bad(f"B-20 temperature={v}", {"temperature": v}, "temperature") for v in (-0.01, 2.01, -1, 3, 1e308, 10**30)),
     *(Bad(f"B-20 top_p={v}", {"top_p": v}, "top_p") for v in (0, 0.0, -0.0, 1.01, -1, 2, 1e308)),
     *(Bad(f"B-20 top_k={v}", {"top_k": v}, "top_k") for v in (-2, 2**31, 2**63, -(2**70))),

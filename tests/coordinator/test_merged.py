@@ -1,0 +1,50 @@
+"""Several generators as one: everything comes, in order, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import pytest
+
+from coordinator.merged import merged
+
+
+class Source:
+    """Counts up to `count`, then raises `error` if it has one. Knows whether it was closed."""
+
+    def __init__(self, name: str, count: int, error: Exception | None = None, pause_s: float = 0.0) -> None:
+        self.name, self.count, self.error, self.pause_s, self.closed = name, count, error, pause_s, False
+
+    async def run(self) -> AsyncGenerator[tuple[str, int], None]:
+        try:
+            for index in range(self.count):
+                await asyncio.sleep(self.pause_s)
+                yield self.name, index
+            if self.error is not None:
+                raise self.error
+        finally:
+            self.closed = True
+
+
+async def test_all_items_come_each_source_in_order() -> None:
+    sources = [Source("a", 5), Source("b", 0), Source("c", 3, pause_s=0.001)]
+    found = [item async for item in merged([s.run() for s in sources])]
+    for s in sources:
+        assert [i for name, i in found if name == s.name] == list(range(s.count))
+
+
+async def test_the_first_error_ends_all() -> None:
+    sources = [Source("a", 1000), Source("b", 2, ValueError("b")), Source("c", 1, pause_s=60)]
+    with pytest.raises(ValueError, match="b"):
+        _ = [item async for item in merged([s.run() for s in sources])]
+    assert all(s.closed for s in sources)
+
+
+async def test_leaving_closes_all_and_leaves_no_task() -> None:
+    before = asyncio.all_tasks()
+    sources = [Source("a", 1000), Source("b", 1, pause_s=60)]
+    async with aclosing(merged([s.run() for s in sources])) as items:
+        assert await anext(items) == ("a", 0)
+    assert all(s.closed for s in sources) and asyncio.all_tasks() == before
