@@ -72,8 +72,8 @@ def check_work(model: Path, running: Cluster, repeats: int) -> None:
 
 
 def check_overlap(log: Path) -> None:
-    """Of long prompts, alone, the first chunks had arrived before the last was computed: of all, unless the machine is so
-    loaded that a sender waits for its turn longer than the little model computes; then of one at least."""
+    """Of long prompts, alone, the first chunks had arrived before the last was computed: of one at least, should the
+    machine be so loaded that a sender waits for its turn longer than the little model computes."""
     events = [json.loads(line) for line in log.read_text().splitlines()]
     long = overlapped = 0
     for sequence in {str(e["sequence"]) for e in events}:
