@@ -49,7 +49,7 @@ def measure(model: str, shape: str, clients: int, requests: int) -> str:
         up = ["up", "--model", model, "--port", "0", "--grpc-port", "0", "--run-dir", str(run_dir)]
         process = subprocess.Popen([*BATON, *up], cwd=ROOT, stdout=subprocess.DEVNULL)
         try:
-            url = _url(process, run_dir / "cluster.json")
+            url = ready_url(process, run_dir / "cluster.json")
             bench = ["bench", url, "--concurrency", str(clients), "--input-len", prompt, "--output-len", output]
             bench += ["--token-ids", ids, "--requests", str(requests)]
             subprocess.run([*BATON, *bench, "--markdown", str(table)], cwd=ROOT, check=True)
@@ -62,7 +62,7 @@ def measure(model: str, shape: str, clients: int, requests: int) -> str:
             process.wait(60)
 
 
-def _url(process: subprocess.Popen[bytes], file: Path, timeout_s: float = 180.0) -> str:
+def ready_url(process: subprocess.Popen[bytes], file: Path, timeout_s: float = 180.0) -> str:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and process.poll() is None:
         if file.exists():

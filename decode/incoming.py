@@ -47,6 +47,7 @@ from decode.transfer import Transfer
 
 log = logging.getLogger("baton.incoming")
 STAGING_WAIT_SHARE = 0.8  # of the time that the peer waits for `posted`: it hears why before it gives up its edge
+SILENCE_S = 4.0
 
 
 class IncomingOwner(Protocol):
@@ -96,11 +97,13 @@ class IncomingLink:
         try:
             await self._stream.send(self._owner.welcome(self._hello))
             self._plans = self._incoming.plans(self._hello)
-            while (message := await self._stream.receive()) is not None:
+            while (message := await self._hear()) is not None:
                 await self._on(message)
             reason = f"the link to {self._hello.prefill_worker} ended: {self._stream.ended}"
         except LinkLost as e:
             reason = e.message
+        except TimeoutError:
+            self._stream.end(reason := f"{self._hello.prefill_worker} was silent for {SILENCE_S:g} s")
         finally:
             for end in self._edges.values():
                 end.abort(reason)
@@ -110,6 +113,11 @@ class IncomingLink:
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=5.0)
             await self.close_edges()
+
+    async def _hear(self) -> object | None:
+        """The next message; a prefill worker that lives pings every second."""
+        async with asyncio.timeout(SILENCE_S):
+            return await self._stream.receive()
 
     async def close_edges(self) -> None:
         for end in self._edges.values():

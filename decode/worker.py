@@ -37,7 +37,8 @@ log = logging.getLogger("baton.worker")
 
 
 class DecodeWorker:
-    """Complete state: the scheduler, the links into it, and the store where edges meet; the rest is the shell's."""
+    """Complete state: the scheduler, the links into it, the store where edges meet, and the sequences that wait for
+    their first step; the rest is the shell's."""
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class DecodeWorker:
         self.shell = WorkerShell(config, self, step, read_token(config.cluster_token_file))
         self.handles_refused = self.links_refused = 0
         self._edge_kind = make_end.kind
+        self._arrived: set[SequenceId] = set()
         self._spent = SpentHandles()
         self._server: grpc.aio.Server | None = None
         self._link_port = 0
@@ -121,7 +123,13 @@ class DecodeWorker:
         )
 
     def begin_step(self, now: float) -> StepPlan | None:
-        return self.scheduler.begin_step(now)
+        plan = self.scheduler.begin_step(now)
+        if plan is not None and self._arrived:
+            for row in plan.rows:
+                if row.sequence_id in self._arrived:
+                    self.incoming.events.write("decode_begin", sequence=row.sequence_id)
+            self._arrived.difference_update(row.sequence_id for row in plan.rows)
+        return plan
 
     def finish_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> StepEvents:
         result = self.scheduler.finish_step(outcome, now)
@@ -133,6 +141,7 @@ class DecodeWorker:
     def end(self, sequence: SequenceId, reason: str) -> bool:
         if not self.scheduler.knows(sequence):
             return False
+        self._arrived.discard(sequence)
         self.incoming.abort(sequence, reason)
         return self.scheduler.abort(sequence, in_flight=sequence in self.incoming.writing)
 
@@ -222,6 +231,8 @@ class DecodeWorker:
         if ended is not None:
             self.shell.deadlines.forget(sequence)
             self.shell.session.post(StepEvents(ended=(ended,), load=self.load()))
+        else:
+            self._arrived.add(sequence)
         self.shell.wake()
 
     def transfer_lost(self, sequence: SequenceId, reason: str) -> None:
@@ -230,7 +241,9 @@ class DecodeWorker:
         self.transfer_aborted(sequence, reason, 0.0)
 
     def transfer_aborted(self, sequence: SequenceId, reason: str, tombstone_s: float) -> None:
+        self.incoming.events.write("transfer_ended", sequence=sequence, reason=reason)
         self.shell.deadlines.forget(sequence)
+        self._arrived.discard(sequence)
         if not self.scheduler.abort(sequence, in_flight=sequence in self.incoming.writing) and tombstone_s > 0:
             self.shell.tombstones.add(sequence, time.monotonic(), tombstone_s)
         self.shell.wake()

@@ -214,6 +214,7 @@ class PrefillWorker:
     # What the hand-overs report.
 
     def parked(self, event: Parked) -> None:
+        self.events.write("parked", sequence=event.sequence, reason=event.reason)
         self.shell.session.post(StepEvents(parked=(event,), load=self.load()))
 
     def handed_over(self, event: HandedOver, source: SequenceId) -> None:

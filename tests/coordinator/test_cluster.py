@@ -355,6 +355,20 @@ async def test_kv_does_not_go_elsewhere_once_decode_has_begun(order: str) -> Non
         await d.told(Abort)
 
 
+async def test_a_prefill_worker_that_dies_before_it_told_of_the_hand_over_is_not_missed() -> None:
+    async with bench("p0", "d0") as b:
+        reader = b.submit(max_tokens=4)
+        p, d, s = await begun(b)
+        p.say(s, 0, 5)
+        d.say(s, 0, 5, 6)  # so it has all KV
+        await reader.got(2)
+        p.wire.mute()
+        await b.add("p0", incarnation=2)
+        d.say(s, 2, 7)
+        d.say(s, 3, 8, ended="length")
+        assert await reader.done() == [5, 6, 7, 8]
+
+
 async def test_a_worker_that_gave_up_says_so() -> None:
     """It heard nothing for a lease; the coordinator may have heard it all the while, and its clients must not wait."""
     async with bench("p0", "d0", lease_s=2.0) as b:

@@ -34,6 +34,7 @@ from baton.transfer import edge_end
 from baton.transfer.edge import EdgeSpec, edge_prefix
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.staging import checksum, chunk_bytes
+from decode import incoming
 from tests.support.builders import make_layout, make_request
 from tests.support.fake_runner import DecodeNode, PrefillNode, pair, until
 
@@ -273,6 +274,20 @@ async def test_the_end_of_the_link_frees_what_had_not_arrived() -> None:
         await p.link.close()
         await until(lambda: p.decode.idle)
         assert [(e.sequence, e.code) for e in p.decode.told.ended] == [(R, "worker_lost")]
+
+
+async def test_a_prefill_worker_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have stopped in the middle of anything; its connection stands, and no chunk may be under way to tell."""
+    monkeypatch.setattr(incoming, "SILENCE_S", 0.3)
+    async with peer() as p:
+        await p.ask(p.offer())
+        for nonce in range(4):
+            await asyncio.sleep(0.1)
+            assert await p.ask(Ping(nonce)) == Ping(nonce)
+        assert p.decode.worker.scheduler.receiving(R)
+        await until(lambda: p.decode.idle)
+        assert [(e.sequence, e.code) for e in p.decode.told.ended] == [(R, "worker_lost")]
+        assert "silent for 0.3 s" in p.decode.told.ended[0].message
 
 
 @pytest.mark.parametrize(

@@ -292,22 +292,25 @@ def kv_bytes(node: PrefillNode | DecodeNode, blocks: tuple[int, ...], num_tokens
 
 @contextlib.asynccontextmanager
 async def pair(
-    *decodes: DecodeNode, prefill: PrefillNode | None = None, timeout_s: float = 2.0
+    *decodes: DecodeNode, prefill: PrefillNode | None = None, timeout_s: float = 2.0, more: Sequence[PrefillNode] = ()
 ) -> AsyncIterator[tuple[PrefillNode, list[DecodeNode]]]:
-    """A prefill worker and decode workers; afterwards no block is held, no thread, task or transfer is left."""
+    """A prefill worker (and perhaps `more`) and decode workers; afterwards no block is held, no thread, task or
+    transfer is left."""
     threads, tasks = set(threading.enumerate()), asyncio.all_tasks()
     source = prefill or PrefillNode(timeout_s=timeout_s)
     nodes = list(decodes) or [DecodeNode(timeout_s=timeout_s)]
+    sources = (source, *more)
     for node in nodes:
         await node.start()
     try:
         yield source, nodes
-        await until(lambda: source.idle and all(n.idle for n in nodes), what="idle pools")
-        for worker in (source.worker, *(n.worker for n in nodes)):
+        await until(lambda: all(n.idle for n in (*sources, *nodes)), what="idle pools")
+        for worker in (n.worker for n in (*sources, *nodes)):
             worker.check()
             assert not len(worker.shell.deadlines)
     finally:
-        await source.worker.close()
+        for each in sources:
+            await each.worker.close()
         for node in nodes:
             await node.worker.close()
             await node.server.stop(0)

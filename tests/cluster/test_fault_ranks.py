@@ -1,0 +1,70 @@
+"""Faults at the other ranks of a worker: prefill over two ranks, decode over one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.checkpoints import make_checkpoint
+from tests.support.client import Client
+from tests.support.fault_cluster import FaultCluster, fault_cluster
+from tests.support.fault_load import expected, start
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
+
+TIMES = [pytest.param(1, id="once"), pytest.param(20, marks=pytest.mark.long, id="20")]
+KILL_SEEN_S = 0.5
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultCluster]:
+    model = make_checkpoint(tmp_path_factory.mktemp("ranks") / "m", "llama", max_position_embeddings=4096)
+    flags = {"exact": True, "step_tokens": 64, "kv_memory_gib": 0.02, "prefix_cache": False, "served_model_name": "m"}
+    with fault_cluster(model, prefill=1, decode=1, prefill_tp=2, **flags) as started:
+        yield started
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("when", ["during", pytest.param("after", marks=pytest.mark.long)])
+async def test_a_follower_killed(running: FaultCluster, when: str, times: int) -> None:
+    """Its worker ends, at once and whole, and comes back; the KV it still had is lost, what decode has goes on."""
+    async with Client(running.cluster, timeout_s=120.0) as client:
+        answer = await expected(client, count=300)
+        for _ in range(times):
+            if when == "during":
+                running.ask("prefill-0.1", "hold_send")  # the other half of the heads
+            request = start(client, count=300)
+            if when == "during":
+                await running.held("prefill-0.1")
+            else:
+                await asyncio.wait_for(request.decoding.wait(), 60)
+            leader = running.cluster.pids("prefill-0")[0]
+            killed = running.signal("prefill-0", rank=1)
+            await running.until(lambda pid=leader: pid not in running.cluster.processes(), "the end of the leader")
+            assert time.monotonic() - killed < KILL_SEEN_S + 0.5  # the look itself takes a while
+            running.release("prefill-0.1", "hold_send")
+            told = await request.end()
+            assert told.error == ("worker_lost" if when == "during" else ""), running.cluster.logs()
+            assert told.tokens == answer[: len(told.tokens)] and (when == "during" or len(told.tokens) == 300)
+            await running.settle()
+            assert await expected(client, count=300) == answer
+
+
+@pytest.mark.parametrize("times", TIMES)
+async def test_a_bit_flipped_on_a_followers_edge_is_found_and_only_that_edge_sends_again(
+    running: FaultCluster, times: int
+) -> None:
+    async with Client(running.cluster, timeout_s=120.0) as client:
+        answer, before = await expected(client), await running.settle()
+        for _ in range(times):
+            running.ask("prefill-0.1", "flip")
+            assert await expected(client) == answer
+            await running.fired("prefill-0.1", "flip")
+        after = await running.settle()
+        resent = [s["prefill-0"]["load"]["chunks_resent"] for s in (before, after)]
+        damaged = [s["decode-0"]["chunks_damaged"] for s in (before, after)]
+        assert (resent[1] - resent[0], damaged[1] - damaged[0]) == (times, times)
+        assert not [t for t in running.state("prefill-0.1")["threads"] if t.startswith("edge-")][1:]

@@ -1,0 +1,193 @@
+"""Faults in a running cluster of 2 x 2: what dies, stops or lies is found, costs only itself, and leaves nothing.
+
+Each test ends with `settle`: every worker is back and ready, its books balance, no block, lease, sequence, deadline,
+task or thread of a request is left. `make test` runs each fault once, `make test-long` 20 times.
+[docs/failure-modes.md](../../docs/failure-modes.md#what-shows-it) lists which defence each test goes red without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from tests.support.checkpoints import make_checkpoint
+from tests.support.client import Client
+from tests.support.fault_cluster import FaultCluster, fault_cluster
+from tests.support.fault_load import BYSTANDER, COUNT, PROMPT, calm, disturbed, expected, start
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
+
+TIMES = [pytest.param(1, id="once"), pytest.param(20, marks=pytest.mark.long, id="20")]
+WITNESS = {"decode-0": ("prefill-0", "parked"), "prefill-0": ("decode-0", "transfer_ended")}
+KILL_SEEN_S, STOP_SEEN_S, STOPPED_S = 0.5, 5.0, 10.0
+
+
+@pytest.fixture(scope="module", params=[pytest.param(1, id="tp1"), pytest.param(2, id="tp2", marks=pytest.mark.long)])
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultCluster]:
+    model = make_checkpoint(tmp_path_factory.mktemp("faults") / "m", "llama", max_position_embeddings=4096)
+    flags = {"exact": True, "step_tokens": 64, "kv_memory_gib": 0.02, "prefix_cache": False, "served_model_name": "m"}
+    with fault_cluster(model, prefill_tp=request.param, decode_tp=request.param, **flags) as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def untroubled(request: pytest.FixtureRequest, running: FaultCluster) -> Iterator[None]:
+    """No test finds the trouble of another."""
+    if {"running": 2, "times": 20}.items() <= request.node.callspec.params.items():
+        pytest.skip("with two ranks a worker once, with one 20 times")
+    yield
+    running.release_all()
+
+
+@pytest.fixture
+async def client(running: FaultCluster) -> AsyncIterator[Client]:
+    async with Client(running.cluster, timeout_s=120.0) as made:
+        yield made
+
+
+# What dies, when (before, during or after the transfer), and the error that the request ends with.
+KILLS = [
+    ("decode-0", "before", ""),
+    ("decode-0", "during", ""),
+    ("decode-0", "after", "worker_lost"),
+    ("prefill-0", "before", "worker_lost"),
+    ("prefill-0", "during", "worker_lost"),
+    ("prefill-0", "after", ""),
+]
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize(("victim", "when", "end"), KILLS, ids=[f"{w}-{v}" for v, w, _ in KILLS])
+async def test_kill_9(running: FaultCluster, client: Client, victim: str, when: str, end: str, times: int) -> None:
+    count = 400 if when == "after" else COUNT
+    answer, stream = await expected(client, count=count), await expected(client, *BYSTANDER)
+    for _ in range(times):
+        hold = {"before": "hold_step", "during": "hold_send"}.get(when)
+        if hold:
+            request, bystander = await disturbed(running, client, hold)
+        else:
+            # One that shall be cut is long, so that it cannot have ended before.
+            request = start(client, count=2000 if end else count)
+            await asyncio.wait_for(request.decoding.wait(), 60)  # so it has the first pair
+            bystander = start(client, *BYSTANDER)
+            await asyncio.wait_for(bystander.decoding.wait(), 60)
+        killed = running.signal(victim)
+        if when == "during":  # seen by who is left, while the transfer is still held
+            seen = await running.first(*WITNESS[victim], since=killed)
+            assert seen - killed < KILL_SEEN_S, running.cluster.logs()
+        if hold:
+            running.release("prefill-0", hold)
+        told = await request.end()
+        assert told.error == end, running.cluster.logs()
+        assert told.tokens[:count] == (answer[: len(told.tokens)] if end else answer)
+        await calm(running, client, bystander, stream)
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+async def test_stopped_for_ten_seconds(running: FaultCluster, client: Client, victim: str, times: int) -> None:
+    """SIGSTOP in the middle of a transfer: seen within 5 s; when it goes on it is fenced and joins anew."""
+    answer, stream = await expected(client), await expected(client, *BYSTANDER)
+    for _ in range(times):
+        request, bystander = await disturbed(running, client, "hold_send")
+        incarnations = {w: f["incarnation"] for w, f in running.cluster.workers().items()}
+        stopped = running.signal(victim, signal.SIGSTOP)
+        resumed = asyncio.get_running_loop().call_later(STOPPED_S, running.signal, victim, signal.SIGCONT)
+        try:
+            await running.until(lambda: running.cluster.workers()[victim]["state"] == "lost", "the end of its lease")
+            assert time.monotonic() - stopped < STOP_SEEN_S
+            if victim == "prefill-0":
+                assert await running.first(*WITNESS[victim], since=stopped) - stopped < STOP_SEEN_S
+            running.release("prefill-0", "hold_send")
+            told = await request.end()
+            assert told.tokens == answer if not told.error else told.error == "worker_lost"
+        finally:
+            await asyncio.sleep(max(resumed.when() - asyncio.get_running_loop().time(), 0) + 0.1)
+        await calm(running, client, bystander, stream)
+        assert {w: f["incarnation"] for w, f in running.cluster.workers().items()} == incarnations  # nobody died
+
+
+@pytest.mark.parametrize("times", TIMES)
+async def test_one_flipped_bit_is_found_and_sent_again_once(running: FaultCluster, client: Client, times: int) -> None:
+    answer, before = await expected(client), await running.settle()
+    for _ in range(times):
+        running.ask("prefill-0", "flip")
+        assert await expected(client) == answer
+        await running.fired("prefill-0", "flip")
+    after = await running.settle()
+    assert after["decode-0"]["chunks_damaged"] - before["decode-0"]["chunks_damaged"] == times
+    resent = [s["prefill-0"]["load"]["chunks_resent"] for s in (before, after)]
+    assert resent[1] - resent[0] == times
+
+
+@pytest.mark.parametrize("times", TIMES)
+async def test_kv_of_another_request_is_found_though_it_is_intact(
+    running: FaultCluster, client: Client, times: int
+) -> None:
+    """Bytes and checksum of one request under the name of another: only the identity in the checksum tells."""
+    prompts = [[11 + n] * 40 for n in range(2)]
+    answers, before = [await expected(client, p) for p in prompts], await running.settle()
+    for _ in range(times):
+        assert await expected(client, prompts[0]) == answers[0]
+        running.ask("prefill-0", "swap")
+        assert await expected(client, prompts[1]) == answers[1]
+        await running.fired("prefill-0", "swap")
+    after = await running.settle()
+    assert after["decode-0"]["chunks_damaged"] - before["decode-0"]["chunks_damaged"] == times
+
+
+@pytest.mark.parametrize("times", TIMES)
+async def test_a_late_chunk_of_an_older_generation_is_refused_and_counted(
+    running: FaultCluster, client: Client, times: int
+) -> None:
+    answer, before = await expected(client), await running.settle()
+    for _ in range(times):
+        running.ask("prefill-0", "cut")  # the next edge has another generation
+        assert await expected(client) == answer
+        await running.fired("prefill-0", "cut")
+        running.ask("prefill-0", "late")
+        assert await expected(client) == answer
+        await running.fired("prefill-0", "late")
+    after = await running.settle()
+    stale = [sum(s[w]["load"]["stale_messages"] for w in ("decode-0", "decode-1")) for s in (before, after)]
+    assert stale[1] - stale[0] == times
+
+
+@pytest.mark.parametrize("times", TIMES)
+@pytest.mark.parametrize("when", ["hold_step", "hold_send", "decoding"])
+async def test_a_client_that_leaves_in_the_middle(running: FaultCluster, client: Client, when: str, times: int) -> None:
+    for _ in range(times):
+        if when == "decoding":
+            request = start(client, count=2000)
+            await running.until(lambda: running.cluster.workers()["decode-0"]["running"], "decode-0 at work")
+        else:
+            running.ask("prefill-0", when)
+            request = start(client)
+            await running.held("prefill-0")
+        assert request.task is not None
+        request.task.cancel()
+        await asyncio.wait({request.task})
+        running.release("prefill-0", when)
+        await running.settle()
+
+
+@pytest.mark.parametrize("times", TIMES)
+async def test_both_decode_workers_refuse_and_the_parked_kv_is_served_later(
+    running: FaultCluster, client: Client, times: int
+) -> None:
+    answer, before = await expected(client), await running.settle()
+    for _ in range(times):
+        for worker in ("decode-0", "decode-1"):
+            running.ask(worker, "refuse")
+        request, asked = start(client), time.monotonic()
+        await running.first("prefill-0", "parked", since=asked)
+        for worker in ("decode-0", "decode-1"):
+            running.release(worker, "refuse")
+        assert (await request.end()).error == "" and request.tokens == answer
+    after = await running.settle()
+    computed = [s["prefill-0"]["load"]["prompt_tokens_computed"] for s in (before, after)]
+    assert computed[1] - computed[0] == times * len(PROMPT)  # the same KV, and no second prefill

@@ -1,0 +1,227 @@
+"""A cluster over several nodes, each a network namespace: the same tokens, nothing listening where it should not, and
+a cable that is cut for ten seconds costs nothing but what ran over it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support import netns, oracle
+from tests.support.checkpoints import make_checkpoint
+from tests.support.client import body
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(bool(reason := netns.missing()), reason=reason or "never"),
+]
+
+NODES = ("head", "p0a", "p0b", "p1", "d0", "d1")
+CUT_S = 10.0
+LIMIT_S = 25.0  # a lease, a ping, an edge's limit and a dial, one after the other, on a slow machine
+CLEAN = {"worker_lost", "handoff_failed", "no_prefill_worker", "no_decode_worker"}
+HTTP, GRPC, CONTROL, RENDEZVOUS = 8100, 8102, 8101, 8200
+PROMPTS = [[9 + n] * 20 + list(range(30, 90)) for n in range(4)]
+
+
+@dataclass
+class Job:
+    node: netns.Node
+    command: list[str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+
+
+@dataclass
+class Told:
+    """What became of a stream."""
+
+    tokens: list[int] = field(default_factory=list)
+    error: str = ""
+    took_s: float = 0.0
+
+
+class Cluster:
+    """Jobs on their nodes; whoever waits starts those again that have ended, as a supervisor on each node would."""
+
+    def __init__(self, network: dict[str, netns.Node], model: Path, where: Path) -> None:
+        self.network, self.model, self._where = network, model, where
+        self._threads: ThreadPoolExecutor = network["head"].threads(16)
+        self._url = f"http://{network['head'].address}:{HTTP}"
+        head = network["head"].address
+        token = where / "token"
+        self._common = ["--model", str(model)]
+        self._joining = ["--coordinator", f"{head}:{CONTROL}", "--dtype", "float32", "--threads", "1"]
+        self._joining += ["--kv-memory-gib", "0.02", "--step-tokens", "64"]
+        if takes_tokens():
+            token.write_text("a secret of thirty-two characters and more\n")
+            token.chmod(0o600)
+            self._common += ["--cluster-token-file", str(token)]
+        ports = ["--port", str(HTTP), "--grpc-port", str(GRPC), "--control-port", str(CONTROL)]
+        hosts = ["--host", head, "--control-host", head, "--served-model-name", "m"]
+        self.jobs: dict[str, Job] = {}
+        self._add("head", "head", ["coordinator", *hosts, *ports])
+        first = network["p0a"].address
+        for rank, node in enumerate(("p0a", "p0b")):
+            ranks = ["--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "1", "--max-restarts", "0"]
+            meet = ["--master-addr", first, "--master-port", str(RENDEZVOUS), "-m"]
+            self._add(node, "p0", ["launch.agent", *ranks, *meet, "prefill"])
+        for worker, role in (("p1", "prefill"), ("d0", "decode"), ("d1", "decode")):
+            self._add(worker, worker, [role])
+        self.tend()
+
+    def _add(self, node: str, worker: str, words: list[str]) -> None:
+        own = [] if node == "head" else [*self._joining, "--worker-id", worker, "--host", self.network[node].address]
+        command = [sys.executable, "-m", *words, *self._common, *own]
+        self.jobs[node] = Job(self.network[node], command, self._where / f"{node}.log")
+
+    def tend(self) -> None:
+        for job in self.jobs.values():
+            if job.process is None or job.process.poll() is not None:
+                with job.log.open("ab") as log:
+                    job.process = job.node.start(job.command, stdout=log, stderr=log)
+
+    def wait_until(self, condition: Callable[[], object], what: str, timeout_s: float = 120.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s\n{self.logs()}"
+            self.tend()
+            time.sleep(0.1)
+
+    def workers(self) -> dict[str, dict[str, Any]]:
+        """Empty while the coordinator does not answer."""
+
+        def get() -> dict[str, dict[str, Any]]:
+            try:
+                listed = httpx.get(f"{self._url}/workers", timeout=5.0).json()["workers"]
+            except httpx.HTTPError:
+                return {}
+            return {w["id"]: w for w in listed}
+
+        return self._threads.submit(get).result()
+
+    def all_ready(self) -> bool:
+        known = self.workers()
+        return all(known.get(w, {}).get("state") == "ready" for w in ("p0", "p1", "d0", "d1"))
+
+    def idle(self) -> bool:
+        return all(w["blocks_free"] == w["blocks_total"] and not w["sequences"] for w in self.workers().values())
+
+    def stream(self, prompt: list[int], count: int) -> Future[Told]:
+        def read() -> Told:
+            told, started = Told(), time.monotonic()
+            sent = body(prompt, count, stream=True)
+            with httpx.stream("POST", f"{self._url}/v1/completions", json=sent, timeout=120.0) as answer:
+                if answer.status_code != 200:
+                    told.error = json.loads(answer.read())["error"]["code"]
+                for line in answer.iter_lines() if not told.error else ():
+                    if line.startswith("data: {"):
+                        event = json.loads(line[6:])
+                        told.error = event.get("error", {}).get("code", told.error)
+                        told.tokens += [t for c in event.get("choices", []) for t in c["token_ids"]]
+            told.took_s = time.monotonic() - started
+            return told
+
+        return self._threads.submit(read)
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {n}\n{job.log.read_text(errors='replace')[-3000:]}" for n, job in self.jobs.items())
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def takes_tokens() -> bool:
+    from baton.core.config import WorkerConfig
+
+    return "cluster_token_file" in WorkerConfig.__dataclass_fields__
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    where = tmp_path_factory.mktemp("nodes")
+    model = make_checkpoint(where / "m", "llama", max_position_embeddings=4096)
+    with netns.nodes(*NODES) as network:
+        started = Cluster(network, model, where)
+        try:
+            started.wait_until(started.all_ready, "ready cluster", 180.0)
+            yield started
+        finally:
+            started.close()
+
+
+def right(running: Cluster, prompt: list[int], told: Told) -> bool:
+    expected = oracle.greedy(running.model, prompt, 8)
+    return tuple(told.tokens[: expected.decided]) == expected.tokens[: expected.decided] and len(told.tokens) == 8
+
+
+def test_the_same_tokens_as_on_one_host(running: Cluster) -> None:
+    asked = [(prompt, running.stream(prompt, 8)) for prompt in PROMPTS * 4]
+    assert all(right(running, prompt, told.result()) for prompt, told in asked)
+    known = running.workers()
+    assert all(known[w]["kv_bytes_sent"] for w in ("p0", "p1")), known
+    assert all(known[w]["kv_bytes_received"] for w in ("d0", "d1")), known
+
+
+def test_nothing_listens_but_on_named_addresses(running: Cluster) -> None:
+    heard = {name: node.listeners() for name, node in running.network.items()}
+    named = {name: {node.address, "127.0.0.1"} for name, node in running.network.items()}
+    assert not [(n, a, who) for n, found in heard.items() for a, who in found if a not in named[n]]
+    assert len(heard["head"]) == 3  # HTTP, gRPC, control
+    assert all(found for name, found in heard.items() if name.startswith("d"))
+
+
+CUTS = [
+    pytest.param(node, end, marks=() if (node, end) == ("d0", "far") else pytest.mark.long)
+    for node in ("d0", "p1", "p0b")
+    for end in ("far", "near")
+]
+
+
+@pytest.mark.parametrize(("node", "end"), CUTS)
+def test_a_cable_cut_for_ten_seconds(running: Cluster, node: str, end: str) -> None:
+    """`far`: at the switch, what is sent is lost in silence; `near`: at the node, which sees its interface go."""
+    worker = {"p0b": "p0"}.get(node, node)
+    moved = "kv_bytes_received" if worker.startswith("d") else "kv_bytes_sent"
+    running.wait_until(lambda: running.all_ready() and running.idle(), "whole and idle cluster")
+    long_ones = [running.stream(PROMPTS[n], 3000) for n in range(2)]
+    busy = lambda: all(running.workers()[d]["running"] for d in ("d0", "d1"))  # noqa: E731
+    running.wait_until(busy, "a stream on each decode worker")
+
+    running.network[node].cut(end)
+    cut_at, asked = time.monotonic(), []
+    while time.monotonic() - cut_at < CUT_S:
+        prompt = PROMPTS[len(asked) % 4]
+        asked.append((prompt, running.stream(prompt, 8)))
+        time.sleep(1.0)
+    assert running.workers().get(worker, {}).get("state") == "lost"
+    running.network[node].mend(end)
+
+    for prompt, future in asked:
+        told = future.result()
+        assert told.took_s < LIMIT_S and (right(running, prompt, told) or told.error in CLEAN), (told, running.logs())
+    assert [right(running, prompt, future.result()) for prompt, future in asked[6:]] == [True] * len(asked[6:])
+    ends = [future.result() for future in long_ones]
+    undisturbed = [told for told in ends if not told.error and len(told.tokens) == 3000]
+    assert len(undisturbed) == (1 if worker == "d0" else 2), [(t.error, len(t.tokens)) for t in ends]
+    assert all(told.error in ("", "worker_lost") for told in ends)
+
+    running.wait_until(lambda: running.all_ready() and running.idle(), f"{worker} back, and nothing left")
+    before = running.workers()[worker][moved]
+
+    def served_by_it() -> bool:
+        told = [(prompt, running.stream(prompt, 8)) for prompt in PROMPTS]
+        assert all(right(running, prompt, future.result()) for prompt, future in told), running.logs()
+        return bool(running.workers()[worker][moved] > before)
+
+    running.wait_until(served_by_it, f"KV over the edges of {worker} again")

@@ -1,0 +1,101 @@
+"""Requests through 2 x 2 workers of which a random one is killed every few seconds and started again by the supervisor.
+
+A client asks again when it is told of an error, so in the end every request has its answer, and it is the right one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.checkpoints import make_checkpoint
+from tests.support.client import Client, body
+from tests.support.fault_cluster import FaultCluster, fault_cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
+
+KILL_EVERY_S, CLIENTS, SEED = 5.0, 8, 7
+# What a client may be told of a request that was cut, and the statuses that go with it.
+CLEAN = {"worker_lost", "handoff_failed", "no_prefill_worker", "no_decode_worker"}
+REQUEST_LIMIT_S = 90.0
+
+
+class Work:
+    """Prompts with their answers, taken from the undisturbed cluster; and what became of the requests."""
+
+    def __init__(self, client: Client, seed: int, requests: int, until: float) -> None:
+        self._client, self._random, self._until = client, random.Random(seed), until
+        self._left = requests
+        self._kinds: list[tuple[list[int], int, tuple[int, ...]]] = []
+        self.finished = 0
+        self.errors: Counter[str] = Counter()
+
+    async def learn(self, kinds: int) -> None:
+        for _ in range(kinds):
+            prompt = [self._random.randrange(10, 250) for _ in range(self._random.choice([5, 30, 150, 500]))]
+            count = self._random.choice([2, 8, 40])
+            self._kinds.append((prompt, count, await self._client.tokens(prompt, count)))
+
+    async def one_client(self) -> None:
+        while self._left > 0 or time.monotonic() < self._until:
+            self._left -= 1
+            prompt, count, answer = self._random.choice(self._kinds)
+            deadline = time.monotonic() + REQUEST_LIMIT_S
+            while (tokens := await self._ask(prompt, count)) is None:
+                assert time.monotonic() < deadline, f"no answer in {REQUEST_LIMIT_S:g} s: {self.errors}"
+                await asyncio.sleep(0.3)
+            assert tokens == answer, "wrong tokens"
+            self.finished += 1
+
+    async def _ask(self, prompt: list[int], count: int) -> tuple[int, ...] | None:
+        """None after a clean error; anything else that is not an answer fails."""
+        answer: httpx.Response = await self._client.http.post("/v1/completions", json=body(prompt, count))
+        whole = answer.json()
+        if answer.status_code == 200:
+            return tuple(whole["choices"][0]["token_ids"])
+        code = whole["error"]["code"]
+        assert answer.status_code == 503 and code in CLEAN, (answer.status_code, whole)
+        self.errors[code] += 1
+        return None
+
+
+async def killer(running: FaultCluster, seed: int, until: float) -> int:
+    """Kills a random living worker every few seconds; how many."""
+    choose, kills = random.Random(seed), 0
+    while time.monotonic() + KILL_EVERY_S < until:
+        await asyncio.sleep(KILL_EVERY_S)
+        known = await asyncio.to_thread(running.cluster.workers)
+        ready = sorted(w for w, fields in known.items() if fields["state"] == "ready")
+        if ready:
+            running.signal(choose.choice(ready))
+            kills += 1
+    return kills
+
+
+@pytest.mark.parametrize(
+    ("requests", "seconds"), [(50, 21.0), pytest.param(1000, 120.0, marks=pytest.mark.long)], ids=["short", "long"]
+)
+async def test_random_kills_leak_nothing_and_falsify_nothing(requests: int, seconds: float, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "m", "llama", max_position_embeddings=1024)
+    flags = {"exact": True, "step_tokens": 64, "kv_memory_gib": 0.02, "served_model_name": "m"}
+    with fault_cluster(model, **flags) as running:
+        async with Client(running.cluster, timeout_s=REQUEST_LIMIT_S) as client:
+            until = time.monotonic() + seconds
+            work = Work(client, SEED, requests, until)
+            await work.learn(16)
+            async with asyncio.TaskGroup() as group:
+                kills = group.create_task(killer(running, SEED, until))
+                for _ in range(CLIENTS):
+                    group.create_task(work.one_client())
+            await running.settle()
+        said = running.cluster.output.read_text()
+        print(f"{work.finished} finished, {kills.result()} kills, errors {dict(work.errors)}")
+        assert work.finished >= requests
+        # Nobody died but by our hand: a worker whose books do not balance would end itself and be started again.
+        assert said.count("died: killed by SIGKILL") == said.count("died: ") == kills.result()

@@ -1,0 +1,147 @@
+"""A cluster of `fault_worker`s for a test: trouble on demand, and proof afterwards that nothing of it is left.
+
+with fault_cluster(model, prefill=2, decode=2) as running:
+    running.ask("prefill-0", "hold_send")
+    ...
+    running.release("prefill-0", "hold_send")
+    await running.settle()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from baton.event_log import VARIABLE as EVENT_LOG
+from tests.support.cluster import Cluster, start_cluster, wait_ready
+from tests.support.fault_worker import VARIABLE
+
+ROOT = Path(__file__).parents[2]
+UP = (sys.executable, "-m", "tests.support.fault_up")
+SETTLE_S = 60.0
+
+
+class FaultCluster:
+    """`cluster` is the running one; `shared` holds the files its workers look for, `events` their event logs."""
+
+    def __init__(self, cluster: Cluster, shared: Path, events: Path, workers: list[str], edges: int) -> None:
+        self.cluster, self.shared, self._events, self.workers = cluster, shared, events, workers
+        self.edges = edges  # of one link at one rank, at most
+
+    def ask(self, worker: str, what: str) -> None:
+        (self.shared / f"{worker}.held").unlink(missing_ok=True)
+        (self.shared / f"{worker}.{what}").touch()
+
+    def release(self, worker: str, what: str) -> None:
+        (self.shared / f"{worker}.{what}").unlink(missing_ok=True)
+
+    def release_all(self) -> None:
+        for file in self.shared.iterdir():
+            file.unlink(missing_ok=True)
+
+    async def held(self, worker: str) -> None:
+        """Until a hold that was asked for has begun."""
+        await self.until(lambda: (self.shared / f"{worker}.held").exists(), f"{worker} held")
+
+    async def fired(self, worker: str, what: str) -> None:
+        await self.until(lambda: not (self.shared / f"{worker}.{what}").exists(), f"{what} at {worker}")
+
+    async def until(self, condition: Callable[[], object], what: str, timeout_s: float = SETTLE_S) -> None:
+        """Polls without holding up the streams of a test; the coordinator may be away."""
+        await asyncio.to_thread(self.cluster.wait_until, lambda _: bool(condition()), what, timeout_s)
+
+    def signal(self, worker: str, sig: int = signal.SIGKILL, rank: int = 0) -> float:
+        """Sends it to one process of a worker; when, on the clock of the event logs."""
+        pid = self.cluster.pids(worker)[rank]
+        now = time.monotonic()
+        self.cluster.kill(pid, sig)
+        return now
+
+    def events(self, worker: str, kind: str, since: float = 0.0) -> list[dict[str, Any]]:
+        path = self._events / f"{worker}.events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        # A worker that was killed may have left half a line.
+        parsed = [json.loads(line) for line in lines if line.endswith("}")]
+        return [event for event in parsed if event["kind"] == kind and event["t"] >= since]
+
+    async def first(self, worker: str, kind: str, since: float) -> float:
+        """When the first such event was, once there is one."""
+        await self.until(lambda: self.events(worker, kind, since), f"{kind} at {worker}")
+        return float(self.events(worker, kind, since)[0]["t"])
+
+    def ready(self) -> bool:
+        known = self.cluster.workers()
+        return all(known.get(w, {}).get("state") == "ready" for w in self.workers)
+
+    def state(self, worker: str) -> dict[str, Any]:
+        """What the worker's leader, or another rank of it (WORKER.RANK), says of itself now."""
+        file = self.shared / f"{worker}.state"
+        file.unlink(missing_ok=True)
+        name, _, rank = worker.partition(".")
+        self.signal(name, signal.SIGUSR1, int(rank or 0))
+        self.cluster.wait_until(lambda _: file.exists(), f"state of {worker}", 30.0)
+        state: dict[str, Any] = json.loads(file.read_text())
+        return state
+
+    async def settle(self) -> dict[str, dict[str, Any]]:
+        """Every worker is back, and within `SETTLE_S` no block, lease, sequence, thread or task of a request is left;
+        the states that prove it."""
+        await self.until(self.ready, "all workers ready")
+        states: dict[str, dict[str, Any]] = {}
+
+        def rested() -> bool:
+            for worker in self.workers:
+                states[worker] = self.state(worker)
+            return not any(self._left(worker, state) for worker, state in states.items())
+
+        try:
+            await self.until(rested, "rest")
+        except AssertionError as e:
+            left = {worker: self._left(worker, state) for worker, state in states.items()}
+            raise AssertionError(f"left behind: {left}\n{e}") from None
+        return states
+
+    def _left(self, worker: str, state: dict[str, Any]) -> dict[str, Any]:
+        load = state["load"]
+        peers = sum(w.split("-")[0] != worker.split("-")[0] for w in self.workers)
+        edges = [t for t in state["threads"] if t.startswith("edge-")]
+        found = {
+            "blocks": load["blocks_total"] - load["blocks_free"],
+            "leases": load["leases"],
+            "sequences": load["sequences"] + load["running"] + load["waiting"],
+            "deadlines": state["deadlines"],
+            "writing": state.get("writing", 0),
+            "books": "" if state["check"] == "balanced" else state["check"],
+            "threads": edges if len(edges) > peers * self.edges else [],  # a living link keeps its edges, and no more
+            "tasks": [t for t in state["tasks"] if t.startswith(("hand-over", "chunk", "edge open", "posted"))],
+        }
+        return {name: what for name, what in found.items() if what}
+
+
+@contextlib.contextmanager
+def fault_cluster(
+    model: Path, *, prefill: int = 2, decode: int = 2, prefill_tp: int = 1, decode_tp: int = 1, **flags: object
+) -> Iterator[FaultCluster]:
+    """A ready cluster; it has to end well too."""
+    workers = [f"{role}-{n}" for role, count in (("prefill", prefill), ("decode", decode)) for n in range(count)]
+    with tempfile.TemporaryDirectory(prefix="baton-faults-") as directory:
+        shared, events = Path(directory) / "shared", Path(directory) / "events"
+        shared.mkdir()
+        env = {VARIABLE: str(shared), EVENT_LOG: str(events), "PYTHONPATH": str(ROOT)}
+        counts = {"prefill": prefill, "decode": decode, "prefill_tp": prefill_tp, "decode_tp": decode_tp}
+        running = start_cluster(model, run_dir=Path(directory) / "run", env=env, program=UP, **counts, **flags)
+        try:
+            yield FaultCluster(wait_ready(running), shared, events, workers, max(prefill_tp, decode_tp))
+        except BaseException:
+            print(running.logs())
+            running.destroy()
+            raise
+        running.stop()

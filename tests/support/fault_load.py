@@ -1,0 +1,82 @@
+"""Requests for a cluster in which things go wrong, each on a pair of workers that a test knows, and how they ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.support.client import Client, body
+from tests.support.fault_cluster import FaultCluster
+
+PROMPT, COUNT = [7 + n % 200 for n in range(200)], 24
+BYSTANDER = ([5] * 40, 150)
+
+
+@dataclass
+class Told:
+    """What a client was told of one request: its tokens, and how it ended ("" for well)."""
+
+    tokens: list[int] = field(default_factory=list)
+    error: str = ""
+    decoding: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+    async def end(self) -> Told:
+        assert self.task is not None
+        await self.task
+        return self
+
+
+def start(client: Client, prompt: list[int] = PROMPT, count: int = COUNT) -> Told:
+    told = Told()
+
+    async def read() -> None:
+        sent = body(prompt, count, stream=True)
+        async with client.http.stream("POST", "/v1/completions", json=sent) as answer:
+            if answer.status_code != 200:
+                await answer.aread()
+                told.error = answer.json()["error"]["code"]
+                return
+            finished = False
+            async for line in answer.aiter_lines():
+                finished = finished or line == "data: [DONE]"
+                if not line.startswith("data: {"):
+                    continue
+                event: dict[str, Any] = json.loads(line[6:])
+                told.error = event.get("error", {}).get("code", told.error)
+                told.tokens += [t for c in event.get("choices", []) for t in c["token_ids"]]
+                if len(told.tokens) > 1:
+                    told.decoding.set()  # the first came from prefill
+            assert finished or told.error, "a stream ended without [DONE] and without an error"
+
+    told.task = asyncio.create_task(read())
+    return told
+
+
+async def expected(client: Client, prompt: list[int] = PROMPT, count: int = COUNT) -> list[int]:
+    """What the undisturbed cluster answers; in --exact its bits do not depend on where or with whom it runs."""
+    return list(await client.tokens(prompt, count))
+
+
+async def disturbed(running: FaultCluster, client: Client, what: str) -> tuple[Told, Told]:
+    """A request on its way from prefill-0 to decode-0, held in its first step or in its first send; and meanwhile a
+    stream that prefill-1 has handed over to decode-1."""
+    running.ask("prefill-0", "hold_step")
+    victim = start(client)
+    await running.held("prefill-0")
+    bystander = start(client, *BYSTANDER)
+    await asyncio.wait_for(bystander.decoding.wait(), 60)
+    if what == "hold_send":
+        running.ask("prefill-0", "hold_send")
+        running.release("prefill-0", "hold_step")
+        await running.held("prefill-0")
+    return victim, bystander
+
+
+async def calm(running: FaultCluster, client: Client, bystander: Told, stream: list[int]) -> None:
+    """The other pair has gone on, the cluster serves, and nothing is left."""
+    told = await bystander.end()
+    assert told.error == "" and told.tokens == stream, running.cluster.logs()
+    await running.settle()

@@ -1,0 +1,26 @@
+"""`baton up` whose workers are `fault_worker`s and come back quickly; the rest is the launcher's own."""
+
+from __future__ import annotations
+
+import sys
+
+from baton.options import config_command, run_main
+from launch.members import Programs
+from launch.restart import Backoff
+from launch.up import up
+from launch.up_config import UpConfig
+
+WORKER = "tests.support.fault_worker"
+
+
+@config_command(UpConfig, name="up", help="A cluster in which a test can make things go wrong.")
+def command(config: UpConfig) -> int:
+    workers = {role: ("-m", WORKER, role) for role in ("prefill", "decode")}
+    programs = Programs(workers=workers)
+    if config.prefill_tp == config.decode_tp == 1:  # these need no agent, and start twice as fast without
+        programs = Programs(agent=(), workers={role: (sys.executable, *words) for role, words in workers.items()})
+    return up(config, programs, Backoff(first_s=0.1, longest_s=0.1))
+
+
+if __name__ == "__main__":
+    run_main(command)

@@ -1,0 +1,171 @@
+"""A real worker in which a test can make things go wrong: `python -m tests.support.fault_worker prefill|decode ...`.
+
+Trouble is asked for by files in $BATON_TEST_FAULTS named WORKER.WHAT; nothing in the product knows of them.
+
+    hold_step, hold_send    while it is there, a step or a send waits (a send: after its receiver has posted); the
+                            worker answers with WORKER.held
+    refuse                  while it is there, a decode worker has no blocks for an offer
+    flip, cut               once: one bit of the bytes of the next send is wrong; the next send finds its edge cut
+    swap                    once: the next send has the bytes and the checksum of the one before, which are intact
+    late                    once: before the next chunk is announced, one of an older edge is announced again
+
+SIGUSR1 writes WORKER.state: the books checked, the load, threads and tasks. Followers are called WORKER.RANK.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from baton.core.errors import Unavailable
+from baton.core.handover import Chunk
+from baton.worker_main import MakeWorker, Worker, worker_main
+
+VARIABLE = "BATON_TEST_FAULTS"
+HOLD_LIMIT_S = 60.0
+
+
+class Faults:
+    """The files of one worker process, and what its hooks remember of the last chunk."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        self._directory, self._name = directory, name
+        self.worker: Any = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.last_sent: tuple[int, Any] | None = None  # checksum and buffer
+        self.instead: Any = None
+        self.last_announced: Chunk | None = None
+        self.of_older_edge: Chunk | None = None
+
+    def path(self, what: str) -> Path:
+        return self._directory / f"{self._name}.{what}"
+
+    def fires(self, what: str) -> bool:
+        """Whether a test asked for it; once for each time it did."""
+        try:
+            self.path(what).unlink()
+        except OSError:
+            return False
+        return True
+
+    def hold(self, what: str, ended: threading.Event | None = None) -> None:
+        path, deadline = self.path(what), time.monotonic() + HOLD_LIMIT_S
+        if path.exists():
+            self.path("held").touch()
+        while path.exists() and time.monotonic() < deadline and not (ended is not None and ended.is_set()):
+            time.sleep(0.005)
+
+    def dump(self, *_: object) -> None:
+        """On the main thread, which is the event loop's, between two bytecodes of it."""
+        state: dict[str, Any] = {"threads": sorted(t.name for t in threading.enumerate()), "check": "balanced"}
+        if self.worker is not None:
+            try:
+                self.worker.check()
+            except Exception as e:
+                state["check"] = str(e)
+            state["load"] = dataclasses.asdict(self.worker.load())
+            state["deadlines"] = len(self.worker.shell.deadlines)
+            incoming = getattr(self.worker, "incoming", None)
+            if incoming is not None:
+                state["writing"], state["chunks_damaged"] = len(incoming.writing), incoming.chunks_damaged
+            if self.loop is not None:
+                state["tasks"] = sorted(t.get_name() for t in asyncio.all_tasks(self.loop) if not t.done())
+        partial = self.path("state.partial")
+        partial.write_text(json.dumps(state))
+        partial.replace(self.path("state"))
+
+
+def _install(faults: Faults) -> None:
+    """Wraps what a hand-over passes through. Imports torch, so only once the process has begun in earnest."""
+    from baton.engine.runner import Runner
+    from baton.rpc.streams import MessageStream
+    from baton.transfer import edge_end, staging
+    from baton.transfer.gloo import GlooEdge
+
+    step, send, checksum, say = Runner.step, GlooEdge.send, staging.checksum, MessageStream.send
+
+    def held_step(runner: Runner, plan: Any) -> Any:
+        faults.hold("hold_step")
+        return step(runner, plan)
+
+    def faulty_send(edge: GlooEdge, buf: Any, timeout_s: float) -> None:
+        faults.hold("hold_send", edge._aborted)
+        if faults.fires("cut"):
+            edge.abort()
+        if faults.fires("flip"):
+            buf = buf.clone()
+            buf[buf.numel() // 3] ^= 4
+        if faults.instead is not None:
+            buf, faults.instead = faults.instead, None
+        send(edge, buf, timeout_s)
+
+    def faulty_checksum(identity: bytes, buf: Any) -> int:
+        before = faults.last_sent
+        if before is not None and before[1].numel() == buf.numel() and faults.fires("swap"):
+            faults.instead = before[1]
+            return before[0]
+        faults.last_sent = (checksum(identity, buf), buf)
+        return faults.last_sent[0]
+
+    async def faulty_say(stream: MessageStream, value: object, timeout_s: float = 5.0) -> None:
+        if isinstance(value, Chunk):
+            before, faults.last_announced = faults.last_announced, value
+            if before is not None and before.edge_generation < value.edge_generation:
+                faults.of_older_edge = before
+            if faults.of_older_edge is not None and faults.fires("late"):
+                await say(stream, faults.of_older_edge, timeout_s)
+        await say(stream, value, timeout_s)
+
+    Runner.step = held_step  # type: ignore[method-assign]
+    GlooEdge.send = faulty_send  # type: ignore[method-assign]
+    MessageStream.send = faulty_say  # type: ignore[method-assign]
+    if sys.argv[1] == "prefill":
+        edge_end.checksum = faulty_checksum  # type: ignore[attr-defined]
+
+
+def _refuse(faults: Faults, worker: Any) -> None:
+    scheduler = worker.scheduler
+    reserve = getattr(scheduler, "reserve", None)
+
+    def refusing(*args: Any) -> Any:
+        if faults.path("refuse").exists():
+            raise Unavailable("no KV blocks, says the test", code="no_free_blocks")
+        return reserve(*args)
+
+    if reserve is not None:
+        scheduler.reserve = refusing
+
+
+def main() -> None:
+    role, argv = sys.argv[1], sys.argv[2:]
+    name, rank = argv[argv.index("--worker-id") + 1], os.environ.get("RANK", "0")
+    faults = Faults(Path(os.environ[VARIABLE]), name if rank == "0" else f"{name}.{rank}")
+    signal.signal(signal.SIGUSR1, faults.dump)
+
+    def load() -> MakeWorker:
+        make = importlib.import_module(f"{role}.__main__")._load()
+        _install(faults)
+
+        def made(*given: Any) -> Worker:
+            faults.worker, faults.loop = make(*given), asyncio.get_running_loop()
+            _refuse(faults, faults.worker)
+            return faults.worker  # type: ignore[no-any-return]
+
+        return made
+
+    if rank != "0":
+        _install(faults)  # a follower makes no worker
+    worker_main(role, load, argv)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()
