@@ -47,6 +47,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
         "shards": 4,
     },
+    "8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_layers": 32,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "dtype": "bfloat16",
+        "shards": 8,
+    },
 }
 
 

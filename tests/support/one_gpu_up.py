@@ -1,0 +1,19 @@
+"""`baton up` whose workers may share one GPU over NCCL; the rest is the launcher's own."""
+
+from __future__ import annotations
+
+from baton.options import config_command, run_main
+from launch.members import Programs
+from launch.up import up
+from launch.up_config import UpConfig
+
+WORKERS = {role: ("-m", "tests.support.one_gpu_worker", role) for role in ("prefill", "decode")}
+
+
+@config_command(UpConfig, name="up", help="A cluster on one GPU.")
+def command(config: UpConfig) -> int:
+    return up(config, Programs(workers=WORKERS))
+
+
+if __name__ == "__main__":
+    run_main(command)

@@ -1,0 +1,18 @@
+"""A worker that may share its GPU with others over NCCL: `python -m tests.support.one_gpu_worker prefill|decode ...`.
+
+NCCL takes no two ranks of one host on one GPU. With a host id of its own each rank counts as another host, and their
+bytes go over sockets on loopback: slow, but the code that several hosts would run.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+if __name__ == "__main__":
+    role = sys.argv.pop(1)
+    os.environ.update(
+        NCCL_HOSTID=f"{role}-{os.getpid()}", NCCL_SOCKET_IFNAME="lo", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1"
+    )
+    runpy.run_module(role, run_name="__main__", alter_sys=True)
