@@ -169,8 +169,8 @@ class Cluster:
             else:
                 live.speculation = t.speculation or live.speculation
                 live.decode_worker = worker  # it speaks, though its hand-over may not have been told yet
-                self.dispatcher.moved(t.sequence.request_id, worker)
-                self.dispatcher.handed_over(t.sequence.request_id)
+                self.dispatcher.moved(t.sequence.choice_id, worker)
+                self.dispatcher.handed_over(t.sequence.choice_id)
             if live.journal.finish is not None:
                 self._settle(live, "done")
             elif live.parked_since:
