@@ -27,6 +27,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 START_S = 120.0
 EXACT = {"exact": True, "step_tokens": 64}
 
+SMALL_POOL_GIB = 0.003
+"""256 blocks: one offer can fill it."""
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -163,9 +166,9 @@ async def fill(e: Elastic, name: str) -> DialledLink:
     facts = join.facts
     hello = LinkHello("px", 1, cluster.members.run_id, facts.model_digest, facts.layout, 1, facts.protocol_version)
     link = await dial_link(join.link_address, hello, 10.0)
-    max_tokens = join.blocks_total * facts.layout.block_size - 1
-    request = GenerateRequest(f"fill-{name}", (1,), max_tokens, deadline_s=100.0)
-    await link.stream.send(Offer(request, _handle(e, request.sequence_id, name, join.incarnation), 1))
+    prompt = (1,) * (join.blocks_total * facts.layout.block_size - 1)
+    request = GenerateRequest(f"fill-{name}", prompt, 1, deadline_s=100.0)
+    await link.stream.send(Offer(request, _handle(e, request.sequence_id, name, join.incarnation), len(prompt)))
     assert isinstance(await link.stream.receive(), Accept)
     return link
 
@@ -179,7 +182,8 @@ def _handle(e: Elastic, sequence: SequenceId, name: str, incarnation: int, **cha
 async def test_parked_kv_of_a_prefill_worker_that_leaves_is_computed_again(tmp_path: Path, model: Path) -> None:
     """Both decode workers refuse, so the KV stays parked until the drain limit; then another prefill worker begins with
     the prompt and the first token."""
-    async with elastic(tmp_path, model, "p1", "d0", "d1") as e:
+    async with elastic(tmp_path, model, "p1") as e:
+        await e.join("d0", "d1", kv_memory_gib=SMALL_POOL_GIB)
         await e.join("p0", drain_timeout_s=0.5)
         names = [f"r{n}" for n in range(4)]
         expected = await e.answers(names, 24)
@@ -204,13 +208,14 @@ async def test_parked_kv_of_a_prefill_worker_that_leaves_is_computed_again(tmp_p
 
 
 async def test_parked_kv_is_handed_over_while_its_worker_drains(tmp_path: Path, model: Path) -> None:
-    async with elastic(tmp_path, model, "p0", "d0") as e:
+    async with elastic(tmp_path, model, "p0") as e:
+        await e.join("d0", kv_memory_gib=SMALL_POOL_GIB)
         (expected,) = (await e.answers(["r"], 24)).values()
         await e.idle()
         full = await fill(e, "d0")
         reader = e.submit("r", 24)
         await reader.got(1)
-        await until(lambda: e.b.cluster._live["r"].times_parked, 10.0, "parked KV")
+        await until(lambda: all(live.times_parked for live in e.b.cluster._live.values()), 10.0, "parked KV")
         job = e.jobs.jobs["p0"]
         job.terminate()
         await e.state("draining", "p0")
