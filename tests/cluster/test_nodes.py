@@ -62,7 +62,7 @@ class Cluster:
         token = where / "token"
         self._common = ["--model", str(model)]
         self._joining = ["--coordinator", f"{head}:{CONTROL}", "--dtype", "float32", "--threads", "1"]
-        self._joining += ["--kv-memory-gib", "0.02", "--step-tokens", "64"]
+        self._joining += ["--kv-memory-gib", "0.02", "--step-tokens", "64", "--no-prefix-cache"]  # any may serve any
         if takes_tokens():
             token.write_text("a secret of thirty-two characters and more\n")
             token.chmod(0o600)
