@@ -20,13 +20,13 @@ from decode.step_cost import StepModel
 
 log = logging.getLogger("baton.worker")
 
-MEASURING_S = 1.0
+MEASURING_S = 1.5
 """Longest that measuring the steps of one model may take at start; longer steps are extrapolated."""
 
 _CONTEXT = 256
 _ROW = 8
-_SIZES = (1, 2, 3, 5, 9, 16, 32, 64, 128, 256, 512)
-_REPEATS = 3
+_SIZES = (1, 9, 32, 128, 4, 16, 64, 512, 2, 256)  # far apart first: a slow model has no time for all of them
+_REPEATS = 5
 
 
 def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, SpeculativeEngine]:
@@ -98,13 +98,12 @@ def measure_steps(runner: Runner, most: int) -> list[tuple[int, float]]:
     blocks = tuple(range(min(runner.num_blocks, -(-(context + _ROW + 1) // size))))
     points: list[tuple[int, float]] = []
     deadline = time.perf_counter() + MEASURING_S
-    for tokens in (n for n in _SIZES if n <= most):
-        plan = _rows(tokens, context, blocks)
-        best = min(_timed(runner, plan) for _ in range(_REPEATS))
-        points.append((tokens, best))
-        if time.perf_counter() + 2 * _REPEATS * best > deadline:
+    for tokens in (n for n in _SIZES if n <= max(most, 9)):
+        if len(points) >= 2 and time.perf_counter() + _REPEATS * max(seconds for _, seconds in points) > deadline:
             break
-    return points
+        plan = _rows(tokens, context, blocks)
+        points.append((tokens, min(_timed(runner, plan) for _ in range(_REPEATS))))
+    return sorted(points)
 
 
 def _rows(tokens: int, context: int, blocks: tuple[int, ...]) -> StepPlan:

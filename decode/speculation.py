@@ -16,7 +16,7 @@ from decode.drafts import Drafts
 from decode.step_cost import StepModel
 
 MAX_GUESSES = 8
-_FILL_FROM = 0.1  # p over all sequences below which nothing is prepared for new ones
+_SCOUT = 4  # times its patience that a sequence waits for a guess if its draft would first have to catch up
 
 # Of so many positions after its last token, how many the sequence has blocks for.
 Room = Callable[[Sequence, int], int]
@@ -24,7 +24,8 @@ Room = Callable[[Sequence, int], int]
 
 class Speculation:
     """Complete state: `model`, the source of guesses, the book of how they fare, each sequence with its acceptance,
-    those whose draft is wanted, and `counters`. Without `drafts` nothing is ever guessed.
+    those whose draft is wanted, whether guesses paid in the last step (`_pays`), and `counters`. Without `drafts`
+    nothing is ever guessed.
 
     `fixed_length` guesses every time that many (0: as many as pay). `forced_rate` is for benchmarks alone: guesses
     count as right with that probability, and the output is not real.
@@ -46,13 +47,14 @@ class Speculation:
         self.counters = SpeculationCounters(forced=forced_rate is not None)
         self._open: dict[SequenceId, tuple[Sequence, Acceptance]] = {}
         self._wanted: dict[SequenceId, Sequence] = {}
+        self._pays = True
 
     def open(self, sequence: Sequence) -> None:
         """A sequence whose KV is to come."""
         if self.drafts is not None:
             self.drafts.open(sequence)
             self._open[sequence.id] = sequence, self.book.opened()
-            if self.fixed_length or self.book.shared >= _FILL_FROM:
+            if self.fixed_length or self._pays:
                 self._wanted[sequence.id] = sequence
 
     def close(self, sequence_id: SequenceId) -> None:
@@ -125,10 +127,19 @@ class Speculation:
             (model.long if long else model.short).seconds, model.draft.seconds, plan.num_tokens, model.fixed_s
         )
         lengths = choose_lengths([a.rate for a in acceptances], most, price)
-        return [
-            min(1, limit) if not length and a.probe_due else length
-            for length, a, limit in zip(lengths, acceptances, most, strict=True)
-        ]
+        self._pays = any(lengths) or not sequences
+        for index, (sequence, acceptance) in enumerate(zip(sequences, acceptances, strict=True)):
+            if lengths[index] or most[index] <= 0 or not acceptance.probe_due:
+                continue
+            if self._ready(sequence):
+                lengths[index] = 1
+            elif not self._wanted and acceptance.idle >= _SCOUT * acceptance.patience:
+                self._wanted[sequence.id] = sequence  # one at a time, to learn what guesses cost now
+        return lengths
+
+    def _ready(self, sequence: Sequence) -> bool:
+        """Whether a guess costs no more than itself: a draft that is far behind would first have to catch up."""
+        return self.drafts is not None and self.drafts.room(sequence, 1) > 0
 
     def _fills(self, idle: bool) -> list[DraftRow]:
         """Brings drafts up to date that are wanted: those of new sequences, and those that were too far behind."""

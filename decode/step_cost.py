@@ -15,6 +15,7 @@ LEAST_LONG_TOKENS = 16
 FILL_SHARE = 0.2
 
 _WEIGHT = 0.1  # of a new observation in the scale
+_FASTER_WEIGHT = 0.5  # of one that took less: what disturbs a step only ever makes it longer
 _OUTLIER = 4.0  # an observation counts as at most this many times what was expected: one stall is not a trend
 
 
@@ -48,7 +49,8 @@ class StepCost:
     def correct(self, seconds: float, expected: float) -> None:
         """What was expected to take `expected` seconds took `seconds`."""
         if seconds > 0.0 and expected > 0.0:
-            self.scale *= 1.0 + _WEIGHT * (min(seconds / expected, _OUTLIER) - 1.0)
+            ratio = min(seconds / expected, _OUTLIER)
+            self.scale *= 1.0 + (_WEIGHT if ratio > 1.0 else _FASTER_WEIGHT) * (ratio - 1.0)
 
     def tokens_within(self, seconds: float, limit: int) -> int:
         """The most tokens, up to `limit`, that a step of that length computes; 0 if not even one."""
@@ -113,6 +115,6 @@ class StepModel:
         target_s = outcome.elapsed_s - outcome.draft_s
         long = any(len(row.tokens) > max(row.num_sampled, 1) for row in plan.rows)
         (self.long if long else self.short).observe(plan.num_tokens, target_s)
-        if plan.drafts:
+        if plan.drafts and all(row.num_guesses for row in plan.drafts):  # long rows have another price
             self.draft.correct(outcome.draft_s, self.draft_s(plan))
         self.fixed_s += _WEIGHT * (max(wall_s - outcome.elapsed_s, 0.0) - self.fixed_s)
