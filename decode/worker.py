@@ -164,7 +164,7 @@ class DecodeWorker:
             self._check_fits(hello)
         except JoinRefused as e:
             self.links_refused += 1
-            log.warning("%s", e.message)
+            log.warning("%s (it came from %.80r)", e.message, hello.prefill_worker)
             raise
         return LinkWelcome(
             self.config.worker_id,
@@ -181,12 +181,13 @@ class DecodeWorker:
         check_token(self.shell.token, hello.token, "link")
         for name, theirs, mine in (
             ("protocol_version", hello.protocol_version, self.facts.protocol_version),
+            ("code_version", hello.code_version, self.facts.code_version),
             ("run_id", hello.run_id, self.shell.session.run_id),
             ("model_digest", hello.model_digest, self.facts.model_digest),
             ("edge_kind", hello.edge_kind, self._edge_kind),
         ):
             if theirs != mine:
-                raise JoinRefused(f"link refused: {name} {theirs} is not {mine}", param=name)
+                raise JoinRefused(f"link refused: {name}: {theirs!r:.80} is not {mine!r}", param=name)
         difference = self.facts.layout.first_difference(hello.layout)
         if difference is not None:
             raise JoinRefused(f"link refused: {difference}", param=difference.split(":")[0])

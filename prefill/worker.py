@@ -207,6 +207,7 @@ class PrefillWorker:
             self.facts.layout,
             self.facts.tensor_parallel,
             PROTOCOL_VERSION,
+            self.facts.code_version,
             self.shell.token,
             self._edge_kind,
         )

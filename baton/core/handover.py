@@ -25,6 +25,7 @@ class LinkHello:
     layout: KVLayout
     tensor_parallel: int
     protocol_version: int
+    code_version: str
     token: str = field(default="", repr=False)
     edge_kind: str = "gloo"
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.core.commands import WorkerFacts
+from baton.core.errors import BatonError
 from baton.core.handles import Handle, sign
 from baton.core.handover import Accept, LinkHello, Offer, Refuse
 from baton.core.request import GenerateRequest, SequenceId
@@ -21,6 +23,8 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.fake_runner import until
 from tests.support.fake_workers import Bench, Reader, bench
 from tests.support.jobs import Workers, workers
+from tests.support.limits import LOAD_FACTOR
+from tests.support.misfits import MISFITS, REFUSED_WITHIN_S, changed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -160,17 +164,21 @@ async def test_a_decode_worker_past_its_limit_gives_back_what_runs(tmp_path: Pat
 async def fill(e: Elastic, name: str) -> DialledLink:
     """Takes all blocks of a decode worker, as a prefill worker that the coordinator does not know: it refuses others
     until this link ends."""
-    cluster, record = e.b.cluster, e.b.cluster.registry.get(name)
+    record = e.b.cluster.registry.get(name)
     assert record is not None
     join = record.join
     facts = join.facts
-    hello = LinkHello("px", 1, cluster.members.run_id, facts.model_digest, facts.layout, 1, facts.protocol_version)
-    link = await dial_link(join.link_address, hello, 10.0)
+    link = await dial_link(join.link_address, _hello(e, facts), 10.0)
     prompt = (1,) * (join.blocks_total * facts.layout.block_size - 1)
     request = GenerateRequest(f"fill-{name}", prompt, 1, deadline_s=100.0)
     await link.stream.send(Offer(request, _handle(e, request.sequence_id, name, join.incarnation), len(prompt)))
     assert isinstance(await link.stream.receive(), Accept)
     return link
+
+
+def _hello(e: Elastic, facts: WorkerFacts) -> LinkHello:
+    run_id, version = e.b.cluster.members.run_id, facts.protocol_version
+    return LinkHello("px", 1, run_id, facts.model_digest, facts.layout, 1, version, facts.code_version)
 
 
 def _handle(e: Elastic, sequence: SequenceId, name: str, incarnation: int, **changes: object) -> Handle:
@@ -254,6 +262,26 @@ async def test_a_second_signal_ends_a_worker_at_once_and_one_that_loads_needs_no
         assert await loading.ends() == 0, loading.log
 
 
+async def test_a_link_that_does_not_fit_costs_the_process_nothing(tmp_path: Path, model: Path) -> None:
+    async with elastic(tmp_path, model, "p0", "d0") as e:
+        expected = await e.answers(["r"], 8)
+        record = e.b.cluster.registry.get("d0")
+        assert record is not None
+        pids, hello = e.jobs.jobs["d0"].ranks(), _hello(e, record.join.facts)
+        bad = [(why, changed(hello, changes)) for why, changes in MISFITS if "token" not in changes]
+        bad = [(why, other) for why, other in bad if other != hello]
+        assert len(bad) >= len(MISFITS) - 4
+        for why, other in bad:
+            field = why.partition(":")[0].partition("[")[0]
+            with pytest.raises(BatonError, match=f"^link refused: {field}") as caught:
+                async with asyncio.timeout(LOAD_FACTOR * REFUSED_WITHIN_S):
+                    await dial_link(record.join.link_address, other, 10.0)
+            assert caught.value.code == "join_refused"
+        await until(lambda: e.load("d0").links_refused == len(bad), 5.0, "all counted")
+        assert e.jobs.jobs["d0"].ranks() == pids
+        assert await e.answers(["r"], 8) == expected
+
+
 async def test_no_handle_but_a_good_one_is_taken_and_each_refusal_is_counted(tmp_path: Path, model: Path) -> None:
     """1,000 of 1,000 over the wire, and the process that refused them serves on."""
     async with elastic(tmp_path, model, "p0", "d0") as e:
@@ -262,8 +290,7 @@ async def test_no_handle_but_a_good_one_is_taken_and_each_refusal_is_counted(tmp
         assert record is not None
         join, pids = record.join, e.jobs.jobs["d0"].ranks()
         facts = join.facts
-        hello = LinkHello("px", 1, e.b.cluster.members.run_id, facts.model_digest, facts.layout, 1, 1)
-        link = await dial_link(join.link_address, hello, 10.0)
+        link = await dial_link(join.link_address, _hello(e, facts), 10.0)
         spent = GenerateRequest("spent", (1,), 2)
         once = Offer(spent, _handle(e, spent.sequence_id, "d0", join.incarnation), 1)
         await link.stream.send(once)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton.core.errors import BatonError, HandoffError
+from baton.core.errors import HandoffError
 from baton.core.handover import (
     AbortTransfer,
     Accept,
@@ -21,7 +21,6 @@ from baton.core.handover import (
     Chunk,
     EdgeOpen,
     EdgeReady,
-    LinkHello,
     Offer,
     Ping,
     Posted,
@@ -35,7 +34,7 @@ from baton.transfer.edge import EdgeSpec, edge_prefix
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.staging import checksum, chunk_bytes
 from decode import incoming
-from tests.support.builders import make_layout, make_request
+from tests.support.builders import make_request
 from tests.support.fake_runner import DecodeNode, PrefillNode, pair, until
 
 R = SequenceId("r")
@@ -290,18 +289,6 @@ async def test_a_prefill_worker_that_falls_silent_is_lost(monkeypatch: pytest.Mo
         assert "silent for 0.3 s" in p.decode.told.ended[0].message
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("protocol_version", 9), ("run_id", "other"), ("model_digest", "x"), ("layout", make_layout(6))],
-)
-async def test_a_link_that_does_not_fit_is_refused_by_name(field: str, value: Any) -> None:
-    async with pair() as (source, [decode]):
-        hello: LinkHello = replace(source.worker._hello(), **{field: value})
-        with pytest.raises(BatonError, match="block_size" if field == "layout" else field) as caught:
-            await dial_link(decode.address, hello, 2.0)
-        assert caught.value.code == "join_refused"
-
-
 @pytest.mark.parametrize("slow", ["checksum", "unpack"])
 async def test_nothing_is_written_into_blocks_that_are_free_again(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The edge is torn down while its thread is still at work: the loop hears of it at once, the thread does not."""
@@ -333,15 +320,6 @@ async def test_nothing_is_written_into_blocks_that_are_free_again(slow: str, mon
         await until(lambda: p.decode.idle)
         await asyncio.sleep(0.3)
         assert wrote_with_free == ([14] if slow == "unpack" else [])
-
-
-@pytest.mark.parametrize("size", [-1, 0, 3])
-async def test_ranks_that_cannot_share_the_heads_get_no_link(size: int) -> None:
-    async with pair() as (source, [decode]):
-        hello = replace(source.worker._hello(), tensor_parallel=size)
-        with pytest.raises(BatonError, match=f"tensor_parallel: .*{size} tensor-parallel ranks") as caught:
-            await dial_link(decode.address, hello, 2.0)
-        assert caught.value.code == "join_refused"
 
 
 @pytest.mark.parametrize("key", [(0, 1), (1, 0), (-1, 0)])

@@ -17,7 +17,7 @@ from baton.rpc.link import LinkHandler, dial_link, serve_links
 from baton.rpc.streams import LinkLost, MessageStream
 from tests.support.builders import make_layout
 
-HELLO = LinkHello("p0", 1, "run", "m", make_layout(), 1, 1)
+HELLO = LinkHello("p0", 1, "run", "m", make_layout(), 1, 1, "0.1.0")
 WELCOME = LinkWelcome("d0", 2, "127.0.0.1", 1, "n", 1, make_layout(), 1 << 20)
 
 
@@ -105,7 +105,7 @@ async def test_a_write_that_fails_after_its_sender_was_cancelled_is_not_logged(
     assert not [r for r in caplog.records if r.name == "asyncio"]
 
 
-HandedTooMuch = LinkHello("p" * (1 << 20), 1, "run", "m", make_layout(), 1, 1)
+HandedTooMuch = LinkHello("p" * (1 << 20), 1, "run", "m", make_layout(), 1, 1, "0.1.0")
 
 
 async def test_a_refusal_carries_its_reason() -> None:

@@ -1,0 +1,75 @@
+"""Two workers that do not fit: the link is refused by the field's name, counted, and both sides serve on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton.core.errors import BatonError
+from baton.core.request import SequenceId
+from baton.rpc.link import dial_link
+from tests.support.builders import make_layout, make_request
+from tests.support.fake_runner import pair, until
+from tests.support.limits import LOAD_FACTOR
+from tests.support.misfits import MISFITS, REFUSED_WITHIN_S, changed
+
+IDS = [f"{n}-{why.split(':')[0]}" for n, (why, _) in enumerate(MISFITS)]
+
+
+@pytest.mark.parametrize(("why", "changes"), MISFITS, ids=IDS)
+async def test_a_link_that_does_not_fit_is_refused_by_name_and_counted(
+    why: str, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with pair() as (source, [decode]):
+        decode.worker.shell.token = source.worker.shell.token = "secret"
+        hello = changed(source.worker._hello(), changes)
+        with pytest.raises(BatonError) as caught, caplog.at_level(logging.WARNING):
+            async with asyncio.timeout(REFUSED_WITHIN_S * LOAD_FACTOR):
+                await dial_link(decode.address, hello, 10.0)
+        assert caught.value.code == "join_refused"
+        assert caught.value.message.startswith(f"link refused: {why}") and "\n" not in caught.value.message
+        (line,) = [r.getMessage() for r in caplog.records if r.name == "baton.worker"]
+        assert line == f"{caught.value.message} (it came from 'p0')"
+        assert decode.worker.load().links_refused == 1
+        good = await dial_link(decode.address, source.worker._hello(), 2.0)  # nobody has suffered
+        assert decode.worker.load().links_refused == 1
+        await good.close()
+
+
+@pytest.mark.parametrize(("why", "changes"), MISFITS, ids=IDS)
+async def test_the_prefill_worker_parks_the_kv_and_says_why_in_one_line(
+    why: str, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with pair() as (source, [decode]):
+        decode.worker.shell.token = source.worker.shell.token = "secret"
+        hello, outgoing = source.worker._hello(), source.worker.outgoing
+        outgoing._make_hello = lambda: changed(hello, changes)
+        with caplog.at_level(logging.WARNING):
+            source.submit(make_request("r", 8, max_tokens=4), decode)
+            source.compute()
+            await until(lambda: source.told.parked, what="parked KV")
+        reason = source.told.parked[0].reason
+        assert reason.startswith(f"d0: link refused: {why}") and "\n" not in reason
+        (line,) = [r.getMessage() for r in caplog.records if r.name == "baton.handover"]
+        assert line.endswith(f" is parked: {reason}")
+        outgoing._make_hello = lambda: hello
+        source.assign(SequenceId("r"), 2, decode)
+        await until(lambda: source.told.handed_over, what="the hand-over")
+        decode.compute()
+        assert decode.worker.load().links_refused == 1
+
+
+async def test_a_prefill_worker_looks_at_the_answer_itself() -> None:
+    """The same comparison from the dialling side, should the other one have let it pass."""
+    async with pair() as (source, [decode]):
+        decode.worker.facts = replace(decode.worker.facts, layout=make_layout(6))
+        decode.worker._check_fits = lambda hello: None  # type: ignore[method-assign]
+        source.submit(make_request("r", 8, max_tokens=4), decode)
+        source.compute()
+        await until(lambda: source.told.parked, what="parked KV")
+        assert "keeps KV in another shape: block_size: 4 and 6, " in source.told.parked[0].reason
+        source.abort(SequenceId("r"))
