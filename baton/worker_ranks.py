@@ -72,7 +72,7 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
     with _telling(channel):
         runner = load_runner(options, ranks=ranks, store=store)
         ends = FollowerEnds(_local_ends(runner, options), channel.report)
-        channel.on_order = ends.obey
+        channel.take_orders(ends.obey)
         channel.serving()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader drains, and says when all is done
         log.info("rank %d of %d follows", ranks.rank, ranks.size)

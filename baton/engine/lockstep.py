@@ -7,8 +7,8 @@ A connection that ends, or is silent for longer than a peer may be, is a lost ra
 control thread, and the process is to end, for a worker with a rank missing can compute nothing more. A drained leader
 sends `Stop` first: then the ends of connections mean nothing.
 
-A follower's control thread hands plans to the compute thread (`follow`). Any other frame is an order for `on_order`: at
-once on the control thread, or, if it has an attribute `after_step` and that step is not computed yet, on the compute
+A follower's control thread hands plans to the compute thread (`follow`). Any other frame is an order (`take_orders`):
+at once on the control thread, or, if it has an attribute `after_step` and that step is not computed yet, on the compute
 thread right behind that step. Step numbers rise.
 """
 
@@ -199,22 +199,32 @@ class LeaderChannel(Channel):
 
 
 class FollowerChannel(Channel):
-    """Another rank's end. `on_order(frame)` gets what the leader sends besides plans."""
+    """Another rank's end. What the leader sends besides plans are orders; see `take_orders`."""
 
     def __init__(self, leader: Peer, on_lost: OnLost | None = None) -> None:
         super().__init__([leader], on_lost)
-        self.on_order: Callable[[Any], None] | None = None
+        self._on_order: Callable[[Any], None] | None = None
+        self._early: list[Any] = []
         self._leader = leader
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._computed = _NO_STEP
         self._later: list[Any] = []
-        self._computing = threading.Lock()  # guards _computed and _later
+        self._computing = threading.Lock()  # guards _computed, _later and _early
         self._thread.start()
 
     @classmethod
     def open(cls, store: Store, rank: int, on_lost: OnLost | None = None) -> FollowerChannel:
         """Dials the leader. Raises StartupError if there is none."""
         return cls(dial_leader(store, rank), on_lost)
+
+    def take_orders(self, on_order: Callable[[Any], None]) -> None:
+        """From now on `on_order` gets the orders, first those that have come already: another rank may have loaded
+        earlier than this one."""
+        with self._computing:
+            for order in self._early:
+                on_order(order)
+            self._early = []
+            self._on_order = on_order
 
     def report(self, frame: object) -> None:
         """To the leader, from any thread. Raises RankLost."""
@@ -267,5 +277,8 @@ class FollowerChannel(Channel):
         return frame
 
     def _obey(self, order: Any) -> None:
-        if self.on_order is not None:
-            self.on_order(order)
+        with self._computing:
+            if self._on_order is None:
+                self._early.append(order)
+                return
+        self._on_order(order)

@@ -25,6 +25,8 @@ _HELLO_BYTES = 1024
 _SEND_TIMEOUT_S = 4.0
 _READ_BYTES = 1 << 18
 _KEY = "lockstep"
+LET_IN = encode(Heartbeat(0))
+"""A leader's first frame; orders and plans may come right behind it."""
 
 
 class Store(Protocol):
@@ -78,9 +80,18 @@ class Peer:
         return frames
 
     def await_answer(self) -> None:
-        """Waits for the heartbeat that says this rank is let in."""
+        """Waits for the heartbeat that says this rank is let in, and reads no byte of what may already follow it."""
         self._socket.settimeout(CONNECT_TIMEOUT_S)
-        if not all(isinstance(frame, Heartbeat) for frame in self.receive()):
+        answer = b""
+        try:
+            while len(answer) < len(LET_IN):
+                data = self._socket.recv(len(LET_IN) - len(answer))
+                if not data:
+                    raise RankLost(f"{self.name} is gone: its connection ended")
+                answer += data
+        except OSError as error:
+            raise RankLost(f"{self.name} is gone: {error.strerror or error}") from None
+        if answer != LET_IN:
             raise RankLost(f"{self.name} answered with something else")
         self._socket.settimeout(_SEND_TIMEOUT_S)
 
@@ -123,7 +134,7 @@ def gather_followers(
                 sock.close()
                 continue
             peers[hello.rank], pids[hello.rank] = Peer(sock, hello.rank), hello.pid
-            peers[hello.rank].send(encode(Heartbeat(0)))
+            peers[hello.rank].send(LET_IN)
     ranks = range(size)
     return [peers[rank] for rank in ranks[1:]], tuple(pids[rank] for rank in ranks)
 

@@ -91,7 +91,7 @@ def run_follower(channel: FollowerChannel, log: list[Any], pause_s: float = 0.0)
         except RankLost as error:
             log.append(error)
 
-    channel.on_order = log.append
+    channel.take_orders(log.append)
     thread = threading.Thread(target=follow)
     thread.start()
     return thread
@@ -209,7 +209,7 @@ def test_who_fails_says_why(crew: Callable[..., Crew]) -> None:
 
 def test_an_order_that_goes_wrong_ends_the_rank(crew: Callable[..., Crew]) -> None:
     made = crew()
-    made.followers[0].on_order = lambda order: 1 / 0  # type: ignore[func-returns-value]
+    made.followers[0].take_orders(lambda order: 1 / 0)  # type: ignore[arg-type,return-value]
     made.leader.send(Order(-1, "now"))
     assert made.await_lost(1, 1.0) == "lockstep failed: ZeroDivisionError: division by zero"
 
@@ -272,10 +272,43 @@ def test_a_follower_that_takes_nothing_is_lost(crew: Callable[..., Crew], monkey
     monkeypatch.setattr(rank_peer, "_SEND_TIMEOUT_S", 0.2)
     made = crew()
     stuck = threading.Event()
-    made.followers[0].on_order = lambda order: stuck.wait(10.0) and None
+    made.followers[0].take_orders(lambda order: stuck.wait(10.0) and None)
     made.leader.send(Order(-1, "stick"))
     with pytest.raises(RankLost, match="rank 1 is gone: timed out"):
         for _ in range(100):
             made.leader.send(Failed("x" * (1 << 20)))
     stuck.set()
     assert made.await_lost(0, 1.0) == "rank 1 is gone: timed out"
+
+
+def test_what_the_leader_sends_right_behind_its_answer_is_not_lost() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = socket.create_connection(listener.getsockname())
+        there, _ = listener.accept()
+    with here, there:
+        peer = rank_peer.Peer(here, 0)
+        there.sendall(rank_peer.LET_IN + encode(plan(7)))
+        peer.await_answer()
+        assert peer.receive() == [plan(7)]
+        there.sendall(encode(plan(8)))
+        with pytest.raises(RankLost, match="answered with something else"):
+            peer.await_answer()
+        there.close()
+        with pytest.raises(RankLost, match="its connection ended"):
+            while True:
+                peer.await_answer()
+
+
+def test_orders_that_come_before_they_can_be_taken_are_kept_in_order(crew: Callable[..., Crew]) -> None:
+    made = crew(2)
+    for name in "abc":
+        made.leader.send_to(1, Order(-1, name))
+    deadline, (follower,) = time.monotonic() + 5.0, made.followers
+    while len(follower._early) < 3 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    log: list[Any] = []
+    thread = run_follower(follower, log)
+    made.leader.send_to(1, Order(-1, "d"))
+    made.leader.stop("drained")
+    thread.join(5.0)
+    assert [order.name for order in log[:4]] == ["a", "b", "c", "d"]

@@ -134,7 +134,7 @@ class FakeRanks(FakeRunner):
         channel = FollowerChannel.open(store, rank)
         runner = self.ranks[rank]
         ends = FollowerEnds(LocalEnds(runner.kv.layers, self.layout.block_size, "127.0.0.1"), channel.report)
-        channel.on_order = ends.obey
+        channel.take_orders(ends.obey)
         self.follower_ends.append(ends)
         self.followers.append(channel)
 
