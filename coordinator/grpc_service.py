@@ -25,7 +25,9 @@ from coordinator.translate import Options, Translator
 
 log = logging.getLogger("baton.grpc")
 SERVICE = serving_pb2.DESCRIPTOR.services_by_name["Serving"].full_name
-SERVED = frozenset({"request_id", "model", "text", "token_ids", "messages", "max_tokens", "sampling", "stop", "n"})
+SERVED = frozenset(
+    {"request_id", "model", "text", "token_ids", "messages", "max_tokens", "sampling", "stop", "n", "cache_salt"}
+)
 SERVED_SAMPLING = frozenset(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"grammar"}
 _SCALARS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "frequency_penalty"),
@@ -127,6 +129,7 @@ def _options(request: serving_pb2.GenerateRequest) -> Options:
         max_tokens=given(request, "max_tokens"),
         n=given(request, "n"),
         stop=tuple(request.stop),
+        cache_salt=request.cache_salt or None,
         ignore_eos=bool(given(s, "ignore_eos")),
         logit_bias=dict(s.logit_bias),
         stop_token_ids=tuple(s.stop_token_ids),

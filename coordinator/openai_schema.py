@@ -134,6 +134,7 @@ class GenerationBody(_Strict):
     seed: int | None = None
     stop: _Stop | None = None
     ignore_eos: bool | None = None
+    cache_salt: str | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -173,6 +174,7 @@ class GenerationBody(_Strict):
             bad_words=tuple(self.bad_words or ()),
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             prompt_logprobs=self.prompt_logprobs,
+            cache_salt=self.cache_salt,
         )
 
 

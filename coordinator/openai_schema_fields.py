@@ -18,7 +18,6 @@ Neutral = Mapping[str, tuple[Any, ...]]
 
 _BOTH: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (),
-    "cache_salt": (),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "logits_processors": (),

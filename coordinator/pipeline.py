@@ -169,4 +169,5 @@ def _request(submission: Submission, choice: int) -> GenerateRequest:
         deadline_s=submission.deadline_s,
         tenant=submission.tenant,
         priority=submission.priority,
+        cache_salt=submission.cache_salt,
     )

@@ -15,7 +15,8 @@ class Submission:
     """A validated request: token ids in, everything a client may choose, nothing it may not.
 
     `stop` are strings that end the text before them; `eos_token_ids` is empty under ignore_eos. `deadline_s` is the
-    time the whole request may take, in seconds. `n` choices are generated, each with its own noise.
+    time the whole request may take, in seconds. `n` choices are generated, each with its own noise. Requests share
+    cached KV only where their `cache_salt` is the same.
     """
 
     request_id: str
@@ -28,6 +29,7 @@ class Submission:
     tenant: str = ""
     priority: int = 0
     n: int = 1
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)

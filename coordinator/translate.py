@@ -24,6 +24,7 @@ from coordinator.text import TextModel
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_STOPS = 4
 MAX_STOP_CHARS = 256
+MAX_SALT_CHARS = 256
 MAX_BAD_WORDS = 64
 MAX_CHOICES = 128
 MAX_MESSAGES = 4_096
@@ -58,6 +59,7 @@ class Options:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int | None = None
+    cache_salt: str | None = None
     max_tokens_param: str = "max_tokens"
 
 
@@ -139,6 +141,7 @@ class Translator:
             eos_token_ids=() if options.ignore_eos else self.text.eos_token_ids,
             stop=options.stop,
             n=_or(options.n, 1),
+            cache_salt=options.cache_salt or "",
             deadline_s=self._deadline_s if deadline_s is None else min(deadline_s, self._deadline_s),
         )
 
@@ -184,6 +187,11 @@ def check_options(options: Options) -> None:
     check_range("n", options.n, 1, MAX_CHOICES)
     _check_texts("stop", options.stop, MAX_STOPS)
     _check_texts("bad_words", options.bad_words, MAX_BAD_WORDS)
+    if options.cache_salt is not None:
+        if not 1 <= len(options.cache_salt) <= MAX_SALT_CHARS:
+            what = f"cache_salt has 1 to {MAX_SALT_CHARS} characters, not {len(options.cache_salt)}"
+            raise InvalidRequest(what, param="cache_salt")
+        check_text(options.cache_salt, "cache_salt")
     if options.allowed_token_ids == ():
         raise InvalidRequest("allowed_token_ids is empty: no token could be chosen", param="allowed_token_ids")
 

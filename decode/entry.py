@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.core.events import SpeculationCounters, StageStamps
+from baton.core.prefix_use import PrefixUse
 from baton.core.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Blocks for a sequence whose KV is to come, and their generations; the first `prefix_tokens` are there already."""
+
+    blocks: tuple[int, ...]
+    generations: tuple[int, ...]
+    prefix_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -23,6 +33,7 @@ class Entry:
     prefill sampled. `in_flight`: KV is still being written into the blocks of an aborted sequence."""
 
     sequence: Sequence
+    prefix: PrefixUse
     turn: int
     times: Times
     untold: int

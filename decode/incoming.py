@@ -1,7 +1,8 @@
 """Taking KV in: one handler per link, one coroutine per announced chunk. A link has an edge for each pair of ranks that
 share KV heads; every edge brings its own chunks of a sequence.
 
-1. An offer is checked (handle, tombstone) and reserves all blocks of the sequence, or is refused with the reason.
+1. An offer is checked (handle, tombstone) and reserves all blocks of the sequence, or is refused with the reason. The
+   answer says how much of the sequence is here already, in blocks that others may share: only the rest is sent.
 2. A chunk is posted: a receive into a staging buffer of our own is open before we say so. The peer's bytes never go
    into the pool directly, so a late or wrong byte cannot touch a block.
 3. What arrived is verified (checksum over identity and bytes) and scattered into the blocks, by the rank that has
@@ -43,6 +44,7 @@ from baton.rpc.streams import LinkLost, MessageStream
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_end import EdgeEnd, MakeEnd
 from baton.transfer.staging_room import StagingRoom
+from decode.entry import Reserved
 from decode.transfer import Transfer
 
 log = logging.getLogger("baton.incoming")
@@ -57,8 +59,8 @@ class IncomingOwner(Protocol):
         """Raises JoinRefused or LayoutMismatch when the two workers do not fit."""
         ...
 
-    def reserve(self, offer: Offer, hello: LinkHello) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Blocks of the sequence and their generations; raises BatonError with the reason to refuse."""
+    def reserve(self, offer: Offer, hello: LinkHello) -> Reserved:
+        """Raises BatonError with the reason to refuse."""
         ...
 
     def receiving(self, sequence: SequenceId) -> bool: ...
@@ -142,11 +144,12 @@ class IncomingLink:
     def _answer(self, offer: Offer) -> Accept | Refuse:
         sequence = offer.request.sequence_id
         try:
-            blocks, generations = self._owner.reserve(offer, self._hello)
+            reserved = self._owner.reserve(offer, self._hello)
         except BatonError as e:
             return Refuse(sequence, e.code, e.message)
-        self._transfers[sequence] = Transfer(blocks, offer.num_tokens, dict.fromkeys(self._plans, 0))
-        return Accept(sequence, 0, generations)
+        arrived = dict.fromkeys(self._plans, reserved.prefix_tokens)
+        self._transfers[sequence] = Transfer(reserved.blocks, offer.num_tokens, arrived)
+        return Accept(sequence, reserved.prefix_tokens, reserved.generations)
 
     async def _open_edge(self, message: EdgeOpen) -> None:
         key = (message.prefill_rank, message.decode_rank)

@@ -1,9 +1,11 @@
 """Which sequences a decode worker advances next: continuous batching, pure.
 
-A sequence is accepted when blocks for its prompt are free and it could finish here alone. While its KV arrives it is
-RECEIVING and holds its blocks exclusively; with the last chunk it is READY and joins the batch at the next step,
-starting at token 2. Blocks are added as tokens come. When none is free, whoever ranks last gives its blocks up
-(PREEMPTED); later its tokens are computed again, as long rows in chunks that fit the step's time.
+A sequence is accepted when blocks for its prompt are free and it could finish here alone. What it begins with may be
+in cached blocks: these it shares, and only the rest is sent. While that arrives it is RECEIVING and holds the other
+blocks exclusively; with the last chunk it is READY and joins the batch at the next step, starting at token 2. Blocks
+are added as tokens come. When none is free, whoever ranks last gives its blocks up (PREEMPTED); later what is not
+cached any more is computed again, as long rows in chunks that fit the step's time. Full blocks stay cached after use,
+those with generated tokens too: the next turn of a conversation begins with this one.
 
 Rank is the `priority` number, lower first, then the turn, older first. Who ranks first always gets what it needs, so it
 finishes; and one that has waited for PATIENCE_S is given the first turn of its priority, so each ranks first in time.
@@ -13,14 +15,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from baton.core.blocks import BlockTable, Holder
-from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
+from baton.core.errors import DuplicateRequest, Unavailable
 from baton.core.events import SequenceEnded, StageStamps, TokenEvent
 from baton.core.kv_layout import KVLayout
+from baton.core.prefix_use import PrefixUse
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Sequence, State
 from baton.core.step import Row, StepOutcome, StepPlan, check_outcome
 from decode.entry import Entry, Times
+from decode.holdings import Holdings
 from decode.speculation import Speculation
 
 PATIENCE_S = 1.0
@@ -36,14 +39,23 @@ class DecodeResult:
 
 
 class DecodeScheduler:
-    """Complete state: `_entries`, whose states say who is where, `blocks`, `speculation`, `_favoured` (for each
-    priority who was given the first turn, and its output then), and the one outstanding `_plan` with its beginning."""
+    """Complete state: `_entries`, whose states say who is where, their `_holdings`, `speculation`, `_favoured` (for
+    each priority who was given the first turn, and its output then), and the one outstanding `_plan` with its
+    beginning."""
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, max_running: int, speculation: Speculation | None = None
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        max_running: int,
+        speculation: Speculation | None = None,
+        *,
+        model_digest: str = "",
+        prefix_cache: bool = True,
     ) -> None:
         self.layout = layout
-        self.blocks = BlockTable(num_blocks)
+        self._holdings = Holdings(layout, num_blocks, model_digest, prefix_cache)
+        self.blocks, self.cache = self._holdings.blocks, self._holdings.cache
         self.max_running = max_running
         self.speculation = speculation or Speculation()
         self._entries: dict[SequenceId, Entry] = {}
@@ -54,6 +66,7 @@ class DecodeScheduler:
         self._next_turn = 1
         self.prompt_tokens_computed = 0
         self.tokens_generated = 0
+        self.tokens_reused = 0
         self.preemptions = 0
 
     def __repr__(self) -> str:
@@ -95,19 +108,19 @@ class DecodeScheduler:
                 f" {self.blocks.num_blocks}",
                 code="exceeds_pool",
             )
-        needed = self.layout.blocks_for(request.num_prefill_tokens)
-        waiting = self.num_preempted
-        blocks = None
-        if not waiting and needed + len(self._entries) <= self.blocks.num_free:
-            blocks = self.blocks.allocate(needed, Holder("receiving", sequence_id))
-        if blocks is None:
-            what = f"{self.blocks.num_free} free, {len(self._entries)} sequences growing, {waiting} preempted"
+        waiting, here = self.num_preempted, len(self._entries)
+        sequence = Sequence(request, State.RECEIVING, now)
+        prefix = PrefixUse(self.cache, sequence)
+        entry = Entry(sequence, prefix, self._next_turn, Times(now), untold=len(request.output))
+        if waiting or not self._holdings.reserve(entry, leave=here):
+            needed = self.layout.blocks_for(sequence.num_tokens)
+            what = f"{self.blocks.num_free} free, {here} sequences growing, {waiting} preempted"
             raise Unavailable(f"{needed} KV blocks needed, {what}", code="no_free_blocks")
-        sequence = Sequence(request, State.RECEIVING, now, block_ids=blocks)
-        self._entries[sequence_id] = Entry(sequence, self._next_turn, Times(now), untold=len(request.output))
+        self._entries[sequence_id] = entry
         self._next_turn += 1
+        self.tokens_reused += prefix.cached
         self.speculation.open(sequence)
-        return blocks
+        return sequence.block_ids
 
     def received(
         self, sequence_id: SequenceId, first_token: int, now: float, first_logprob: TokenLogprob | None = None
@@ -118,9 +131,8 @@ class DecodeScheduler:
         """
         entry = self._entries[sequence_id]
         sequence = entry.sequence
-        self.blocks.convert(sequence.block_ids, Holder("receiving", sequence_id), Holder("sequence", sequence_id))
+        self._holdings.landed(entry)
         sequence.move(State.READY)
-        sequence.num_computed = sequence.num_tokens
         entry.times.received_at = now
         reason = sequence.append(first_token, first_logprob)
         if sequence.ending is not None or reason is not None:
@@ -201,6 +213,10 @@ class DecodeScheduler:
     def block_ids(self, sequence_id: SequenceId) -> tuple[int, ...]:
         return self._entries[sequence_id].sequence.block_ids
 
+    def num_cached(self, sequence_id: SequenceId) -> int:
+        """Positions of a receiving sequence whose KV is here already."""
+        return self._entries[sequence_id].prefix.cached
+
     def generations(self, sequence_id: SequenceId) -> tuple[int, ...]:
         return self.blocks.generations(self.block_ids(sequence_id))
 
@@ -268,7 +284,7 @@ class DecodeScheduler:
                 return
             if sequence.state is State.PREEMPTED:
                 wanted = min(sequence.num_tokens + _ROOM_TOKENS, sequence.request.max_total_tokens)
-                if blocked or not self._grow(entry, wanted, now):
+                if blocked or not self._return(entry, wanted, now):
                     blocked = True
                     continue
             elif sequence.state is not State.READY:
@@ -278,41 +294,42 @@ class DecodeScheduler:
             if entry.times.running_at is None:
                 entry.times.running_at = now
 
+    def _return(self, entry: Entry, end: int, now: float) -> bool:
+        """Gives a preempted sequence the blocks of positions [0, end): its own, as far as they are cached still."""
+        self._holdings.take_cached(entry)
+        if not self._grow(entry, end, now):
+            self._holdings.give_up(entry)
+            return False
+        return True
+
     def _grow(self, entry: Entry, end: int, now: float) -> bool:
         """Gives a sequence the blocks of positions [0, end), if need be those of sequences that rank behind it."""
         sequence = entry.sequence
         needed = self.layout.blocks_for(end) - len(sequence.block_ids)
         if needed > self.blocks.num_free:
             behind = [e for e in self._ranked(*_HOLDING) if e.rank > entry.rank and e.sequence.step_id is None]
-            if needed > self.blocks.num_free + sum(len(e.sequence.block_ids) for e in behind):
+            if needed > self._holdings.num_free_without(behind):
                 return False
             while needed > self.blocks.num_free:
                 self._preempt(behind.pop(), now)
-        self._extend(sequence, needed)
+        self._holdings.extend(entry, needed)
         return True
 
     def _room(self, sequence: Sequence, count: int) -> int:
         """Of `count` positions after its last token, how many have blocks or get free ones now."""
         needed = self.layout.blocks_for(sequence.num_tokens + count) - len(sequence.block_ids)
-        self._extend(sequence, min(needed, self.blocks.num_free))
+        self._holdings.extend(self._entries[sequence.id], min(needed, self.blocks.num_free))
         return min(count, len(sequence.block_ids) * self.layout.block_size - sequence.num_tokens)
 
-    def _extend(self, sequence: Sequence, count: int) -> None:
-        if count > 0:
-            sequence.block_ids += self.blocks.allocate(count, Holder("sequence", sequence.id)) or ()
-
     def _preempt(self, entry: Entry, now: float) -> None:
-        sequence = entry.sequence
-        self.blocks.release(sequence.block_ids, Holder("sequence", sequence.id))
-        sequence.block_ids, sequence.num_computed = (), 0
-        sequence.move(State.PREEMPTED)
+        self._holdings.give_up(entry)
+        entry.sequence.move(State.PREEMPTED)
         entry.preempted_at = now
         self.preemptions += 1
 
     def _leave(self, entry: Entry) -> None:
         sequence = entry.sequence
-        holder = Holder("receiving" if sequence.state is State.RECEIVING else "sequence", sequence.id)
-        self.blocks.release(sequence.block_ids, holder)
+        self._holdings.give_up(entry)
         sequence.move(State.FINISHED)
         self.speculation.close(sequence.id)
         del self._entries[sequence.id]
@@ -324,13 +341,5 @@ class DecodeScheduler:
             InvariantError: a block is not held by exactly the sequence here that owns it, or a sequence is in a state
                 that it cannot be in.
         """
-        self.blocks.check()
-        held: set[tuple[int, Holder]] = set()
-        for sequence_id, entry in self._entries.items():
-            sequence = entry.sequence
-            holder = Holder("receiving" if sequence.state is State.RECEIVING else "sequence", sequence_id)
-            held |= {(block, holder) for block in sequence.block_ids}
-            if sequence.finished or sequence.num_computed > len(sequence.block_ids) * self.layout.block_size:
-                raise InvariantError(f"{sequence_id} is {sequence.state.value} with {len(sequence.block_ids)} blocks")
-        self.blocks.check_held(held)
+        self._holdings.check(self._entries.values())
         self.speculation.check(set(self._entries))

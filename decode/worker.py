@@ -25,6 +25,7 @@ from baton.token_file import read_token
 from baton.transfer.edge_end import MakeEnd
 from baton.transfer.staging_room import StagingRoom
 from baton.transfer.store import EdgeStore
+from decode.entry import Reserved
 from decode.incoming import Incoming
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculation
@@ -54,7 +55,14 @@ class DecodeWorker:
         self.facts = facts
         self.pids = pids
         self.incarnation = time.time_ns()
-        self.scheduler = DecodeScheduler(runner.layout, runner.num_blocks, config.max_running, speculation)
+        self.scheduler = DecodeScheduler(
+            runner.layout,
+            runner.num_blocks,
+            config.max_running,
+            speculation,
+            model_digest=facts.model_digest,
+            prefix_cache=config.prefix_cache,
+        )
         self.store = EdgeStore(config.host, config.store_port)
         self.incoming = Incoming(
             self,
@@ -88,6 +96,7 @@ class DecodeWorker:
     # What the shell asks for.
 
     def join(self, run_id: str) -> Join:
+        self.scheduler.cache.restart_news()
         return Join(
             self.config.worker_id,
             "decode",
@@ -112,6 +121,7 @@ class DecodeWorker:
             prompt_tokens_computed=scheduler.prompt_tokens_computed,
             tokens_generated=scheduler.tokens_generated,
             kv_bytes_received=self.incoming.bytes_received,
+            kv_bytes_reused=scheduler.tokens_reused * scheduler.layout.bytes_per_token,
             steps=self.shell.steps,
             sequences=scheduler.num_sequences,
             handles_refused=self.handles_refused,
@@ -133,7 +143,8 @@ class DecodeWorker:
 
     def finish_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> StepEvents:
         result = self.scheduler.finish_step(outcome, now)
-        return StepEvents(plan.step_id, result.tokens, result.ended, load=self.load())
+        news = self.scheduler.cache.take_news() if self.shell.session.connected else None
+        return StepEvents(plan.step_id, result.tokens, result.ended, load=self.load(), block_news=news)
 
     def command(self, command: Command) -> None:
         raise Unavailable(f"a decode worker has no use for {type(command).__name__}")
@@ -196,7 +207,7 @@ class DecodeWorker:
         except StartupError as e:
             raise JoinRefused(f"link refused: tensor_parallel: {e.message}", param="tensor_parallel") from None
 
-    def reserve(self, offer: Offer, hello: LinkHello) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def reserve(self, offer: Offer, hello: LinkHello) -> Reserved:
         sequence, now_ms = offer.request.sequence_id, self.shell.run_clock_ms()
         try:
             verify(
@@ -222,7 +233,7 @@ class DecodeWorker:
         check_sampling(offer.request.sampling, offer.request.max_tokens, self.facts.vocab_size)
         blocks = self.scheduler.reserve(offer.request, time.monotonic())
         self.shell.follow(offer.request)
-        return blocks, self.scheduler.generations(sequence)
+        return Reserved(blocks, self.scheduler.generations(sequence), self.scheduler.num_cached(sequence))
 
     def receiving(self, sequence: SequenceId) -> bool:
         return self.scheduler.receiving(sequence)

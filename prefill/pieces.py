@@ -77,6 +77,8 @@ class PieceSender:
             KVCorrupt: a chunk arrived damaged twice.
             BatonError: the hand-over failed otherwise; another target may do better.
         """
+        if not 0 <= sent < total:
+            raise HandoffError(f"{link.decode_worker} accepted {total} tokens and says that it holds {sent} of them")
         index = 0
         while sent < total:
             while over.computed <= sent:

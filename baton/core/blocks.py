@@ -11,7 +11,7 @@ was longest idle first. `on_evict` hears of each one taken like that, before its
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -61,6 +61,12 @@ class BlockTable:
     def num_free_besides(self, shared: Iterable[int]) -> int:
         """Blocks that can be allocated once `shared`, cached blocks, are held."""
         return self.num_free - sum(block in self._idle for block in shared)
+
+    def num_free_without(self, holders: Collection[Holder], blocks: Iterable[int]) -> int:
+        """Blocks that could be allocated if `holders` let go of `blocks`: not those that others hold too."""
+        held = [self._holders[block] for block in set(blocks) if block not in self._idle]
+        gone = sum(bool(theirs) and all(h.kind == "cache" or h in holders for h in theirs) for theirs in held)
+        return self.num_free + gone
 
     def counts(self) -> BlockCounts:
         receiving = sum(any(h.kind == "receiving" for h in hs) for hs in self._holders)

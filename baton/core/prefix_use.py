@@ -11,7 +11,7 @@ from baton.core.sequence import Sequence
 
 class PrefixUse:
     """Complete state: the keys of the sequence's full blocks, how many of its positions came out of the cache
-    (`cached`), and how many of its blocks have been offered to it."""
+    when it was last given blocks (`cached`), and how many of its blocks have been offered to it."""
 
     __slots__ = ("_cache", "_chain", "_offered", "_sequence", "_take", "cached")
 
@@ -36,20 +36,27 @@ class PrefixUse:
         """Positions that `find` would cover now."""
         return len(self.find()) * self._cache.block_size
 
-    def claim(self, num_blocks: int, shared: Holder, own: Holder) -> bool:
-        """Gives the sequence `num_blocks` blocks: those found, held by `shared` too, and free ones for `own`. The
-        positions in the former count as computed. Takes none and returns False when too few are free."""
+    def take(self, shared: Holder) -> None:
+        """Gives the sequence, which has no blocks, those found, held by `shared` too. Their positions count as
+        computed."""
         found, sequence = self.find(), self._sequence
-        needed = num_blocks - len(found)
-        if needed > self._cache.blocks.num_free_besides(found):
-            return False
         self._cache.blocks.hold(found, shared)
-        new = self._cache.blocks.allocate(needed, own)
-        if new is None:
-            raise InvariantError(f"{needed} blocks were free for {sequence.id} and are not: {self._cache.blocks!r}")
-        sequence.block_ids = found + new
+        sequence.block_ids = found
         self._offered = len(found)
         sequence.num_computed = self.cached = len(found) * self._cache.block_size
+
+    def claim(self, num_blocks: int, shared: Holder, own: Holder, *, leave: int = 0) -> bool:
+        """Gives the sequence `num_blocks` blocks: those found, as `take` does, and free ones for `own`. Takes none and
+        returns False when fewer than `leave` would stay free."""
+        found, blocks, sequence = self.find(), self._cache.blocks, self._sequence
+        needed = num_blocks - len(found)
+        if needed + leave > blocks.num_free_besides(found):
+            return False
+        self.take(shared)
+        new = blocks.allocate(needed, own)
+        if new is None:
+            raise InvariantError(f"{needed} blocks were free for {sequence.id} and are not: {blocks!r}")
+        sequence.block_ids += new
         return True
 
     def store(self) -> None:
@@ -57,6 +64,7 @@ class PrefixUse:
         if not self._cache.enabled:
             return
         sequence = self._sequence
-        keys = self._chain.grow(sequence.tokens, sequence.num_computed)
+        # Guesses behind the token that ended it may count as computed.
+        keys = self._chain.grow(sequence.tokens, min(sequence.num_computed, sequence.num_tokens))
         self._cache.store(keys[self._offered :], sequence.block_ids[self._offered : len(keys)])
         self._offered = len(keys)

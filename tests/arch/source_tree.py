@@ -15,7 +15,17 @@ GENERATED = "baton/v1/"
 # Pure: decides on values and `now`, so that tests and the simulator drive the very same objects.
 PURE_DECODE = tuple(
     f"decode/{name}.py"
-    for name in ("scheduler", "entry", "speculation", "drafts", "draft_length", "acceptance", "ngram", "step_cost")
+    for name in (
+        "scheduler",
+        "entry",
+        "holdings",
+        "speculation",
+        "drafts",
+        "draft_length",
+        "acceptance",
+        "ngram",
+        "step_cost",
+    )
 )
 PURE = ("baton/core/*", "prefill/scheduler.py", *PURE_DECODE, "coordinator/policy/*")
 

@@ -187,7 +187,7 @@ async def test_log_probabilities_and_the_stop_token_are_told(grpc_client: Client
     assert finished.finished.stop_reason == "17"
 
 
-OTHERS = {"n": 129, "priority": 1, "tenant": "t", "cache_salt": "s", "include_stop_str_in_output": True, "echo": True}
+OTHERS = {"n": 129, "priority": 1, "tenant": "t", "include_stop_str_in_output": True, "echo": True}
 
 
 @pytest.mark.parametrize(("name", "value"), OTHERS.items())
@@ -349,3 +349,12 @@ async def test_choices_are_told_apart(grpc_client: Client, generator: FakeGenera
     assert [(d.choice, d.first_index, d.text) for d in deltas] == [(0, 0, "a"), (1, 0, "x"), (0, 1, "b"), (1, 1, "y")]
     finished = [m.finished for m in messages if m.WhichOneof("message") == "finished"]
     assert [(f.choice, f.finish_reason) for f in finished] == [(0, "stop"), (1, "length")]
+
+
+async def test_a_cache_salt_goes_with_the_request(grpc_client: Client, generator: FakeGenerator) -> None:
+    await grpc_client.all(cache_salt="team-7")
+    await grpc_client.all()
+    assert [s.cache_salt for s in generator.submissions] == ["team-7", ""]
+    code, _, details, _ = await grpc_client.refused(cache_salt="x" * 257)
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert [v.field for v in details["BadRequest"].field_violations] == ["cache_salt"]

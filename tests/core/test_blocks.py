@@ -134,6 +134,19 @@ def test_idle_blocks_are_taken_last_and_the_end_of_a_prefix_before_its_beginning
     assert table.holders(second) == {SEQ_B}
 
 
+def test_what_sequences_would_give_up_does_not_count_what_others_share() -> None:
+    table = BlockTable(6)
+    shared, own = table.allocate(2, SEQ_A) or (), table.allocate(2, SEQ_B) or ()
+    table.hold(shared, SEQ_B)
+    table.hold((*shared, own[0]), CACHE)
+    mine = (*shared, *own)
+    assert table.num_free_without({SEQ_B}, mine) == 2 + 2
+    assert table.num_free_without({SEQ_A, SEQ_B}, (*mine, *shared)) == 2 + 4
+    table.release(mine, SEQ_B)
+    assert table.num_free == 4
+    assert table.num_free_without({SEQ_A}, mine) == 4 + 2
+
+
 def test_block_that_goes_on_being_cached_is_taken_for_another_use_only_when_nobody_holds_it() -> None:
     table = BlockTable(1)
     blocks = table.allocate(1, SEQ_A) or ()

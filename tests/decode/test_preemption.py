@@ -1,4 +1,4 @@
-"""What a decode worker does when its blocks run out."""
+"""What a decode worker does when its blocks run out, and nothing is kept of those given up."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def until_preempted(scheduler: DecodeScheduler, now: float = 0.0) -> StepPlan:
 
 
 def test_newest_gives_way_and_is_computed_again_to_the_same_place() -> None:
-    scheduler = make_decode(num_blocks=7, block_size=4)
+    scheduler = make_decode(num_blocks=7, block_size=4, prefix_cache=False)
     ready(scheduler, "a")
     ready(scheduler, "b")
     assert names(until_preempted(scheduler)) == ["a"]
@@ -54,14 +54,14 @@ def test_newest_gives_way_and_is_computed_again_to_the_same_place() -> None:
 
 
 def test_lower_priority_gives_way_whoever_came_first() -> None:
-    scheduler = make_decode(num_blocks=7, block_size=4)
+    scheduler = make_decode(num_blocks=7, block_size=4, prefix_cache=False)
     ready(scheduler, "low", priority=1)
     ready(scheduler, "high", priority=0)
     assert names(until_preempted(scheduler)) == ["high"]
 
 
 def test_who_cannot_take_a_block_from_anybody_waits_with_its_own() -> None:
-    scheduler = make_decode(num_blocks=7, block_size=4)
+    scheduler = make_decode(num_blocks=7, block_size=4, prefix_cache=False)
     ready(scheduler, "a", max_tokens=16)
     scheduler.reserve(make_request("arriving", 16, 2), 0.0)  # its blocks are being written
     for _ in range(8):
@@ -73,7 +73,7 @@ def test_who_cannot_take_a_block_from_anybody_waits_with_its_own() -> None:
 
 
 def test_nothing_new_is_taken_while_somebody_waits_to_come_back() -> None:
-    scheduler = make_decode(num_blocks=7, block_size=4)
+    scheduler = make_decode(num_blocks=7, block_size=4, prefix_cache=False)
     ready(scheduler, "a")
     ready(scheduler, "b")
     until_preempted(scheduler)
@@ -84,7 +84,7 @@ def test_nothing_new_is_taken_while_somebody_waits_to_come_back() -> None:
 
 
 def test_who_waits_too_long_has_its_turn_and_keeps_it_for_a_while() -> None:
-    scheduler = make_decode(num_blocks=16, block_size=4)
+    scheduler = make_decode(num_blocks=16, block_size=4, prefix_cache=False)
     ready(scheduler, "a", max_tokens=60)
     ready(scheduler, "b", max_tokens=60)
     until_preempted(scheduler)
@@ -99,7 +99,7 @@ def test_who_waits_too_long_has_its_turn_and_keeps_it_for_a_while() -> None:
 def test_recomputation_is_cut_into_chunks_that_fit_the_budget() -> None:
     costs = [(1, 0.001), (1000, 1.0)]
     speculation = Speculation(model=StepModel(costs, budget_s=0.0205))
-    scheduler = make_decode(num_blocks=40, block_size=4, speculation=speculation)
+    scheduler = make_decode(num_blocks=40, block_size=4, prefix_cache=False, speculation=speculation)
     ready(scheduler, "a", prompt=60, max_tokens=60)
     ready(scheduler, "b", prompt=60, max_tokens=60)
     until_preempted(scheduler)
@@ -114,7 +114,7 @@ def test_recomputation_is_cut_into_chunks_that_fit_the_budget() -> None:
 
 
 def test_every_stream_progresses_in_half_the_pool() -> None:
-    scheduler = make_decode(num_blocks=24, block_size=4, max_running=8)
+    scheduler = make_decode(num_blocks=24, block_size=4, prefix_cache=False, max_running=8)
     for index in range(8):
         ready(scheduler, f"s{index}", prompt=4, max_tokens=20)  # 48 blocks in the end
     last = {f"s{index}": 0 for index in range(8)}

@@ -1,7 +1,8 @@
 """DecodeScheduler under random offers, writes, steps, guesses and aborts, against a model that knows only the contract.
 
-The model has KV of its own: for each slot of both pools, which position of which sequence was last written there, and
-for which token. A row may only be computed on KV that is there and is of the tokens before it.
+The model has KV of its own: for each slot of both pools, the salt and all tokens up to the one that was last written
+there. A row may only be computed on KV that is there and is of the tokens before it. Sequences share blocks as long as
+that holds.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.core.blocks import Holder
 from baton.core.errors import DuplicateRequest, Unavailable
+from baton.core.prefix_cache import CACHE
 from baton.core.request import GenerateRequest, SequenceId, finish_reason
 from baton.core.step import DraftRow, Row, StepOutcome, StepPlan
 from decode.drafts import Drafts, ModelDrafts, NgramDrafts
@@ -23,7 +25,7 @@ from decode.speculation import Speculation
 from tests.support.builders import EOS, make_decode, make_layout, make_request
 
 sampled_tokens = st.sampled_from([EOS, 7, 7, 8, 9])
-KV = dict[tuple[int, int], tuple[SequenceId, int, int]]
+KV = dict[tuple[int, int], tuple[str, tuple[int, ...]]]
 
 
 @dataclass
@@ -50,9 +52,17 @@ class DecodeMachine(RuleBasedStateMachine):
         kind=st.sampled_from(["none", "ngram", "model"]),
         draft_blocks=st.integers(1, 8),
         length=st.integers(0, 4),
+        prefix_cache=st.sampled_from([True, True, False]),
     )
     def start(
-        self, num_blocks: int, block_size: int, max_running: int, kind: str, draft_blocks: int, length: int
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_running: int,
+        kind: str,
+        draft_blocks: int,
+        length: int,
+        prefix_cache: bool,
     ) -> None:
         drafts: Drafts | None = NgramDrafts() if kind == "ngram" else None
         if kind == "model":
@@ -60,8 +70,13 @@ class DecodeMachine(RuleBasedStateMachine):
         speculation = Speculation(drafts, fixed_length=length)
         self.size = block_size
         self.scheduler = make_decode(
-            num_blocks, block_size=block_size, max_running=max_running, speculation=speculation
+            num_blocks,
+            block_size=block_size,
+            max_running=max_running,
+            speculation=speculation,
+            prefix_cache=prefix_cache,
         )
+        self.ever: list[tuple[int, ...]] = [tuple(range(1000, 1012))]
         self.lives: dict[SequenceId, Life] = {}
         self.kv: KV = {}
         self.draft_kv: KV = {}
@@ -81,11 +96,23 @@ class DecodeMachine(RuleBasedStateMachine):
         output=st.integers(0, 3),
         more=st.integers(1, 12),
         priority=st.sampled_from([0, 0, 1]),
+        salt=st.sampled_from(["", "", "s"]),
+        data=st.data(),
     )
-    def reserve(self, prompt: int, output: int, more: int, priority: int) -> None:
+    def reserve(self, prompt: int, output: int, more: int, priority: int, salt: str, data: st.DataObject) -> None:
+        known = data.draw(st.sampled_from(self.ever))[:prompt]
+        self.offer(known, output, more, priority, salt)
+
+    def offer(self, tokens: tuple[int, ...], output: int, more: int, priority: int, salt: str) -> None:
         self.reserved += 1
+        prompt = len(tokens)
         request = make_request(
-            f"r{self.reserved}", prompt, output + more, output=range(500, 500 + output), priority=priority
+            f"r{self.reserved}",
+            tokens,
+            output + more,
+            output=range(500, 500 + output),
+            priority=priority,
+            cache_salt=salt,
         )
         pool, layout = self.scheduler.blocks, self.scheduler.layout
         needed, most = layout.blocks_for(prompt + output), layout.blocks_for(prompt + output + more)
@@ -96,7 +123,10 @@ class DecodeMachine(RuleBasedStateMachine):
             assert self.lives or error.code == "exceeds_pool", "an idle worker takes all that could ever fit"
             return
         assert len(blocks) == needed and most <= pool.num_blocks
-        self.lives[request.sequence_id] = Life(request, list(request.output), len(request.output))
+        life = self.lives[request.sequence_id] = Life(request, list(request.output), len(request.output))
+        cached = self.scheduler.num_cached(request.sequence_id)
+        assert cached % self.size == 0 and cached < len(life.tokens)
+        self.check_kv(self.kv, life, blocks, cached)
 
     @precondition(lambda self: self.lives)
     @rule(data=st.data())
@@ -127,7 +157,8 @@ class DecodeMachine(RuleBasedStateMachine):
 
     def arrive(self, sequence: SequenceId, token: int) -> None:
         life = self.lives[sequence]
-        self.write(self.kv, sequence, self.scheduler.block_ids(sequence), 0, life.tokens)
+        cached = self.scheduler.num_cached(sequence)
+        self.write(self.kv, sequence, self.scheduler.block_ids(sequence), cached, life.tokens[cached:])
         ended = self.scheduler.received(sequence, token, self.now)
         life.output.append(token)
         reason = "aborted" if life.aborted else finish_reason(life.request, len(life.output), token)
@@ -137,14 +168,23 @@ class DecodeMachine(RuleBasedStateMachine):
             del self.lives[sequence]
 
     def write(self, kv: KV, sequence: SequenceId, blocks: tuple[int, ...], start: int, tokens: tuple[int, ...]) -> None:
-        for position, token in enumerate(tokens, start):
-            kv[blocks[position // self.size], position % self.size] = sequence, position, token
+        life = self.lives[sequence]
+        context = life.tokens[:start] + tokens
+        for position in range(start, len(context)):
+            slot = blocks[position // self.size], position % self.size
+            kv[slot] = life.request.cache_salt, context[: position + 1]
+        if kv is self.kv:
+            for block in set(blocks[start // self.size : -(-len(context) // self.size)]):
+                others = [o for o in self.lives if o != sequence and block in self.scheduler.block_ids(o)]
+                assert not others, "written into a shared block"
 
     def check_context(self, kv: KV, row: Row | DraftRow) -> None:
-        life = self.lives[row.sequence_id]
-        for position in range(row.start):
-            slot = row.block_ids[position // self.size], position % self.size
-            assert kv[slot] == (row.sequence_id, position, life.tokens[position])
+        self.check_kv(kv, self.lives[row.sequence_id], row.block_ids, row.start)
+
+    def check_kv(self, kv: KV, life: Life, blocks: tuple[int, ...], end: int) -> None:
+        for position in range(end):
+            slot = blocks[position // self.size], position % self.size
+            assert kv[slot] == (life.request.cache_salt, life.tokens[: position + 1])
 
     @rule(passed=st.sampled_from([0.0, 0.1, 2.0]))
     def begin(self, passed: float) -> None:
@@ -219,6 +259,7 @@ class DecodeMachine(RuleBasedStateMachine):
                 tokens.append((row.sequence_id, life.told, tuple(life.output[life.told :])))
                 life.told = len(life.output)
             if reason:
+                self.ever.append(life.tokens)
                 ended.append((row.sequence_id, reason))
                 del self.lives[row.sequence_id]
         assert [(e.sequence, e.first_index, e.tokens) for e in result.tokens] == tokens
@@ -241,7 +282,7 @@ class DecodeMachine(RuleBasedStateMachine):
     @rule(prompt=st.integers(1, 12), more=st.integers(2, 20))
     def arrive_whole(self, prompt: int, more: int) -> None:
         known = set(self.lives)
-        self.reserve(prompt, 0, more, 0)
+        self.offer(self.ever[-1][:prompt], 0, more, 0, "")
         for sequence in set(self.lives) - known:
             self.arrive(sequence, 7)
 
@@ -271,13 +312,16 @@ class DecodeMachine(RuleBasedStateMachine):
             assert self.scheduler.receiving(sequence) == (life.phase == "receiving" and not life.aborted)
 
     @invariant()
-    def blocks_belong_to_one_sequence(self) -> None:
+    def blocks_belong_to_one_sequence_or_are_cached(self) -> None:
         used: list[int] = []
         for sequence, life in getattr(self, "lives", {}).items():
-            blocks = self.scheduler.block_ids(sequence)
-            used += blocks
-            holder = Holder("receiving" if life.phase == "receiving" else "sequence", sequence)
-            assert all(self.scheduler.blocks.holders(block) == {holder} for block in blocks)
+            blocks, receiving = self.scheduler.block_ids(sequence), life.phase == "receiving"
+            first = self.scheduler.num_cached(sequence) // self.size if receiving else 0
+            for index, block in enumerate(blocks):
+                holders = self.scheduler.blocks.holders(block)
+                assert Holder("receiving" if receiving and index >= first else "sequence", sequence) in holders
+                assert len(holders) == 1 or CACHE in holders
+            used += [block for block in blocks if CACHE not in self.scheduler.blocks.holders(block)]
         assert len(used) == len(set(used)), "two sequences share a block"
 
     def teardown(self) -> None:

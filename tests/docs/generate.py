@@ -64,6 +64,8 @@ MEANINGS = {
     "top_logprobs": "0 to 20, needs `logprobs`",
     "prompt_logprobs": "0 to 20; log-probabilities of the prompt's tokens, in vLLM's form; not with `stream`",
     "echo": "puts the prompt in front of the text, and of `logprobs`",
+    "cache_salt": "1 to 256 characters; KV is reused only between requests of the same salt, see"
+    " [prefix reuse](prefix-reuse.md)",
     "ignore_eos": "generate on past the end-of-sequence token",
     "return_token_ids": "adds `token_ids` to each choice or event",
     "stream": "server-sent events, ended by `data: [DONE]`",

@@ -220,7 +220,6 @@ TABLE: list[Bad] = [
                 COMPLETIONS,
                 {
                     "suffix": ["", "x"],
-                    "cache_salt": ["", "a" * 300],
                     "priority": [1, -1, "0"],
                     "service_tier": ["flex", "priority", 1],
                     "store": [True, "false", 0],
@@ -257,6 +256,7 @@ TABLE: list[Bad] = [
         for value in values
     ),
     # prompts and messages
+    *(Bad(f"B-14 cache_salt {salt!r:.20}", {"cache_salt": salt}, "cache_salt") for salt in ("", "a" * 257, 1, "a\0b")),
     Bad("B-15 empty prompt", {"prompt": ""}, "prompt"),
     Bad("B-15 no prompt", {"prompt": DROP}, "prompt", code="missing_required_parameter"),
     Bad("B-15 empty list", {"prompt": []}, "prompt"),

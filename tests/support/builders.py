@@ -58,9 +58,15 @@ def make_prefill(
 
 
 def make_decode(
-    num_blocks: int = 8, *, block_size: int = 4, max_running: int = 8, speculation: Speculation | None = None
+    num_blocks: int = 8,
+    *,
+    block_size: int = 4,
+    max_running: int = 8,
+    speculation: Speculation | None = None,
+    prefix_cache: bool = True,
 ) -> DecodeScheduler:
-    return DecodeScheduler(make_layout(block_size), num_blocks, max_running, speculation)
+    layout = make_layout(block_size)
+    return DecodeScheduler(layout, num_blocks, max_running, speculation, prefix_cache=prefix_cache)
 
 
 def make_outcome(plan: StepPlan, token: int | Callable[[SequenceId], int] = 7) -> StepOutcome:

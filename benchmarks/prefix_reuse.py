@@ -1,0 +1,132 @@
+"""What the second turn of a chat costs, with its history cached and without.
+
+    python benchmarks/prefix_reuse.py --model DIR [--history 2000] [--rounds 5] [--out FILE.md]
+
+Starts `baton up` with one prefill and one decode worker. Every round is a chat of its own: a first turn of `--history`
+random tokens and an answer, then the second turn (all of that and a question), and then the same second turn under
+another `cache_salt`, so that nothing of it is cached: three requests, one after the other, so drift hits all alike.
+TTFT is from sending the request to the first event with text. The median over the rounds goes into the report, with the
+bytes that went from prefill to decode and whether the two second turns gave the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tests.support.client import Client
+from tests.support.cluster import Cluster, cluster
+
+ROOT = Path(__file__).resolve().parent.parent
+QUESTION = 32
+
+
+@dataclass(frozen=True)
+class Turn:
+    ttft_s: float
+    tokens: tuple[int, ...]
+    cached: int
+    kv_bytes: int
+
+
+async def ask(client: Client, running: Cluster, prompt: Sequence[int], count: int, salt: str) -> Turn:
+    """One streamed request, and what it moved."""
+    before = sent(running)
+    started, first, ids, cached = time.perf_counter(), 0.0, [], 0
+    options = {"stream_options": {"include_usage": True}, "cache_salt": salt, "model": None}
+    async for event in client.events(prompt, count, **options):
+        if event == "[DONE]":
+            continue
+        for choice in event["choices"]:
+            if choice.get("token_ids"):
+                first = first or time.perf_counter()
+                ids += choice["token_ids"]
+        if event.get("usage"):
+            cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+    await client.idle(running, timeout_s=30.0)
+    return Turn(first - started, tuple(ids), cached, sent(running) - before)
+
+
+def sent(running: Cluster) -> int:
+    return sum(int(fields["kv_bytes_sent"]) for fields in running.workers().values())
+
+
+async def measure(args: argparse.Namespace) -> list[tuple[Turn, Turn, Turn]]:
+    rounds = []
+    with cluster(args.model, exact=args.exact, start_timeout_s=300) as running:
+        async with Client(running, timeout_s=300.0) as client:
+            for number in range(args.rounds + 1):  # the first warms up
+                draw = random.Random(number)
+                history = draw.choices(range(256), k=args.history)
+                question = draw.choices(range(256), k=QUESTION)
+                one = await ask(client, running, history, args.answer, f"chat {number}")
+                second = [*history, *one.tokens, *question]
+                two = await ask(client, running, second, args.answer, f"chat {number}")
+                cold = await ask(client, running, second, args.answer, f"chat {number}, cold")
+                rounds.append((one, two, cold))
+    return rounds[1:]
+
+
+def report(args: argparse.Namespace, rounds: list[tuple[Turn, Turn, Turn]]) -> str:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    names = ("first turn", "second turn", "second turn, nothing cached")
+    lines = [
+        "# Prefix reuse: the second turn of a chat",
+        "",
+        f"{datetime.date.today()}, commit {commit.strip()}, {platform.processor() or platform.machine()}, "
+        f"Python {platform.python_version()}; command: `python benchmarks/prefix_reuse.py --model {args.model.name} "
+        f"--history {args.history} --rounds {args.rounds}{' --exact' if args.exact else ''}`.",
+        "",
+        f"Median of {len(rounds)} chats, one prefill and one decode worker; answers of {args.answer} tokens, a question"
+        f" of {QUESTION}.",
+        "",
+        "| | prompt tokens | of these cached | TTFT ms | KV MB sent | TTFT / first turn |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    base = statistics.median(r[0].ttft_s for r in rounds)
+    for index, name in enumerate(names):
+        turns = [r[index] for r in rounds]
+        ttft = statistics.median(t.ttft_s for t in turns)
+        prompt = args.history + (args.answer + QUESTION if index else 0)
+        cached, megabytes = turns[0].cached, statistics.median(t.kv_bytes for t in turns) / 1e6
+        lines.append(f"| {name} | {prompt} | {cached} | {ttft * 1e3:.1f} | {megabytes:.2f} | {ttft / base:.3f} |")
+    ratios = sorted(r[1].ttft_s / r[0].ttft_s for r in rounds)
+    same = sum(two.tokens == cold.tokens for _, two, cold in rounds)
+    lines += [
+        "",
+        f"Second turn over first, chat by chat: {', '.join(f'{r:.3f}' for r in ratios)}.",
+        f"Tokens equal with and without the cache in {same} of {len(rounds)} chats.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--history", type=int, default=2000)
+    parser.add_argument("--answer", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "prefix-reuse.md")
+    args = parser.parse_args()
+    text = report(args, asyncio.run(measure(args)))
+    args.out.write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

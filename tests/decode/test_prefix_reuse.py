@@ -1,0 +1,129 @@
+"""What a decode worker keeps of sequences and gives to later ones: the rules one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.core.errors import Unavailable
+from baton.core.events import SequenceEnded
+from baton.core.request import GenerateRequest
+from baton.core.step import StepOutcome
+from decode.drafts import NgramDrafts
+from decode.scheduler import DecodeScheduler
+from decode.speculation import Speculation
+from tests.support.builders import EOS, make_decode, make_outcome, make_request
+
+
+def offered(scheduler: DecodeScheduler, request: GenerateRequest) -> int:
+    """Reserves, and says how many tokens need not be sent."""
+    scheduler.reserve(request, 0.0)
+    scheduler.check()
+    return scheduler.num_cached(request.sequence_id)
+
+
+def ready(scheduler: DecodeScheduler, request: GenerateRequest) -> int:
+    cached = offered(scheduler, request)
+    assert scheduler.received(request.sequence_id, 5, 0.0) is None
+    return cached
+
+
+def step(scheduler: DecodeScheduler, now: float = 0.0) -> tuple[SequenceEnded, ...]:
+    plan = scheduler.begin_step(now)
+    assert plan is not None
+    ended = scheduler.finish_step(make_outcome(plan, 7), now).ended
+    scheduler.check()
+    return ended
+
+
+def finish(scheduler: DecodeScheduler, request: GenerateRequest) -> int:
+    cached = ready(scheduler, request)
+    while scheduler.knows(request.sequence_id):
+        step(scheduler)
+    return cached
+
+
+def test_prompt_and_generated_tokens_of_a_finished_sequence_are_kept() -> None:
+    scheduler = make_decode(num_blocks=16)
+    assert finish(scheduler, make_request("turn 1", 6, 6)) == 0
+    history = (*range(1000, 1006), 5, 7, 7, 7, 7, 7)  # the last token's KV was never computed
+    assert finish(scheduler, make_request("turn 2", (*history, 1, 2, 3), 2)) == 8
+    assert finish(scheduler, make_request("turn 3", (*history, 1, 2, 3), 2)) == 12
+    assert scheduler.tokens_reused == 20
+    assert scheduler.blocks.num_free == 16
+
+
+def test_received_prompt_is_shared_while_it_runs_and_its_last_token_is_sent_all_the_same() -> None:
+    scheduler = make_decode(num_blocks=16)
+    assert ready(scheduler, make_request("a", 8)) == 0
+    assert ready(scheduler, make_request("b", 8)) == 4
+    assert ready(scheduler, make_request("c", 9)) == 8
+    a, b, c = (scheduler.block_ids(make_request(n).sequence_id) for n in "abc")
+    assert (a[0], a[1]) == (b[0], c[1]) and b[1] not in a
+    assert scheduler.blocks.num_free == 16 - 2 - 1 - 1
+
+
+def test_prompt_that_is_still_on_its_way_is_not_shared() -> None:
+    scheduler = make_decode(num_blocks=16)
+    assert [offered(scheduler, make_request(name, 9)) for name in "ab"] == [0, 0]
+
+
+def test_aborted_receiving_sequence_lets_go_of_what_it_shares() -> None:
+    scheduler = make_decode(num_blocks=8)
+    finish(scheduler, make_request("a", 8, 2))
+    b = make_request("b", 12)
+    assert offered(scheduler, b) == 8
+    scheduler.abort(b.sequence_id)
+    scheduler.check()
+    assert scheduler.blocks.num_free == 8
+    assert offered(scheduler, make_request("c", 12)) == 8
+
+
+def test_other_salt_shares_nothing() -> None:
+    scheduler = make_decode(num_blocks=16)
+    finish(scheduler, make_request("a", 9, 2, cache_salt="s"))
+    assert finish(scheduler, make_request("b", 9, 2)) == 0
+    assert finish(scheduler, make_request("c", 9, 2, cache_salt="s")) == 8
+
+
+def test_switched_off_nothing_is_kept() -> None:
+    scheduler = make_decode(num_blocks=16, prefix_cache=False)
+    assert [finish(scheduler, make_request(name, 9, 2)) for name in "ab"] == [0, 0]
+
+
+def test_cached_blocks_make_room_for_a_prompt_and_count_once_when_it_shares_them() -> None:
+    scheduler = make_decode(num_blocks=4)
+    finish(scheduler, make_request("a", 8, 2))
+    assert offered(scheduler, make_request("b", range(15), 1)) == 0
+    scheduler.abort(make_request("b").sequence_id)
+    finish(scheduler, make_request("a again", 8, 2))
+
+    offered(scheduler, make_request("c", 12, 2))
+    with pytest.raises(Unavailable, match="2 KV blocks needed"):
+        scheduler.reserve(make_request("d", (9,) * 8, 2), 0.0)
+
+
+def test_preempted_sequence_computes_only_what_is_not_cached_any_more() -> None:
+    scheduler = make_decode(num_blocks=8)
+    ready(scheduler, make_request("first", 8, 16))
+    ready(scheduler, make_request("second", range(8), 12))
+    while not scheduler.num_preempted:
+        step(scheduler)
+    computed = scheduler.prompt_tokens_computed
+    ended = []
+    while scheduler.num_sequences:
+        ended += step(scheduler)
+    assert [e.sequence.request_id for e in ended] == ["first", "second"]
+    assert scheduler.prompt_tokens_computed - computed < 8, "its prompt was in part still there"
+
+
+def test_guesses_behind_the_token_that_ends_a_sequence_are_not_kept() -> None:
+    scheduler = make_decode(num_blocks=16, speculation=Speculation(NgramDrafts(), fixed_length=4))
+    prompt = (1, 2, 3, EOS, 4, 4, 4, 1, 2)
+    request = make_request("a", prompt, 20)
+    scheduler.reserve(request, 0.0)
+    assert scheduler.received(request.sequence_id, 3, 0.0) is None
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None and plan.rows[0].tokens == (3, EOS, 4, 4, 4)
+    assert scheduler.finish_step(StepOutcome(plan.step_id, ((EOS, 4, 4, 4, 9),)), 0.0).ended
+    scheduler.check()
+    assert finish(scheduler, make_request("b", (*prompt, 3, EOS, 4, 4, 4), 2)) == 8
