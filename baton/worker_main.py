@@ -140,6 +140,7 @@ async def _serve(config: WorkerConfig, ranks: Ranks, load: Callable[[], MakeWork
             vocab_size=runner.model_config.vocab_size,
             max_model_len=config.max_model_len or runner.model_config.max_position_embeddings,
             tensor_parallel=ranks.size,
+            quantize=config.quantize,
         )
         worker = make(config, crew, facts)
         log.info(
@@ -154,6 +155,13 @@ async def _serve(config: WorkerConfig, ranks: Ranks, load: Callable[[], MakeWork
             options.threads,
             time.monotonic() - started,
         )
+        if config.quantize != "none":
+            log.info(
+                "--quantize %s: linear layers and head in %s, one scale per output; weights take %.1f MiB a rank",
+                config.quantize,
+                config.quantize,
+                runner.memory.parameter_bytes / (1 << 20),
+            )
         _drain_on_sigterm(worker, config.drain_timeout_s)
         await worker.run()
 
@@ -175,6 +183,7 @@ def _engine_options(config: WorkerConfig, ranks: Ranks) -> EngineOptions:
         dtype=config.dtype,
         exact=config.exact,
         kernels=config.kernels,
+        quantize=config.quantize,
         threads=max(threads, 1),
         block_size=config.block_size,
         kv_memory_bytes=round(config.kv_memory_gib * (1 << 30)) or None,

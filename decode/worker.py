@@ -196,6 +196,7 @@ class DecodeWorker:
             ("run_id", hello.run_id, self.shell.session.run_id),
             ("model_digest", hello.model_digest, self.facts.model_digest),
             ("edge_kind", hello.edge_kind, self._edge_kind),
+            ("quantize", hello.quantize, self.facts.quantize),
         ):
             if theirs != mine:
                 raise JoinRefused(f"link refused: {name}: {theirs!r:.80} is not {mine!r}", param=name)

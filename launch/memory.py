@@ -6,7 +6,6 @@ as this machine would decide it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +16,9 @@ from baton.core.model_config import ModelConfig
 from baton.core.reshard import local_heads, local_layout, reshard
 from baton.engine.checkpoint import read_model_config
 from baton.engine.device import choose_device, choose_dtype, default_kv_bytes
+from baton.engine.quantize import check_quantize
 from baton.engine.runner import DEFAULT_SEQUENCES
-from baton.engine.weights import EMBEDDING, HEAD, expected_tensors
+from baton.engine.weights import EMBEDDING, HEAD, expected_tensors, stored_bytes
 from baton.transfer.edge_kinds import choose_edges
 from launch.plan import Part, Plan
 
@@ -52,6 +52,8 @@ def rank_memory(plan: Plan, part: Part, config: ModelConfig, local_rank: int = 0
     exact = bool(options.get("exact", False))
     device = choose_device(str(options.get("device", "auto")), exact, local_rank)
     dtype = choose_dtype(str(options.get("dtype", "auto")), device, exact)
+    quantize = str(options.get("quantize", "none"))
+    check_quantize(quantize, device)
     layout = config.kv_layout(_number(options.get("block_size", 16)), dtype)
     mine = local_layout(layout, size, rank)
     longest = _number(options.get("max_model_len", 0)) or config.max_position_embeddings
@@ -71,7 +73,7 @@ def rank_memory(plan: Plan, part: Part, config: ModelConfig, local_rank: int = 0
     channel_bytes = EDGE_CHANNELS * CHANNEL_BYTES if kind == "nccl" else 0
     staging_mib = float(str(options.get("staging_mib", WorkerConfig().staging_mib)))
     return RankMemory(
-        parameter_bytes(config, size, rank, DTYPE_BYTES[dtype]),
+        parameter_bytes(config, size, rank, DTYPE_BYTES[dtype], quantize == "int8"),
         (blocks + 1) * mine.bytes_per_block if budget else 0,
         blocks,
         edges,
@@ -80,32 +82,35 @@ def rank_memory(plan: Plan, part: Part, config: ModelConfig, local_rank: int = 0
     )
 
 
-def parameter_bytes(config: ModelConfig, size: int, rank: int, item_bytes: int) -> int:
+def parameter_bytes(config: ModelConfig, size: int, rank: int, item_bytes: int, int8: bool = False) -> int:
     """What `rank` of `size` holds of the weights, as `WeightReader` shares them out; tied embeddings count twice.
 
     Raises:
         StartupError: heads or columns cannot be divided over the ranks.
     """
-    for total, what in ((config.num_heads, "num_attention_heads"), (config.intermediate_size, "intermediate_size")):
-        if total % size:
-            raise StartupError(f"{what} {total} cannot be divided over {size} tensor-parallel ranks")
+    for count, what in ((config.num_heads, "num_attention_heads"), (config.intermediate_size, "intermediate_size")):
+        if count % size:
+            raise StartupError(f"{what} {count} cannot be divided over {size} tensor-parallel ranks")
     kv_share = len(local_heads(config.num_kv_heads, size, rank)) / config.num_kv_heads
-    count = 0
-    for name, shape in expected_tensors(config).items():
-        whole = math.prod(shape)
+    shapes = expected_tensors(config)
+    if config.tie_word_embeddings:
+        shapes[HEAD] = shapes[EMBEDDING]
+    total = 0
+    for name, (rows, *columns) in shapes.items():
         layer = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
         if name in (EMBEDDING, HEAD):
-            tied = name == EMBEDDING and config.tie_word_embeddings
-            count += -(-shape[0] // size) * shape[1] * (2 if tied else 1)
+            rows = -(-rows // size)
         elif layer in ("k_proj", "v_proj"):
-            count += round(whole * kv_share)
-        elif layer in ("o_proj", "down_proj") and name.endswith(".bias"):
-            count += whole if rank == 0 else 0
+            rows = round(rows * kv_share)
+        elif layer in ("o_proj", "down_proj"):
+            if columns:
+                columns = [columns[0] // size]
+            elif rank > 0:
+                rows = 0
         elif layer.endswith("_proj"):
-            count += whole // size
-        else:
-            count += whole
-    return count * item_bytes
+            rows //= size
+        total += stored_bytes(name, (rows, *columns), item_bytes, int8)
+    return total
 
 
 def model_config(model_dir: Path) -> ModelConfig:

@@ -37,6 +37,7 @@ class UpConfig:
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "weights and KV", choices=("auto", "bfloat16", "float32"))
     exact: bool = option(False, "row-invariant float32: the same bits whatever the batch, chunk or cache")
+    quantize: str = option("none", "weights of linear layers and head, on CPU", choices=("none", "int8"))
     threads: int = option(0, "compute threads of a worker; 0: the cores divided among the workers", low=0, high=1024)
     max_model_len: int = option(0, "longest prompt + output in tokens; 0: the model's own limit", low=0)
     kv_memory_gib: float = option(0.0, "memory for KV blocks of a worker; 0: chosen from free memory", low=0, high=1e6)
@@ -99,6 +100,7 @@ WORKER_FIELDS = (
     "device",
     "dtype",
     "exact",
+    "quantize",
     "kv_memory_gib",
     "staging_mib",
     "edge_kind",

@@ -210,6 +210,7 @@ class PrefillWorker:
             self.facts.code_version,
             self.shell.token,
             self._edge_kind,
+            self.facts.quantize,
         )
 
     # What the hand-overs report.

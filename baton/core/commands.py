@@ -28,6 +28,7 @@ class WorkerFacts:
     vocab_size: int
     max_model_len: int
     tensor_parallel: int = 1
+    quantize: str = "none"
     protocol_version: int = PROTOCOL_VERSION
 
     def first_difference(self, other: WorkerFacts) -> str | None:

@@ -39,6 +39,7 @@ class EngineConfig:
         "what computes on CPU: the best compiled kernels of this processor, torch's, or compiled ones by name",
         choices=("auto", "torch", "avx512", "avx512_bf16", "amx"),
     )
+    quantize: str = option("none", "weights of linear layers and head, on CPU", choices=("none", "int8"))
     threads: int = option(0, "compute threads of a worker; 0: all cores it may run on", low=0, high=1024)
     block_size: int = option(16, "tokens in a KV block", low=1, high=1024)
     kv_memory_gib: float = option(0.0, "memory for KV blocks of a worker; 0: chosen from free memory", low=0, high=1e6)

@@ -28,6 +28,7 @@ class LinkHello:
     code_version: str
     token: str = field(default="", repr=False)
     edge_kind: str = "gloo"
+    quantize: str = "none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from baton.engine.batch import Batch
 from baton.engine.kv_pool import KVPool
 from baton.engine.layers import Arithmetic, Rotary, rotate
 from baton.engine.parallel import TPGroup
-from baton.engine.weights import LayerWeights, Projection, WeightReader
+from baton.engine.weights import LayerWeights, WeightReader
 
 
 class DecoderLayer:
@@ -37,13 +37,14 @@ class DecoderLayer:
         self._num_heads = config.num_heads
         self._num_kv_heads = config.num_kv_heads
         self._attention_norm = make_norm(weights.attention_norm, eps)
-        self._qkv = make_linear(weights.qkv)
+        dtype = weights.attention_norm.dtype
+        self._qkv = make_linear(weights.qkv, dtype)
         self._q_norm = None if weights.q_norm is None else make_norm(weights.q_norm, eps)
         self._k_norm = None if weights.k_norm is None else make_norm(weights.k_norm, eps)
-        self._attention_out = make_linear(weights.attention_out)
+        self._attention_out = make_linear(weights.attention_out, dtype)
         self._mlp_norm = make_norm(weights.mlp_norm, eps)
-        self._gate_up = make_linear(weights.gate_up)
-        self._down = make_linear(weights.down)
+        self._gate_up = make_linear(weights.gate_up, dtype)
+        self._down = make_linear(weights.down, dtype)
         self._swiglu = arithmetic.swiglu
 
     def queries_keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,7 +94,7 @@ class Model:
             DecoderLayer(weights.layer(index), local, group, arithmetic) for index in range(config.num_layers)
         ]
         self._norm = arithmetic.make_norm(weights.final_norm(), config.rms_norm_eps)
-        self._head = arithmetic.make_linear(Projection(weights.head(), None))
+        self._head = arithmetic.make_linear(weights.head(), weights.dtype)
         self._rotary = rotary
 
     @property

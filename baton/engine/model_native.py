@@ -53,7 +53,7 @@ class NativeModel:
         self._layers = (native.Layer * config.num_layers)(
             *(self._layer(weights.layer(i), config.windows[i]) for i in range(config.num_layers))
         )
-        head = self._pack(Projection(weights.head(), None))
+        head = self._pack(weights.head())
         self._head_rows = head.n
         self._model = native.Model(
             hidden=config.hidden_size,
@@ -136,7 +136,9 @@ class NativeModel:
         )
 
     def _pack(self, projection: Projection) -> native.Linear:
-        packed: PackedWeight = native.pack_weight(self._kernels, self._arena, projection.weight, projection.bias)
+        packed: PackedWeight = native.pack_weight(
+            self._kernels, self._arena, projection.weight, projection.bias, projection.scale, dtype=self._dtype
+        )
         self._kept.append(packed)
         return packed.struct
 
@@ -155,5 +157,7 @@ def _by_turns(gate_up: Projection) -> Projection:
         gate, up = (F.pad(half, (0, 0, 0, -half.shape[0] % 16)) for half in tensor.chunk(2))
         return torch.stack([half.reshape(-1, 16, half.shape[1]) for half in (gate, up)], dim=1).flatten(0, 2)
 
-    bias = gate_up.bias
-    return Projection(turn(gate_up.weight), None if bias is None else turn(bias[:, None])[:, 0])
+    bias, scale = (
+        None if of_rows is None else turn(of_rows[:, None])[:, 0] for of_rows in (gate_up.bias, gate_up.scale)
+    )
+    return Projection(turn(gate_up.weight), bias, scale)

@@ -38,6 +38,7 @@ from baton.engine.model import Model, shard_config
 from baton.engine.model_native import NativeModel
 from baton.engine.parallel import TPGroup, connect
 from baton.engine.processors import SeenTables
+from baton.engine.quantize import check_quantize
 from baton.engine.sampler import Choose, sample
 from baton.engine.sampler_native import chooser
 from baton.engine.selftest import prove_row_invariance
@@ -55,8 +56,9 @@ class EngineOptions:
     `exact` makes the bits of a row's logits independent of its batch (CPU, float32, slower). `threads` is the number
     of compute threads of this process. `kv_memory_bytes` is the worker's, all ranks together. `max_num_tokens` bounds
     the tokens of one step. `host` is this machine's address for the worker's other ranks, `edge_kind` how KV
-    goes to other workers. `kernels` is `auto` (the best
-    compiled ones that this processor has, else torch's), `torch`, or the level of compiled ones.
+    goes to other workers. `kernels` is `auto` (the best compiled ones that this processor has, else torch's), `torch`,
+    or the level of compiled ones. `quantize` is `none` or `int8` (weights of linear layers and head; CPU). torch's
+    kernels keep int8 widened: then the memory report says less than is used.
     """
 
     model_dir: Path
@@ -71,6 +73,7 @@ class EngineOptions:
     host: str = "127.0.0.1"
     kernels: str = "auto"
     edge_kind: str = "auto"
+    quantize: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,19 +183,23 @@ def load_runner(
     ranks = ranks or Ranks()
     device = choose_device(options.device, options.exact, ranks.local_rank)
     dtype = choose_dtype(options.dtype, device, options.exact)
+    check_quantize(options.quantize, device)
     if options.exact and KEY_STEP % options.block_size:
         raise StartupError(f"exact mode: block-size must divide {KEY_STEP}, not {options.block_size}")
     torch_dtype: torch.dtype = getattr(torch, dtype)
     with _stage("check", on_stage), torch.no_grad():
         config = read_model_config(options.model_dir)
         share = TPGroup(ranks.rank, ranks.size)  # says who has what; connected further down
-        weights = WeightReader(Checkpoint.open(options.model_dir), config, share, torch_dtype, device)
+        int8 = options.quantize == "int8"
+        weights = WeightReader(Checkpoint.open(options.model_dir), config, share, torch_dtype, device, int8=int8)
         longest = _longest(config, options)
         digest = model_digest(options.model_dir)
     with _stage("connect", on_stage if ranks.size > 1 else None):
         group = connect(store, ranks, device, options.host)
         group.agree(digest, "checkpoint digest")
     kernels, kernels_name = choose_kernels(options.kernels, device, torch_dtype)
+    if int8 and kernels is None and options.kernels != "torch":
+        raise StartupError(f"quantize int8 needs compiled kernels, and there is only {kernels_name}: leave it at none")
     with _stage("load", on_stage), torch.no_grad():
         model: Model | NativeModel
         if kernels is not None:

@@ -1,14 +1,15 @@
 """The tensors of a model under their Hugging Face names, and one rank's share of them, layer by layer.
 
 Split by rows (what a layer puts out): q, k, v, gate, up, and by vocabulary the embedding and the head. Split by columns
-(what it takes in), with a sum over ranks behind: o and down. A rank reads its slices and nothing else; what it has in
-common with other ranks is listed by name in `WeightReader.replicated`.
+(what it takes in), with a sum over ranks behind: o and down. A rank keeps its slices and nothing else; what it has in
+common with other ranks is listed by name in `WeightReader.replicated`. In int8 an output's scale is that of its whole
+row, also on a rank that has only some of its columns: every rank has slices of the same quantised weights.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from baton.core.errors import StartupError
 from baton.core.model_config import ModelConfig
+from baton.engine import quantize
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.parallel import TPGroup
 
@@ -26,10 +28,11 @@ NORM = "model.norm.weight"
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A linear layer's weight [out, in] and bias [out]."""
+    """A linear layer's weight [out, in] and bias [out]. With `scale` [out] in float32 the weight is steps in int8."""
 
     weight: Tensor
     bias: Tensor | None
+    scale: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +79,30 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return tensors
 
 
+def stored_bytes(name: str, shape: tuple[int, ...], item_bytes: int, int8: bool) -> int:
+    """Memory of one tensor, or of part of it: what is quantised takes a byte an element and four for each scale."""
+    if int8 and (name.endswith("_proj.weight") or (name == HEAD and quantize.QUANTIZE_HEAD)):
+        return math.prod(shape) + 4 * shape[0]
+    return math.prod(shape) * item_bytes
+
+
 class WeightReader:
     """Reads one rank's share of a verified checkpoint in the dtype and on the device it is computed in.
 
-    `bytes_read` is what it has given out so far; `replicated` how much of that is beyond an even share, by tensor.
+    With `int8` linear layers come quantised (quantize.py). `bytes_read` is what it has given out so far; `replicated`
+    how much of that is beyond an even share, by tensor.
     Raises StartupError for sizes that cannot be divided over the ranks, with the numbers.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, config: ModelConfig, group: TPGroup, dtype: torch.dtype, device: torch.device
+        self,
+        checkpoint: Checkpoint,
+        config: ModelConfig,
+        group: TPGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        int8: bool = False,
     ) -> None:
         expected = expected_tensors(config)
         if config.tie_word_embeddings and HEAD in checkpoint.tensors:
@@ -93,8 +111,9 @@ class WeightReader:
         self._checkpoint = checkpoint
         self._config = config
         self._group = group
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
+        self._int8 = int8
         self._heads = self._features(group.part(config.num_heads, "num_attention_heads"))
         self._kv_heads = self._features(group.kv_part(config.num_kv_heads))
         self._inner = group.part(config.intermediate_size, "intermediate_size")
@@ -107,17 +126,21 @@ class WeightReader:
     @property
     def whole_bytes(self) -> int:
         """What a single rank would be given."""
-        sizes = {name: math.prod(shape) for name, shape in expected_tensors(self._config).items()}
-        tied = sizes[EMBEDDING] if self._config.tie_word_embeddings else 0
-        return (sum(sizes.values()) + tied) * self._dtype.itemsize
+        shapes = expected_tensors(self._config)
+        tied = {HEAD: shapes[EMBEDDING]} if self._config.tie_word_embeddings else {}
+        return sum(stored_bytes(*item, self.dtype.itemsize, self._int8) for item in (shapes | tied).items())
 
     def embedding(self) -> Tensor:
         """[rows, hidden]: the embeddings of this rank's token ids, then zeros up to the common number of rows."""
-        return self._vocabulary(EMBEDDING)
+        return self._counted(EMBEDDING, self._vocabulary(EMBEDDING).to(self.dtype))
 
-    def head(self) -> Tensor:
+    def head(self) -> Projection:
         """[rows, hidden], likewise; a checkpoint with tied embeddings has the embedding itself here."""
-        return self._vocabulary(EMBEDDING if self._config.tie_word_embeddings else HEAD)
+        name = EMBEDDING if self._config.tie_word_embeddings else HEAD
+        weight = self._vocabulary(name)
+        if self._int8 and quantize.QUANTIZE_HEAD:
+            return self._quantized(name, weight)
+        return Projection(self._counted(name, weight.to(self.dtype)), None)
 
     def final_norm(self) -> Tensor:
         return self._read(NORM)
@@ -140,31 +163,44 @@ class WeightReader:
         return slice(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)
 
     def _vocabulary(self, name: str) -> Tensor:
-        shard = self._load(name, self._ids)
-        return self._counted(name, F.pad(shard, (0, 0, 0, self._rows - shard.shape[0])))
+        shard = self._checkpoint.read(name, self._ids).to(self._device)
+        return F.pad(shard, (0, 0, 0, self._rows - shard.shape[0]))
 
     def _stacked(self, parts: list[tuple[str, slice]]) -> Projection:
         """Column-parallel layers that read the same input, their output rows under each other."""
-        weight = torch.cat([self._read(f"{name}.weight", rows) for name, rows in parts])
-        if f"{parts[0][0]}.bias" not in self._checkpoint.tensors:
-            return Projection(weight, None)
-        return Projection(weight, torch.cat([self._read(f"{name}.bias", rows) for name, rows in parts]))
+        linears = [self._linear(f"{name}.weight", rows) for name, rows in parts]
+        weight = torch.cat([linear.weight for linear in linears])
+        scales = [linear.scale for linear in linears if linear.scale is not None]
+        bias = None
+        if f"{parts[0][0]}.bias" in self._checkpoint.tensors:
+            bias = torch.cat([self._read(f"{name}.bias", rows) for name, rows in parts])
+        return Projection(weight, bias, torch.cat(scales) if scales else None)
 
     def _row_parallel(self, name: str, columns: slice) -> Projection:
         """A layer whose input is split over ranks; its bias is added by rank 0 alone, before the sum."""
-        weight = self._read(f"{name}.weight", columns=columns)
+        linear = self._linear(f"{name}.weight", columns=columns)
         has_bias = f"{name}.bias" in self._checkpoint.tensors and self._group.rank == 0
-        return Projection(weight, self._read(f"{name}.bias") if has_bias else None)
+        return replace(linear, bias=self._read(f"{name}.bias") if has_bias else None)
+
+    def _linear(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Projection:
+        if self._int8:
+            return self._quantized(name, self._checkpoint.read(name, rows), columns)
+        return Projection(self._read(name, rows, columns), None)
+
+    def _quantized(self, name: str, weight: Tensor, columns: slice = slice(None)) -> Projection:
+        """`weight` has whole rows, as their scales need; only `columns` are kept."""
+        steps, scale = quantize.quantize(weight)
+        steps = self._counted(name, steps[:, columns].contiguous())
+        return Projection(steps, None, self._counted(name, scale, columns=1))
 
     def _read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-        return self._counted(name, self._load(name, rows, columns))
+        tensor = self._checkpoint.read(name, rows, columns)
+        return self._counted(name, tensor.to(dtype=self.dtype, device=self._device))
 
-    def _load(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
-        return self._checkpoint.read(name, rows, columns).to(dtype=self._dtype, device=self._device)
-
-    def _counted(self, name: str, tensor: Tensor) -> Tensor:
-        size = tensor.numel() * tensor.element_size()
-        whole = math.prod(self._checkpoint.tensors[name].shape) * tensor.element_size()
+    def _counted(self, name: str, tensor: Tensor, columns: int | None = None) -> Tensor:
+        """`columns` of the whole where they are not those of the checkpoint."""
+        size, shape = tensor.numel() * tensor.element_size(), self._checkpoint.tensors[name].shape
+        whole = (math.prod(shape) if columns is None else shape[0] * columns) * tensor.element_size()
         surplus = size - whole // self._group.size
         if surplus > 0:
             self.replicated[name] = self.replicated.get(name, 0) + surplus

@@ -64,7 +64,7 @@ class SessionResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ...) -> None: ...
 
 class WorkerFacts(_message.Message):
-    __slots__ = ("model_digest", "layout", "dtype", "protocol_version", "code_version", "exact", "vocab_size", "max_model_len", "tensor_parallel", "draft_digest", "config_digest")
+    __slots__ = ("model_digest", "layout", "dtype", "protocol_version", "code_version", "exact", "vocab_size", "max_model_len", "tensor_parallel", "draft_digest", "config_digest", "quantize")
     MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class WorkerFacts(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     DRAFT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     CONFIG_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZE_FIELD_NUMBER: _ClassVar[int]
     model_digest: str
     layout: _types_pb2.KVLayout
     dtype: str
@@ -87,7 +88,8 @@ class WorkerFacts(_message.Message):
     tensor_parallel: int
     draft_digest: str
     config_digest: str
-    def __init__(self, model_digest: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., dtype: _Optional[str] = ..., protocol_version: _Optional[int] = ..., code_version: _Optional[str] = ..., exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., draft_digest: _Optional[str] = ..., config_digest: _Optional[str] = ...) -> None: ...
+    quantize: str
+    def __init__(self, model_digest: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., dtype: _Optional[str] = ..., protocol_version: _Optional[int] = ..., code_version: _Optional[str] = ..., exact: _Optional[bool] = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., draft_digest: _Optional[str] = ..., config_digest: _Optional[str] = ..., quantize: _Optional[str] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("worker_id", "role", "incarnation", "facts", "link_address", "host", "pids", "blocks_total", "token", "step_tokens", "max_running", "run_id")

@@ -39,6 +39,7 @@ CASES: dict[str, tuple[Join, str]] = {
     "another code version": (facts(code_version="9.9.9"), "code_version"),
     "another protocol": (facts(protocol_version=99), "protocol_version"),
     "another exactness": (facts(exact=True), "exact"),
+    "other weights": (facts(quantize="int8"), "quantize"),
     "another vocabulary": (facts(vocab_size=7), "vocab_size"),
     "another length": (facts(max_model_len=7), "max_model_len"),
     "more layers": (facts(layout=layout(layers=3)), "layers"),

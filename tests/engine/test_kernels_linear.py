@@ -12,6 +12,7 @@ from torch import Tensor
 from baton.engine.kernels import native
 from baton.engine.kernels.build import processor_levels
 from baton.engine.kernels.native import ADD, FLOAT, STORE, SWIGLU, Arena, pack_weight, padded
+from baton.engine.quantize import quantize
 
 KINDS = [(level, torch.float32) for level in processor_levels()[-1:]] + [
     (level, torch.bfloat16) for level in processor_levels() if level != "avx512"
@@ -28,7 +29,8 @@ def randn(*size: int, seed: int = 0) -> Tensor:
 class Layer:
     def __init__(self, level: str, weight: Tensor, bias: Tensor | None = None, *, int8: bool = False) -> None:
         self.kernels, self.dtype = native.load(level), weight.dtype
-        self.packed = pack_weight(self.kernels, Arena(), weight, bias, int8=int8)
+        steps, scale = quantize(weight) if int8 else (weight, None)
+        self.packed = pack_weight(self.kernels, Arena(), steps, bias, scale, dtype=weight.dtype)
 
     def __call__(self, x: Tensor, into: int = STORE, y: Tensor | None = None, threads: int = 1) -> Tensor:
         rows, k = x.shape

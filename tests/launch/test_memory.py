@@ -27,26 +27,31 @@ def plan(model: Path, **options: object) -> Plan:
     return make_plan(local_topology(config, [0, 1], ()), str(model), "m")
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_parameters_are_those_that_each_rank_reads(arch: Arch, size: int, tmp_path: Path) -> None:
+def test_parameters_are_those_that_each_rank_reads(arch: Arch, size: int, int8: bool, tmp_path: Path) -> None:
     import torch
 
     model = make_checkpoint(tmp_path / "m", arch)
     config = read_model_config(model)
     for rank in range(size):
         share, cpu = TPGroup(rank, size), torch.device("cpu")
-        reader = WeightReader(Checkpoint.open(model), config, share, torch.float32, cpu)
+        reader = WeightReader(Checkpoint.open(model), config, share, torch.float32, cpu, int8=int8)
         reader.embedding(), reader.head(), reader.final_norm()
         for layer in range(config.num_layers):
             reader.layer(layer)
-        assert parameter_bytes(config, size, rank, 4) == reader.bytes_read
+        assert parameter_bytes(config, size, rank, 4, int8) == reader.bytes_read
 
 
-def test_parameters_and_kv_are_those_of_a_running_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_parameters_and_kv_are_those_of_a_running_engine(quantize: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", "llama")
-    runner = load_runner(EngineOptions(model_dir=model, dtype="float32", kv_memory_bytes=1 << 20))
-    made = plan(model, kv_memory_gib=1 / 1024)
+    options = EngineOptions(
+        model_dir=model, dtype="float32", kv_memory_bytes=1 << 20, quantize=quantize, kernels="torch"
+    )
+    runner = load_runner(options)
+    made = plan(model, kv_memory_gib=1 / 1024, quantize=quantize)
     found = rank_memory(made, made.parts[0], read_model_config(model))
     assert found.parameter_bytes == runner.memory.parameter_bytes
     assert (found.kv_bytes, found.kv_blocks) == (runner.memory.kv_bytes, runner.num_blocks)

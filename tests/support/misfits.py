@@ -27,6 +27,7 @@ MISFITS: list[tuple[str, dict[str, Any]]] = [
     ("model_digest: 'x\\n' is not 'm'", {"model_digest": "x\n"}),
     ("edge_kind: 'nccl' is not 'gloo'", {"edge_kind": "nccl"}),
     ("edge_kind: 'rdma' is not 'gloo'", {"edge_kind": "rdma"}),
+    ("quantize: 'int8' is not 'none'", {"quantize": "int8"}),
     ("token: it is missing", {"token": ""}),
     ("token: it is not this cluster's", {"token": "secret "}),
     ("block_size: 4 and 6, ", {"layout": lambda layout: replace(layout, block_size=6)}),

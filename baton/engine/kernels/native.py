@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from baton.core.errors import StartupError
+from baton.core.errors import InvariantError, StartupError
 from baton.engine.kernels.build import LEVELS, CannotBuild, library, processor_levels
 
 GROUP = 32  # outputs of a linear layer that are packed together
@@ -96,7 +96,7 @@ class Draw(ctypes.Structure):
 
 
 _FUNCTIONS = {
-    "baton_pack": (c_int, c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p),
+    "baton_pack": (c_int, c_int, c_void_p, c_int64, c_int64, c_void_p),
     "baton_forward": (POINTER(Model), POINTER(Step)),
     "baton_attention": (POINTER(Model), c_int64, POINTER(Step), c_void_p),
     "baton_mlp": (POINTER(Model), c_int64, POINTER(Step), c_void_p),
@@ -214,19 +214,29 @@ class PackedWeight:
 
 
 def pack_weight(
-    kernels: Kernels, arena: Arena, weight: Tensor, bias: Tensor | None, *, int8: bool = False
+    kernels: Kernels,
+    arena: Arena,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None = None,
+    *,
+    dtype: torch.dtype,
 ) -> PackedWeight:
-    """weight [n, k] and bias [n], outputs in the order in which they are to be computed."""
+    """weight [n, k] and bias [n], outputs in the order in which they are to be computed, for rows in `dtype`; the
+    weight has that dtype too, or is steps in int8 of `scale` [n] (quantize.py)."""
     n, k = weight.shape
     weight = weight.contiguous()
-    elements = -(-n // GROUP) * GROUP * padded(k, weight.dtype)
-    packed = arena.take(elements * (1 if int8 else weight.element_size()))
-    scale = torch.empty(n if int8 else 0, dtype=torch.float32)
+    int8, is_bf16 = weight.dtype == torch.int8, dtype == torch.bfloat16
+    if int8 != (scale is not None) or (not int8 and weight.dtype != dtype):
+        raise InvariantError(
+            f"a weight in {weight.dtype}, {'with' if int8 else 'without'} scales, cannot be packed for {dtype}"
+        )
+    elements = -(-n // GROUP) * GROUP * padded(k, dtype)
+    packed = arena.take(elements * weight.element_size())
+    scale = None if scale is None else scale.contiguous()
     floats = None if bias is None else bias.float().contiguous()
-    is_bf16 = weight.dtype == torch.bfloat16
-    kernels.pack(is_bf16, int8, weight.data_ptr(), n, k, packed.data_ptr(), scale.data_ptr())
+    kernels.pack(is_bf16, int8, weight.data_ptr(), n, k, packed.data_ptr())
     kind = _INT8 if int8 else _BFLOAT16 if is_bf16 else _FLOAT32
-    struct = Linear(
-        packed.data_ptr(), None if floats is None else floats.data_ptr(), scale.data_ptr() if int8 else None, n, k, kind
-    )
+    addresses = (None if tensor is None else tensor.data_ptr() for tensor in (packed, floats, scale))
+    struct = Linear(*addresses, n, k, kind)
     return PackedWeight(struct, tuple(tensor for tensor in (packed, scale, floats) if tensor is not None))

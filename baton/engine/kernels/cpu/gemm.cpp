@@ -236,10 +236,9 @@ void linear(const Linear& layer, const E* x, int64_t ldx, int64_t rows, void* y,
   });
 }
 
-template <class E>
-void pack(const E* weight, int64_t n, int64_t k, char* packed) {
+template <class E, class W>
+void pack(const W* weight, int64_t n, int64_t k, W* packed) {
   const int64_t groups = round_up(n, GROUP) / GROUP, tiles = padded_dwords<E>(k) / TILE;
-  E* to = reinterpret_cast<E*>(packed);
   for (int64_t group = 0; group < groups; ++group)
     for (int64_t tile = 0; tile < tiles; ++tile)
       for (int64_t half = 0; half < 2; ++half)
@@ -248,40 +247,14 @@ void pack(const E* weight, int64_t n, int64_t k, char* packed) {
             for (int64_t e = 0; e < PER_DWORD<E>; ++e) {
               const int64_t row = group * GROUP + half * TILE + column;
               const int64_t at = (tile * TILE + d) * PER_DWORD<E> + e;
-              *to++ = row < n && at < k ? weight[row * k + at] : E(0);
+              *packed++ = row < n && at < k ? weight[row * k + at] : W(0);
             }
-}
-
-template <class E>
-void pack_int8(const E* weight, int64_t n, int64_t k, int8_t* packed, float* scale) {
-  const int64_t padded_n = round_up(n, GROUP), padded_k = padded_dwords<E>(k) * PER_DWORD<E>;
-  auto value = [&](int64_t row, int64_t at) {
-    if constexpr (sizeof(E) == 4) return float(weight[row * k + at]);
-    const uint32_t bits = uint32_t(weight[row * k + at]) << 16;
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return x;
-  };
-  for (int64_t row = 0; row < n; ++row) {
-    float largest = 0.0f;
-    for (int64_t at = 0; at < k; ++at) largest = std::max(largest, std::abs(value(row, at)));
-    scale[row] = largest > 0.0f ? largest / 127.0f : 1.0f;
-  }
-  for (int64_t row = 0; row < padded_n; ++row)
-    for (int64_t at = 0; at < padded_k; ++at) {
-      const int64_t dword = at / PER_DWORD<E>, e = at % PER_DWORD<E>;
-      const int64_t group = row / GROUP, half = row % GROUP / TILE, column = row % TILE;
-      int8_t* to = packed + group * GROUP * padded_k +
-                   ((dword / TILE * 2 + half) * TILE * TILE + dword % TILE * TILE + column) * PER_DWORD<E> + e;
-      const bool inside = row < n && at < k;
-      *to = inside ? int8_t(std::clamp(__builtin_nearbyintf(value(row, at) / scale[row]), -127.0f, 127.0f)) : int8_t(0);
-    }
 }
 
 #define BATON_INSTANTIATE(E) \
   template void linear<E>(const Linear&, const E*, int64_t, int64_t, void*, int64_t, Into, int); \
-  template void pack<E>(const E*, int64_t, int64_t, char*); \
-  template void pack_int8<E>(const E*, int64_t, int64_t, int8_t*, float*);
+  template void pack<E, E>(const E*, int64_t, int64_t, E*); \
+  template void pack<E, int8_t>(const int8_t*, int64_t, int64_t, int8_t*);
 BATON_INSTANTIATE(float)
 #if BATON_LEVEL >= 1
 BATON_INSTANTIATE(bf16)

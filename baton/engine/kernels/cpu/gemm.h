@@ -34,10 +34,8 @@ enum class Into { STORE, ADD, SWIGLU, FLOAT };
 template <class E>
 void linear(const Linear& layer, const E* x, int64_t ldx, int64_t rows, void* y, int64_t ldy, Into into, int threads);
 
-// weight [n, k] of E -> packed, n_padded * k_padded elements (or bytes for int8, whose scales [n] are put out too).
-template <class E>
-void pack(const E* weight, int64_t n, int64_t k, char* packed);
-template <class E>
-void pack_int8(const E* weight, int64_t n, int64_t k, int8_t* packed, float* scale);
+// weight [n, k] of W -> packed [n_padded * k_padded] for rows of E; W is E, or int8 whose scales the layer has.
+template <class E, class W>
+void pack(const W* weight, int64_t n, int64_t k, W* packed);
 
 }  // namespace baton

@@ -243,11 +243,10 @@ int baton_init() {
 #endif
 }
 
-void baton_pack(int is_bf16, int to_int8, const void* weight, int64_t n, int64_t k, void* packed, float* scale) {
+void baton_pack(int is_bf16, int is_int8, const void* weight, int64_t n, int64_t k, void* packed) {
   BATON_BY_TYPE(
-      is_bf16,
-      to_int8 ? pack_int8<E>(static_cast<const E*>(weight), n, k, static_cast<int8_t*>(packed), scale)
-              : pack<E>(static_cast<const E*>(weight), n, k, static_cast<char*>(packed)));
+      is_bf16, is_int8 ? pack<E>(static_cast<const int8_t*>(weight), n, k, static_cast<int8_t*>(packed))
+                       : pack<E>(static_cast<const E*>(weight), n, k, static_cast<E*>(packed)));
 }
 
 void baton_forward(const Model* model, const Step* step) {

@@ -1,0 +1,35 @@
+"""Weights in int8: each output of a linear layer is whole steps of its own scale, from -127 to 127.
+
+Only weights: what flows through is as before. A widened step is exact in bf16, so products are those of the steps, and
+the scale multiplies the float32 sum at the end.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from baton.core.errors import StartupError
+
+QUANTIZE_HEAD = True
+"""Whether the head is quantised with the layers; measured in benchmarks/results/quantize.md."""
+STEPS = 127
+
+
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [n, k] -> steps [n, k] in int8 and scales [n] in float32, so that steps * scale is the nearest to weight.
+    A scale is that of a whole row: quantise before cutting columns. Ties go to the even step."""
+    full = weight.float()
+    scale = full.abs().amax(1) / STEPS
+    scale = torch.where(scale > 0, scale, 1.0)
+    return (full / scale[:, None]).round_().clamp_(-STEPS, STEPS).to(torch.int8), scale
+
+
+def check_quantize(wanted: str, device: torch.device) -> None:
+    """Raises StartupError for what cannot be done on this device."""
+    if wanted not in ("none", "int8"):
+        raise StartupError(f"quantize must be none or int8, not {wanted!r:.60}")
+    if wanted == "int8" and device.type != "cpu":
+        raise StartupError(
+            f"quantize int8 runs on CPU only, not on {device.type}: leave it at none or give --device cpu"
+        )

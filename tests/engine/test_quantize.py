@@ -1,0 +1,148 @@
+"""int8 weights: the nearest steps, compiled kernels against their twin, the same slices on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.core.errors import StartupError
+from baton.engine import runner as runner_module
+from baton.engine.checkpoint import Checkpoint, read_model_config
+from baton.engine.kernels.build import processor_levels
+from baton.engine.parallel import TPGroup
+from baton.engine.quantize import check_quantize, quantize
+from baton.engine.runner import Runner
+from baton.engine.selftest import prove_row_invariance
+from baton.engine.weights import Projection, WeightReader
+from tests.engine.driver import all_logits, random_tokens, tiny_runner
+from tests.support.rank_pool import RankPool
+
+CPU = torch.device("cpu")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama-bias": {"arch": "llama", "bias": True},
+    "qwen2": {"arch": "qwen2", "tied": True, "intermediate_size": 168},
+    "qwen3": {"arch": "qwen3", "head_dim": 24, "num_heads": 6, "num_kv_heads": 3, "vocab_size": 333},
+}
+compiled = pytest.mark.skipif(not processor_levels(), reason="no compiled kernels for this processor")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def test_steps_are_the_nearest_and_use_the_whole_range() -> None:
+    weight = torch.randn(40, 100, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 40)[:, None]
+    weight[3] = 0.0
+    steps, scale = quantize(weight)
+    assert steps.dtype == torch.int8 and scale.dtype == torch.float32 and scale[3] == 1.0
+    assert torch.equal(steps.abs().amax(1) == 127, torch.arange(40) != 3)
+    error = (steps.double() * scale.double()[:, None] - weight.double()).abs()
+    assert (error <= scale.double()[:, None] * 0.50001).all()
+
+
+def test_ties_go_to_the_even_step() -> None:
+    steps, scale = quantize(torch.tensor([[127.0, 0.5, 1.5, -2.5, -127.0]]))
+    assert scale.tolist() == [1.0] and steps.tolist() == [[127, 0, 2, -2, -127]]
+
+
+@compiled
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_float32_logits_equal_the_twin(checkpoint: Callable[..., Path], variant: str, exact: bool) -> None:
+    model_dir, tokens = checkpoint(**VARIANTS[variant]), random_tokens(150)
+    twin = all_logits(tiny_runner(model_dir, quantize="int8", exact=exact, kernels="torch"), tokens, [150])
+    found = all_logits(tiny_runner(model_dir, quantize="int8", exact=exact), tokens, [7, 1, 40, 3])
+    assert torch.allclose(found, twin, rtol=0, atol=1e-4)
+    full = all_logits(tiny_runner(model_dir), tokens, [150])
+    assert 1e-3 < (found - full).abs().max() < 0.1 * full.abs().max()
+
+
+@pytest.mark.parametrize("level", [level for level in processor_levels() if level != "avx512"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bfloat16_is_row_invariant_and_as_close_to_float32_as_the_twin(
+    checkpoint: Callable[..., Path], variant: str, level: str
+) -> None:
+    model_dir, tokens = checkpoint(**VARIANTS[variant], dtype="bfloat16"), random_tokens(150)
+    runner = tiny_runner(model_dir, dtype="bfloat16", kernels=level, quantize="int8")
+    prove_row_invariance(runner.step_logits, runner.kv, runner.model_config.vocab_size, runner.max_model_len, 8192)
+    full = all_logits(tiny_runner(model_dir, quantize="int8"), tokens, [150])
+    torchs = tiny_runner(model_dir, dtype="bfloat16", kernels="torch", quantize="int8")
+    twin = (all_logits(torchs, tokens, [64]) - full).abs().mean()
+    assert (all_logits(runner, tokens, [64]) - full).abs().mean() < 1.1 * twin
+
+
+def linears(model_dir: Path, rank: int, size: int) -> list[Projection]:
+    config = read_model_config(model_dir)
+    share = TPGroup(rank, size)
+    reader = WeightReader(Checkpoint.open(model_dir), config, share, torch.float32, CPU, int8=True)
+    layers = [reader.layer(index) for index in range(config.num_layers)]
+    values = [getattr(layer, field.name) for layer in layers for field in fields(layer)]
+    return [value for value in values if isinstance(value, Projection)] + [reader.head()]
+
+
+def test_ranks_have_slices_of_the_same_steps_and_the_scales_of_whole_rows(checkpoint: Callable[..., Path]) -> None:
+    model_dir = checkpoint("llama")
+    alone, first, second = linears(model_dir, 0, 1), linears(model_dir, 0, 2), linears(model_dir, 1, 2)
+
+    def rows(projection: Projection) -> set[tuple[float, ...]]:
+        assert projection.scale is not None and projection.weight.dtype == torch.int8
+        both = torch.cat([projection.scale.double()[:, None], projection.weight.double()], dim=1)
+        return set(map(tuple, both.tolist()))
+
+    for one, left, right in zip(alone, first, second, strict=True):
+        if left.weight.shape[1] == one.weight.shape[1]:  # column-parallel: other outputs
+            assert rows(left) | rows(right) == rows(one)
+        else:
+            assert torch.equal(torch.cat([left.weight, right.weight], dim=1), one.weight)
+            for part in (left, right):
+                assert torch.equal(_scale(part), _scale(one))
+
+
+def _scale(projection: Projection) -> Tensor:
+    assert projection.scale is not None
+    return projection.scale
+
+
+def test_two_ranks_compute_what_one_does(checkpoint: Callable[..., Path], pool: RankPool) -> None:
+    model_dir, tokens = checkpoint("llama", bias=True), random_tokens(120)
+    expected = all_logits(tiny_runner(model_dir, quantize="int8"), tokens, [120])
+    with pool.load(model_dir, 2, quantize="int8") as ranks:
+        assert torch.allclose(all_logits(ranks, tokens, [7, 1, 40]), expected, rtol=0, atol=1e-4)
+
+
+@compiled
+def test_layers_take_a_quarter_of_the_memory_of_float32(checkpoint: Callable[..., Path]) -> None:
+    def report(**options: Any) -> Runner:
+        return tiny_runner(checkpoint("llama"), **options)
+
+    plain, int8 = report(), report(quantize="int8")
+    table = plain.model_config.vocab_size * plain.model_config.hidden_size * 4
+    assert plain.memory.replicated == int8.memory.replicated == {}
+    assert int8.memory.parameter_bytes == int8.memory.whole_parameter_bytes
+    assert int8.memory.parameter_bytes - table < 0.32 * (plain.memory.parameter_bytes - table)
+
+
+def test_other_devices_and_names_are_refused() -> None:
+    check_quantize("int8", CPU)
+    check_quantize("none", torch.device("cuda", 0))
+    with pytest.raises(StartupError, match="quantize int8 runs on CPU only, not on cuda"):
+        check_quantize("int8", torch.device("cuda", 0))
+    with pytest.raises(StartupError, match="quantize must be none or int8, not 'int3'"):
+        check_quantize("int3", CPU)
+
+
+def test_without_compiled_kernels_it_is_refused_unless_torch_is_asked_for(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner_module, "choose_kernels", lambda *_: (None, "torch (no compiler)"))
+    with pytest.raises(StartupError, match=r"quantize int8 needs compiled kernels, .* torch \(no compiler\)"):
+        tiny_runner(checkpoint("llama"), quantize="int8")
+    assert tiny_runner(checkpoint("llama"), quantize="int8", kernels="torch").memory.parameter_bytes > 0
