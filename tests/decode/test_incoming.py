@@ -36,6 +36,7 @@ from baton.transfer.staging import checksum, chunk_bytes
 from decode import incoming
 from tests.support.builders import make_request
 from tests.support.fake_runner import DecodeNode, PrefillNode, pair, until
+from tests.support.limits import HANG_S
 
 R = SequenceId("r")
 TOKENS = 8
@@ -52,7 +53,7 @@ class Peer:
         await self.link.stream.send(message)
 
     async def hear(self) -> Any:
-        return await asyncio.wait_for(self.link.stream.receive(), 3)
+        return await asyncio.wait_for(self.link.stream.receive(), HANG_S)
 
     async def ask(self, message: Any) -> Any:
         await self.say(message)
@@ -228,10 +229,10 @@ async def test_what_was_posted_is_still_sent_and_its_blocks_stay_until_then(who:
 
 
 async def test_bytes_that_never_come_end_the_sequence_and_the_edge() -> None:
-    async with pair(timeout_s=0.5) as (source, [decode]):
+    async with pair(timeout_s=1.5) as (source, [decode]):  # the edge itself must be built within it
         p = Peer(source, decode, await dial_link(decode.address, source.worker._hello(), 2.0))
         await p.ask(p.offer())
-        await p.open_edge(1)
+        assert not (await p.open_edge(1)).error
         assert isinstance(await p.ask(p.chunk()[0]), Posted)
         answer = await p.hear()
         assert isinstance(answer, EdgeReady) and answer.error

@@ -22,6 +22,7 @@ from baton.transfer.edge_thread import EdgeWorker
 from prefill.link import Link
 from tests.support.builders import make_layout, make_request
 from tests.support.fake_runner import DecodeNode, FakeRanks, FakeRunner, PrefillNode, kv_bytes, oracle, pair, until
+from tests.support.limits import HANG_S
 
 R = SequenceId("r")
 SIZES = (1, 2, 4)
@@ -225,7 +226,7 @@ async def test_an_abort_while_a_follower_is_at_it_leaves_nothing(
         held = Held(monkeypatch, frame, side)
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.step()
-        assert await asyncio.to_thread(held.reached.wait, 3.0)
+        assert await asyncio.to_thread(held.reached.wait, HANG_S)
         if who != "decode":
             source.abort(R)
         if who != "prefill":
@@ -261,7 +262,7 @@ async def test_blocks_stay_until_every_rank_has_stopped_writing(monkeypatch: pyt
         monkeypatch.setattr(edge_end, "unpack", slowly)
         source.submit(make_request("r", 8, max_tokens=4), decode)
         source.compute()
-        assert await asyncio.to_thread(started.wait, 3.0)
+        assert await asyncio.to_thread(started.wait, HANG_S)
         only_link(source)._stream.end("cut by the test")
         await until(lambda: decode.idle, what="an idle pool")
         await until(lambda: len(free) == 2)

@@ -49,9 +49,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Lost:
-    """A rank ended because of another."""
+    """A rank ended because of another; `at` is when it saw that, on the clock that all processes share."""
 
     message: str
+    at: float = 0.0
 
 
 class RemoteRunner:
@@ -167,7 +168,7 @@ def _serve(pipe: Connection, env: dict[str, str], ranks: Ranks, options: EngineO
     def lost(error: RankLost) -> None:
         if failed.is_set():
             return
-        pipe.send(Lost(error.message))
+        pipe.send(Lost(error.message, time.monotonic()))
         os._exit(LOST_EXIT_CODE)
 
     store: Any = open_store(env)
