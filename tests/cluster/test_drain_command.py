@@ -36,7 +36,9 @@ async def tokens(running: Cluster, count: int) -> list[int]:
 
 async def test_a_drained_worker_leaves_and_is_not_started_again(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", arch="llama", max_position_embeddings=4096)
-    with cluster(model, decode=2, exact=True, step_tokens=64, served_model_name="m") as running:
+    # Without the prefix cache: requests for one prompt would all go to the worker that holds it.
+    flags = {"decode": 2, "exact": True, "step_tokens": 64, "prefix_cache": False}
+    with cluster(model, **flags, served_model_name="m") as running:
         expected = await tokens(running, 400)
         streams = [asyncio.create_task(tokens(running, 400)) for _ in range(4)]
         busy = lambda c: all(c.workers()[d]["running"] for d in ("decode-0", "decode-1"))  # noqa: E731
