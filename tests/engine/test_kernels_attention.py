@@ -136,5 +136,6 @@ def test_scores_far_apart_and_equal(level: str, dtype: torch.dtype) -> None:
         case.keys[where] = 0.0 if position < 150 else 0.2 * (position - 150)
     case.queries[0][:] = 1.0
     found = case.attend(level, case.whole())[0]
-    tolerance = 5e-5 if dtype == torch.float32 else 2e-2
+    # Scores reach 240: in float32 their own rounding, some 4e-5, is that of the weights.
+    tolerance = 2e-4 if dtype == torch.float32 else 2e-2
     assert torch.allclose(found.double(), case.expected(0), rtol=tolerance, atol=tolerance)
