@@ -10,9 +10,9 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from launch.bench_stats import Record, Statistics, Summary
+from launch.tables import make_table, show
 
 _TIMES = (
     ("TTFT", "ttft", "first text - sent"),
@@ -44,13 +44,10 @@ def totals(stats: Statistics) -> list[tuple[str, str]]:
 
 def print_report(stats: Statistics, console: Console) -> None:
     note = "n: output tokens by the server's usage; percentiles linear between ranks"
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", caption=note)
-    for heading in _HEADINGS:
-        left = heading in ("ms", "formula")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
+    table = make_table(_HEADINGS, right=set(_HEADINGS) - {"ms", "formula"}, caption=note)
     for row in rows(stats):
         table.add_row(*row)
-    console.print(table)
+    show(table, console)
     for name, text in totals(stats):
         style = "red" if name == "failed" else "default"
         console.print(f"  {name:<9} {text}", style=style, markup=False, highlight=False)

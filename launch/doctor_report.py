@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from launch.doctor_checks import Finding
 from launch.probes import Rank, Task, edge_key
+from launch.tables import make_table, show
 
 _ADVICE = {
     "rendezvous": "is MASTER_ADDR the leader's own private address, and does a firewall drop its rendezvous port?",
@@ -84,19 +84,16 @@ def read_results(values: Mapping[str, Any], tasks: Sequence[Task], limit_s: floa
 
 def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
     """The table of checks, then what failed, each with what to look at."""
-    console = console or Console(width=max(Console().width, 150), highlight=False)
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for heading in ("check", "where", "result"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("latency", "bandwidth"):
-        table.add_column(heading, no_wrap=True, justify="right")
+    console = console or Console(highlight=False)
+    numbers = ("latency", "bandwidth")
+    table = make_table(("check", "where", "result", *numbers), right=numbers)
     for finding in verdict.findings:
         table.add_row(finding.check, f"node {escape(finding.where)}", _result(finding.ok))
     for found in verdict.measured:
         latency = f"{found.seconds * 1e3:.2f} ms" if found.seconds else ""
         bandwidth = f"{found.bytes_per_s / 1e6:,.0f} MB/s" if found.bytes_per_s else ""
         table.add_row(found.check, escape(found.between), _result(not found.error), latency, bandwidth)
-    console.print(table)
+    show(table, console)
     for finding in verdict.findings:
         if not finding.ok:
             console.print(f"\n[red]node {escape(finding.where)}[/]: {escape(finding.text)}", soft_wrap=True)

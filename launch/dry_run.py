@@ -11,6 +11,7 @@ from baton.core.errors import StartupError
 from baton.model_source import resolve_model
 from launch.members import Programs
 from launch.plan import COORDINATOR, Plan
+from launch.tables import make_table, show
 
 
 def dry_run(plan: Plan, programs: Programs, console: Console | None = None) -> int:
@@ -25,7 +26,7 @@ def dry_run(plan: Plan, programs: Programs, console: Console | None = None) -> i
     for title, table in (("placement", _placement(plan)), ("ports", _ports(plan)), ("memory of each rank", None)):
         console.print(f"\n[bold]{title}[/]")
         if table is not None:
-            console.print(table)
+            show(table, console)
     _memory(plan, console)
     console.print("\n[bold]commands[/]")
     if not place.control_port:
@@ -40,15 +41,8 @@ def dry_run(plan: Plan, programs: Programs, console: Console | None = None) -> i
     return 0
 
 
-def _table(*headings: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for heading in headings:
-        table.add_column(heading, no_wrap=True)
-    return table
-
-
 def _placement(plan: Plan) -> Table:
-    table = _table("member", "node", "address", "ranks", "cores", "gpus")
+    table = make_table(("member", "node", "address", "ranks", "cores", "gpus"))
     node = plan.topology.node(plan.topology.coordinator.node)
     table.add_row(COORDINATOR, node.name, node.address, "", "not pinned", "")
     for part in plan.parts:
@@ -61,7 +55,7 @@ def _placement(plan: Plan) -> Table:
 
 
 def _ports(plan: Plan) -> Table:
-    table = _table("member", "what", "address", "port")
+    table = make_table(("member", "what", "address", "port"))
     for found in plan.listeners():
         what = found.key.removesuffix("_port").removesuffix("port") or "http"
         table.add_row(found.member, what, found.host, str(found.port or "any"))
@@ -76,7 +70,7 @@ def _memory(plan: Plan, console: Console) -> None:
     except StartupError as error:
         console.print(f"not known here: {error.message}", highlight=False)
         return
-    table = _table("member", "parameters MiB", "KV MiB", "KV blocks", "edges", "edge buffers MiB", "staging MiB")
+    table = make_table(("member", "parameters MiB", "KV MiB", "KV blocks", "edges", "edge buffers MiB", "staging MiB"))
     for part in plan.parts:
         found = rank_memory(plan, part, config)
         kv = (_mib(found.kv_bytes), str(found.kv_blocks)) if found.kv_bytes else ("85 % of what is free", "?")
@@ -88,7 +82,7 @@ def _memory(plan: Plan, console: Console) -> None:
             _mib(found.edge_bytes),
             _mib(found.staging_bytes),
         )
-    console.print(table)
+    show(table, console)
 
 
 def _mib(count: int) -> str:

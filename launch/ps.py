@@ -1,13 +1,13 @@
-"""GET /workers as a table that fits 100 columns."""
+"""GET /workers as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from launch.cluster_api import WorkerView
+from launch.tables import make_table, show
 
 _COLORS = {"ready": "green", "joining": "yellow", "draining": "yellow", "lost": "red"}
 _STEPS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
@@ -15,14 +15,11 @@ _STEPS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 
 def print_workers(workers: Sequence[WorkerView], console: Console | None = None) -> None:
     """`since` is how long each worker has been in its state."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for heading in ("worker", "role"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("tp", justify="right")
-    for heading in ("host", "state"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("incarnation", "blocks free", "running", "waiting", "since"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    if not workers:
+        (console or Console()).print("no workers have joined")
+        return
+    numbers = ("incarnation", "blocks free", "running", "waiting", "since")
+    table = make_table(("worker", "role", "tp", "host", "state", *numbers), right=("tp", *numbers))
     for worker in workers:
         fields = worker.fields
         table.add_row(
@@ -37,7 +34,7 @@ def print_workers(workers: Sequence[WorkerView], console: Console | None = None)
             str(fields.get("waiting", "?")),
             since(fields.get("since_s")),
         )
-    (console or Console()).print(table if workers else "no workers have joined")
+    show(table, console or Console())
 
 
 def since(seconds: object) -> str:

@@ -83,3 +83,11 @@ def test_a_dry_run_prints_placement_ports_memory_and_commands(tmp_path: Path) ->
     lines = text.splitlines()
     assert any(line.startswith("C --model") for line in lines)
     assert any("torchrun --nnodes 1" in line and "-m decode" in line and "--threads 1" in line for line in lines)
+
+
+def test_a_dry_run_cuts_no_number_in_a_narrow_terminal(tmp_path: Path) -> None:
+    out = io.StringIO()
+    made = plan(make_checkpoint(tmp_path / "m", "llama"), kv_memory_gib=1 / 1024)
+    dry_run(made, Programs(("C",), ("torchrun",)), Console(file=out, width=40, soft_wrap=True))
+    assert "\u2026" not in out.getvalue()
+    assert "edge buffers MiB  staging MiB" in out.getvalue()

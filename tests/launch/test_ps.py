@@ -38,6 +38,14 @@ def test_one_line_for_each_worker() -> None:
     assert line.split() == ["prefill-0", "prefill", "2", "10.0.0.2", "ready", "3", "40/64", "5", "1", "4m10s"]
 
 
+def test_nothing_is_cut_in_a_narrow_terminal() -> None:
+    out = io.StringIO()
+    worker = {**WORKER, "incarnation": 1795214507000000000}
+    print_workers([WorkerView("prefill-0", "prefill", "ready", (11, 12), worker)], Console(file=out, width=60))
+    _, line = out.getvalue().splitlines()
+    assert line.split()[5:7] == ["1795214507000000000", "40/64"]
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59, "59s"), (3600, "1h0m"), (90061, "1d1h"), (None, "?")])
 def test_since(seconds: object, text: str) -> None:
     assert since(seconds) == text
