@@ -130,7 +130,8 @@ class ModelDrafts:
     def fill(self, sequence: Sequence, tokens: int) -> DraftRow | None:
         draft = self._drafts[sequence.id]
         start = draft.computed
-        end = self._reach(sequence.id, min(sequence.num_tokens, start + tokens))
+        # The last token is left for the row that guesses what follows it: that one needs a token to compute.
+        end = self._reach(sequence.id, min(sequence.num_tokens - 1, start + tokens))
         if end <= start:
             return None
         draft.computed = end  # a step that was planned is computed, before any that is planned later

@@ -203,7 +203,7 @@ class DecodeMachine(RuleBasedStateMachine):
             self.check_context(self.draft_kv, draft)
             life = self.lives[draft.sequence_id]
             end = draft.start + len(draft.tokens)
-            assert draft.tokens == life.tokens[draft.start : end]
+            assert draft.tokens and draft.tokens == life.tokens[draft.start : end]
             assert end == len(life.tokens) or not draft.num_guesses
             self.write(self.draft_kv, draft.sequence_id, draft.block_ids, draft.start, draft.tokens)
 

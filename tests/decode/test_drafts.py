@@ -1,0 +1,40 @@
+"""The KV of a draft model beside its sequence's, rule by rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from baton.core.request import SequenceId
+from decode.drafts import CATCH_UP, ModelDrafts
+from decode.scheduler import DecodeScheduler
+from decode.speculation import Speculation
+from tests.support.builders import make_decode, make_layout, make_outcome, make_request
+
+PROMPT = 3 * CATCH_UP
+
+
+def scheduler_with_drafts() -> DecodeScheduler:
+    speculation = Speculation(ModelDrafts(make_layout(4), 64, 1000), fixed_length=2)
+    return make_decode(num_blocks=64, block_size=4, max_running=1, speculation=speculation)
+
+
+def test_a_draft_that_was_filled_while_its_sequence_waited_has_a_token_left_to_guess_from() -> None:
+    """A row of no tokens is one that no engine computes."""
+    scheduler = scheduler_with_drafts()
+    for name, tokens in (("a", 8), ("b", 20)):
+        scheduler.reserve(make_request(name, PROMPT, tokens, eos=()), 0.0)
+        assert scheduler.received(SequenceId(name), 5, 0.0) is None
+    filled = guessed = 0
+    while scheduler.num_sequences:
+        plan = scheduler.begin_step(0.0)
+        assert plan is not None
+        for draft in plan.drafts:
+            assert draft.tokens
+            waits = draft.sequence_id not in {row.sequence_id for row in plan.rows}
+            filled += len(draft.tokens) * waits
+            guessed += draft.num_guesses
+        wanted = {draft.row: draft.num_guesses for draft in plan.drafts if draft.num_guesses}
+        guesses = tuple((7,) * wanted.get(index, 0) for index in range(len(plan.rows))) if wanted else ()
+        scheduler.finish_step(replace(make_outcome(plan.with_guesses(guesses)), guesses=guesses), 0.0)
+        scheduler.check()
+    assert filled > CATCH_UP and guessed > 0
