@@ -1,4 +1,4 @@
-"""`python -m launch.agent`: torchrun with five repairs, the same flags otherwise.
+"""`python -m launch.agent`: torchrun with six repairs, the same flags otherwise.
 
 1. torchrun's store listens on every address and anybody may write to it. `--rdzv-backend baton` (the default here)
    binds it to `--master-addr` only, and on one node to a port the kernel picks, so parallel jobs cannot collide.
@@ -10,6 +10,7 @@
    tier: the workers get PYTHONSAFEPATH.
 5. torchrun kills its workers 30 s after a SIGTERM and exits with 1. The agent hands the first SIGTERM, SIGINT or SIGHUP
    to the ranks, whose leader drains (`baton.worker_main`), and exits with 0 when they have; a second signal kills them.
+6. torchrun leaves a directory for its ranks' errors behind. Without `--log-dir` the agent makes it, and removes it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -43,7 +46,8 @@ def main() -> NoReturn:
     limit_name_lookups()
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     os.environ["PYTHONSAFEPATH"] = "1"
-    stopping = _Stopping()
+    made = tempfile.mkdtemp(prefix="baton-ranks-")
+    stopping = _Stopping(made)
     stopping.listen()
 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -56,6 +60,7 @@ def main() -> NoReturn:
     args = parse_args(_with_defaults(sys.argv[1:]))  # type: ignore[no-untyped-call]
     _name_the_store(args)
     args.signals_to_handle = "SIGQUIT"  # the others are ours
+    args.log_dir = args.log_dir or made
     code = 0
     try:
         run(args)  # type: ignore[no-untyped-call]
@@ -67,14 +72,15 @@ def main() -> NoReturn:
         code = EXIT_STARTUP_ERROR
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # the workers have ended; unloading torch would take another second
+    _leave(code, made)  # the workers have ended
 
 
 class _Stopping:
-    """`asked` once a signal to end has come."""
+    """`asked` once a signal to end has come. `made` is the agent's own directory."""
 
-    def __init__(self) -> None:
+    def __init__(self, made: str) -> None:
         self.asked = False
+        self._made = made
 
     def listen(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -87,11 +93,17 @@ class _Stopping:
             for pid in descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            os._exit(128 + number if ranks else 0)  # without ranks there is nothing to drain
+            _leave(128 + number if ranks else 0, self._made)  # without ranks there is nothing to drain
         self.asked = True
         for pid in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
+
+
+def _leave(code: int, made: str) -> NoReturn:
+    """Ends the process at once: unloading torch would take another second."""
+    shutil.rmtree(made, ignore_errors=True)
+    os._exit(code)
 
 
 def _with_defaults(argv: list[str]) -> list[str]:

@@ -64,6 +64,15 @@ def test_ready_then_a_signal_drains_and_exits_0(start, sig: int) -> None:
     assert "all ended well" in output(cluster)
 
 
+def test_agents_leave_nothing_in_the_directory_for_temporary_files(start, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    cluster = wait_ready(start(env={"FAKE_AGENT": "1", "TMPDIR": str(temporary)}))
+    assert [d.name for d in temporary.iterdir() if d.name.startswith("baton-ranks-")], "no agent made its directory"
+    cluster.stop()
+    assert not list(temporary.iterdir())
+
+
 def test_each_worker_has_its_own_core(start) -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
