@@ -61,6 +61,7 @@ def test_a_batch_in_bfloat16_has_the_bits_of_each_sequence_alone(checkpoint: Cal
         assert torch.equal(torch.cat(alone.logits), torch.cat(job.logits))
 
 
+@pytest.mark.skipif(not processor_levels(), reason="torch's kernels promise no equal bits to chunks of other lengths")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("arch", ["llama", "mistral"])
 def test_nan_in_unwritten_slots_changes_nothing(checkpoint: Callable[..., Path], arch: str, dtype: str) -> None:

@@ -111,6 +111,7 @@ def _scale(projection: Projection) -> Tensor:
     return projection.scale
 
 
+@compiled
 def test_two_ranks_compute_what_one_does(checkpoint: Callable[..., Path], pool: RankPool) -> None:
     model_dir, tokens = checkpoint("llama", bias=True), random_tokens(120)
     expected = all_logits(tiny_runner(model_dir, quantize="int8"), tokens, [120])
