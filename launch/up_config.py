@@ -36,7 +36,7 @@ class UpConfig:
     control_port: int = option(0, "port workers dial, on loopback; 0: any free one", low=0, high=65535)
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "weights and KV", choices=("auto", "bfloat16", "float32"))
-    exact: bool = option(False, "row-invariant float32: the same bits whatever the batch, chunk or cache")
+    exact: bool = option(False, "the same bits whatever the batch, chunk or cache; --dtype auto is float32")
     quantize: str = option("none", "weights of linear layers and head, on CPU", choices=("none", "int8"))
     threads: int = option(0, "compute threads of a worker; 0: the cores divided among the workers", low=0, high=1024)
     max_model_len: int = option(0, "longest prompt + output in tokens; 0: the model's own limit", low=0)

@@ -33,7 +33,7 @@ class EngineConfig:
     model: str = option("builtin", "checkpoint directory, ORG/NAME on the hub, or `builtin`")
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "weights and KV", choices=("auto", "bfloat16", "float32"))
-    exact: bool = option(False, "row-invariant float32: the same bits whatever the batch, chunk or cache")
+    exact: bool = option(False, "the same bits whatever the batch, chunk or cache; --dtype auto is float32")
     kernels: str = option(
         "auto",
         "what computes on CPU: the best compiled kernels of this processor, torch's, or compiled ones by name",

@@ -31,14 +31,12 @@ def choose_device(wanted: str, exact: bool, local_rank: int = 0) -> torch.device
 
 
 def choose_dtype(wanted: str, device: torch.device, exact: bool) -> ComputeDType:
-    """ "auto" is bfloat16 on CUDA and on CPUs that multiply it in hardware, else float32; exact mode is float32."""
+    """ "auto" is bfloat16 on CUDA and on CPUs that multiply it in hardware, else float32, as in exact mode."""
     if wanted not in ("auto", "bfloat16", "float32"):
         raise StartupError(f"dtype must be auto, bfloat16 or float32, not {wanted!r:.60}")
-    if exact:
-        if wanted == "bfloat16":
-            raise StartupError("exact mode computes in float32: leave dtype at auto or float32")
-        return "float32"
     if wanted == "auto":
+        if exact:
+            return "float32"
         return "bfloat16" if device.type == "cuda" or cpu_multiplies_bfloat16() else "float32"
     return cast(ComputeDType, wanted)
 

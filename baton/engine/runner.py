@@ -30,7 +30,7 @@ from baton.engine.attention_exact import KEY_STEP, ExactAttention
 from baton.engine.batch import Batch, Limits, make_batch
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
 from baton.engine.device import choose_device, choose_dtype, default_kv_bytes
-from baton.engine.kernels.native import choose_kernels
+from baton.engine.kernels.native import choose_kernels, row_invariant
 from baton.engine.kv_pool import KVPool, plan_blocks
 from baton.engine.layers import EXACT, FAST, Rotary
 from baton.engine.logprobs import sampled_rows, scored_rows
@@ -53,7 +53,8 @@ DEFAULT_SEQUENCES = 256  # without a given KV memory, no more than this many seq
 class EngineOptions:
     """How to bring up a model. None means: decide from the machine and the checkpoint.
 
-    `exact` makes the bits of a row's logits independent of its batch (CPU, float32, slower). `threads` is the number
+    `exact` makes the bits of a row's logits independent of its batch (CPU; float32, or bfloat16 where compiled kernels
+    multiply it), and proves it at start. `threads` is the number
     of compute threads of this process. `kv_memory_bytes` is the worker's, all ranks together. `max_num_tokens` bounds
     the tokens of one step. `host` is this machine's address for the worker's other ranks, `edge_kind` how KV
     goes to other workers. `kernels` is `auto` (the best compiled ones that this processor has, else torch's), `torch`,
@@ -200,6 +201,11 @@ def load_runner(
     kernels, kernels_name = choose_kernels(options.kernels, device, torch_dtype)
     if int8 and kernels is None and options.kernels != "torch":
         raise StartupError(f"quantize int8 needs compiled kernels, and there is only {kernels_name}: leave it at none")
+    if options.exact and not row_invariant(kernels, torch_dtype):
+        raise StartupError(
+            f"exact mode in {dtype} needs compiled kernels that multiply it, and there is only {kernels_name}:"
+            " leave dtype at auto or float32"
+        )
     with _stage("load", on_stage), torch.no_grad():
         model: Model | NativeModel
         if kernels is not None:

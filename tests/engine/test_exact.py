@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from baton.core.errors import StartupError
 from baton.core.request import SamplingParams, SequenceId, TokenBias
 from baton.core.step import History, Row, StepOutcome, StepPlan
+from baton.engine.kernels.native import choose_kernels, row_invariant
 from baton.engine.runner import Runner
 from baton.engine.selftest import prove_row_invariance
 from tests.engine.driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
@@ -36,13 +39,21 @@ ARCHS = {
 }
 
 
-KINDS = [*((arch, "auto") for arch in ARCHS), *((arch, "torch") for arch in ("mistral", "qwen3"))]
+KINDS = [
+    *((arch, "auto", "float32") for arch in ARCHS),
+    *((arch, "torch", "float32") for arch in ("mistral", "qwen3")),
+    *((arch, "auto", "bfloat16") for arch in ("llama", "qwen3")),
+]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids="-".join)
 def exact(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> Runner:
-    arch, kernels = request.param
-    return tiny_runner(checkpoint(**ARCHS[arch]), exact=True, kernels=kernels)
+    arch, kernels, dtype = request.param
+    if dtype == "bfloat16":
+        compiled, name = choose_kernels(kernels, torch.device("cpu"), torch.bfloat16)
+        if compiled is None:
+            pytest.skip(f"no compiled kernels multiply bfloat16 here: {name}")
+    return tiny_runner(checkpoint(**ARCHS[arch]), exact=True, kernels=kernels, dtype=dtype)
 
 
 @pytest.mark.parametrize("chunk", [7, 16, 64, 512])
@@ -159,6 +170,18 @@ def test_self_test_fits_a_small_pool_and_step(checkpoint: Callable[..., Path]) -
     assert isinstance(runner.step(StepPlan(1, ())), StepOutcome)
 
 
-def test_exact_mode_is_float32_only(checkpoint: Callable[..., Path]) -> None:
-    with pytest.raises(StartupError, match="exact mode computes in float32"):
-        tiny_runner(checkpoint("llama"), exact=True, dtype="bfloat16")
+def test_exact_mode_is_float32_unless_told_otherwise(checkpoint: Callable[..., Path]) -> None:
+    assert tiny_runner(checkpoint("llama"), exact=True, dtype="auto").dtype_name == "float32"
+
+
+def test_exact_mode_in_bfloat16_needs_kernels_that_promise_it(checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(StartupError, match=r"exact mode in bfloat16 needs compiled kernels .* only torch: leave dtype"):
+        tiny_runner(checkpoint("llama"), exact=True, dtype="bfloat16", kernels="torch")
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_what_kernels_promise(multiplies: bool) -> None:
+    compiled: Any = SimpleNamespace(supports=lambda dtype: dtype == torch.float32 or multiplies)
+    assert row_invariant(compiled, torch.float32) and row_invariant(None, torch.float32)
+    assert row_invariant(compiled, torch.bfloat16) == multiplies
+    assert not row_invariant(None, torch.bfloat16)

@@ -171,6 +171,12 @@ def choose_kernels(wanted: str, device: torch.device, dtype: torch.dtype) -> tup
     return kernels, kernels.level
 
 
+def row_invariant(kernels: Kernels | None, dtype: torch.dtype) -> bool:
+    """Whether the bits of a row are promised to be the same whatever it is computed with: by compiled kernels in all
+    that they multiply, by torch's (None) in float32 alone, as exact mode uses them."""
+    return dtype == torch.float32 if kernels is None else kernels.supports(dtype)
+
+
 def padded(elements: int, dtype: torch.dtype) -> int:
     """Elements of a row that is whole tiles wide."""
     step = 64 // dtype.itemsize

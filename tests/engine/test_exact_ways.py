@@ -1,0 +1,125 @@
+"""Exact mode, end to end on engines and schedulers: 200 requests are answered in every way that they can be computed,
+token for token as each is alone. `make test` asks a few of them; `make test-long` all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.core.request import GenerateRequest
+from baton.engine.kernels.native import choose_kernels
+from baton.model_source import builtin_directory
+from tests.engine.driver import tiny_runner
+from tests.support.checkpoints import EOS_ID
+from tests.support.exact_jobs import random_text, requests, source_text
+from tests.support.pair_drive import ALONE, WAYS, Answers, Pair, Way
+
+FEW, ALL = 20, 200
+BLOCK_SIZE = 4
+KV_BYTES = 48 << 20
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {"arch": "llama"},
+    "mistral": {"arch": "mistral"},
+    "qwen3": {"arch": "qwen3", "head_dim": 24, "num_heads": 6, "num_kv_heads": 3, "vocab_size": 333},
+}
+QUICK = {
+    "builtin-bf16": ("batch of 32", "chunks of 16", "model, k = adaptive"),
+    "builtin": ("model, k = adaptive", "model, chunks of 16, cached, preempted"),
+    "llama": (
+        *("chunks of 16", "prefix cache", "preempted", "ngram, k = 8"),
+        *("always right", "always wrong"),
+    ),
+}
+
+
+@dataclass
+class Setup:
+    """Engines, requests, and the answer to each alone."""
+
+    pair: Pair
+    requests: list[GenerateRequest]
+    alone: Answers
+
+
+Make = Callable[[str, int], Setup]
+
+
+@pytest.fixture(scope="module")
+def setups(checkpoint: Callable[..., Path]) -> Make:
+    @cache
+    def make(model: str, count: int) -> Setup:
+        dtype = "bfloat16" if model.endswith("bf16") else "float32"
+        if dtype == "bfloat16" and choose_kernels("auto", torch.device("cpu"), torch.bfloat16)[0] is None:
+            pytest.skip("no compiled kernels multiply bfloat16 here")
+        if model.startswith("builtin"):
+            target, draft, eos = builtin_directory("target"), builtin_directory("draft"), (1,)
+        else:  # the draft has other random weights: it is right by chance
+            target, draft = checkpoint(**TINY[model]), checkpoint(**TINY[model], num_layers=1, seed=1)
+            eos = (EOS_ID,)
+        options = {"block_size": BLOCK_SIZE, "kv_memory_bytes": KV_BYTES, "dtype": dtype}
+        runners = [tiny_runner(target, exact=True, **options) for _ in range(2)]
+        pair = Pair(*runners, tiny_runner(draft, **options))
+        vocab_size = pair.decode.model_config.vocab_size
+        text = source_text(target, vocab_size) if model.startswith("builtin") else random_text(vocab_size)
+        some = requests(count, text, vocab_size, eos)
+        return Setup(pair, some, pair.answer(some, ALONE))
+
+    return make
+
+
+def cases() -> list[object]:
+    made: list[object] = []
+    for model in ("builtin", "builtin-bf16", *TINY):
+        for name in WAYS:
+            made.append(pytest.param(model, ALL, name, id=f"{model}-{ALL}-{name}", marks=pytest.mark.long))
+            if name in QUICK.get(model, ()):
+                made.append(pytest.param(model, FEW, name, id=f"{model}-{FEW}-{name}"))
+    return made
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("model", "count", "name"), cases())
+def test_every_way_gives_the_answers_of_each_alone(setups: Make, model: str, count: int, name: str) -> None:
+    setup, way = setups(model, count), WAYS[name]
+    answers = setup.pair.answer(setup.requests, way, setup.alone.tokens)
+    assert answers.tokens == setup.alone.tokens
+    assert answers.reasons == setup.alone.reasons
+    assert_gone(way, answers, count, real_draft=model.startswith("builtin") and way.drafts == "model")
+
+
+def assert_gone(way: Way, answers: Answers, count: int, *, real_draft: bool) -> None:
+    """That the requests were computed as the way says."""
+    assert answers.widest <= way.batch and (answers.widest > 1 or way.batch == 1)
+    if count == ALL and not way.short:
+        assert answers.widest == way.batch or (way.chunk < 512 and answers.widest > way.batch / 2)
+    assert answers.longest_chunk == way.chunk or way.chunk > 64 > answers.longest_chunk / 4
+    assert (answers.preemptions > 0) == way.short
+    cached = answers.cached_on_prefill, answers.cached_on_decode
+    assert min(cached) > 0 if way.cache else max(cached) == 0
+    drafted, accepted = answers.counters.drafted_tokens, answers.counters.accepted_tokens
+    assert (drafted > 0) == (way.drafts != "none")
+    if way.drafts == "right":
+        assert accepted == drafted
+    if way.drafts == "wrong":
+        assert accepted == 0
+    if real_draft:
+        assert accepted > drafted / 4
+
+
+@pytest.mark.parametrize("count", [FEW, pytest.param(ALL, marks=pytest.mark.long)])
+@pytest.mark.parametrize("model", [pytest.param("builtin", marks=pytest.mark.long), "llama"])
+def test_the_requests_are_of_every_kind(setups: Make, model: str, count: int) -> None:
+    """Both ends of an answer occur, guesses go beyond a stop, and sampling is not greedy in disguise."""
+    setup = setups(model, count)
+    assert {"stop", "length"} <= set(setup.alone.reasons.values())
+    kinds = [r.sampling for r in setup.requests]
+    assert sum(k.greedy for k in kinds) == count / 2
+    assert sum(k.penalises for k in kinds) > count / 3 and sum(bool(k.logit_bias) for k in kinds) == count / 5
+    greedy = [replace(r, sampling=replace(r.sampling, temperature=0.0)) for r in setup.requests]
+    assert setup.pair.answer(greedy, Way()).tokens != setup.alone.tokens
