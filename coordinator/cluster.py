@@ -20,9 +20,10 @@ from baton.core.request import ChoiceId, GenerateRequest, SequenceId
 from coordinator.live import Live
 from coordinator.members import Members
 from coordinator.mint import Mint
-from coordinator.policy.dispatch import Dispatcher, Ticket
+from coordinator.policy.dispatch import Dispatcher
 from coordinator.policy.journal import Journal
 from coordinator.policy.registry import Registry
+from coordinator.policy.ticket import Ticket
 from coordinator.policy.worker_view import Prefix
 
 log = logging.getLogger("baton.coordinator")
@@ -163,6 +164,7 @@ class Cluster:
             except InvariantError as e:
                 self._fail(live, e)
                 continue
+            self.dispatcher.produced(t.sequence.choice_id, live.journal.next_index - len(live.request.output))
             if worker == live.prefill_worker:
                 self.dispatcher.prefilled(t.sequence.choice_id)
                 live.stage = "decode"

@@ -8,8 +8,8 @@ from baton.core.commands import Target
 from baton.core.errors import InvariantError
 from baton.core.handles import Handle, sign
 from baton.core.request import SequenceId
-from coordinator.policy.dispatch import Placement
 from coordinator.policy.registry import Registry
+from coordinator.policy.ticket import Placement
 
 
 class Mint:

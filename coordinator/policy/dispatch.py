@@ -2,8 +2,9 @@
 
 The coordinator holds the queue (late dispatch): a prefill worker has at most two step budgets of uncomputed tokens, so
 what waits can still go anywhere. A request is dispatched when a prefill worker has room and a decode worker has blocks
-for its prompt, and would have enough for all its output were it alone: what is accepted can finish. First come first
-served; the head waits for blocks rather than being overtaken, so a long request is not starved by short ones.
+for its prompt and as much output as answers have had of late (expectation.py), beside what the sequences there are
+expected to grow by; and would have enough for all its output were it alone: what is accepted can finish. First come
+first served; the head waits for blocks rather than being overtaken, so a long request is not starved by short ones.
 
 Of several prefill workers the one is named that would have computed the prompt first: the fewest tokens to compute, in
 its backlog and of this prompt, of which it may hold a prefix already. Of decode workers the one that holds the longest
@@ -13,61 +14,31 @@ prefix, unless PREFIX_SLACK more sequences run there than on the emptiest.
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
 
 from baton.core.commands import Role
 from baton.core.errors import ContextLengthExceeded, DuplicateRequest, InvariantError, Unavailable
 from baton.core.events import BlockNews
 from baton.core.request import ChoiceId
-from coordinator.policy.worker_view import Prefix, WorkerView
+from coordinator.policy.expectation import OutputExpectation
+from coordinator.policy.ticket import Active, Placement, Ticket
+from coordinator.policy.worker_view import WorkerView
 
 BACKLOG_STEPS = 2
 PREFIX_SLACK = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """What one choice of a request needs: `prefill_tokens` are computed by prefill unless it holds them, `total_tokens`
-    is the most the sequence can ever hold. `prefix` names the full blocks that a worker may hold already."""
-
-    name: ChoiceId
-    prefill_tokens: int
-    total_tokens: int
-    needs_decode: bool = True
-    prefix: Prefix = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    name: ChoiceId
-    prefill: str
-    decode: str | None
-    spare: str | None
-
-
-@dataclass(slots=True)
-class _Active:
-    """`prefill` is None once it is no longer needed: the KV has been handed over, or the worker is gone. `to_compute`
-    tokens were expected to be computed there. While it is `arriving`, its decode worker may not count its blocks."""
-
-    ticket: Ticket
-    prefill: str | None
-    decode: str | None
-    to_compute: int
-    prefilling: bool = True
-    arriving: bool = True
-
-
 class Dispatcher:
-    """Complete state: the queue, the active requests with what they hold, and the view of each worker."""
+    """Complete state: the queue, the active requests with what they hold, the view of each worker, and how long answers
+    are expected to be."""
 
     def __init__(self, max_queued_requests: int, max_queued_tokens: int) -> None:
         self._max_requests = max_queued_requests
         self._max_tokens = max_queued_tokens
         self._queue: OrderedDict[ChoiceId, Ticket] = OrderedDict()
         self._queued_tokens = 0
-        self._active: dict[ChoiceId, _Active] = {}
+        self._active: dict[ChoiceId, Active] = {}
         self._workers: dict[str, WorkerView] = {}
+        self.expectation = OutputExpectation()
 
     def __repr__(self) -> str:
         ready = sum(w.ready for w in self._workers.values())
@@ -173,7 +144,7 @@ class Dispatcher:
             to_compute = self._to_compute(prefill, ticket)
             prefill.backlog_tokens += to_compute
             self._dequeue(ticket.name)
-            active = self._active[ticket.name] = _Active(ticket, prefill.worker_id, None, to_compute)
+            active = self._active[ticket.name] = Active(ticket, prefill.worker_id, None, to_compute)
             self._take_decode(active, decode)
             placed.append(Placement(ticket.name, prefill.worker_id, decode, spare))
         return placed
@@ -220,6 +191,12 @@ class Dispatcher:
             worker.reserved_blocks -= self._blocks(worker, active.ticket.prefill_tokens)
         active.arriving = False
 
+    def produced(self, name: ChoiceId, tokens: int) -> None:
+        """So many tokens of an active request are known, of this dispatch."""
+        active = self._active.get(name)
+        if active is not None:
+            active.produced = tokens
+
     def told(self, worker_id: str, blocks_free: int, preempted: int) -> None:
         """What a worker says of its blocks, and of sequences that wait there for some."""
         worker = self._workers.get(worker_id)
@@ -233,6 +210,8 @@ class Dispatcher:
         active = self._active.pop(name, None)
         if active is not None:
             self._release_decode(active)
+            if active.ticket.needs_decode:
+                self.expectation.ended(active.produced)
 
     def workers_of(self, name: ChoiceId) -> tuple[str, ...]:
         active = self._active.get(name)
@@ -262,6 +241,18 @@ class Dispatcher:
 
     def _blocks(self, worker: WorkerView, tokens: int) -> int:
         return -(-tokens // worker.block_size)
+
+    def _expected_blocks(self, worker: WorkerView, ticket: Ticket) -> int:
+        return self.expectation.blocks(ticket.prefill_tokens, ticket.total_tokens, worker.block_size)
+
+    def _growth(self, worker: WorkerView) -> int:
+        """Blocks that sequences on a decode worker, or on their way there, are expected to take beyond their prompts'
+        and what they have."""
+        return sum(
+            self.expectation.growth(a.ticket.prefill_tokens, a.ticket.total_tokens, a.produced, worker.block_size)
+            for a in self._active.values()
+            if a.decode == worker.worker_id
+        )
 
     def _to_compute(self, worker: WorkerView, ticket: Ticket) -> int:
         """At least the last token always is."""
@@ -295,7 +286,7 @@ class Dispatcher:
             and w.role == "decode"
             and w.worker_id not in exclude
             and w.could_hold(ticket.total_tokens)
-            and self._blocks(w, ticket.prefill_tokens) <= w.blocks_left
+            and self._expected_blocks(w, ticket) <= w.blocks_left(self._growth(w))
         ]
         emptiest = min((w.running for w in fits), default=0)
 
@@ -307,14 +298,14 @@ class Dispatcher:
         first = fits[0].worker_id if fits else None
         return first, fits[1].worker_id if len(fits) > 1 else None
 
-    def _take_decode(self, active: _Active, decode: str | None) -> None:
+    def _take_decode(self, active: Active, decode: str | None) -> None:
         active.decode, active.arriving = decode, True
         if decode is not None:
             worker = self._workers[decode]
             worker.reserved_blocks += self._blocks(worker, active.ticket.prefill_tokens)
             worker.running += 1
 
-    def _release_decode(self, active: _Active) -> None:
+    def _release_decode(self, active: Active) -> None:
         worker = self._workers.get(active.decode or "")
         if worker is not None:
             if active.arriving:

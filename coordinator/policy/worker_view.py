@@ -68,16 +68,15 @@ class WorkerView:
         step_tokens, max_tokens = max(join.step_tokens, 1), join.facts.max_model_len
         return cls(join.worker_id, join.role, join.blocks_total, block_size, step_tokens, max_tokens)
 
-    @property
-    def blocks_left(self) -> int:
-        """Blocks for one sequence more, with one for each that is there to grow into; 0 while sequences there wait to
-        come back."""
+    def blocks_left(self, growth: int) -> int:
+        """Blocks for one sequence more, with `growth` for those that are there; 0 while sequences there wait to come
+        back."""
         if self.running == 0:
             return self.blocks_total
         if self.preempted:
             return 0
         free = self.blocks_total if self.blocks_free is None else self.blocks_free
-        return free - self.reserved_blocks - self.running
+        return free - self.reserved_blocks - growth
 
     def held_tokens(self, prefix: Prefix) -> int:
         return self.held.count(prefix.get(self.block_size, ())) * self.block_size

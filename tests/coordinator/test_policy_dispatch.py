@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from baton.core.errors import BatonError, DuplicateRequest, InvalidRequest, Unavailable
-from coordinator.policy.dispatch import BACKLOG_STEPS, Dispatcher, Placement, Ticket
+from coordinator.policy.dispatch import BACKLOG_STEPS, Dispatcher
+from coordinator.policy.ticket import Placement, Ticket
 from coordinator.policy.worker_view import WorkerView
 
 
@@ -82,7 +83,7 @@ def test_the_head_waits_for_blocks_and_is_not_overtaken() -> None:
 def test_blocks_of_what_has_arrived_are_those_that_the_worker_tells() -> None:
     d = dispatcher(view("p0", step_tokens=64), view("d0", blocks=10))
     for name in "ab":
-        d.submit(Ticket(name, 20, 40))
+        d.submit(Ticket(name, 20, 20))
     assert [p.name for p in d.place()] == ["a"]
     d.handed_over("a")
     d.told("d0", blocks_free=4, preempted=0)

@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from baton.core.errors import DuplicateRequest, Unavailable
 from baton.core.events import BlockNews
-from coordinator.policy.dispatch import BACKLOG_STEPS, Dispatcher, Placement, Ticket
+from coordinator.policy.dispatch import BACKLOG_STEPS, Dispatcher
+from coordinator.policy.ticket import Placement, Ticket
 from coordinator.policy.worker_view import WorkerView
 
 MAX_REQUESTS, MAX_TOKENS = 4, 60

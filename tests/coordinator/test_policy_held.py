@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from baton.core.events import BlockNews
-from coordinator.policy.dispatch import PREFIX_SLACK, Dispatcher, Ticket
+from coordinator.policy.dispatch import PREFIX_SLACK, Dispatcher
+from coordinator.policy.ticket import Ticket
 from coordinator.policy.worker_view import HeldBlocks, WorkerView
 
 HINTS = tuple(bytes([n]) * 8 for n in range(10))

@@ -1,0 +1,100 @@
+"""How many sequences are let in: by what answers take, not by what they might take, nor by their prompts alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from coordinator.policy.dispatch import Dispatcher
+from coordinator.policy.expectation import START_TOKENS, OutputExpectation
+from coordinator.policy.ticket import Ticket
+from coordinator.policy.worker_view import WorkerView
+from tests.support.builders import make_request
+from tests.support.overload_sim import Overload, make_worker, overload
+
+
+class PromptsAlone(OutputExpectation):
+    """Lets in whatever has room for its prompt."""
+
+    def blocks(self, prefill_tokens: int, total_tokens: int, block_size: int) -> int:
+        return -(-prefill_tokens // block_size)
+
+
+class EveryToken(OutputExpectation):
+    """Lets in what has room for all it might ever say."""
+
+    def blocks(self, prefill_tokens: int, total_tokens: int, block_size: int) -> int:
+        return -(-total_tokens // block_size)
+
+
+def busy_dispatcher(blocks: int) -> Dispatcher:
+    dispatcher = Dispatcher(100, 10_000)
+    dispatcher.add_worker(WorkerView("p0", "prefill", 1000, 16, 10_000))
+    dispatcher.add_worker(WorkerView("d0", "decode", blocks, 16, 512))
+    return dispatcher
+
+
+def test_the_mean_follows_the_answers_and_not_those_that_said_nothing() -> None:
+    expectation = OutputExpectation()
+    expectation.ended(0)
+    assert expectation.mean_tokens == START_TOKENS
+    for _ in range(200):
+        expectation.ended(20)
+    assert 20 <= expectation.mean_tokens < 21
+
+
+def test_no_more_is_expected_than_a_request_may_say_and_at_least_a_block_of_what_runs() -> None:
+    expectation = OutputExpectation()
+    assert expectation.blocks(32, 40, 16) == 3
+    assert expectation.blocks(32, 4096, 16) == 2 + START_TOKENS / 16
+    assert expectation.growth(32, 4096, 0, 16) == START_TOKENS / 16
+    assert expectation.growth(32, 4096, 100, 16) == 10 - 9
+    assert expectation.growth(32, 4096, 3000, 16) == 1
+
+
+def test_what_runs_is_left_room_to_grow_and_what_ends_gives_it_back() -> None:
+    dispatcher = busy_dispatcher(28)
+    for name in ("a", "b", "c"):
+        dispatcher.submit(Ticket(name, 32, 4096 // 16))
+    assert [p.name for p in dispatcher.place()] == ["a", "b"], "ten blocks each"
+    for name in ("a", "b"):
+        dispatcher.handed_over(name)
+    dispatcher.told("d0", blocks_free=24, preempted=0)
+    assert dispatcher.place() == []
+    dispatcher.produced("a", 100)
+    dispatcher.told("d0", blocks_free=18, preempted=0)
+    assert dispatcher.place() == [], "one for a, eight for b"
+    dispatcher.finish("a")
+    dispatcher.told("d0", blocks_free=25, preempted=0)
+    assert [p.name for p in dispatcher.place()] == ["c"]
+    dispatcher.check()
+
+
+def flooded(expectation: OutputExpectation | None, count: int = 120) -> Overload:
+    """Requests of up to 2,000 tokens, whose answers are of 200 on average, on a decode worker that has room for
+    about sixteen whole sequences of that length."""
+    generator = random.Random(4)
+    requests = [make_request(f"r{i}", generator.randint(20, 80), 2000, eos=()) for i in range(count)]
+    lengths = [max(2, min(1000, round(generator.expovariate(1 / 200)))) for _ in requests]
+    return overload(make_worker(256), requests, lengths, expectation)
+
+
+@pytest.fixture(scope="module")
+def outcome() -> Overload:
+    return flooded(None)
+
+
+def test_under_overload_hardly_anything_is_preempted(outcome: Overload) -> None:
+    thrashing = flooded(PromptsAlone())
+    assert thrashing.preemptions > 15 and thrashing.refused > 100
+    assert outcome.preemptions < thrashing.preemptions / 5
+    assert outcome.recomputed_tokens < thrashing.recomputed_tokens / 5
+    assert outcome.refused == 0
+    assert outcome.ended_at < 1.05 * thrashing.ended_at
+
+
+def test_under_overload_memory_is_not_kept_for_what_is_never_said(outcome: Overload) -> None:
+    idle = flooded(EveryToken(), count=10)
+    assert idle.preemptions == 0 and idle.widest <= 2
+    assert outcome.widest > 12

@@ -1,0 +1,106 @@
+"""More requests than the decode pool holds, in virtual time: the coordinator's dispatcher and a decode worker's
+scheduler, with an engine that takes as long as a cost curve says. Prompts arrive computed, a while after their
+dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.core.errors import Unavailable
+from baton.core.request import GenerateRequest
+from coordinator.policy.dispatch import Dispatcher
+from coordinator.policy.expectation import OutputExpectation
+from coordinator.policy.ticket import Ticket
+from coordinator.policy.worker_view import WorkerView
+from decode.scheduler import DecodeScheduler
+from decode.speculation import Speculation
+from decode.step_cost import StepModel
+from tests.support.builders import make_decode, make_outcome
+
+HAND_OVER_S = 0.05
+COSTS = ((1, 0.010), (8, 0.012), (64, 0.030), (512, 0.200))
+"""Seconds of a step by its tokens: about the built-in pair on one slow core."""
+
+
+@dataclass
+class Overload:
+    """What became of it: how often sequences were preempted, tokens computed again for that, refusals at the decode
+    worker's door, the widest step, the longest time between two tokens of one sequence, and the end."""
+
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    refused: int = 0
+    widest: int = 0
+    longest_silence_s: float = 0.0
+    longest_silence_steps: int = 0
+    steps: int = 0
+    ended_at: float = 0.0
+    lengths: dict[str, int] = field(default_factory=dict)
+
+
+def make_worker(num_blocks: int, *, max_running: int = 64, prefix_cache: bool = False) -> DecodeScheduler:
+    speculation = Speculation(model=StepModel(COSTS, budget_s=0.05))
+    return make_decode(
+        num_blocks, block_size=16, max_running=max_running, speculation=speculation, prefix_cache=prefix_cache
+    )
+
+
+def overload(
+    worker: DecodeScheduler,
+    requests: Sequence[GenerateRequest],
+    lengths: Sequence[int],
+    expectation: OutputExpectation | None = None,
+) -> Overload:
+    """All requests at once; the i-th answer is `lengths[i]` tokens long, whatever its max_tokens. Every block must be
+    free in the end."""
+    size, result = worker.layout.block_size, Overload()
+    dispatcher = Dispatcher(len(requests), 1 << 30)
+    dispatcher.expectation = expectation or dispatcher.expectation
+    dispatcher.add_worker(WorkerView("p0", "prefill", 1 << 20, size, 1 << 20))
+    dispatcher.add_worker(WorkerView("d0", "decode", worker.blocks.num_blocks, size, 512))
+    by_name = {request.choice_id: request for request in requests}
+    length_of = {request.request_id: length for request, length in zip(requests, lengths, strict=True)}
+    for request in requests:
+        dispatcher.submit(Ticket(request.choice_id, request.num_prefill_tokens, request.max_total_tokens))
+    now, arriving, heard = 0.0, list[tuple[float, GenerateRequest]](), dict[str, tuple[float, int]]()
+    while len(result.lengths) < len(requests):
+        for placement in dispatcher.place():
+            arriving.append((now + HAND_OVER_S, by_name[placement.name]))
+        for entry in [e for e in arriving if e[0] <= now]:
+            request = entry[1]
+            try:
+                worker.reserve(request, now)
+            except Unavailable:
+                result.refused += 1
+                continue
+            arriving.remove(entry)
+            worker.received(request.sequence_id, 7, now)
+            dispatcher.handed_over(request.choice_id)
+            heard[request.request_id] = now, result.steps
+        plan = worker.begin_step(now)
+        if plan is None:
+            now += 0.01
+            assert now < 1e5, f"no end: {worker!r}"
+            continue
+        result.steps += 1
+        result.widest = max(result.widest, len(plan.rows))
+        result.recomputed_tokens += plan.num_tokens - sum(row.num_sampled for row in plan.rows)
+        now += worker.speculation.model.short.seconds(plan.num_tokens)
+        for event in worker.finish_step(make_outcome(plan), now).tokens:
+            name, produced = event.sequence.request_id, event.first_index + len(event.tokens)
+            at, step = heard[name]
+            result.longest_silence_s = max(result.longest_silence_s, now - at)
+            result.longest_silence_steps = max(result.longest_silence_steps, result.steps - step)
+            heard[name] = now, result.steps
+            dispatcher.produced(event.sequence.choice_id, produced)
+            if produced >= length_of[name]:
+                result.lengths[name] = produced
+                worker.abort(event.sequence)
+                dispatcher.finish(event.sequence.choice_id)
+        worker.check()
+        dispatcher.told("d0", worker.blocks.num_free, worker.num_preempted)
+    dispatcher.check()
+    assert worker.blocks.num_free == worker.blocks.num_blocks
+    result.preemptions, result.ended_at = worker.preemptions, now
+    return result
