@@ -34,6 +34,7 @@ from dataclasses import dataclass, field, fields
 from baton.core.commands import Role
 from baton.core.config import CoordinatorConfig, WorkerConfig, from_table, nearest, option
 from baton.core.errors import StartupError
+from baton.core.reshard import MAX_TENSOR_PARALLEL
 from launch.cores import parse_cores
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -116,7 +117,7 @@ class _WorkerTable(WorkerConfig):
     node: str = option("", "")
     nodes: tuple[str, ...] = option((), "")
     nnodes: int = option(0, "", low=0, high=64)
-    tensor_parallel: int = option(1, "", low=1, high=64)
+    tensor_parallel: int = option(1, "", low=1, high=MAX_TENSOR_PARALLEL)
     devices: tuple[int, ...] = option((), "")
     base_port: int = option(0, "", low=0, high=65533)
     rendezvous_port: int = option(0, "", low=0, high=65535)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 from baton.core.config import CoordinatorConfig, WorkerConfig, option
 from baton.core.errors import StartupError
+from baton.core.reshard import MAX_TENSOR_PARALLEL
 from baton.event_log import VARIABLE as EVENT_LOG
 from baton.process import PARENT_VARIABLE as PARENT
 
@@ -28,8 +29,8 @@ class UpConfig:
     )
     prefill: int = option(1, "prefill workers", low=1, high=256)
     decode: int = option(1, "decode workers", low=1, high=256)
-    prefill_tp: int = option(1, "tensor-parallel ranks of a prefill worker", low=1, high=64)
-    decode_tp: int = option(1, "tensor-parallel ranks of a decode worker", low=1, high=64)
+    prefill_tp: int = option(1, "tensor-parallel ranks of a prefill worker", low=1, high=MAX_TENSOR_PARALLEL)
+    decode_tp: int = option(1, "tensor-parallel ranks of a decode worker", low=1, high=MAX_TENSOR_PARALLEL)
     host: str = option("127.0.0.1", "address of HTTP and public gRPC")
     port: int = option(8100, "HTTP port; 0: any free one", low=0, high=65535)
     grpc_port: int = option(8102, "public gRPC port; 0: any free one", low=0, high=65535)

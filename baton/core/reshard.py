@@ -16,6 +16,10 @@ from dataclasses import dataclass, replace
 from baton.core.errors import StartupError
 from baton.core.kv_layout import KVLayout
 
+MAX_TENSOR_PARALLEL = 64
+"""Ranks of one worker, as the launch options allow them. What a peer claims is held against it before anything is done
+for each rank."""
+
 EdgeKey = tuple[int, int]
 """(prefill rank, decode rank)"""
 
@@ -85,10 +89,14 @@ def reshard(heads_per_layer: Sequence[int], prefill_tp: int, decode_tp: int) -> 
 
 
 def reshard_layout(layout: KVLayout, prefill_tp: int, decode_tp: int) -> tuple[EdgePlan, ...]:
-    """The edges between two workers that keep KV of a whole model's `layout`. Raises StartupError as `reshard` does."""
+    """The edges between two workers that keep KV of a whole model's `layout`.
+
+    Raises:
+        StartupError: as `reshard` does, and where a size is not 1 to MAX_TENSOR_PARALLEL.
+    """
     for side, size in (("prefill", prefill_tp), ("decode", decode_tp)):
-        if size < 1:
-            raise StartupError(f"{size} tensor-parallel ranks on the {side} side")
+        if not 1 <= size <= MAX_TENSOR_PARALLEL:
+            raise StartupError(f"{size} tensor-parallel ranks on the {side} side are not 1 to {MAX_TENSOR_PARALLEL}")
     return reshard([layer.num_kv_heads for layer in layout.layers], prefill_tp, decode_tp)
 
 

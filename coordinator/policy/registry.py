@@ -16,7 +16,7 @@ from baton.core.commands import Join, Role, WorkerFacts
 from baton.core.errors import JoinRefused, StartupError
 from baton.core.events import Load
 from baton.core.leases import LeaseTable
-from baton.core.reshard import local_layout
+from baton.core.reshard import MAX_TENSOR_PARALLEL, local_layout
 
 WorkerState = Literal["joining", "ready", "draining", "lost"]
 KEEP_LOST_S = 300.0
@@ -195,8 +195,10 @@ def _check_possible(join: Join) -> None:
         if size < least:
             raise _refused(join, f"{name}: {size} is no size")
     ranks = join.facts.tensor_parallel
-    if ranks < 1 or (join.pids and len(join.pids) != ranks):
-        raise _refused(join, f"tensor_parallel: {ranks} with {len(join.pids)} pids is no set of ranks")
+    if not 1 <= ranks <= MAX_TENSOR_PARALLEL:
+        raise _refused(join, f"tensor_parallel: {ranks} ranks are not 1 to {MAX_TENSOR_PARALLEL}")
+    if join.pids and len(join.pids) != ranks:
+        raise _refused(join, f"tensor_parallel: {ranks} ranks with {len(join.pids)} pids")
     try:
         local_layout(join.facts.layout, ranks, 0)
     except StartupError as e:

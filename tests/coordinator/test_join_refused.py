@@ -51,6 +51,7 @@ CASES: dict[str, tuple[Join, str]] = {
     "blocks of nothing": (facts(layout=layout(block_size=0)), "block_size"),
     "ranks that heads cannot be split over": (replace(facts(tensor_parallel=3), pids=(1, 2, 3)), "tensor_parallel"),
     "fewer processes than ranks": (facts(tensor_parallel=2), "tensor_parallel"),
+    "too many ranks": (replace(facts(tensor_parallel=1 << 30), pids=()), "tensor_parallel"),
     "no ranks": (replace(facts(tensor_parallel=0), pids=()), "tensor_parallel"),
     "no blocks": (replace(facts(), blocks_total=0), "blocks_total"),
     "no address": (replace(facts(), link_address="nowhere"), "link_address"),

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from baton.core import reshard
 from baton.core.errors import BatonError
 from baton.core.request import SequenceId
 from baton.rpc.link import dial_link
 from tests.support.builders import make_layout, make_request
 from tests.support.fake_runner import pair, until
-from tests.support.limits import LOAD_FACTOR
+from tests.support.limits import HANG_S, Stall
 from tests.support.misfits import MISFITS, REFUSED_WITHIN_S, changed
 
 IDS = [f"{n}-{why.split(':')[0]}" for n, (why, _) in enumerate(MISFITS)]
@@ -28,8 +29,10 @@ async def test_a_link_that_does_not_fit_is_refused_by_name_and_counted(
         decode.worker.shell.token = source.worker.shell.token = "secret"
         hello = changed(source.worker._hello(), changes)
         with pytest.raises(BatonError) as caught, caplog.at_level(logging.WARNING):
-            async with asyncio.timeout(REFUSED_WITHIN_S * LOAD_FACTOR):
-                await dial_link(decode.address, hello, 10.0)
+            async with asyncio.timeout(HANG_S):
+                with Stall() as stall:
+                    await dial_link(decode.address, hello, HANG_S)
+        assert stall.took_s < stall.allows(REFUSED_WITHIN_S)
         assert caught.value.code == "join_refused"
         assert caught.value.message.startswith(f"link refused: {why}") and "\n" not in caught.value.message
         (line,) = [r.getMessage() for r in caplog.records if r.name == "baton.worker"]
@@ -73,3 +76,29 @@ async def test_a_prefill_worker_looks_at_the_answer_itself() -> None:
         await until(lambda: source.told.parked, what="parked KV")
         assert "keeps KV in another shape: block_size: 4 and 6, " in source.told.parked[0].reason
         source.abort(SequenceId("r"))
+
+
+async def test_a_decode_worker_that_claims_more_ranks_than_any_worker_has_is_refused_before_they_are_planned_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    planned: list[int] = []
+    plan = reshard.reshard
+
+    def counted(heads: Any, prefill_tp: int, decode_tp: int) -> Any:
+        planned.append(decode_tp)
+        return plan(heads, prefill_tp, min(decode_tp, 2))
+
+    monkeypatch.setattr(reshard, "reshard", counted)
+    async with pair() as (source, [decode]):
+        decode.worker._check_fits = lambda hello: None  # type: ignore[method-assign]
+        for number, claimed in enumerate((1 << 30, reshard.MAX_TENSOR_PARALLEL + 1, 0, -1)):
+            name = f"r{number}"
+            decode.worker.facts = replace(decode.worker.facts, tensor_parallel=claimed)
+            source.submit(make_request(name, 8, max_tokens=4), decode)
+            source.compute()
+            await until(lambda n=number: len(source.told.parked) > n, what="parked KV")
+            assert (
+                f"tensor_parallel: {claimed} tensor-parallel ranks on the decode side" in source.told.parked[-1].reason
+            )
+            source.abort(SequenceId(name))
+        assert set(planned) == {1}  # only the decode worker planned, for what it really has
