@@ -36,10 +36,13 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(autouse=True)
 def untroubled(request: pytest.FixtureRequest, running: FaultCluster) -> Iterator[None]:
-    """No test finds the trouble of another."""
+    """No test finds the trouble of another, and one that fails shows the logs of that moment."""
     if {"running": 2, "times": 20}.items() <= request.node.callspec.params.items():
         pytest.skip("with two ranks a worker once, with one 20 times")
+    failed = request.session.testsfailed
     yield
+    if request.session.testsfailed > failed:
+        print(running.cluster.logs())
     running.release_all()
 
 

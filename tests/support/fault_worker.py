@@ -3,7 +3,8 @@
 Trouble is asked for by files in $BATON_TEST_FAULTS named WORKER.WHAT; nothing in the product knows of them.
 
     hold_step, hold_send    while it is there, a step or a send waits (a send: after its receiver has posted); the
-                            worker answers with WORKER.held
+                            worker answers with WORKER.held. A number in hold_step: only steps with a row that begins
+                            there or behind
     refuse                  while it is there, a decode worker has no blocks for an offer
     flip, cut               once: one bit of the bytes of the next send is wrong; the next send finds its edge cut
     swap                    once: the next send has the bytes and the checksum of the one before, which are intact
@@ -28,6 +29,7 @@ from typing import Any
 
 from baton.core.errors import Unavailable
 from baton.core.handover import Chunk
+from baton.core.step import StepPlan
 from baton.worker_main import MakeWorker, Worker, worker_main
 
 VARIABLE = "BATON_TEST_FAULTS"
@@ -48,6 +50,13 @@ class Faults:
 
     def path(self, what: str) -> Path:
         return self._directory / f"{self._name}.{what}"
+
+    def holds(self, plan: StepPlan) -> bool:
+        try:
+            text = self.path("hold_step").read_text()
+        except OSError:
+            return False
+        return not text or any(row.start >= int(text) for row in plan.rows)
 
     def fires(self, what: str) -> bool:
         """Whether a test asked for it; once for each time it did."""
@@ -93,8 +102,9 @@ def _install(faults: Faults) -> None:
 
     step, send, checksum, say = Runner.step, GlooEdge.send, staging.checksum, MessageStream.send
 
-    def held_step(runner: Runner, plan: Any) -> Any:
-        faults.hold("hold_step")
+    def held_step(runner: Runner, plan: StepPlan) -> Any:
+        if faults.holds(plan):
+            faults.hold("hold_step")
         return step(runner, plan)
 
     def faulty_send(edge: GlooEdge, buf: Any, timeout_s: float) -> None:
