@@ -299,7 +299,7 @@ class Cluster:
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
-            self.members.expire(now)
+            self.members.expire()
             missing = self.dispatcher.missing_pool(even_unready=True)
             for live in self._live.values():
                 if now >= live.deadline_at:

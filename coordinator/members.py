@@ -20,12 +20,14 @@ from baton.core.cluster_token import check_token
 from baton.core.commands import Command, Drain, Drained, Following, Heartbeat, HeartbeatAck, Join, Leave, Welcome
 from baton.core.errors import InvariantError, JoinRefused, NotFound, Unavailable
 from baton.core.events import StepEvents
+from baton.core.listening import ListeningClock
 from baton.rpc.streams import LinkLost, MessageStream
 from coordinator.policy.dispatch import Dispatcher
 from coordinator.policy.registry import Registry, WorkerRecord
 from coordinator.policy.worker_view import WorkerView
 
 log = logging.getLogger("baton.coordinator")
+STOOD_STILL_S = 0.5  # a look at the leases that comes later than this: the coordinator itself stood still meanwhile
 LAST_WORD_S = 5.0  # how long workers that drain with the whole cluster may take to say that they have
 ToWorker = Welcome | Command | HeartbeatAck
 
@@ -48,8 +50,8 @@ class MembersOwner(Protocol):
 
 class Members:
     """Complete state: the registry, the queue of commands to each connected worker, the incarnation of each worker that
-    has not gone, by when those that drain are to have left, and how often a join was refused for each field. `address`
-    is where workers dial; `token` is what they must know, if not empty."""
+    has not gone, by when those that drain are to have left, how often a join was refused for each field, and the clock
+    of leases. `address` is where workers dial; `token` is what they must know, if not empty."""
 
     def __init__(
         self, owner: MembersOwner, dispatcher: Dispatcher, registry: Registry, handle_key: bytes, token: str
@@ -63,6 +65,7 @@ class Members:
         self._incarnations: dict[str, int] = {}
         self._drains: dict[str, float] = {}
         self._token = token
+        self._clock = ListeningClock(time.monotonic(), STOOD_STILL_S)
         self.address = ""
         self.joins_refused: Counter[str] = Counter()
 
@@ -122,7 +125,7 @@ class Members:
             self.check_token(join.token, f"{join.role} worker {join.worker_id[:128]!r}")
             if self._owner.draining and self._incarnations.get(join.worker_id) != join.incarnation:
                 raise Unavailable(f"{join.worker_id} cannot join: the cluster is draining", code="draining")
-            return self.registry.join(replace(join, token=""), time.monotonic())
+            return self.registry.join(replace(join, token=""), self.now())
         except JoinRefused as e:
             self.joins_refused[e.param or ""] += 1
             log.warning("%s", e.message)
@@ -145,14 +148,14 @@ class Members:
         worker = join.worker_id
         if self._outgoing.get(worker) is queue:
             del self._outgoing[worker]
-            if self.registry.disconnected(worker, join.incarnation, time.monotonic()):
+            if self.registry.disconnected(worker, join.incarnation, self.now()):
                 self._dispatcher.set_ready(worker, False)
                 log.warning("session of %s broke: %s", worker, stream.ended)
 
     def _on(self, worker: str, incarnation: int, message: object) -> bool:
         """Takes in one message; False ends the session."""
         load = message.load if isinstance(message, Heartbeat | StepEvents) else None
-        if not self.registry.heard(worker, incarnation, load, time.monotonic()):
+        if not self.registry.heard(worker, incarnation, load, self.now()):
             log.warning("%s is fenced: its lease has run out", worker)
             return False
         if load is not None:
@@ -175,9 +178,14 @@ class Members:
                 raise InvariantError(f"{worker} sent {type(message).__name__}")
         return True
 
-    def expire(self, now: float) -> None:
-        """Workers whose lease has run out are lost."""
-        for record in self.registry.expire(now):
+    def now(self) -> float:
+        """On the clock of leases."""
+        return self._clock.at(time.monotonic())
+
+    def expire(self) -> None:
+        """Workers whose lease has run out are lost. To be called every now and then: leases do not run while nobody
+        does, since a coordinator that stood still has to read first what was said meanwhile."""
+        for record in self.registry.expire(self._clock.look(time.monotonic())):
             self._outgoing.pop(record.worker_id, None)
             self._lost(record, f"silent for {self.registry.leases.duration_s:g} s")
 
@@ -207,7 +215,7 @@ class Members:
     def _begin_drain(self, worker: str, timeout_s: float) -> None:
         by = time.monotonic() + timeout_s
         self._drains[worker] = min(by, self._drains.get(worker, by))
-        self.registry.draining(worker, time.monotonic())
+        self.registry.draining(worker, self.now())
         self._dispatcher.set_ready(worker, False)
 
     async def drain_all(self, timeout_s: float) -> None:

@@ -152,7 +152,7 @@ class Pipeline:
 
     def workers(self) -> dict[str, object]:
         members = self._cluster.members
-        table = members.registry.table(time.monotonic())
+        table = members.registry.table(members.now())
         return {"workers": table, "control": members.address, "joins_refused": dict(members.joins_refused)}
 
 

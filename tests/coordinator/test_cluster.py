@@ -401,6 +401,25 @@ async def test_a_process_that_stood_still_reads_first_what_came_meanwhile() -> N
         assert await reader.done() == [5, 6, 7, 8]
 
 
+async def test_a_coordinator_that_stood_still_longer_than_a_lease_loses_nobody() -> None:
+    async with bench("p0", "d0", lease_s=1.6) as b:
+        reader = b.submit()
+        p, d, s = await begun(b)
+        p.say(s, 0, 5)
+        p.hand_over(s, "d0")
+        d.say(s, 0, 5, 6)
+        await reader.got(2)
+        time.sleep(2.4)  # workers, on the same loop, stand still too, and their heartbeats come late
+        await asyncio.sleep(0.5)
+        assert b.state("p0") == b.state("d0") == "ready" and not d.abandoned
+        d.say(s, 2, 7, 8, ended="length")
+        assert await reader.done() == [5, 6, 7, 8]
+        began = time.monotonic()
+        d.wire.mute()  # and silence counts again
+        await until(lambda: b.state("d0") == "lost")
+        assert time.monotonic() - began > 0.8
+
+
 async def test_a_command_that_cannot_be_sent_breaks_the_session_and_not_in_silence(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
