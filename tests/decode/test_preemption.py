@@ -11,6 +11,7 @@ from decode.scheduler import PATIENCE_S, TURN_TOKENS, DecodeScheduler
 from decode.speculation import Speculation
 from decode.step_cost import StepModel
 from tests.support.builders import make_decode, make_outcome, make_request
+from tests.support.overload_sim import make_worker
 
 
 def ready(scheduler: DecodeScheduler, name: str, prompt: int = 4, max_tokens: int = 20, priority: int = 0) -> None:
@@ -128,3 +129,31 @@ def test_every_stream_progresses_in_half_the_pool() -> None:
         assert all(now - last[name] < 8 * PATIENCE_S for name in waiting)
     assert scheduler.preemptions > 0
     assert scheduler.blocks.num_free == 24
+
+
+def test_no_stream_is_silent_for_two_seconds_in_half_the_pool() -> None:
+    """Eight streams of 64 + 256 tokens where four fit. A step takes what a cost curve says, in virtual time, and
+    so does recomputation: what a busy machine does to the clock says nothing here."""
+    scheduler = make_worker(num_blocks=80)
+    heard: dict[str, tuple[float, int]] = {}
+    for index in range(8):
+        ready(scheduler, f"s{index}", prompt=64, max_tokens=256)
+        heard[f"s{index}"] = 0.0, 0
+    now, count, recomputed, silence_s, silent_steps = 0.0, 0, 0, 0.0, 0
+    outputs = dict.fromkeys(heard, 0)
+    while scheduler.num_sequences:
+        plan = scheduler.begin_step(now)
+        assert plan is not None
+        now, count = now + scheduler.speculation.model.long.seconds(plan.num_tokens), count + 1
+        recomputed += plan.num_tokens - sum(row.num_sampled for row in plan.rows)
+        for event in scheduler.finish_step(make_outcome(plan), now).tokens:
+            name = event.sequence.request_id
+            at, step_then = heard[name]
+            silence_s, silent_steps = max(silence_s, now - at), max(silent_steps, count - step_then)
+            heard[name] = now, count
+            outputs[name] = event.first_index + len(event.tokens)
+        scheduler.check()
+    assert outputs == dict.fromkeys(heard, 256)
+    assert scheduler.blocks.num_free == 80
+    assert scheduler.preemptions > 0 and recomputed > 0, "blocks must have been short"
+    assert silence_s < 2.0 and silent_steps < 128
