@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,3 +64,49 @@ async def test_tokens_do_not_depend_on_company_or_chunk(
             await client.idle(running)
     assert first_answers.setdefault("greedy", greedy) == greedy
     assert first_answers.setdefault("sampled", sampled) == sampled
+
+
+KINDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8, "seed": 5},
+    {"frequency_penalty": 0.4, "repetition_penalty": 1.3},
+    {"temperature": 0.8, "seed": 6, "top_p": 0.95, "presence_penalty": 0.5, "logit_bias": {"300": 1.5, "400": -2}},
+    {"temperature": 0.8, "seed": 7, "stop": ["\n\n"], "min_tokens": 4},
+    {"stop": ["return"]},
+)
+SOURCES = (
+    "def read_lines(path):\n",
+    "class Queue:\n    def __init__(self",
+    "for index, name in enumerate(",
+    "import os\n",
+)
+
+
+async def answers(**flags: object) -> tuple[list[tuple[int, ...]], Counter[str]]:
+    """Every kind of request after every text, all at once, twice (the second time what was said first is cached); and
+    what their usage says of guesses."""
+    counted: Counter[str] = Counter()
+    with cluster("builtin", exact=True, max_running=32, **flags) as running:
+        async with Client(running) as client:
+
+            async def tokens(text: str, kind: dict[str, Any]) -> tuple[int, ...]:
+                answer = await client.complete(text, COUNT, model=None, **kind)
+                counted.update({k: v for k, v in answer["usage"].get("speculation", {}).items() if k != "forced"})
+                return tuple(answer["choices"][0]["token_ids"])
+
+            asked = [(text * 3, kind) for text in SOURCES for kind in KINDS]
+            first = await asyncio.gather(*(tokens(*each) for each in asked))
+            assert await asyncio.gather(*(tokens(*each) for each in asked)) == first
+            await client.idle(running)
+            return first, counted
+
+
+@pytest.mark.long
+async def test_tokens_do_not_depend_on_who_guesses() -> None:
+    plain, none = await answers(draft="none")
+    assert none["drafted_tokens"] == 0 and any(len(tokens) < COUNT for tokens in plain)
+    for flags in ({"draft": "auto"}, {"draft": "auto", "draft_tokens": 4}, {"draft": "ngram", "draft_tokens": 4}):
+        guessed, counters = await answers(**flags)
+        assert guessed == plain, flags
+        assert counters["drafted_tokens"] > 0
+        assert counters["accepted_tokens"] > counters["drafted_tokens"] / 10

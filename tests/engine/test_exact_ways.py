@@ -109,7 +109,8 @@ def assert_gone(way: Way, answers: Answers, count: int, *, real_draft: bool) -> 
     if way.drafts == "wrong":
         assert accepted == 0
     if real_draft:
-        assert accepted > drafted / 4
+        assert accepted > sum(map(len, answers.tokens.values())) / 4
+        assert accepted > drafted / 4 or way.length > 1  # of many guesses at once the later ones are rarely right
 
 
 @pytest.mark.parametrize("count", [FEW, pytest.param(ALL, marks=pytest.mark.long)])

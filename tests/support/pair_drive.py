@@ -108,7 +108,7 @@ class KnownDrafts:
         pass
 
     def room(self, sequence: Running, count: int) -> int:
-        return min(count, len(self._answers[sequence.id.request_id]) - len(sequence.output))
+        return max(0, min(count, len(self._answers[sequence.id.request_id]) - len(sequence.output)))
 
     def guess(self, sequence: Running, row: int, count: int) -> Guess:
         done = len(sequence.output)
