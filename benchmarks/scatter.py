@@ -1,0 +1,116 @@
+"""Are steps of a decode worker late while KV of somebody else's prompt is stored?
+
+    python benchmarks/scatter.py [--rounds 40]
+
+Received KV is checked and scattered on the thread of its edge, beside the step loop. This times steps of the built-in
+model (batch 8 at 512 tokens of context) with that thread idle, and while it checks and scatters chunks of 512 tokens
+one after the other without a pause, as no link could bring them. Both are interleaved. The processor time of the
+computing thread says what a step itself did, wall time what a stream saw; on a machine that does other work wall time
+says little. Writes `benchmarks/results/scatter.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from baton.engine.runner import EngineOptions, load_runner
+from baton.model_source import builtin_directory
+from baton.transfer.staging import checksum, pack, unpack
+from benchmarks.engine import decode
+from benchmarks.serving import commit, machine
+
+RESULTS = Path(__file__).resolve().parent / "results"
+CHUNK, BLOCK, STEPS = 512, 16, 10
+
+
+class Scatterer(threading.Thread):
+    """Checks and scatters one chunk again and again while `busy` is set."""
+
+    def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], first_block: int) -> None:
+        super().__init__(daemon=True)
+        self.busy, self.ended = threading.Event(), threading.Event()
+        self.chunks, self.seconds, self._layers = 0, 0.0, layers
+        self._blocks = tuple(range(first_block, first_block + CHUNK // BLOCK))
+        self._buffer = pack(layers, self._blocks, BLOCK, 0, CHUNK)
+
+    def run(self) -> None:
+        while not self.ended.is_set():
+            if not self.busy.wait(0.1):
+                continue
+            started = time.perf_counter()
+            checksum(b"", self._buffer)
+            unpack(self._buffer, self._layers, self._blocks, BLOCK, 0, CHUNK)
+            self.seconds += time.perf_counter() - started
+            self.chunks += 1
+
+    @property
+    def num_bytes(self) -> int:
+        return self._buffer.numel()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40)
+    arguments = parser.parse_args()
+    runner = load_runner(
+        EngineOptions(model_dir=builtin_directory("target"), device="cpu", threads=1, kv_memory_bytes=128 << 20)
+    )
+    plan = decode(8, 512)
+    scatterer = Scatterer(runner.kv.layers, max(max(row.block_ids) for row in plan.rows) + 1)
+    scatterer.start()
+    wall: dict[bool, list[float]] = {False: [], True: []}
+    own: dict[bool, list[float]] = {False: [], True: []}
+    for number in range(2 * arguments.rounds):
+        busy = number % 2 == 1
+        (scatterer.busy.set if busy else scatterer.busy.clear)()
+        time.sleep(0.01)
+        for _ in range(STEPS):
+            started, used = time.perf_counter(), time.thread_time()
+            runner.step(plan)
+            own[busy].append(time.thread_time() - used)
+            wall[busy].append(time.perf_counter() - started)
+    scatterer.ended.set()
+
+    def row(name: str, busy: bool) -> str:
+        times = sorted(wall[busy])
+        figures = (statistics.median(times), times[int(0.95 * len(times))], statistics.median(own[busy]))
+        return f"| {name} | " + " | ".join(f"{1e3 * f:.2f} ms" for f in figures) + " |"
+
+    rate = scatterer.chunks * scatterer.num_bytes / scatterer.seconds / 1e9
+    text = "\n".join(
+        [
+            "# Steps beside scattered KV",
+            "",
+            f"{machine()}. Commit {commit()}, {datetime.date.today()}. Kernels: {runner.kernels}, {runner.dtype_name}.",
+            "",
+            "    " + " ".join(["python benchmarks/scatter.py", *sys.argv[1:]]),
+            "",
+            f"Built-in model, batch 8 at 512 tokens, {len(wall[False])} steps of each kind. Beside them"
+            f" {scatterer.chunks} chunks of {CHUNK} tokens, {scatterer.num_bytes / 1e6:.1f} MB each, were checked and"
+            f" scattered at {rate:.1f} GB/s. Load average {os.getloadavg()[0]:.1f}.",
+            "",
+            "| | step, median | step, 95 % | processor time, median |",
+            "|---|---|---|---|",
+            row("nothing arrives", False),
+            row("KV arrives without a pause", True),
+            "",
+        ]
+    )
+    (RESULTS / "scatter.md").write_text(text, encoding="utf-8")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
