@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from baton.core.errors import BatonError, RankLost, innermost
 from baton.core.ranks import Ranks
@@ -85,7 +86,7 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
 def _local_ends(runner: Runner, options: EngineOptions) -> LocalEnds:
     layers = runner.kv.layers
     kind = choose_edges(options.edge_kind, layers[0][0].device)
-    return LocalEnds(layers, runner.layout.block_size, options.host, kind)
+    return LocalEnds(layers, runner.layout.block_size, options.host, kind, partial(runner.kv.expect, ahead=False))
 
 
 @contextmanager

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from baton.core.errors import StartupError
 from baton.core.kv_layout import KVLayout
+from baton.engine.pages_ahead import PagesAhead
 
 
 class KVPool:
@@ -14,7 +17,8 @@ class KVPool:
 
     Blocks 0..num_blocks-1 belong to the scheduler. One more block of zeros lies behind them in the same storage; padded
     block tables point at it (`zero_block`), and `storage[i]` shows the tensors with it. Memory is not initialised (the
-    operating system hands out pages as blocks are first used); attention never reads positions that were not written.
+    operating system hands out pages as blocks are first used, or shortly before: `expect`); attention never reads
+    positions that were not written.
 
     Raises StartupError when there is not that much memory.
     """
@@ -36,6 +40,14 @@ class KVPool:
                 tensor[self.zero_block].zero_()
             self.storage.append(pair)
         self.layers = [(keys[:num_blocks], values[:num_blocks]) for keys, values in self.storage]
+        tensors = [tensor for pair in self.storage for tensor in pair]
+        self.pages = PagesAhead(tensors, num_blocks) if device.type == "cpu" else None
+
+    def expect(self, block_ids: Sequence[int], *, ahead: bool = True) -> None:
+        """These blocks are in use or will be soon: they, and with `ahead` a head of those behind them, get their pages
+        meanwhile. Does not wait."""
+        if self.pages is not None and block_ids:
+            self.pages.expect(max(block_ids), ahead=ahead)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Stores keys and values [T, kv_heads, head_dim] at `slots` [T] (block id * block_size + offset)."""

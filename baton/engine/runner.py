@@ -166,6 +166,8 @@ class Runner:
     def _forward(self, batch: Batch, plan: StepPlan) -> Tensor:
         if self._announce is not None:
             self._announce(plan.to_compute())
+        # The last block of a row is its newest: the one that may be the highest so far.
+        self.kv.expect([row.block_ids[-1] for row in plan.rows])
         if not batch.rows:
             return torch.empty((0, self.model_config.vocab_size))
         return self._compute(batch)

@@ -8,7 +8,7 @@ build the next one under the next generation.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -79,23 +79,41 @@ def edge_layers(layers: Layers, plan: EdgePlan, side: Side) -> Layers:
 
 
 class LocalEnds:
-    """Makes ends at this process: over its rank's `layers` in blocks of `block_size`, on its own address `host`."""
+    """Makes ends at this process: over its rank's `layers` in blocks of `block_size`, on its own address `host`.
+    `expect` hears of the blocks that a sequence on its way takes."""
 
-    def __init__(self, layers: Layers, block_size: int, host: str, kind: EdgeKind = "gloo") -> None:
+    def __init__(
+        self,
+        layers: Layers,
+        block_size: int,
+        host: str,
+        kind: EdgeKind = "gloo",
+        expect: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
         self._layers, self._block_size, self._host = layers, block_size, host
+        self._expect = expect
         self.kind = kind
 
     def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> LocalEnd:
         device = buffer_device(self.kind, self._layers[0][0].device)
         mine = replace(spec, bind_host=self._host, device=str(device))
-        return LocalEnd(mine, edge_layers(self._layers, plan, spec.side), self._block_size, EDGES[self.kind])
+        layers = edge_layers(self._layers, plan, spec.side)
+        return LocalEnd(mine, layers, self._block_size, EDGES[self.kind], self._expect)
 
 
 class LocalEnd:
     """Complete state: the edge's thread, and the part that was packed and not sent yet."""
 
-    def __init__(self, spec: EdgeSpec, layers: Layers, block_size: int, make_edge: MakeEdge = GlooEdge) -> None:
+    def __init__(
+        self,
+        spec: EdgeSpec,
+        layers: Layers,
+        block_size: int,
+        make_edge: MakeEdge = GlooEdge,
+        expect: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
         self._worker = EdgeWorker(spec, make_edge)
+        self._expect = expect
         self._device = torch.device(spec.device)
         self._layers, self._block_size = layers, block_size
         self._packed: Tensor | None = None
@@ -138,6 +156,8 @@ class LocalEnd:
     async def take(self, part: Part, expected: int, on_posted: Callable[[], None]) -> bool:
         buffer = torch.empty(part.num_bytes, dtype=torch.uint8, device=self._device)
         gate = _Gate()
+        if self._expect is not None:  # of all its blocks, before more of them come
+            self._expect(part.block_ids)
 
         def store() -> bool:
             if checksum(part.identity, buffer) != expected:

@@ -70,6 +70,20 @@ def test_the_thread_that_computes_has_the_wanted_number_of_threads(checkpoint: C
     assert counts == [1]
 
 
+def test_a_step_has_pages_taken_ahead_of_its_blocks(checkpoint: Callable[..., Path]) -> None:
+    runner = tiny_runner(checkpoint("llama"), kv_memory_bytes=80 << 20)
+    pages = runner.kv.pages
+    assert pages is not None and pages.wait(30.0)
+    start = pages.blocks_warm
+    assert start == 1 + pages.ahead_blocks < runner.num_blocks  # by the warm-up, which uses block 0
+
+    block = pages.ahead_blocks // 2
+    runner.step(StepPlan(1, (row(runner, "r", [1, 2], block, sampling=GREEDY),)))
+
+    assert pages.wait(30.0)
+    assert pages.blocks_warm > start
+
+
 def test_empty_plan(checkpoint: Callable[..., Path]) -> None:
     assert tiny_runner(checkpoint("llama")).step(StepPlan(3, ())).sampled == ()
 

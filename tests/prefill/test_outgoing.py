@@ -14,12 +14,12 @@ from baton.core.commands import Abort
 from baton.core.errors import StaleHandle
 from baton.core.handover import AbortTransfer, Accept, Ack, Offer
 from baton.core.request import SequenceId
-from baton.transfer.edge_end import LocalEnd
+from baton.transfer.edge_end import LocalEnd, LocalEnds
 from baton.transfer.edge_thread import EdgeWorker
 from prefill.link import Link
 from prefill.outgoing import Outgoing
 from tests.support.builders import make_request
-from tests.support.fake_runner import DecodeNode, PrefillNode, kv_bytes, oracle, pair, until
+from tests.support.fake_runner import DecodeNode, FakeRunner, PrefillNode, kv_bytes, oracle, pair, until
 
 R = SequenceId("r")
 
@@ -42,6 +42,20 @@ async def serve(source: PrefillNode, decode: DecodeNode, name: str = "again", pr
     await until(lambda: [o for o in source.told.handed_over if o.sequence.request_id == name], what="the hand-over")
     decode.compute()
     assert {**source.told.output(name), **decode.told.output(name)} == dict(enumerate(oracle(request.prompt, 4)))
+
+
+async def test_the_pool_hears_of_all_blocks_with_the_first_chunk() -> None:
+    named: list[tuple[int, ...]] = []
+    runner = FakeRunner(num_blocks=32)
+    runner.make_end = LocalEnds(runner.kv.layers, runner.layout.block_size, "127.0.0.1", expect=named.append)
+    async with pair(DecodeNode(runner=runner)) as (source, [decode]):
+        source.submit(make_request("r", 19, max_tokens=6), decode)
+        while source.step():
+            await asyncio.sleep(0.01)
+        await until(lambda: source.told.handed_over)
+        blocks = decode.worker.scheduler.block_ids(R)
+        assert len(blocks) > 1 and named and all(ids[: len(blocks)] == blocks for ids in named)
+        decode.compute()
 
 
 async def test_bytes_land_equal_and_decode_goes_on_at_token_2() -> None:

@@ -254,7 +254,8 @@ class DecodeNode:
             "destination_worker": self.worker.config.worker_id,
             "destination_incarnation": self.worker.incarnation,
         }
-        return sign(KEY, Handle(sequence, **{**values, **changes}, expires_ms=60_000, nonce=os.urandom(8)))  # type: ignore[arg-type]
+        expires_ms = round(self.worker.shell.run_clock_ms()) + 60_000
+        return sign(KEY, Handle(sequence, **{**values, **changes}, expires_ms=expires_ms, nonce=os.urandom(8)))  # type: ignore[arg-type]
 
     def target(self, sequence: SequenceId, source: PrefillWorker, handle: Handle | None = None) -> Target:
         name, incarnation = self.worker.config.worker_id, self.worker.incarnation
