@@ -22,7 +22,7 @@ from baton.core.kv_layout import KVLayout
 from baton.transfer.edge_thread import EdgeWorker
 from prefill.link import Link
 from tests.support.builders import make_layout, make_request
-from tests.support.fake_runner import DecodeNode, FakeRunner, PrefillNode, pair
+from tests.support.fake_runner import DecodeNode, FakeRanks, FakeRunner, PrefillNode, pair
 
 ROUND_LIMIT_S = 20.0  # a stall lasts for ever; a slow machine does not
 SMALL = make_layout(4)  # 256 bytes a token
@@ -55,20 +55,36 @@ async def round_trip(number: int, sources: list[PrefillNode], decodes: list[Deco
             told.clear()
 
 
-async def cycle(rounds: int, layout: KVLayout, timeout_s: float = ROUND_LIMIT_S) -> None:
+async def cycle(
+    rounds: int, layout: KVLayout, timeout_s: float = ROUND_LIMIT_S, tp: tuple[int, int] = (1, 1), edges: int = 1
+) -> None:
+    """With `tp` ranks at prefill and decode each of the four links has `edges` edges, and every piece goes over all."""
     tokens = TOKENS[layout]
+    runners: list[FakeRunner] = []
 
-    def node(kind: Any, name: str) -> Any:
-        return kind(name, timeout_s=timeout_s, runner=FakeRunner(4 * tokens, layout))
+    def node(kind: Any, name: str, size: int) -> Any:
+        runners.append(FakeRanks(size, 4 * tokens, layout) if size > 1 else FakeRunner(4 * tokens, layout))
+        return kind(name, timeout_s=timeout_s, runner=runners[-1])
 
-    sources, decodes = ([node(kind, f"{kind.__name__}{n}") for n in range(2)] for kind in (PrefillNode, DecodeNode))
-    async with pair(*decodes, prefill=sources[0], more=sources[1:]):
-        for number in range(rounds):
-            await round_trip(number, sources, decodes, tokens)
-        sent = rounds * 2 * tokens * layout.bytes_per_token
-        assert [s.worker.outgoing.bytes_sent for s in sources] == [sent, sent]
-        assert [d.worker.incoming.bytes_received for d in decodes] == [sent, sent]
-        assert sum(d.worker.incoming.chunks_damaged + d.worker.incoming.stale_messages for d in decodes) == 0
+    try:
+        sources, decodes = (
+            [node(kind, f"{kind.__name__}{n}", size) for n in range(2)]
+            for kind, size in zip((PrefillNode, DecodeNode), tp, strict=True)
+        )
+        async with pair(*decodes, prefill=sources[0], more=sources[1:]):
+            for number in range(rounds):
+                await round_trip(number, sources, decodes, tokens)
+            sent = rounds * 2 * tokens * layout.bytes_per_token
+            assert [s.worker.outgoing.bytes_sent for s in sources] == [sent, sent]
+            assert [d.worker.incoming.bytes_received for d in decodes] == [sent, sent]
+            assert sum(d.worker.incoming.chunks_damaged + d.worker.incoming.stale_messages for d in decodes) == 0
+            links = [task.result() for s in sources for task in s.worker.outgoing._links.values()]
+            assert [len(link.edges.ends) for link in links] == [edges] * 4
+        assert not [runner.lost for runner in runners if isinstance(runner, FakeRanks) and runner.lost]
+    finally:
+        for runner in runners:
+            if isinstance(runner, FakeRanks):
+                await asyncio.to_thread(runner.close)
 
 
 @pytest.mark.timeout(300)
@@ -82,6 +98,32 @@ async def test_opposite_orders_never_stall(layout: KVLayout, rounds: int) -> Non
 @pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["small", "large"])
 async def test_a_thousand_rounds_never_stall(layout: KVLayout) -> None:
     await cycle(1000, layout)
+
+
+# Ranks at prefill and decode, and how many edges a link then has.
+TP = [((2, 2), 2), ((2, 1), 2), ((1, 2), 2)]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("tp", "edges", "layout", "rounds"),
+    [(*TP[0], SMALL, 60), (*TP[1], LARGE, 30), (*TP[2], SMALL, 60)],
+    ids=["2-2-small", "2-1-large", "1-2-small"],
+)
+async def test_links_of_several_edges_never_stall(
+    tp: tuple[int, int], edges: int, layout: KVLayout, rounds: int
+) -> None:
+    await cycle(rounds, layout, tp=tp, edges=edges)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize(("tp", "edges"), TP, ids=[f"{p}-{d}" for (p, d), _ in TP])
+async def test_a_thousand_rounds_over_several_edges_never_stall(
+    tp: tuple[int, int], edges: int, layout: KVLayout
+) -> None:
+    await cycle(1000, layout, tp=tp, edges=edges)
 
 
 def one_thread_for_all_edges(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,14 +151,20 @@ def launch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Link, "announce", announce)
 
 
-@pytest.mark.parametrize("switched_off", ["threads", "posted", "both"])
-async def test_which_habits_keep_it_from_stalling(switched_off: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("switched_off", "tp", "edges"),
+    [("threads", (1, 1), 1), ("posted", (1, 1), 1), ("both", (1, 1), 1), ("both", *TP[0])],
+    ids=["threads", "posted", "both", "both-2-2"],
+)
+async def test_which_habits_keep_it_from_stalling(
+    switched_off: str, tp: tuple[int, int], edges: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if switched_off != "posted":
         one_thread_for_all_edges(monkeypatch)
     if switched_off != "threads":
         launch_at_once(monkeypatch)
     if switched_off == "both":
         with pytest.raises(AssertionError, match=r"stalls|waited|Parked"):
-            await cycle(400, LARGE, timeout_s=1.0)
+            await cycle(400, LARGE, 1.0, tp, edges)
     else:
-        await cycle(20, LARGE)
+        await cycle(20, LARGE, ROUND_LIMIT_S, tp, edges)
