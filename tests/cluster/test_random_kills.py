@@ -65,37 +65,50 @@ class Work:
         return None
 
 
-async def killer(running: FaultCluster, seed: int, until: float) -> int:
-    """Kills a random living worker every few seconds; how many."""
+async def killer(running: FaultCluster, seed: int, until: float, spare: int) -> int:
+    """Kills a random rank of a random living worker every few seconds, where `spare` others of its role are ready; how
+    many."""
     choose, kills = random.Random(seed), 0
     while time.monotonic() + KILL_EVERY_S < until:
         await asyncio.sleep(KILL_EVERY_S)
         known = await asyncio.to_thread(running.cluster.workers)
         ready = sorted(w for w, fields in known.items() if fields["state"] == "ready")
+        roles = Counter(known[w]["role"] for w in ready)
+        ready = [w for w in ready if roles[known[w]["role"]] > spare]
         if ready:
-            running.signal(choose.choice(ready))
+            victim = choose.choice(ready)
+            running.signal(victim, rank=choose.randrange(len(known[victim]["pids"])))
             kills += 1
     return kills
 
 
 @pytest.mark.parametrize(
-    ("requests", "seconds"), [(50, 21.0), pytest.param(1000, 120.0, marks=pytest.mark.long)], ids=["short", "long"]
+    ("requests", "seconds", "tp"),
+    [
+        (50, 21.0, 1),
+        pytest.param(1000, 120.0, 1, marks=pytest.mark.long),
+        # Workers of two ranks take longer to come back than the next kill takes to come: one of each role stays.
+        pytest.param(300, 120.0, 2, marks=pytest.mark.long),
+    ],
+    ids=["short", "long", "long-tp2"],
 )
-async def test_random_kills_leak_nothing_and_falsify_nothing(requests: int, seconds: float, tmp_path: Path) -> None:
+async def test_random_kills_leak_nothing_and_falsify_nothing(
+    requests: int, seconds: float, tp: int, tmp_path: Path
+) -> None:
     model = make_checkpoint(tmp_path / "m", "llama", max_position_embeddings=1024)
     flags = {"exact": True, "step_tokens": 64, "kv_memory_gib": 0.02, "served_model_name": "m"}
-    with fault_cluster(model, **flags) as running:
+    with fault_cluster(model, prefill_tp=tp, decode_tp=tp, **flags) as running:
         async with Client(running.cluster, timeout_s=REQUEST_LIMIT_S) as client:
             until = time.monotonic() + seconds
             work = Work(client, SEED, requests, until)
             await work.learn(16)
             async with asyncio.TaskGroup() as group:
-                kills = group.create_task(killer(running, SEED, until))
+                kills = group.create_task(killer(running, SEED, until, spare=tp - 1))
                 for _ in range(CLIENTS):
                     group.create_task(work.one_client())
             await running.settle()
         said = running.cluster.output.read_text()
         print(f"{work.finished} finished, {kills.result()} kills, errors {dict(work.errors)}")
-        assert work.finished >= requests
+        assert work.finished >= requests and kills.result() >= seconds // 20
         # Nobody died but by our hand: a worker whose books do not balance would end itself and be started again.
         assert said.count("died: killed by SIGKILL") == said.count("died: ") == kills.result()

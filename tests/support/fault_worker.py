@@ -45,7 +45,7 @@ class Faults:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.last_sent: tuple[int, Any] | None = None  # checksum and buffer
         self.instead: Any = None
-        self.last_announced: Chunk | None = None
+        self.last_announced: dict[tuple[str, int, int], Chunk] = {}
         self.of_older_edge: Chunk | None = None
 
     def path(self, what: str) -> Path:
@@ -128,7 +128,8 @@ def _install(faults: Faults) -> None:
 
     async def faulty_say(stream: MessageStream, value: object, timeout_s: float = 5.0) -> None:
         if isinstance(value, Chunk):
-            before, faults.last_announced = faults.last_announced, value
+            edge = (stream.peer, value.prefill_rank, value.decode_rank)  # generations of other edges say nothing
+            before, faults.last_announced[edge] = faults.last_announced.get(edge), value
             if before is not None and before.edge_generation < value.edge_generation:
                 faults.of_older_edge = before
             if faults.of_older_edge is not None and faults.fires("late"):

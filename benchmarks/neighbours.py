@@ -1,0 +1,193 @@
+"""What the death of one pair of workers does to the streams of the other: their gaps between tokens, before and after.
+
+    python benchmarks/neighbours.py                      2 prefill x 2 decode workers, built-in model, five runs of each
+    python benchmarks/neighbours.py --runs 3 --streams 8
+
+Streams run on both pairs. Then the decode worker of one pair gets SIGKILL, in another run its prefill worker, in a
+third nobody. Compared is the 99th percentile of the gaps of the streams on the other decode worker, in the seconds
+after that instant and in as many before: the lease of the dead worker, and the start of the one in its place, fall into
+them. Every run has a cluster of its own, since a supervisor waits longer before each restart. The kinds take turns.
+Writes `benchmarks/results/neighbours.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.serving import BATON, ROOT, commit, machine, ready_url
+from launch.bench_stats import percentile
+
+BAR = 1.3
+KINDS = {"decode worker": "decode-0", "prefill worker": "prefill-0", "nobody": ""}
+PROMPT_TOKENS, CUT_TOKENS = 64, 3000
+WARM_S, CUT_AFTER_S = 2.0, 0.05
+
+
+@dataclass
+class Stream:
+    """When its events came, on the clock of the workers' event logs; `error` is how it ended, if badly."""
+
+    name: str
+    at: list[float] = field(default_factory=list)
+    error: str = ""
+
+    def gaps(self, start: float, end: float) -> list[float]:
+        return [b - a for a, b in zip(self.at, self.at[1:], strict=False) if start <= b < end]
+
+
+@dataclass(frozen=True)
+class Run:
+    """p99 in seconds and how many gaps it is of, before and after; `ready_s` is when the next life was ready."""
+
+    before_s: float
+    after_s: float
+    before: int
+    after: int
+    survivors: int
+    ready_s: float | None
+
+    @property
+    def ratio(self) -> float:
+        return self.after_s / self.before_s
+
+
+async def read(client: httpx.AsyncClient, stream: Stream, seed: int, length: int = PROMPT_TOKENS) -> None:
+    prompt = [300 + (seed * 977 + 13 * n) % 3600 for n in range(length)]
+    body = {"model": "builtin", "prompt": prompt, "max_tokens": 4060 - length, "stream": True, "ignore_eos": True}
+    headers = {"x-request-id": stream.name}
+    try:
+        async with client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    stream.at.append(time.monotonic())
+                    if '"error"' in line:
+                        stream.error = json.loads(line[6:]).get("error", {}).get("code", "")
+    except httpx.HTTPError as error:
+        stream.error = repr(error)
+
+
+def routes(events: Path) -> dict[str, set[str]]:
+    """The workers of each request, from the event logs of the prefill workers."""
+    found: dict[str, set[str]] = {}
+    for log in events.glob("prefill-*.events.jsonl"):
+        for event in map(json.loads, (line for line in log.read_text().splitlines() if line.endswith("}"))):
+            if event["kind"] == "offer":
+                found.setdefault(event["sequence"][0], set()).update((log.name.partition(".")[0], event["to"]))
+    return found
+
+
+async def one(url: str, events: Path, victim: str, streams: int, window_s: float) -> Run:
+    async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=httpx.Limits(max_connections=256)) as client:
+
+        async def workers() -> dict[str, dict[str, Any]]:
+            return {str(w["id"]): w for w in (await client.get("/workers")).json()["workers"]}
+
+        made, tasks = [Stream(f"s{n}") for n in range(2 * streams)], []
+        for number, stream in enumerate(made):
+            tasks.append(asyncio.create_task(read(client, stream, number)))
+            while len(stream.at) < 2:  # one after the other: each has its pair before the next arrives
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(WARM_S + window_s)
+        known, went = await workers(), routes(events)
+        survivors = [s for s in made if "decode-1" in went[s.name]]
+        if victim.startswith("prefill"):  # so that it dies with work in hand; idle prefill workers are taken in order
+            tasks.append(asyncio.create_task(read(client, Stream("cut"), 0, CUT_TOKENS)))
+            await asyncio.sleep(CUT_AFTER_S)
+        struck = time.monotonic()
+        if victim:
+            os.kill(int(known[victim]["pids"][0]), signal.SIGKILL)
+        await asyncio.sleep(window_s)
+        late = next((s for s in survivors if not s.at or s.at[-1] < struck + window_s - 1 or s.error), None)
+        if late is not None or not survivors:
+            raise SystemExit(f"a stream of the other pair ended too early: {late and (late.name, late.error)}")
+        now, ready_s = await workers(), None
+        if victim and now[victim]["state"] == "ready" and now[victim]["incarnation"] != known[victim]["incarnation"]:
+            ready_s = window_s
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    before = sorted(gap for s in survivors for gap in s.gaps(struck - window_s, struck))
+    after = sorted(gap for s in survivors for gap in s.gaps(struck, struck + window_s))
+    return Run(percentile(before, 99), percentile(after, 99), len(before), len(after), len(survivors), ready_s)
+
+
+def measure(kind: str, streams: int, window_s: float) -> Run:
+    """Starts a cluster, measures once, ends it."""
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir, events = Path(directory) / "run", Path(directory) / "events"
+        up = ["up", "--prefill", "2", "--decode", "2", "--draft", "none", "--port", "0", "--grpc-port", "0"]
+        environment = {**os.environ, "BATON_EVENT_LOG_DIR": str(events)}
+        process = subprocess.Popen(
+            [*BATON, *up, "--run-dir", str(run_dir)], cwd=ROOT, stdout=subprocess.DEVNULL, env=environment
+        )
+        try:
+            url = ready_url(process, run_dir / "cluster.json")
+            return asyncio.run(one(url, events, KINDS[kind], streams, window_s))
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+
+
+def table(results: dict[str, list[Run]]) -> str:
+    rows = [
+        "| who died | ITL p99 before | after | ratio | worst run | back within the window | bar |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for kind, runs in results.items():
+        before, after = (statistics.median(getattr(r, name) for r in runs) for name in ("before_s", "after_s"))
+        ratio, back = statistics.median(r.ratio for r in runs), sum(r.ready_s is not None for r in runs)
+        bar = "control" if not KINDS[kind] else f"{BAR} {'met' if ratio <= BAR else 'missed'}"
+        shown = f"{back} of {len(runs)}" if KINDS[kind] else "–"
+        worst = max(r.ratio for r in runs)
+        rows.append(
+            f"| {kind} | {before * 1e3:.1f} ms | {after * 1e3:.1f} ms | {ratio:.2f} | {worst:.2f} | {shown} | {bar} |"
+        )
+    return "\n".join(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--streams", type=int, default=4, help="of each pair")
+    parser.add_argument("--window-s", type=float, default=8.0)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "neighbours.md")
+    parser.add_argument("--note", default="", help="what else ran on the machine, for the report")
+    given = parser.parse_args(arguments)
+    results: dict[str, list[Run]] = {kind: [] for kind in KINDS}
+    for number in range(given.runs):
+        for kind, runs in results.items():
+            runs.append(measure(kind, given.streams, given.window_s))
+            print(f"run {number + 1}, {kind}: {runs[-1]}", flush=True)
+    given.out.write_text(
+        f"# Neighbours: what the death of one pair costs the other\n\n{machine()}. Commit {commit()},"
+        f" {datetime.date.today()}. {given.note}\n\n    python benchmarks/neighbours.py --runs {given.runs}"
+        f" --streams {given.streams} --window-s {given.window_s:g}\n\n"
+        f"Two prefill and two decode workers, built-in model without guesses, {given.streams} streams a pair; the\n"
+        "client runs on the same cores. ITL p99 of the streams on the other decode worker, in the"
+        f" {given.window_s:g} s before and after;\nmedians of {given.runs} runs, of the ratio too."
+        f" Bar: at most {BAR}.\n\n{table(results)}\n"
+    )
+    print(f"written to {given.out}")
+
+
+if __name__ == "__main__":
+    main()
