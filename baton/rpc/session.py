@@ -161,8 +161,6 @@ class WorkerSession:
                 finally:
                     sender.cancel()
                     beat.cancel()
-        except* LinkLost:
-            pass
         except* InvalidRequest as e:
             log.warning("%s said what cannot be: %s", self._address, e.exceptions[0])
         finally:
@@ -197,16 +195,21 @@ class WorkerSession:
         if self._empty:
             self._outgoing.put_nowait(Drained())
 
+    # A stream that ends under a sender ends under the reader, too, and that one ends the session. A sender that raised
+    # would cancel it on top of that, and a TaskGroup that is already being left (Python 3.11) never takes that back.
+
     async def _send(self, stream: MessageStream) -> None:
-        while True:
-            await stream.send(await self._outgoing.get())
+        with contextlib.suppress(LinkLost):
+            while True:
+                await stream.send(await self._outgoing.get())
 
     async def _beat(self, stream: MessageStream, interval_s: float) -> None:
         number = 0
-        while True:
-            number += 1
-            await stream.send(Heartbeat(number, self._owner.load()))
-            await asyncio.sleep(interval_s)
+        with contextlib.suppress(LinkLost):
+            while True:
+                number += 1
+                await stream.send(Heartbeat(number, self._owner.load()))
+                await asyncio.sleep(interval_s)
 
     async def _receive(self, stream: MessageStream) -> None:
         while (message := await stream.receive()) is not None:

@@ -87,11 +87,13 @@ class MessageStream:
         Raises:
             InvalidRequest: the peer sent something that cannot be; the caller closes the stream.
         """
+        task = asyncio.current_task()
+        # More than before, not more than none: a task may keep count of a cancel that it has long got over.
+        cancels = task.cancelling() if task is not None else 0
         try:
             message = await self._call.read()
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self.ended is None or task is None or task.cancelling():
+            if self.ended is None or task is None or task.cancelling() > cancels:
                 raise
             return None  # grpc says so when `end` cancelled the call under a reader that nobody cancelled
         except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.BaseError) as e:

@@ -108,6 +108,38 @@ async def test_a_write_that_fails_after_its_sender_was_cancelled_is_not_logged(
 HandedTooMuch = LinkHello("p" * (1 << 20), 1, "run", "m", make_layout(), 1, 1, "0.1.0")
 
 
+async def test_a_reader_that_got_over_a_cancel_hears_the_end_all_the_same() -> None:
+    """A worker whose cable had been cut once, and was cut again, was left without a session and did not know it."""
+    async with serving(echo) as address:
+        link = await dial_link(address, HELLO, 2.0)
+
+        async def read() -> tuple[int, object]:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)
+            return task.cancelling(), await link.stream.receive()  # and nobody has taken the count back
+
+        reader = asyncio.create_task(read())
+        await asyncio.sleep(0.1)
+        link.stream.end("silent for 3 s")
+        assert await reader == (1, None)
+        await link.close()
+
+
+async def test_a_reader_that_is_cancelled_as_the_stream_ends_is_cancelled() -> None:
+    async with serving(echo) as address:
+        link = await dial_link(address, HELLO, 2.0)
+        reader = asyncio.create_task(link.stream.receive())
+        await asyncio.sleep(0.1)
+        link.stream.end("over")
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        await link.close()
+
+
 async def test_a_refusal_carries_its_reason() -> None:
     async def refuse(stream: MessageStream, hello: LinkHello) -> None:
         raise HandoffError("block_size: 4 and 8")
