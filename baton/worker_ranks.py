@@ -26,8 +26,9 @@ from baton.engine.runner import EngineOptions, OnStage, Runner, load_runner
 from baton.options import error_line
 from baton.process import EXIT_RANK_LOST, record_error
 from baton.transfer.edge_end import LocalEnds, MakeEnd
-from baton.transfer.edge_kinds import choose_edges
+from baton.transfer.edge_kinds import buffer_device, choose_edges
 from baton.transfer.nccl import configure_watchdog
+from baton.transfer.staging_buffers import StagingBuffers, kept_limit
 
 log = logging.getLogger("baton.worker")
 
@@ -53,7 +54,7 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Cr
     configure_watchdog()
     if ranks.size == 1:
         runner = load_runner(options, on_stage)
-        yield Crew(runner, (os.getpid(),), _local_ends(runner, options))
+        yield Crew(runner, (os.getpid(),), _local_ends(runner, options, ranks))
         return
     store = open_store(os.environ)
     channel = LeaderChannel.open(store, ranks.size, options.host, lambda error: _end(ranks, error))
@@ -61,7 +62,7 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Cr
         runner = load_runner(options, on_stage, ranks=ranks, store=store)
         channel.serving()
         runner.lead(channel.send)
-        yield Crew(runner, channel.pids, WorkerEnds(_local_ends(runner, options), channel))
+        yield Crew(runner, channel.pids, WorkerEnds(_local_ends(runner, options, ranks), channel))
     channel.stop("drained")
 
 
@@ -72,7 +73,7 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
     channel = FollowerChannel.open(store, ranks.rank, lambda error: _end(ranks, error))
     with _telling(channel):
         runner = load_runner(options, ranks=ranks, store=store)
-        ends = FollowerEnds(_local_ends(runner, options), channel.report)
+        ends = FollowerEnds(_local_ends(runner, options, ranks), channel.report)
         channel.take_orders(ends.obey)
         channel.serving()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader drains, and says when all is done
@@ -83,10 +84,13 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
     log.info("rank %d ends: %s", ranks.rank, reason)
 
 
-def _local_ends(runner: Runner, options: EngineOptions) -> LocalEnds:
+def _local_ends(runner: Runner, options: EngineOptions, ranks: Ranks) -> LocalEnds:
     layers = runner.kv.layers
-    kind = choose_edges(options.edge_kind, layers[0][0].device)
-    return LocalEnds(layers, runner.layout.block_size, options.host, kind, partial(runner.kv.expect, ahead=False))
+    device = layers[0][0].device
+    kind = choose_edges(options.edge_kind, device)
+    buffers = StagingBuffers(kept_limit(options.staging_bytes, ranks.size), buffer_device(kind, device))
+    expect = partial(runner.kv.expect, ahead=False)
+    return LocalEnds(layers, runner.layout.block_size, options.host, kind, expect, buffers)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from baton.engine.quantize import check_quantize
 from baton.engine.runner import DEFAULT_SEQUENCES
 from baton.engine.weights import EMBEDDING, HEAD, expected_tensors, stored_bytes
 from baton.transfer.edge_kinds import choose_edges
+from baton.transfer.staging_buffers import kept_limit
 from launch.plan import Part, Plan
 
 EDGE_CHANNELS = 4
@@ -31,7 +32,8 @@ CHANNEL_BYTES = 4 << 20
 @dataclass(frozen=True, slots=True)
 class RankMemory:
     """Bytes of one rank. `kv_blocks` is 0 where only the running worker can tell (a share of a GPU's free memory).
-    `edge_bytes` is what NCCL keeps for its edges, 0 on Gloo; `staging_bytes` the most for KV on its way."""
+    `edge_bytes` is what NCCL keeps for its edges, 0 on Gloo; `staging_bytes` the most for KV on its way,
+    with the buffers kept for more of it."""
 
     parameter_bytes: int
     kv_bytes: int
@@ -71,14 +73,14 @@ def rank_memory(plan: Plan, part: Part, config: ModelConfig, local_rank: int = 0
     edges = _edges(plan, part, config, rank)
     kind = choose_edges(str(options.get("edge_kind", "auto")), device)
     channel_bytes = EDGE_CHANNELS * CHANNEL_BYTES if kind == "nccl" else 0
-    staging_mib = float(str(options.get("staging_mib", WorkerConfig().staging_mib)))
+    staging = round(float(str(options.get("staging_mib", WorkerConfig().staging_mib))) * (1 << 20))
     return RankMemory(
         parameter_bytes(config, size, rank, DTYPE_BYTES[dtype], quantize == "int8"),
         (blocks + 1) * mine.bytes_per_block if budget else 0,
         blocks,
         edges,
         edges * channel_bytes,
-        round(staging_mib * (1 << 20)) // size,
+        staging // size + kept_limit(staging, size),
     )
 
 

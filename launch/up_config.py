@@ -45,7 +45,7 @@ class UpConfig:
     block_size: int = option(16, "tokens in a KV block", low=1, high=1024)
     prefill_block_size: int = option(0, "the same on prefill workers; 0: as --block-size", low=0, high=1024)
     decode_block_size: int = option(0, "the same on decode workers; 0: as --block-size", low=0, high=1024)
-    staging_mib: float = option(256.0, "memory for KV on its way, packed or received, of a worker", low=0.001)
+    staging_mib: float = option(256.0, "memory of a worker for KV on its way; a quarter more is kept", low=0.001)
     edge_kind: str = option("auto", "how KV moves; auto: nccl on cuda, else gloo", choices=("auto", "gloo", "nccl"))
     step_tokens: int = option(512, "most tokens computed in one step", low=1, high=1 << 20)
     prefix_cache: bool = option(True, "keep KV of finished requests for later ones that begin with the same tokens")

@@ -56,7 +56,7 @@ class WorkerConfig(EngineConfig):
     cluster_token_file: str = option("", "file with the cluster token; needed where anything listens off loopback")
     link_port: int = option(0, "port of a decode worker that prefill workers dial; 0: any free one", low=0, high=65535)
     store_port: int = option(0, "port of a decode worker where edges meet; 0: any free one", low=0, high=65535)
-    staging_mib: float = option(256.0, "memory for KV on its way, packed or received, of a worker", low=0.001)
+    staging_mib: float = option(256.0, "memory of a worker for KV on its way; a quarter more is kept", low=0.001)
     edge_kind: str = option("auto", "how KV moves; auto: nccl on cuda, else gloo", choices=("auto", "gloo", "nccl"))
     step_tokens: int = option(512, "most tokens computed in one step", low=1, high=1 << 20)
     prefix_cache: bool = option(True, "keep KV of finished requests for later ones that begin with the same tokens")

@@ -57,9 +57,10 @@ class EngineOptions:
     multiply it), and proves it at start. `threads` is the number
     of compute threads of this process. `kv_memory_bytes` is the worker's, all ranks together. `max_num_tokens` bounds
     the tokens of one step. `host` is this machine's address for the worker's other ranks, `edge_kind` how KV
-    goes to other workers. `kernels` is `auto` (the best compiled ones that this processor has, else torch's), `torch`,
-    or the level of compiled ones. `quantize` is `none` or `int8` (weights of linear layers and head; CPU). torch's
-    kernels keep int8 widened: then the memory report says less than is used.
+    goes to other workers, `staging_bytes` the most of it on its way at once, all ranks together. `kernels` is `auto`
+    (the best compiled ones that this processor has, else torch's), `torch`, or the level of compiled ones. `quantize`
+    is `none` or `int8` (weights of linear layers and head; CPU). torch's kernels keep int8 widened: then the memory
+    report says less than is used.
     """
 
     model_dir: Path
@@ -74,6 +75,7 @@ class EngineOptions:
     host: str = "127.0.0.1"
     kernels: str = "auto"
     edge_kind: str = "auto"
+    staging_bytes: int = 0
     quantize: str = "none"
 
 

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
@@ -23,6 +22,7 @@ from baton.transfer.edge_kinds import EDGES, EdgeKind, buffer_device
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.staging import Layers, checksum, pack, unpack
+from baton.transfer.staging_buffers import StagingBuffer, StagingBuffers
 
 
 class EdgeEnd(Protocol):
@@ -80,7 +80,7 @@ def edge_layers(layers: Layers, plan: EdgePlan, side: Side) -> Layers:
 
 class LocalEnds:
     """Makes ends at this process: over its rank's `layers` in blocks of `block_size`, on its own address `host`.
-    `expect` hears of the blocks that a sequence on its way takes."""
+    `expect` hears of the blocks that a sequence on its way takes. All its ends share `buffers`, None keeps none."""
 
     def __init__(
         self,
@@ -89,20 +89,23 @@ class LocalEnds:
         host: str,
         kind: EdgeKind = "gloo",
         expect: Callable[[Sequence[int]], None] | None = None,
+        buffers: StagingBuffers | None = None,
     ) -> None:
         self._layers, self._block_size, self._host = layers, block_size, host
         self._expect = expect
+        self.buffers = StagingBuffers(0) if buffers is None else buffers
         self.kind = kind
 
     def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> LocalEnd:
         device = buffer_device(self.kind, self._layers[0][0].device)
         mine = replace(spec, bind_host=self._host, device=str(device))
         layers = edge_layers(self._layers, plan, spec.side)
-        return LocalEnd(mine, layers, self._block_size, EDGES[self.kind], self._expect)
+        return LocalEnd(mine, layers, self._block_size, EDGES[self.kind], self._expect, self.buffers)
 
 
 class LocalEnd:
-    """Complete state: the edge's thread, and the part that was packed and not sent yet."""
+    """Complete state: the edge's thread, and the part that was packed and not sent yet. A buffer goes back to be used
+    again only when its transfer has ended in order; after anything else a late byte may still come."""
 
     def __init__(
         self,
@@ -111,12 +114,14 @@ class LocalEnd:
         block_size: int,
         make_edge: MakeEdge = GlooEdge,
         expect: Callable[[Sequence[int]], None] | None = None,
+        buffers: StagingBuffers | None = None,
     ) -> None:
         self._worker = EdgeWorker(spec, make_edge)
         self._expect = expect
+        self._buffers = StagingBuffers(0, spec.device) if buffers is None else buffers
         self._device = torch.device(spec.device)
         self._layers, self._block_size = layers, block_size
-        self._packed: Tensor | None = None
+        self._packed: StagingBuffer | None = None
 
     @property
     def dead(self) -> HandoffError | None:
@@ -134,28 +139,47 @@ class LocalEnd:
         await self._worker.connect()
 
     async def fill(self, part: Part, after_step: int) -> int:
-        def pack_and_sum() -> tuple[Tensor, int]:
-            where = (part.block_ids, self._block_size, part.start_token, part.end_token)
-            buffer = pack(self._layers, *where).to(self._device)
-            if buffer.numel() != part.num_bytes:
-                raise HandoffError(f"a part of {part.num_bytes} bytes was ordered, {buffer.numel()} were packed")
-            return buffer, checksum(part.identity, buffer)
+        self.drop()
+        buffer = self._buffers.take(part.num_bytes)
 
-        self._packed, sum_ = await self._worker.run(pack_and_sum)
+        def pack_and_sum() -> int:
+            where = (part.block_ids, self._block_size, part.start_token, part.end_token)
+            if self._layers[0][0].device == self._device:
+                pack(self._layers, *where, buffer.view)
+            else:
+                packed = pack(self._layers, *where)
+                if packed.numel() != part.num_bytes:
+                    raise HandoffError(f"a part of {part.num_bytes} bytes was ordered, {packed.numel()} were packed")
+                buffer.view.copy_(packed)
+            return checksum(part.identity, buffer.view)
+
+        try:
+            sum_ = await self._worker.run(pack_and_sum)
+        except BaseException:
+            self._buffers.drop(buffer)
+            raise
+        self._packed = buffer
         return sum_
 
     async def send(self) -> None:
         packed, self._packed = self._packed, None
         if packed is None:
             raise self._worker.spec.error("nothing is packed to be sent")
-        await self._worker.send(packed)
+        try:
+            await self._worker.send(packed.view)
+        except BaseException:
+            self._buffers.drop(packed)
+            raise
+        self._buffers.give_back(packed)
 
     def drop(self) -> None:
-        self._packed = None
+        packed, self._packed = self._packed, None
+        if packed is not None:
+            self._buffers.drop(packed)
 
     async def take(self, part: Part, expected: int, on_posted: Callable[[], None]) -> bool:
-        buffer = torch.empty(part.num_bytes, dtype=torch.uint8, device=self._device)
-        gate = _Gate()
+        staged = self._buffers.take(part.num_bytes)
+        buffer, gate, stored = staged.view, _Gate(), None
         if self._expect is not None:  # of all its blocks, before more of them come
             self._expect(part.block_ids)
 
@@ -170,17 +194,22 @@ class LocalEnd:
 
         try:
             await self._worker.recv(buffer, on_posted=on_posted)
-            return await self._worker.run(store)
+            stored = await self._worker.run(store)
+            return stored
         finally:
+            if stored is None:
+                self._buffers.drop(staged)
+            else:
+                self._buffers.give_back(staged)
             with gate:  # the thread of an edge that was torn down may still be at it: milliseconds
                 gate.open = False
 
     def abort(self, reason: str) -> None:
         self._worker.abort(reason)
-        self._packed = None
+        self.drop()
 
     async def close(self, timeout_s: float) -> bool:
-        self._packed = None
+        self.drop()
         return await self._worker.close(timeout_s)
 
     def __repr__(self) -> str:

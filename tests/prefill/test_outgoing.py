@@ -362,7 +362,7 @@ async def test_intact_kv_of_another_request_is_found_by_its_checksum(monkeypatch
     original = EdgeWorker.send
 
     async def swapped(worker: EdgeWorker, buffer: torch.Tensor) -> None:
-        sent.append(buffer)
+        sent.append(buffer.clone())  # the buffer itself is used again
         await original(worker, sent[0] if len(sent) == 2 else buffer)
 
     monkeypatch.setattr(EdgeWorker, "send", swapped)

@@ -32,6 +32,7 @@ from baton.engine.lockstep import FollowerChannel, LeaderChannel
 from baton.rpc.link import serve_links
 from baton.transfer.edge_end import LocalEnds, MakeEnd
 from baton.transfer.staging import pack
+from baton.transfer.staging_buffers import StagingBuffers
 from decode.worker import DecodeWorker
 from prefill.worker import PrefillWorker
 from tests.support.builders import make_facts, make_layout
@@ -61,6 +62,11 @@ def oracle(prompt: Sequence[int], count: int) -> list[int]:
     return out
 
 
+def local_ends(runner: FakeRunner) -> LocalEnds:
+    """Ends at one rank, with buffers that are kept."""
+    return LocalEnds(runner.kv.layers, runner.layout.block_size, "127.0.0.1", buffers=StagingBuffers(1 << 20))
+
+
 class FakeRunner:
     """What a worker needs of `baton.engine.runner.Runner`. A rank of several keeps its own heads; each computes the
     same tokens by itself."""
@@ -72,7 +78,7 @@ class FakeRunner:
         heads = local_heads(first.num_kv_heads, size, rank)
         shape = (num_blocks, self.layout.block_size, len(heads), first.head_dim)
         self.kv = SimpleNamespace(layers=[(torch.zeros(shape), torch.zeros(shape)) for _ in self.layout.layers])
-        self.make_end: MakeEnd = LocalEnds(self.kv.layers, self.layout.block_size, "127.0.0.1")
+        self.make_end: MakeEnd = local_ends(self)
         whole = torch.arange(first.num_kv_heads * first.head_dim).view(first.num_kv_heads, first.head_dim).float()
         self._pattern = whole[heads.start : heads.stop]
 
@@ -118,7 +124,7 @@ class FakeRanks(FakeRunner):
             self.threads.append(threading.Thread(target=self._follow, args=(store, rank, pause_s)))
             self.threads[-1].start()
         self.channel = LeaderChannel.open(store, size, "127.0.0.1", lambda error: self.lost.append(error.message))
-        self.make_end = WorkerEnds(LocalEnds(self.kv.layers, self.layout.block_size, "127.0.0.1"), self.channel)
+        self.make_end = WorkerEnds(local_ends(self), self.channel)
 
     def step(self, plan: StepPlan) -> StepOutcome:
         self.channel.send(plan)
@@ -133,7 +139,7 @@ class FakeRanks(FakeRunner):
     def _follow(self, store: DictStore, rank: int, pause_s: float) -> None:
         channel = FollowerChannel.open(store, rank)
         runner = self.ranks[rank]
-        ends = FollowerEnds(LocalEnds(runner.kv.layers, self.layout.block_size, "127.0.0.1"), channel.report)
+        ends = FollowerEnds(local_ends(runner), channel.report)
         channel.take_orders(ends.obey)
         self.follower_ends.append(ends)
         self.followers.append(channel)

@@ -1,0 +1,137 @@
+"""Kept staging buffers: what is used again, what never is, the bound; by themselves, then at two ends of an edge."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.core.edge_orders import Part
+from baton.core.errors import HandoffError
+from baton.transfer.edge import EdgeSpec
+from baton.transfer.edge_end import LocalEnd
+from baton.transfer.staging_buffers import StagingBuffer, StagingBuffers, kept_limit
+
+MakeSpec = Callable[..., EdgeSpec]
+PART = Part((1, 0), 0, 8, 8 * 2 * 2 * 4, b"who")
+
+
+def test_the_smallest_that_is_large_enough_is_used_again() -> None:
+    buffers = StagingBuffers(1000)
+    large, small = buffers.take(400), buffers.take(100)
+    buffers.give_back(large)
+    buffers.give_back(small)
+    assert buffers.take(90).whole is small.whole and buffers.take(90).whole is large.whole
+    assert buffers.take(90).whole.numel() == 90
+    assert (buffers.allocated, buffers.reused) == (3, 2)
+
+
+def test_a_dropped_buffer_is_never_used_again() -> None:
+    buffers = StagingBuffers(1000)
+    buffers.drop(buffers.take(100))
+    assert len(buffers) == buffers.idle_bytes == 0
+    buffers.take(100)
+    assert (buffers.allocated, buffers.reused) == (2, 0)
+
+
+def test_a_larger_one_takes_the_place_of_smaller_ones_and_not_the_other_way() -> None:
+    buffers = StagingBuffers(100)
+    taken = [buffers.take(size) for size in (30, 40, 60)]
+    for buffer in taken:
+        buffers.give_back(buffer)
+    assert (len(buffers), buffers.idle_bytes) == (2, 100)
+    buffers.give_back(buffers.take(101))  # more than all that may be kept
+    one, other = buffers.take(40), buffers.take(60)
+    assert (one.whole, other.whole) == (taken[1].whole, taken[2].whole)
+
+
+@given(st.integers(0, 300), st.lists(st.tuples(st.integers(0, 3), st.integers(1, 200)), max_size=60))
+def test_memory_beyond_what_is_in_use_keeps_the_bound(limit: int, moves: list[tuple[int, int]]) -> None:
+    buffers, taken = StagingBuffers(limit), list[StagingBuffer]()
+    for move, number in moves:
+        if move < 2 or not taken:
+            taken.append(buffers.take(number))
+            assert all(taken[-1].whole is not other.whole for other in taken[:-1])
+        else:
+            buffer = taken.pop(number % len(taken))
+            (buffers.give_back if move == 2 else buffers.drop)(buffer)
+        held = [*buffers._kept, *(buffer.whole for buffer in taken)]
+        in_use = sum(buffer.view.numel() for buffer in taken)
+        assert sum(map(torch.Tensor.numel, held)) - in_use == buffers.idle_bytes <= limit
+
+
+def test_all_ranks_together_keep_a_quarter() -> None:
+    assert 3 * kept_limit(1200, 3) == 1200 // 4
+
+
+class Pair:
+    """Two ends of one edge over Gloo, each with a pool of two blocks of its own."""
+
+    def __init__(self, spec: MakeSpec, generation: int, buffers: tuple[StagingBuffers, StagingBuffers]) -> None:
+        self.pools = [[(torch.zeros(2, 4, 1, 2), torch.zeros(2, 4, 1, 2))] for _ in range(2)]
+        sides = zip(("prefill", "decode"), self.pools, buffers, strict=True)
+        self.prefill, self.decode = (
+            LocalEnd(spec(side, generation, device="cpu"), pool, 4, buffers=kept) for side, pool, kept in sides
+        )
+
+    async def connect(self) -> Pair:
+        await asyncio.gather(self.prefill.connect(), self.decode.connect())
+        return self
+
+    async def hand_over(self, value: float) -> bool:
+        for cache in self.pools[0][0]:
+            cache.fill_(value)
+        sum_ = await self.prefill.fill(PART, 0)
+        posted = asyncio.Event()
+        taking = asyncio.ensure_future(self.decode.take(PART, sum_, posted.set))
+        await asyncio.wait_for(posted.wait(), 10)
+        await self.prefill.send()
+        return await taking and bool((self.pools[1][0][0] == value).all())
+
+    async def close(self) -> None:
+        await asyncio.gather(self.prefill.close(5), self.decode.close(5))
+
+
+async def test_the_second_chunk_reuses_at_both_ends(spec: MakeSpec) -> None:
+    kept = (StagingBuffers(4096), StagingBuffers(4096))
+    ends = await Pair(spec, 1, kept).connect()
+    assert await ends.hand_over(1.0) and await ends.hand_over(2.0) and await ends.hand_over(3.0)
+    assert [(b.allocated, b.reused) for b in kept] == [(1, 2), (1, 2)]
+    await ends.close()
+
+
+@pytest.mark.parametrize("torn", ["prefill", "decode"])
+async def test_what_an_aborted_transfer_used_is_not_used_again(torn: str, spec: MakeSpec) -> None:
+    kept = (StagingBuffers(4096), StagingBuffers(4096))
+    ends = await Pair(spec, 1, kept).connect()
+    assert await ends.hand_over(1.0)
+    sum_ = await ends.prefill.fill(PART, 0)
+    posted = asyncio.Event()
+    taking = asyncio.ensure_future(ends.decode.take(PART, sum_, posted.set))
+    await asyncio.wait_for(posted.wait(), 10)
+    (ends.prefill if torn == "prefill" else ends.decode).abort("the test")
+    with pytest.raises(HandoffError):
+        await taking
+    with pytest.raises(HandoffError):
+        await ends.prefill.send()
+    await ends.close()
+    assert [(len(b), b.idle_bytes) for b in kept] == [(0, 0), (0, 0)]
+    again = await Pair(spec, 2, kept).connect()
+    assert await again.hand_over(2.0)
+    assert [(b.allocated, b.reused) for b in kept] == [(2, 1), (2, 1)]
+    await again.close()
+
+
+async def test_what_was_packed_and_not_sent_and_what_could_not_be_packed_is_not_kept(spec: MakeSpec) -> None:
+    buffers = StagingBuffers(4096)
+    ends = Pair(spec, 1, (buffers, buffers))
+    await ends.prefill.fill(PART, 0)
+    ends.prefill.drop()
+    with pytest.raises(HandoffError):
+        await ends.prefill.fill(Part((0, 7), 0, 8, PART.num_bytes, b"who"), 0)
+    assert (buffers.allocated, len(buffers), buffers.idle_bytes) == (2, 0, 0)
+    await ends.close()
