@@ -24,6 +24,9 @@ from baton.core.kv_layout import KVLayout
 
 Layers = Sequence[tuple[Tensor, Tensor]]
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_MOST_RUNS = 2
+"""Runs of neighbouring blocks that are scattered as they lie: 0.57 (one run) and 0.62 (two) of the time of tokens one
+by one; with four nothing is gained (135M shape, decision 0034). Gathering gains nothing by it."""
 
 
 def chunk_bytes(layout: KVLayout, n: int) -> int:
@@ -51,8 +54,13 @@ def unpack(buf: Tensor, layers: Layers, block_ids: Sequence[int], block_size: in
     Raises HandoffError, before anything is written, as `pack` does.
     """
     slots = _slots(layers, block_ids, block_size, start, end)
+    runs = _runs(block_ids, block_size, start, end)
     for rows, part in _parts(layers, buf, end - start):
-        rows.index_copy_(0, slots, part)
+        if len(runs) > _MOST_RUNS:
+            rows.index_copy_(0, slots, part)
+            continue
+        for slot, first, count in runs:
+            rows[slot : slot + count].copy_(part[first : first + count])
 
 
 def checksum(identity: bytes, buf: Tensor) -> int:
@@ -75,6 +83,21 @@ def _slots(layers: Layers, block_ids: Sequence[int], block_size: int, start: int
     blocks = torch.tensor(used, dtype=torch.int64)
     slots = (blocks[:, None] * block_size + torch.arange(block_size)).reshape(-1)
     return slots[start - first * block_size : end - first * block_size].to(layers[0][0].device)
+
+
+def _runs(block_ids: Sequence[int], block_size: int, start: int, end: int) -> list[tuple[int, int, int]]:
+    """The slots of tokens [start, end) as runs: (first slot, its token counted from `start`, number of tokens)."""
+    runs: list[tuple[int, int, int]] = []
+    position = start
+    while position < end:
+        stop = min((position // block_size + 1) * block_size, end)
+        slot = block_ids[position // block_size] * block_size + position % block_size
+        if runs and slot == runs[-1][0] + runs[-1][2]:
+            runs[-1] = (runs[-1][0], runs[-1][1], stop - start - runs[-1][1])
+        else:
+            runs.append((slot, position - start, stop - position))
+        position = stop
+    return runs
 
 
 def _row_bytes(cache: Tensor) -> int:

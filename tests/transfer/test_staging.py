@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import HandoffError
 from baton.core.kv_layout import KVLayout, LayerKV
+from baton.transfer import staging
 from baton.transfer.staging import Layers, checksum, chunk_bytes, pack, unpack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,11 +47,18 @@ def chunks(draw: st.DrawFn) -> tuple[KVLayout, int, list[int], list[int], int, i
     return layout, num_blocks, draw(table)[:used], draw(table)[:used], start, end
 
 
-@settings(max_examples=150, deadline=None)
-@given(chunks())
+@pytest.mark.parametrize("most_runs", [0, 2, 99], ids=["token by token", "as it is", "run by run"])
+@settings(max_examples=100, deadline=None)
+@given(chunk=chunks())
 def test_pack_equals_the_plain_twin_and_unpack_inverts_it(
-    chunk: tuple[KVLayout, int, list[int], list[int], int, int],
+    most_runs: int, chunk: tuple[KVLayout, int, list[int], list[int], int, int]
 ) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging, "_MOST_RUNS", most_runs)
+        check_against_the_twin(chunk)
+
+
+def check_against_the_twin(chunk: tuple[KVLayout, int, list[int], list[int], int, int]) -> None:
     layout, num_blocks, source, target, start, end = chunk
     layers, others = random_layers(layout, num_blocks, 1), random_layers(layout, num_blocks, 2)
     before = [(k.clone(), v.clone()) for k, v in others]
@@ -68,6 +76,35 @@ def test_pack_equals_the_plain_twin_and_unpack_inverts_it(
                 for offset in range(layout.block_size):
                     if (block, offset) not in written:
                         assert torch.equal(cache[block, offset], was[block, offset])
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "start", "end", "runs"),
+    [
+        ([3, 4, 5], 0, 12, [(12, 0, 12)]),
+        ([3, 4, 5], 2, 9, [(14, 0, 7)]),
+        ([3, 4, 1], 2, 11, [(14, 0, 6), (4, 6, 3)]),
+        ([2, 1, 0], 3, 9, [(11, 0, 1), (4, 1, 4), (0, 5, 1)]),
+    ],
+)
+def test_neighbouring_blocks_make_one_run(
+    block_ids: list[int], start: int, end: int, runs: list[tuple[int, int, int]]
+) -> None:
+    assert staging._runs(block_ids, 4, start, end) == runs
+
+
+@pytest.mark.parametrize("most_runs", [0, 2])
+def test_unpack_into_a_run_of_heads_leaves_the_others(most_runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_MOST_RUNS", most_runs)
+    whole = random_layers(KVLayout(4, (LayerKV(3, 8, "bfloat16"),)), 4, 1)
+    before = [cache.clone() for cache in whole[0]]
+    some = [(k[:, :, 1:2], v[:, :, 1:2]) for k, v in whole]
+    sent = torch.arange(7 * 2 * 8 * 2, dtype=torch.int64).to(torch.uint8)
+    unpack(sent, some, [2, 3], 4, 1, 8)
+    assert pack(some, [2, 3], 4, 1, 8).tolist() == sent.tolist()
+    for cache, was in zip(whole[0], before, strict=True):
+        assert torch.equal(cache[:, :, [0, 2]], was[:, :, [0, 2]])
+        assert torch.equal(cache[:2], was[:2]) and torch.equal(cache[2, 0], was[2, 0])
 
 
 def test_the_two_ends_may_page_differently() -> None:
