@@ -123,7 +123,7 @@ def _install(faults: Faults) -> None:
         if before is not None and before[1].numel() == buf.numel() and faults.fires("swap"):
             faults.instead = before[1]
             return before[0]
-        faults.last_sent = (checksum(identity, buf), buf)
+        faults.last_sent = (checksum(identity, buf), buf.clone())  # the buffer itself is used again
         return faults.last_sent[0]
 
     async def faulty_say(stream: MessageStream, value: object, timeout_s: float = 5.0) -> None:
