@@ -1,6 +1,6 @@
 """Times the engine's steps on CPU, kernels against kernels, interleaved: prefill, decode, verification, sampling.
 
-    python benchmarks/engine.py MODEL_DIR [--kernels auto,torch] [--threads 1] [--repeat 10]
+    python benchmarks/engine.py MODEL_DIR [--kernels auto,torch] [--dtype auto] [--threads 1]
 
 Prints a table: for each shape the median wall time of a step with each kind of kernels and, less disturbed by other
 programs, the least processor time of the computing thread (with one thread). Memory bandwidth, measured on the spot,
@@ -80,12 +80,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--kernels", default="auto,torch")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeat", type=int, default=10)
     options = parser.parse_args()
     runners = {
         name: load_runner(
-            EngineOptions(model_dir=options.model, threads=options.threads, kv_memory_bytes=1 << 30, kernels=name)
+            EngineOptions(
+                model_dir=options.model,
+                dtype=options.dtype,
+                threads=options.threads,
+                kv_memory_bytes=1 << 30,
+                kernels=name,
+            )
         )
         for name in options.kernels.split(",")
     }

@@ -53,7 +53,7 @@ def rank_memory(plan: Plan, part: Part, config: ModelConfig, local_rank: int = 0
     rank = part.node_rank * part.ranks + local_rank
     exact = bool(options.get("exact", False))
     device = choose_device(str(options.get("device", "auto")), exact, local_rank)
-    dtype = choose_dtype(str(options.get("dtype", "auto")), device, exact)
+    dtype = choose_dtype(str(options.get("dtype", "auto")), device, exact, str(options.get("kernels", "auto")))
     quantize = str(options.get("quantize", "none"))
     check_quantize(quantize, device)
     layout = config.kv_layout(_number(options.get("block_size", 16)), dtype)

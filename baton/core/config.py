@@ -37,7 +37,7 @@ class EngineConfig:
     kernels: str = option(
         "auto",
         "what computes on CPU: the best compiled kernels of this processor, torch's, or compiled ones by name",
-        choices=("auto", "torch", "avx512", "avx512_bf16", "amx"),
+        choices=("auto", "torch", "avx2", "avx512", "avx512_bf16", "amx"),
     )
     quantize: str = option("none", "weights of linear layers and head, on CPU", choices=("none", "int8"))
     threads: int = option(0, "compute threads of a worker; 0: all cores it may run on", low=0, high=1024)

@@ -8,6 +8,7 @@ from typing import Literal, cast
 import torch
 
 from baton.core.errors import StartupError
+from baton.engine.kernels.build import can_compile, processor_levels
 
 ComputeDType = Literal["float32", "bfloat16"]
 
@@ -30,20 +31,30 @@ def choose_device(wanted: str, exact: bool, local_rank: int = 0) -> torch.device
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def choose_dtype(wanted: str, device: torch.device, exact: bool) -> ComputeDType:
-    """ "auto" is bfloat16 on CUDA and on CPUs that multiply it in hardware, else float32, as in exact mode."""
+def choose_dtype(wanted: str, device: torch.device, exact: bool, kernels: str = "auto") -> ComputeDType:
+    """ "auto" is bfloat16 on CUDA, on CPUs that multiply it in hardware, and where compiled kernels for AVX2 compute
+    (of the `kernels` asked for), else float32, as in exact mode."""
     if wanted not in ("auto", "bfloat16", "float32"):
         raise StartupError(f"dtype must be auto, bfloat16 or float32, not {wanted!r:.60}")
     if wanted == "auto":
         if exact:
             return "float32"
-        return "bfloat16" if device.type == "cuda" or cpu_multiplies_bfloat16() else "float32"
+        fast = device.type == "cuda" or cpu_multiplies_bfloat16() or kernels_widen_bfloat16(kernels)
+        return "bfloat16" if fast else "float32"
     return cast(ComputeDType, wanted)
 
 
 def cpu_multiplies_bfloat16() -> bool:
     """Whether the CPU has avx512_bf16 or AMX."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def kernels_widen_bfloat16(kernels: str) -> bool:
+    """Whether the compiled kernels of AVX2 will compute: they read bfloat16, half of what float32 takes, and multiply
+    in float32 at the same speed (decision 0029). torch's bfloat16 on such processors is slower than its float32."""
+    levels = processor_levels()
+    chosen = levels[-1] if kernels == "auto" and levels else kernels
+    return chosen == "avx2" and can_compile(chosen)
 
 
 def default_kv_bytes(device: torch.device, local_size: int = 1) -> int:

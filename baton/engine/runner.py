@@ -187,7 +187,7 @@ def load_runner(
     torch.set_num_threads(options.threads)
     ranks = ranks or Ranks()
     device = choose_device(options.device, options.exact, ranks.local_rank)
-    dtype = choose_dtype(options.dtype, device, options.exact)
+    dtype = choose_dtype(options.dtype, device, options.exact, options.kernels)
     check_quantize(options.quantize, device)
     if options.exact and KEY_STEP % options.block_size:
         raise StartupError(f"exact mode: block-size must divide {KEY_STEP}, not {options.block_size}")

@@ -13,11 +13,23 @@ from torch import Tensor
 
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import History, Row, StepPlan
+from baton.engine.kernels.build import processor_levels
 from baton.engine.processors import Draw, SeenTables
 from baton.engine.runner import EngineOptions, Runner, load_runner
 from baton.engine.sampler import sample
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def float32_levels() -> list[str]:
+    """Levels of this processor whose code for float32 differs: the lowest, and one of AVX-512."""
+    levels = processor_levels()
+    return sorted({levels[0], levels[-1]}) if levels else []
+
+
+def bfloat16_levels() -> list[str]:
+    """Levels of this processor that compute in bf16."""
+    return [level for level in processor_levels() if level != "avx512"]
 
 
 def tiny_runner(model_dir: Path, **options: Any) -> Runner:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from baton.core.errors import StartupError
-from baton.engine.kernels import build
+from baton.engine.kernels import build, native
 from baton.engine.kernels.build import CannotBuild, library, processor_levels
 from baton.engine.kernels.native import choose_kernels
 from tests.engine.driver import tiny_runner
 
 CPU = torch.device("cpu")
-needs_avx512 = pytest.mark.skipif(not processor_levels(), reason="no AVX-512")
+needs_avx2 = pytest.mark.skipif(not processor_levels(), reason="no AVX2")
 
 
 @pytest.fixture
@@ -35,10 +35,15 @@ def fake_compiler(tmp_path: Path, script: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "levels"),
     [
-        ("fpu avx2 fma", ()),
-        ("avx512f avx512bw avx512dq avx512vl fma avx2", ("avx512",)),
-        ("avx512f avx512bw avx512dq avx512vl fma avx2 avx512_bf16", ("avx512", "avx512_bf16")),
-        ("avx512f avx512bw avx512dq avx512vl fma avx2 avx512_bf16 amx_tile amx_int8", ("avx512", "avx512_bf16")),
+        ("fpu avx fma", ()),
+        ("fpu avx2", ()),
+        ("fpu avx2 fma", ("avx2",)),
+        ("avx512f avx512bw avx512dq avx512vl fma avx2", ("avx2", "avx512")),
+        ("avx512f avx512bw avx512dq avx512vl fma avx2 avx512_bf16", ("avx2", "avx512", "avx512_bf16")),
+        (
+            "avx512f avx512bw avx512dq avx512vl fma avx2 avx512_bf16 amx_tile amx_int8",
+            ("avx2", "avx512", "avx512_bf16"),
+        ),
         ("avx512f avx512bw avx512dq avx512vl fma avx2 avx512_bf16 amx_tile amx_bf16", build.LEVELS),
     ],
 )
@@ -90,20 +95,18 @@ def test_a_compiler_that_fails(
     assert not list(empty_cache.glob("*.so"))
 
 
-@needs_avx512
+@needs_avx2
 def test_without_a_compiler_torch_computes_and_says_why(
     empty_cache: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: object
 ) -> None:
-    from baton.engine.kernels import native
-
     native.load.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert choose_kernels("auto", CPU, torch.float32) == (
         None,
         "torch (no C++ compiler (no-such-compiler is not installed; CXX names another))",
     )
-    with pytest.raises(StartupError, match="kernels avx512: no C\\+\\+ compiler"):
-        choose_kernels("avx512", CPU, torch.float32)
+    with pytest.raises(StartupError, match="kernels avx2: no C\\+\\+ compiler"):
+        choose_kernels("avx2", CPU, torch.float32)
     native.load.cache_clear()
 
 
@@ -117,26 +120,52 @@ def test_a_cache_that_others_can_write_is_not_loaded_from(empty_cache: Path) -> 
 def test_names_of_kernels(checkpoint: object) -> None:
     assert choose_kernels("torch", CPU, torch.float32) == (None, "torch")
     assert choose_kernels("auto", torch.device("cuda"), torch.float32) == (None, "torch")
-    with pytest.raises(StartupError, match="kernels must be auto, torch, avx512, avx512_bf16, amx, not 'mkl'"):
+    with pytest.raises(StartupError, match="kernels must be auto, torch, avx2, avx512, avx512_bf16, amx, not 'mkl'"):
         choose_kernels("mkl", CPU, torch.float32)
 
 
-@needs_avx512
+@pytest.mark.skipif("avx512" not in processor_levels(), reason="no AVX-512")
 def test_bfloat16_needs_a_level_that_multiplies_it() -> None:
     with pytest.raises(StartupError, match="kernels avx512: avx512 does not multiply bfloat16"):
         choose_kernels("avx512", CPU, torch.bfloat16)
 
 
-@needs_avx512
+@needs_avx2
 def test_a_level_that_the_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from baton.engine.kernels import native
-
     monkeypatch.setattr(native, "processor_levels", lambda: ())
     native.load.cache_clear()
-    assert choose_kernels("auto", CPU, torch.float32) == (None, "torch (this processor has no AVX-512)")
+    assert choose_kernels("auto", CPU, torch.float32) == (None, "torch (this processor has no AVX2)")
     with pytest.raises(StartupError, match="kernels amx: this processor has no amx"):
         choose_kernels("amx", CPU, torch.float32)
     native.load.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("levels", "dtype", "level"),
+    [
+        (build.LEVELS, torch.bfloat16, "amx"),
+        (build.LEVELS[:2], torch.float32, "avx512"),
+        (build.LEVELS[:2], torch.bfloat16, "avx2"),
+        (build.LEVELS[:1], torch.bfloat16, "avx2"),
+    ],
+)
+def test_auto_is_the_best_level_that_computes_in_the_dtype(
+    monkeypatch: pytest.MonkeyPatch, levels: tuple[str, ...], dtype: torch.dtype, level: str
+) -> None:
+    asked: list[str] = []
+
+    class Loaded:
+        def __init__(self, level: str) -> None:
+            asked.append(level)
+            self.level = level
+
+        def supports(self, dtype: torch.dtype) -> bool:
+            return True
+
+    monkeypatch.setattr(native, "processor_levels", lambda: levels)
+    monkeypatch.setattr(native, "load", Loaded)
+    assert choose_kernels("auto", CPU, dtype)[1] == level
+    assert asked == [level]
 
 
 def test_a_runner_names_its_kernels(checkpoint: object) -> None:

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.kernels import native
-from baton.engine.kernels.build import processor_levels
 from baton.engine.kernels.native import ADD, FLOAT, STORE, SWIGLU, Arena, pack_weight, padded
 from baton.engine.quantize import quantize
+from tests.engine.driver import bfloat16_levels, float32_levels
 
-KINDS = [(level, torch.float32) for level in processor_levels()[-1:]] + [
-    (level, torch.bfloat16) for level in processor_levels() if level != "avx512"
+KINDS = [(level, torch.float32) for level in float32_levels()] + [
+    (level, torch.bfloat16) for level in bfloat16_levels()
 ]
 kinds = pytest.mark.parametrize(("level", "dtype"), KINDS, ids=str)
 sizes = pytest.mark.parametrize(("n", "k"), [(32, 32), (40, 24), (333, 100), (96, 576), (64, 1536)], ids=str)

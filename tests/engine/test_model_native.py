@@ -12,7 +12,7 @@ import torch
 
 from baton.engine.kernels.build import processor_levels
 from baton.engine.selftest import prove_row_invariance
-from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
+from tests.engine.driver import Job, all_logits, bfloat16_levels, float32_levels, random_tokens, run, tiny_runner
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"arch": "llama"},
@@ -21,12 +21,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2": {"arch": "qwen2", "tied": True, "intermediate_size": 168},
     "qwen3": {"arch": "qwen3", "head_dim": 24, "num_heads": 6, "num_kv_heads": 3, "vocab_size": 333},
 }
-FLOATS = processor_levels()[-1:]
-HALVES = [level for level in processor_levels() if level != "avx512"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("level", FLOATS)
+@pytest.mark.parametrize("level", float32_levels())
 def test_float32_logits_equal_the_twin(checkpoint: Callable[..., Path], variant: str, level: str) -> None:
     model_dir, tokens = checkpoint(**VARIANTS[variant]), random_tokens(150)
     twin = all_logits(tiny_runner(model_dir, kernels="torch"), tokens, [150])
@@ -35,7 +33,7 @@ def test_float32_logits_equal_the_twin(checkpoint: Callable[..., Path], variant:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("level", HALVES)
+@pytest.mark.parametrize("level", bfloat16_levels())
 def test_bfloat16_is_row_invariant_and_as_close_to_float32_as_the_twin(
     checkpoint: Callable[..., Path], variant: str, level: str
 ) -> None:
@@ -49,7 +47,7 @@ def test_bfloat16_is_row_invariant_and_as_close_to_float32_as_the_twin(
     assert error < 1.1 * twin
 
 
-@pytest.mark.parametrize("level", HALVES)
+@pytest.mark.parametrize("level", bfloat16_levels())
 def test_a_batch_in_bfloat16_has_the_bits_of_each_sequence_alone(checkpoint: Callable[..., Path], level: str) -> None:
     runner = tiny_runner(checkpoint("mistral", dtype="bfloat16"), dtype="bfloat16", kernels=level, threads=2)
     lengths = {5: 100, 33: 7, 100: 16, 130: 64, 17: 1, 64: 33}

@@ -20,7 +20,7 @@ from baton.engine.quantize import check_quantize, quantize
 from baton.engine.runner import Runner
 from baton.engine.selftest import prove_row_invariance
 from baton.engine.weights import Projection, WeightReader
-from tests.engine.driver import all_logits, random_tokens, tiny_runner
+from tests.engine.driver import all_logits, bfloat16_levels, random_tokens, tiny_runner
 from tests.support.rank_pool import RankPool
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def test_float32_logits_equal_the_twin(checkpoint: Callable[..., Path], variant:
     assert 1e-3 < (found - full).abs().max() < 0.1 * full.abs().max()
 
 
-@pytest.mark.parametrize("level", [level for level in processor_levels() if level != "avx512"])
+@pytest.mark.parametrize("level", bfloat16_levels())
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bfloat16_is_row_invariant_and_as_close_to_float32_as_the_twin(
     checkpoint: Callable[..., Path], variant: str, level: str

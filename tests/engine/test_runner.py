@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,9 @@ import torch
 from baton.core.errors import StartupError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
+from baton.engine import device as device_module
 from baton.engine.device import choose_dtype
+from baton.engine.kernels import build
 from baton.engine.processors import Draw
 from baton.engine.sampler import sample
 from tests.engine.driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
@@ -134,6 +137,29 @@ def test_dtype_auto() -> None:
     assert choose_dtype("auto", torch.device("cuda"), exact=False) == "bfloat16"
     assert choose_dtype("auto", torch.device("cpu"), exact=True) == "float32"
     assert choose_dtype("float32", torch.device("cuda"), exact=False) == "float32"
+
+
+@pytest.mark.parametrize(
+    ("levels", "kernels", "dtype"),
+    [
+        (("avx2",), "auto", "bfloat16"),
+        (("avx2",), "avx2", "bfloat16"),
+        (("avx2",), "torch", "float32"),
+        (("avx2", "avx512"), "auto", "float32"),  # whose float32 is of AVX-512
+        (("avx2", "avx512"), "avx2", "bfloat16"),
+        ((), "auto", "float32"),
+    ],
+)
+def test_dtype_auto_goes_with_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, levels: tuple[str, ...], kernels: str, dtype: str
+) -> None:
+    monkeypatch.setattr(device_module, "cpu_multiplies_bfloat16", lambda: False)
+    for module in (device_module, build):
+        monkeypatch.setattr(module, "processor_levels", lambda: levels)
+    monkeypatch.setenv("CXX", sys.executable)  # found, and never started
+    assert choose_dtype("auto", torch.device("cpu"), exact=False, kernels=kernels) == dtype
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert choose_dtype("auto", torch.device("cpu"), exact=False, kernels=kernels) == "float32"
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float16"])

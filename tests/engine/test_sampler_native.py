@@ -13,8 +13,9 @@ from baton.engine.kernels.build import processor_levels
 from baton.engine.processors import Draw
 from baton.engine.sampler import noised_logits, sample
 from baton.engine.sampler_native import Choose, chooser
+from tests.engine.driver import float32_levels
 
-pytestmark = pytest.mark.skipif(not processor_levels(), reason="no AVX-512")
+pytestmark = pytest.mark.skipif(not processor_levels(), reason="no AVX2")
 
 PARAMS = [
     {},
@@ -35,9 +36,9 @@ PARAMS = [
 ]
 
 
-@pytest.fixture
-def choose() -> Choose:
-    return chooser(native.load(processor_levels()[0]))
+@pytest.fixture(params=float32_levels())
+def choose(request: pytest.FixtureRequest) -> Choose:
+    return chooser(native.load(request.param))
 
 
 def rows(vocab: int) -> dict[str, NDArray[np.float32]]:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-LEVELS = ("avx512", "avx512_bf16", "amx")
+LEVELS = ("avx2", "avx512", "avx512_bf16", "amx")
 """What kernels are compiled for, in rising order; the index is BATON_LEVEL in C++."""
 
 COMPILE_TIMEOUT_S = 300.0
@@ -29,13 +29,16 @@ LOCK_TIMEOUT_S = 330.0
 """Longest that another process may take to compile."""
 
 _SOURCES = Path(__file__).parent / "cpu"
+_LOWEST = ("avx2", "fma")
 _BASE = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "avx2")
 _NEEDED = {  # flags as /proc/cpuinfo writes them
+    "avx2": frozenset(_LOWEST),
     "avx512": frozenset(_BASE),
     "avx512_bf16": frozenset((*_BASE, "avx512_bf16")),
     "amx": frozenset((*_BASE, "avx512_bf16", "amx_tile", "amx_bf16")),
 }
 _TARGETS = {
+    "avx2": tuple(f"-m{flag}" for flag in _LOWEST),
     "avx512": tuple(f"-m{flag}" for flag in _BASE),
     "avx512_bf16": (*(f"-m{flag}" for flag in _BASE), "-mavx512bf16"),
     "amx": (*(f"-m{flag}" for flag in _BASE), "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
@@ -59,9 +62,18 @@ def processor_levels(cpuinfo: str | None = None) -> tuple[str, ...]:
     return tuple(level for level in LEVELS if _NEEDED[level] <= flags)
 
 
+def can_compile(level: str) -> bool:
+    """Whether the processor has `level`, and there are a compiler and a cache for its library."""
+    try:
+        cache_dir()
+    except CannotBuild:
+        return False
+    return level in processor_levels() and shutil.which(_compiler()) is not None
+
+
 def library(level: str) -> Path:
     """The compiled kernels of `level`, from the cache or made now. Raises CannotBuild."""
-    compiler = os.environ.get("CXX") or "g++"
+    compiler = _compiler()
     found = shutil.which(compiler)
     if found is None:
         raise CannotBuild(f"no C++ compiler ({compiler} is not installed; CXX names another)")
@@ -91,6 +103,10 @@ def cache_dir() -> Path:
 
 def sources() -> list[Path]:
     return sorted(_SOURCES.glob("*.cpp"))
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX") or "g++"
 
 
 def _key(level: str, compiler: str) -> str:
@@ -141,7 +157,7 @@ def main() -> None:
     """Compiles what this processor can use, so that the first worker does not have to."""
     levels = processor_levels()
     if not levels:
-        print("kernels: this processor has no AVX-512; torch's kernels will be used")
+        print("kernels: this processor has no AVX2; torch's kernels will be used")
         return
     try:
         print(f"kernels: {library(levels[-1])}")

@@ -139,7 +139,12 @@ class Kernels:
     linear: ctypes._FuncPointer
 
     def supports(self, dtype: torch.dtype) -> bool:
-        return dtype == torch.float32 or (dtype == torch.bfloat16 and self.level != "avx512")
+        return _computes(self.level, dtype)
+
+
+def _computes(level: str, dtype: torch.dtype) -> bool:
+    # Without avx512_bf16 AVX-512 multiplies no bf16; the level below widens it.
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and level != "avx512")
 
 
 @cache
@@ -151,16 +156,16 @@ def load(level: str) -> Kernels:
 
 
 def choose_kernels(wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[Kernels | None, str]:
-    """The kernels for `wanted` (None: torch's), and their name with the reason. Raises StartupError for a level by name
-    that cannot be had; `auto` falls back on torch's."""
+    """The kernels for `wanted` (None: torch's), and their name with the reason. `auto` takes the best level that
+    computes in `dtype`, and falls back on torch's. Raises StartupError for a level by name that cannot be had."""
     if wanted not in ("auto", "torch", *LEVELS):
         raise StartupError(f"kernels must be auto, torch, {', '.join(LEVELS)}, not {wanted!r:.60}")
     if wanted == "torch" or device.type != "cpu":
         return None, "torch"
-    levels = processor_levels()
+    levels = [level for level in processor_levels() if _computes(level, dtype)]
     try:
         if wanted == "auto" and not levels:
-            raise CannotBuild("this processor has no AVX-512")
+            raise CannotBuild("this processor has no AVX2")
         kernels = load(levels[-1] if wanted == "auto" else wanted)
         if not kernels.supports(dtype):
             raise CannotBuild(f"{kernels.level} does not multiply {str(dtype).removeprefix('torch.')}")

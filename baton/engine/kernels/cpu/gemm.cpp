@@ -1,5 +1,9 @@
+// Linear layers by AVX-512 and AMX; gemm_avx2.cpp has those of the lowest level.
+#if BATON_LEVEL >= 1
+
 #include "gemm.h"
 
+#include "gemm_put.h"
 #include "tiles.h"
 
 namespace baton {
@@ -9,60 +13,6 @@ constexpr int64_t GROUPS_PER_UNIT = 8;  // their weights stay in L2 while all ro
 constexpr int64_t AHEAD = 8192;         // bytes that weights are fetched ahead of their use
 
 thread_local Scratch unpacked;
-
-// What is done with a row's 32 sums of one group; `whole` says that all 32 are outputs of the layer.
-template <class E, Into INTO>
-inline void put(const Linear& layer, bool whole, __m512 left, __m512 right, void* y, int64_t at, int64_t column) {
-  const __mmask16 lanes = whole ? __mmask16(0xffff) : first_lanes(layer.n - column);
-  const __mmask16 more = whole ? __mmask16(0xffff) : first_lanes(layer.n - column - 16);
-  if (layer.scale) {
-    left = _mm512_mul_ps(left, load(layer.scale + column, lanes));
-    right = _mm512_mul_ps(right, load(layer.scale + column + 16, more));
-  }
-  if (layer.bias) {
-    left = _mm512_add_ps(left, load(layer.bias + column, lanes));
-    right = _mm512_add_ps(right, load(layer.bias + column + 16, more));
-  }
-  if constexpr (INTO == Into::SWIGLU) {
-    store(static_cast<E*>(y) + at + column / 2, _mm512_mul_ps(silu<E>(left), right));
-  } else if constexpr (INTO == Into::FLOAT) {
-    store(static_cast<float*>(y) + at + column, left, lanes);
-    store(static_cast<float*>(y) + at + column + 16, right, more);
-  } else {
-    E* to = static_cast<E*>(y) + at + column;
-    if constexpr (INTO == Into::ADD) {
-      left = _mm512_add_ps(left, load(to, lanes));
-      right = _mm512_add_ps(right, load(to + 16, more));
-    }
-    store(to, left, lanes);
-    store(to + 16, right, more);
-  }
-}
-
-// The same for `rows` rows from `row` on, their sums in two tiles of 16 by 16.
-template <class E, Into INTO>
-void put_tiles(
-    Linear layer, const float* left, const float* right, int64_t rows, void* y, int64_t ldy, int64_t row,
-    int64_t group) {
-  const bool whole = (group + 1) * GROUP <= layer.n;
-  for (int64_t r = 0; r < rows; ++r)
-    put<E, INTO>(
-        layer, whole, _mm512_load_ps(left + r * 16), _mm512_load_ps(right + r * 16), y, (row + r) * ldy, group * GROUP);
-}
-
-template <class E, class... Arguments>
-void put_tiles(Into into, Arguments... arguments) {
-  switch (into) {
-    case Into::STORE:
-      return put_tiles<E, Into::STORE>(arguments...);
-    case Into::ADD:
-      return put_tiles<E, Into::ADD>(arguments...);
-    case Into::SWIGLU:
-      return put_tiles<E, Into::SWIGLU>(arguments...);
-    case Into::FLOAT:
-      return put_tiles<E, Into::FLOAT>(arguments...);
-  }
-}
 
 template <class E, int ROWS>
 void vector_rows(
@@ -115,7 +65,7 @@ void vector_group(
   }
 }
 
-#if BATON_LEVEL >= 2
+#if BATON_LEVEL >= 3
 // The sums [4][16][16] of up to 32 rows of one group; tiles are configured for them. STREAM: the weights are read from
 // memory, once, and fetched ahead of their use.
 template <bool TWO, bool STREAM>
@@ -202,7 +152,7 @@ void unit_of_groups(
     int64_t last_group) {
   const int64_t elements = GROUP * padded_dwords<E>(layer.k) * PER_DWORD<E>;
   auto compute = [&](int64_t first, int64_t last, auto weight) {
-#if BATON_LEVEL >= 2
+#if BATON_LEVEL >= 3
     if constexpr (sizeof(E) == 2) return amx_unit(layer, x, ldx, rows, y, ldy, into, first, last, weight);
 #endif
     for (int64_t row = 0; row < rows; row += 48)
@@ -256,8 +206,10 @@ void pack(const W* weight, int64_t n, int64_t k, W* packed) {
   template void pack<E, E>(const E*, int64_t, int64_t, E*); \
   template void pack<E, int8_t>(const int8_t*, int64_t, int64_t, int8_t*);
 BATON_INSTANTIATE(float)
-#if BATON_LEVEL >= 1
+#if BATON_LEVEL >= 2
 BATON_INSTANTIATE(bf16)
 #endif
 
 }  // namespace baton
+
+#endif

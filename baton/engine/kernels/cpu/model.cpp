@@ -51,17 +51,16 @@ thread_local Scratch step_memory;
 // to = from / rms(from) * weight, then zeros up to `padded`.
 template <class E>
 void rms_norm(const E* from, const E* weight, int64_t size, float eps, E* to, int64_t padded) {
-  __m512 squares[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+  Floats squares[4] = {zero(), zero(), zero(), zero()};
   for (int64_t i = 0; i < size; i += 16) {
-    const __m512 x = load(from + i, first_lanes(size - i));
-    squares[i / 16 % 4] = _mm512_fmadd_ps(x, x, squares[i / 16 % 4]);
+    const Floats x = load(from + i, first_lanes(size - i));
+    squares[i / 16 % 4] = fma(x, x, squares[i / 16 % 4]);
   }
-  const float sum = _mm512_reduce_add_ps(
-      _mm512_add_ps(_mm512_add_ps(squares[0], squares[1]), _mm512_add_ps(squares[2], squares[3])));
-  const __m512 factor = _mm512_set1_ps(1.0f / __builtin_sqrtf(sum / float(size) + eps));
+  const float total = sum(add(add(squares[0], squares[1]), add(squares[2], squares[3])));
+  const Floats factor = floats(1.0f / __builtin_sqrtf(total / float(size) + eps));
   for (int64_t i = 0; i < padded; i += 16) {
-    const __mmask16 lanes = first_lanes(size - i);
-    const __m512 x = _mm512_mul_ps(_mm512_mul_ps(load(from + i, lanes), factor), load(weight + i, lanes));
+    const Mask lanes = first_lanes(size - i);
+    const Floats x = multiply(multiply(load(from + i, lanes), factor), load(weight + i, lanes));
     store(to + i, x);
   }
 }
@@ -71,11 +70,11 @@ template <class E>
 void rotate(const E* from, E* to, const float* cos, const float* sin, int64_t size) {
   const int64_t half = size / 2;
   for (int64_t i = 0; i < half; i += 16) {
-    const __mmask16 lanes = first_lanes(half - i);
-    const __m512 low = load(from + i, lanes), high = load(from + half + i, lanes);
-    const __m512 c = load(cos + i, lanes), s = load(sin + i, lanes);
-    store(to + i, _mm512_fnmadd_ps(high, s, _mm512_mul_ps(low, c)), lanes);
-    store(to + half + i, _mm512_fmadd_ps(low, s, _mm512_mul_ps(high, c)), lanes);
+    const Mask lanes = first_lanes(half - i);
+    const Floats low = load(from + i, lanes), high = load(from + half + i, lanes);
+    const Floats c = load(cos + i, lanes), s = load(sin + i, lanes);
+    store(to + i, fnma(high, s, low * c), lanes);
+    store(to + half + i, fma(low, s, high * c), lanes);
   }
 }
 
@@ -212,7 +211,7 @@ void forward(const Model& model, const Step& step) {
 
 using namespace baton;
 
-#if BATON_LEVEL >= 1
+#if BATON_LEVEL != 1
 #define BATON_BY_TYPE(is_bf16, call) \
   if (is_bf16) { \
     using E = bf16; \
@@ -235,7 +234,7 @@ int baton_level() { return BATON_LEVEL; }
 
 // Asks the system for AMX tiles, which a process has to do once.
 int baton_init() {
-#if BATON_LEVEL >= 2
+#if BATON_LEVEL >= 3
   constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
   return int(syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA));
 #else

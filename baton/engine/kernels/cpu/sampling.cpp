@@ -21,6 +21,8 @@ namespace {
 
 constexpr double CLOSE = 1e-9;  // relative; float64 sums and functions err by less than 1e-11
 constexpr int64_t UNDECIDED = -1;
+alignas(64) constexpr int32_t LANES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+alignas(64) constexpr int32_t BY_FOURS[16] = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
 
 // Tokens that survive: logit above `logit`, or equal to it and an id up to `id`.
 struct Cut {
@@ -29,16 +31,16 @@ struct Cut {
 };
 
 // e^x for x <= 0, relative error below 1e-14.
-inline __m512d exp_negative(__m512d x) {
-  x = _mm512_max_pd(x, _mm512_set1_pd(-1000.0));
-  const __m512d whole = _mm512_roundscale_pd(_mm512_mul_pd(x, _mm512_set1_pd(1.4426950408889634)), _MM_FROUND_TO_NEAREST_INT);
-  __m512d rest = _mm512_fnmadd_pd(whole, _mm512_set1_pd(0.6931471803691238), x);
-  rest = _mm512_fnmadd_pd(whole, _mm512_set1_pd(1.9082149292705877e-10), rest);
-  __m512d y = _mm512_set1_pd(1.0 / 6227020800.0);
+inline Doubles exp_negative(Doubles x) {
+  x = max(x, doubles(-1000.0));
+  const Doubles whole = nearest(x * doubles(1.4426950408889634));
+  Doubles rest = fnma(whole, doubles(0.6931471803691238), x);
+  rest = fnma(whole, doubles(1.9082149292705877e-10), rest);
+  Doubles y = doubles(1.0 / 6227020800.0);
   for (double factor : {1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0, 1.0 / 5040.0,
                         1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0})
-    y = _mm512_fmadd_pd(y, rest, _mm512_set1_pd(factor));
-  return _mm512_scalef_pd(y, whole);
+    y = fma(y, rest, doubles(factor));
+  return times_power(y, whole);
 }
 
 // Tokens with their weights, in rising order of ids.
@@ -56,49 +58,47 @@ struct Items {
   }
 
   void range(float* low, float* high) const {
-    __m512 least = _mm512_set1_ps(__builtin_inff()), most = _mm512_set1_ps(-__builtin_inff());
+    Floats lowest = floats(__builtin_inff()), highest = floats(-__builtin_inff());
     for (int64_t i = 0; i < count; i += 16) {
-      const __mmask16 lanes = first_lanes(count - i);
-      const __m512 l = _mm512_loadu_ps(&logit[i]);
-      least = _mm512_mask_min_ps(least, lanes, least, l);
-      most = _mm512_mask_max_ps(most, lanes, most, l);
+      const Mask lanes = first_lanes(count - i);
+      const Floats l = load_whole(&logit[i]);
+      lowest = min_where(lanes, lowest, l);
+      highest = max_where(lanes, highest, l);
     }
-    *low = _mm512_reduce_min_ps(least);
-    *high = _mm512_reduce_max_ps(most);
+    *low = least(lowest);
+    *high = most(highest);
   }
 
   // The sum of weights over logits above `pivot`, and how many they are.
-  double above(float pivot, int64_t* number) const {
-    const __m512 p = _mm512_set1_ps(pivot);
-    __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
+  double weight_above(float pivot, int64_t* number) const {
+    const Floats p = floats(pivot);
+    Doubles low = doubles(0.0), high = doubles(0.0);
     *number = 0;
     for (int64_t i = 0; i < count; i += 16) {
-      const __mmask16 lanes = first_lanes(count - i);
-      const __mmask16 over = _mm512_mask_cmp_ps_mask(lanes, _mm512_loadu_ps(&logit[i]), p, _CMP_GT_OQ);
+      const Mask lanes = first_lanes(count - i);
+      const Mask over = above(lanes, load_whole(&logit[i]), p);
       *number += __builtin_popcount(over);
-      low = _mm512_add_pd(low, _mm512_maskz_loadu_pd(__mmask8(over), &weight[i]));
-      high = _mm512_add_pd(high, _mm512_maskz_loadu_pd(__mmask8(over >> 8), &weight[i + 8]));
+      low = low + load(&weight[i], uint8_t(over));
+      high = high + load(&weight[i + 8], uint8_t(over >> 8));
     }
-    return _mm512_reduce_add_pd(_mm512_add_pd(low, high));
+    return sum(low + high);
   }
 
   // Keeps logits above `pivot` (or the others).
   void keep(float pivot, bool over) {
     int64_t to = 0;
-    const __m512 p = _mm512_set1_ps(pivot);
+    const Floats p = floats(pivot);
     for (int64_t i = 0; i < count; i += 16) {
-      const __mmask16 lanes = first_lanes(count - i);
-      const __m512 l = _mm512_loadu_ps(&logit[i]);
-      const __m512i ids = _mm512_loadu_si512(&id[i]);
-      const __m512d first = _mm512_loadu_pd(&weight[i]), second = _mm512_loadu_pd(&weight[i + 8]);
-      __mmask16 kept = _mm512_mask_cmp_ps_mask(lanes, l, p, _CMP_GT_OQ);
-      if (!over) kept = __mmask16(lanes & ~kept);
-      _mm512_storeu_ps(&logit[to], _mm512_maskz_compress_ps(kept, l));
-      _mm512_storeu_si512(&id[to], _mm512_maskz_compress_epi32(kept, ids));
-      const int64_t half = __builtin_popcount(kept & 0xff);
-      const __m512d later = _mm512_maskz_compress_pd(__mmask8(kept >> 8), second);
-      _mm512_storeu_pd(&weight[to], _mm512_maskz_compress_pd(__mmask8(kept), first));
-      _mm512_storeu_pd(&weight[to + half], later);
+      const Mask lanes = first_lanes(count - i);
+      const Floats l = load_whole(&logit[i]);
+      const Ints ids = load_whole(&id[i]);
+      const Doubles first = load_whole(&weight[i]), second = load_whole(&weight[i + 8]);
+      Mask kept = above(lanes, l, p);
+      if (!over) kept = Mask(lanes & ~kept);
+      compress(&logit[to], kept, l);
+      compress(&id[to], kept, ids);
+      compress(&weight[to], uint8_t(kept), first);
+      compress(&weight[to + __builtin_popcount(kept & 0xff)], uint8_t(kept >> 8), second);
       to += __builtin_popcount(kept);
     }
     count = to;
@@ -118,7 +118,7 @@ bool reach(Items& from, double target, double total, Cut* cut) {
     float pivot = low + (high - low) / 2;
     if (!(pivot < high)) pivot = low;
     int64_t number = 0;
-    const double over = from.above(pivot, &number);
+    const double over = from.weight_above(pivot, &number);
     const bool inside = before + over >= target;
     if (!inside) before += over;
     from.keep(pivot, inside);
@@ -140,25 +140,24 @@ bool reach(Items& from, double target, double total, Cut* cut) {
 // All tokens above -inf with weight e^((logit - largest) / temperature), or 1 each.
 double fill(const float* logits, int64_t vocab, float largest, double temperature, bool ones) {
   items.reserve(vocab);
-  const __m512d most = _mm512_set1_pd(largest), t = _mm512_set1_pd(temperature), one = _mm512_set1_pd(1.0);
-  __m512d sum = _mm512_setzero_pd();
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const Doubles highest = doubles(largest), t = doubles(temperature), one = doubles(1.0);
+  Doubles total = doubles(0.0);
+  const Ints lane = load_aligned(LANES);
   for (int64_t i = 0; i < vocab; i += 16) {
-    const __m512 l = _mm512_mask_loadu_ps(_mm512_set1_ps(-__builtin_inff()), first_lanes(vocab - i), logits + i);
-    _mm512_storeu_ps(&items.logit[i], l);
-    _mm512_storeu_si512(&items.id[i], _mm512_add_epi32(lane, _mm512_set1_epi32(int32_t(i))));
-    const __m512d halves[2] = {
-        _mm512_cvtps_pd(_mm512_castps512_ps256(l)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(l, 1))};
+    const Floats l = load_or(floats(-__builtin_inff()), first_lanes(vocab - i), logits + i);
+    store_whole(&items.logit[i], l);
+    store_whole(&items.id[i], add(lane, ints(int32_t(i))));
+    const Doubles halves[2] = {lower_doubles(l), upper_doubles(l)};
     for (int h = 0; h < 2; ++h) {
-      const __m512d x = halves[h];
-      const __m512d weight = ones ? one : exp_negative(_mm512_div_pd(_mm512_sub_pd(x, most), t));
-      const __mmask8 real = _mm512_cmp_pd_mask(x, _mm512_set1_pd(-__builtin_inf()), _CMP_GT_OQ);
-      _mm512_storeu_pd(&items.weight[i + 8 * h], _mm512_maskz_mov_pd(real, weight));
-      sum = _mm512_mask_add_pd(sum, real, sum, weight);
+      const Doubles x = halves[h];
+      const Doubles weight = ones ? one : exp_negative((x - highest) / t);
+      const uint8_t real = above(x, doubles(-__builtin_inf()));
+      store_whole(&items.weight[i + 8 * h], only(real, weight));
+      total = add_where(real, total, weight);
     }
   }
   items.count = vocab;
-  return _mm512_reduce_add_pd(sum);
+  return sum(total);
 }
 
 // False if it is too close to say.
@@ -200,35 +199,25 @@ bool find_cut(const float* logits, int64_t vocab, float largest, const Draw& dra
   return true;
 }
 
-inline void multiply(__m512i a, uint32_t by, __m512i* high, __m512i* low) {
-  const __m512i factor = _mm512_set1_epi32(int32_t(by));
-  const __m512i even = _mm512_mul_epu32(a, factor), odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), factor);
-  *low = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
-  *high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
-}
-
 // words[j] lane i: the 32 random bits of token first + 16 * j + i; `first` is a multiple of 64.
-void philox(int64_t first, const Draw& draw, __m512i words[4]) {
-  const __m512i spread = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  __m512i c0 = _mm512_add_epi32(spread, _mm512_set1_epi32(int32_t(first / 4)));
-  __m512i c1 = _mm512_set1_epi32(int32_t(draw.output_index)), c2 = _mm512_set1_epi32(int32_t(draw.choice));
-  __m512i c3 = _mm512_setzero_si512();
+void philox(int64_t first, const Draw& draw, Ints words[4]) {
+  Ints c0 = add(load_aligned(BY_FOURS), ints(int32_t(first / 4)));
+  Ints c1 = ints(int32_t(draw.output_index)), c2 = ints(int32_t(draw.choice)), c3 = ints(0);
   uint32_t k0 = draw.key_low, k1 = draw.key_high;
   for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
-    __m512i high0, low0, high1, low1;
+    Ints high0, low0, high1, low1;
     multiply(c0, 0xD2511F53u, &high0, &low0);
     multiply(c2, 0xCD9E8D57u, &high1, &low1);
-    c0 = _mm512_xor_si512(_mm512_xor_si512(high1, c1), _mm512_set1_epi32(int32_t(k0)));
-    c2 = _mm512_xor_si512(_mm512_xor_si512(high0, c3), _mm512_set1_epi32(int32_t(k1)));
+    c0 = either(either(high1, c1), ints(int32_t(k0)));
+    c2 = either(either(high0, c3), ints(int32_t(k1)));
     c1 = low1;
     c3 = low0;
   }
-  const __m512i a = _mm512_unpacklo_epi32(c0, c1), b = _mm512_unpackhi_epi32(c0, c1);
-  const __m512i c = _mm512_unpacklo_epi32(c2, c3), d = _mm512_unpackhi_epi32(c2, c3);
-  words[0] = _mm512_unpacklo_epi64(a, c);
-  words[1] = _mm512_unpackhi_epi64(a, c);
-  words[2] = _mm512_unpacklo_epi64(b, d);
-  words[3] = _mm512_unpackhi_epi64(b, d);
+  const Ints a = zip_low(c0, c1), b = zip_high(c0, c1), c = zip_low(c2, c3), d = zip_high(c2, c3);
+  words[0] = zip_low_pairs(a, c);
+  words[1] = zip_high_pairs(a, c);
+  words[2] = zip_low_pairs(b, d);
+  words[3] = zip_high_pairs(b, d);
 }
 
 double noised(float logit, uint32_t word, double temperature) {
@@ -241,24 +230,24 @@ double noised(float logit, uint32_t word, double temperature) {
 
 using namespace baton;
 
-// Ids that may be the draw's token, at most `most`; their number, nearly always 1. Negative: undecided.
-extern "C" int64_t baton_choose(const float* logits, int64_t vocab, const Draw* from, int64_t* ids, int64_t most) {
+// Ids that may be the draw's token, at most `room`; their number, nearly always 1. Negative: undecided.
+extern "C" int64_t baton_choose(const float* logits, int64_t vocab, const Draw* from, int64_t* ids, int64_t room) {
   const Draw& draw = *from;
-  __m512 largest_16 = _mm512_set1_ps(-__builtin_inff());
-  __mmask16 unordered = 0;
+  Floats largest_16 = floats(-__builtin_inff());
+  Mask unordered = 0;
   for (int64_t i = 0; i < vocab; i += 16) {
-    const __m512 l = _mm512_mask_loadu_ps(largest_16, first_lanes(vocab - i), logits + i);
-    unordered |= _mm512_cmp_ps_mask(l, l, _CMP_UNORD_Q);
-    largest_16 = _mm512_max_ps(largest_16, l);
+    const Floats l = load_or(largest_16, first_lanes(vocab - i), logits + i);
+    unordered |= is_nan(l);
+    largest_16 = max(largest_16, l);
   }
-  const float largest = _mm512_reduce_max_ps(largest_16);
+  const float largest = most(largest_16);
   if (unordered || !std::isfinite(largest) || draw.temperature < 1e-6) return UNDECIDED;
   Cut cut;
   if (!find_cut(logits, vocab, largest, draw, &cut)) return UNDECIDED;
 
   // A token of logit l beats a value B only if its noise is at least (B - l) / T, which needs v <= e^((l - B) / T).
-  const __m512 cut_logit = _mm512_set1_ps(cut.logit), steep = _mm512_set1_ps(float(1.4426950408889634 / draw.temperature));
-  const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const Floats cut_logit = floats(cut.logit), steep = floats(float(1.4426950408889634 / draw.temperature));
+  const Ints lane = load_aligned(LANES);
   struct Found {
     int64_t id;
     double value;
@@ -268,31 +257,29 @@ extern "C" int64_t baton_choose(const float* logits, int64_t vocab, const Draw* 
   float bar = -__builtin_inff();
   auto slack = [&] { return CLOSE * (1.0 + std::abs(best)); };
   for (int64_t first = 0; first < vocab; first += 64) {
-    __m512 l[4];
-    __mmask16 alive[4];
+    Floats l[4];
+    Mask alive[4];
     unsigned any = 0;
     for (int j = 0; j < 4; ++j) {
-      const __mmask16 lanes = first_lanes(vocab - first - 16 * j);
-      l[j] = _mm512_maskz_loadu_ps(lanes, logits + first + 16 * j);
-      const __m512i id = _mm512_add_epi32(lane, _mm512_set1_epi32(int32_t(first + 16 * j)));
-      alive[j] = _mm512_mask_cmp_ps_mask(lanes, l[j], cut_logit, _CMP_GT_OQ);
-      if (cut.id >= 0)
-        alive[j] |= _mm512_mask_cmp_ps_mask(lanes, l[j], cut_logit, _CMP_EQ_OQ) &
-                    _mm512_cmple_epi32_mask(id, _mm512_set1_epi32(int32_t(cut.id)));
+      const Mask lanes = first_lanes(vocab - first - 16 * j);
+      l[j] = load(logits + first + 16 * j, lanes);
+      const Ints id = add(lane, ints(int32_t(first + 16 * j)));
+      alive[j] = above(lanes, l[j], cut_logit);
+      if (cut.id >= 0) alive[j] |= equal(lanes, l[j], cut_logit) & up_to(id, ints(int32_t(cut.id)));
       any |= alive[j];
     }
     if (!any) continue;
-    __m512i words[4];
+    Ints words[4];
     philox(first, draw, words);
     for (int j = 0; j < 4; ++j) {
-      const __m512 behind = _mm512_mul_ps(_mm512_sub_ps(l[j], _mm512_set1_ps(bar)), steep);
-      const __m512 bound = exp2_negative<float>(_mm512_min_ps(behind, _mm512_setzero_ps()));
-      const __m512 v = _mm512_mul_ps(_mm512_cvtepu32_ps(words[j]), _mm512_set1_ps(0x1p-32f));
-      __mmask16 open = _mm512_mask_cmp_ps_mask(alive[j], v, _mm512_mul_ps(bound, _mm512_set1_ps(1.001f)), _CMP_LE_OQ);
+      const Floats behind = (l[j] - floats(bar)) * steep;
+      const Floats bound = exp2_negative<float>(min(behind, zero()));
+      const Floats v = from_unsigned(words[j]) * floats(0x1p-32f);
+      Mask open = up_to(alive[j], v, bound * floats(1.001f));
       if (!open) continue;
       alignas(64) uint32_t bits[16];
-      _mm512_store_si512(bits, words[j]);
-      for (; open; open &= __mmask16(open - 1)) {
+      store_aligned(bits, words[j]);
+      for (; open; open &= Mask(open - 1)) {
         const int i = __builtin_ctz(open);
         const int64_t id = first + 16 * j + i;
         const double value = noised(logits[id], bits[i], draw.temperature);
@@ -308,7 +295,7 @@ extern "C" int64_t baton_choose(const float* logits, int64_t vocab, const Draw* 
   int64_t count = 0;
   for (const Found& f : found) {
     if (f.value < best - slack()) continue;
-    if (count == most) return UNDECIDED;
+    if (count == room) return UNDECIDED;
     ids[count++] = f.id;
   }
   return count;

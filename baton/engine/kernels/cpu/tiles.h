@@ -1,11 +1,26 @@
-// Products of 16 x 16 tiles, by AMX or by vectors.
+// Products of 16 x 16 tiles, by AMX or by vectors of AVX-512.
 #pragma once
 
 #include "common.h"
 
 namespace baton {
 
+// sum + the products of a lane's elements, for each lane.
+template <class E>
+inline __m512 multiply_add(__m512 sum, __m512i a, __m512i b) {
 #if BATON_LEVEL >= 2
+  if constexpr (sizeof(E) == 2) return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+#endif
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
+}
+
+inline __m512i broadcast_dword(const char* from) {
+  int32_t value;
+  std::memcpy(&value, from, 4);
+  return _mm512_set1_epi32(value);
+}
+
+#if BATON_LEVEL >= 3
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t columns[16] = {};

@@ -1,0 +1,48 @@
+// Sizes and places of what attention packs: blocks of keys and values, query tiles.
+#pragma once
+
+#include <type_traits>
+
+#include "attention.h"
+
+namespace baton {
+namespace {
+
+constexpr int64_t KEY_TILES = KEYS / TILE;
+
+// What packed queries, keys, values and weights consist of: E, but float32 where no instruction multiplies bf16.
+template <class E>
+using Factor = std::conditional_t<BATON_LEVEL == 0, float, E>;
+
+// Sizes and places in packed memory, all in bytes.
+template <class E>
+struct Plan {
+  AttentionShape shape;
+  int64_t group;        // query heads of a KV head
+  int64_t key_tiles;    // tiles along the dwords of a key
+  int64_t value_tiles;  // tiles along the elements of a value
+  int64_t steps;        // tiles along the keys of a block, in dwords
+  int64_t key_bytes, block_bytes, query_bytes, output_bytes, state_bytes;
+  float scale;
+
+  explicit Plan(const AttentionShape& s) : shape(s) {
+    group = s.heads / s.kv_heads;
+    key_tiles = padded_dwords<Factor<E>>(s.head_dim) / TILE;
+    value_tiles = round_up(s.head_dim, TILE) / TILE;
+    steps = KEY_TILES / PER_DWORD<Factor<E>>;
+    key_bytes = KEY_TILES * key_tiles * TILE_BYTES;
+    block_bytes = key_bytes + value_tiles * steps * TILE_BYTES;
+    query_bytes = key_tiles * TILE_BYTES;
+    output_bytes = value_tiles * TILE_BYTES;
+    state_bytes = query_bytes + output_bytes + 3 * 64;
+    scale = 1.4426950408889634f / __builtin_sqrtf(float(s.head_dim));
+  }
+
+  int64_t first_block(int64_t position) const {
+    return shape.window ? std::max<int64_t>(0, position - shape.window + 1) / KEYS : 0;
+  }
+  int64_t tiles_of(const Row& row) const { return (row.length * group + TILE - 1) / TILE; }
+};
+
+}  // namespace
+}  // namespace baton

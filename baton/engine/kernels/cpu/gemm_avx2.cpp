@@ -1,0 +1,137 @@
+// Linear layers by AVX2: gemm.h's promises with a packing of their own.
+//
+// In a group of 32 outputs the weights of one k follow those of the one before: a group is one stream that is read front
+// to back, and 16 weights are one or two registers. In bf16 the outputs of such 16 lie by turns (0, 8, 1, 9, ...), so a
+// shift gives the lower eight as floats and a mask the upper ones. Everything is multiplied in float32, bf16 rows of x
+// are widened once for all groups; so bf16 costs no more instructions than float32, and half the memory.
+#if BATON_LEVEL == 0
+
+#include "gemm.h"
+
+#include "gemm_put.h"
+
+namespace baton {
+namespace {
+
+constexpr int64_t GROUPS_PER_UNIT = 8;
+constexpr int64_t AHEAD = 4096;  // bytes that weights are fetched ahead of their use
+constexpr int MOST_ROWS = 6;     // of a product: 12 sums of 8 lanes, and 4 registers for the factors
+
+thread_local Scratch wide_rows;  // of the thread that calls; its workers read them
+
+// Place of output i of 16 in the packed weights.
+template <class W>
+int64_t place(int64_t i) {
+  return sizeof(W) == 2 ? i % 8 * 2 + i / 8 : i;
+}
+
+BATON_LANES Floats weights(const float* from) { return load_aligned(from); }
+
+BATON_LANES Floats weights(const bf16* from) {
+  const __m256i pairs = _mm256_load_si256(integers(from));
+  const __m256i upper = _mm256_and_si256(pairs, _mm256_set1_epi32(int32_t(0xffff0000)));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)), _mm256_castsi256_ps(upper)};
+}
+
+BATON_LANES Floats weights(const int8_t* from) {
+  const __m128i all = _mm_load_si128(reinterpret_cast<const __m128i*>(from));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(all)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(all, 8)))};
+}
+
+// sums [2][MOST_ROWS][16]: of ROWS rows of x and of HALVES halves of a group, over k front to back.
+template <int ROWS, int HALVES, class W>
+void product(const W* weight, const float* x, int64_t stride, int64_t k, float* sums) {
+  Floats sum[HALVES][ROWS];
+  for (auto& half : sum)
+    for (Floats& s : half) s = zero();
+  for (int64_t i = 0; i < k; ++i, weight += GROUP) {
+    for (int64_t line = 0; line < HALVES * 16 * int64_t(sizeof(W)); line += 64)
+      _mm_prefetch(reinterpret_cast<const char*>(weight) + AHEAD + line, _MM_HINT_T0);
+#pragma GCC unroll 2
+    for (int h = 0; h < HALVES; ++h) {
+      const Floats w = weights(weight + 16 * h);
+#pragma GCC unroll 6
+      for (int r = 0; r < ROWS; ++r) sum[h][r] = fma(floats(x[r * stride + i]), w, sum[h][r]);
+    }
+  }
+  for (int h = 0; h < HALVES; ++h)
+    for (int r = 0; r < ROWS; ++r) store_aligned(sums + (h * MOST_ROWS + r) * 16, sum[h][r]);
+}
+
+// Few rows take a whole group at a time, more of them one half and then the other. (Three rows of a whole group leave too
+// few registers to widen weights in.)
+template <int ROWS, class W>
+void both_halves(const W* weight, const float* x, int64_t stride, int64_t k, float* sums) {
+  if constexpr (ROWS <= (sizeof(W) == 4 ? 3 : 2)) return product<ROWS, 2>(weight, x, stride, k, sums);
+  product<ROWS, 1>(weight, x, stride, k, sums);
+  product<ROWS, 1>(weight + 16, x, stride, k, sums + MOST_ROWS * 16);
+}
+
+template <class E, class W>
+void compute_group(
+    const Linear& layer, const float* x, int64_t stride, int64_t rows, void* y, int64_t ldy, Into into, int64_t group) {
+  constexpr decltype(&both_halves<1, W>) BY_ROWS[MOST_ROWS] = {both_halves<1, W>, both_halves<2, W>, both_halves<3, W>,
+                                                               both_halves<4, W>, both_halves<5, W>, both_halves<6, W>};
+  const int64_t k_padded = padded_dwords<E>(layer.k) * PER_DWORD<E>;
+  const W* weight = static_cast<const W*>(layer.weight) + group * GROUP * k_padded;
+  alignas(64) float sums[2 * MOST_ROWS * 16];
+  for (int64_t row = 0; row < rows;) {
+    const int64_t turns = (rows - row + MOST_ROWS - 1) / MOST_ROWS, count = (rows - row + turns - 1) / turns;
+    BY_ROWS[count - 1](weight, x + row * stride, stride, layer.k, sums);
+    put_tiles<E>(into, layer, sums, sums + MOST_ROWS * 16, count, y, ldy, row, group);
+    row += count;
+  }
+}
+
+// Rows of floats, at `stride`.
+const float* widen(const float* x, int64_t ldx, int64_t, int64_t, int, int64_t* stride) {
+  *stride = ldx;
+  return x;
+}
+
+const float* widen(const bf16* x, int64_t ldx, int64_t rows, int64_t k, int threads, int64_t* stride) {
+  *stride = round_up(k, 16);
+  float* to = reinterpret_cast<float*>(wide_rows.get(rows * *stride * sizeof(float)));
+  parallel(rows, rows < 32 ? 1 : threads, [&](int64_t row) {
+    for (int64_t i = 0; i < k; i += 16) store_aligned(to + row * *stride + i, load(x + row * ldx + i));
+  });
+  return to;
+}
+
+}  // namespace
+
+template <class E>
+void linear(const Linear& layer, const E* x, int64_t ldx, int64_t rows, void* y, int64_t ldy, Into into, int threads) {
+  int64_t stride;
+  const float* wide = widen(x, ldx, rows, layer.k, threads, &stride);
+  const int64_t groups = round_up(layer.n, GROUP) / GROUP;
+  const int64_t per_unit = std::clamp<int64_t>(groups / (4 * threads), 1, GROUPS_PER_UNIT);
+  const auto compute = Kind(layer.kind) == Kind::INT8 ? compute_group<E, int8_t> : compute_group<E, E>;
+  parallel((groups + per_unit - 1) / per_unit, threads, [&](int64_t unit) {
+    for (int64_t group = unit * per_unit; group < std::min((unit + 1) * per_unit, groups); ++group)
+      compute(layer, wide, stride, rows, y, ldy, into, group);
+  });
+}
+
+template <class E, class W>
+void pack(const W* weight, int64_t n, int64_t k, W* packed) {
+  const int64_t groups = round_up(n, GROUP) / GROUP, k_padded = padded_dwords<E>(k) * PER_DWORD<E>;
+  for (int64_t group = 0; group < groups; ++group)
+    for (int64_t at = 0; at < k_padded; ++at)
+      for (int64_t half = 0; half < 2; ++half, packed += 16)
+        for (int64_t i = 0; i < 16; ++i) {
+          const int64_t row = group * GROUP + half * 16 + i;
+          packed[place<W>(i)] = row < n && at < k ? weight[row * k + at] : W(0);
+        }
+}
+
+#define BATON_INSTANTIATE(E) \
+  template void linear<E>(const Linear&, const E*, int64_t, int64_t, void*, int64_t, Into, int); \
+  template void pack<E, E>(const E*, int64_t, int64_t, E*); \
+  template void pack<E, int8_t>(const int8_t*, int64_t, int64_t, int8_t*);
+BATON_INSTANTIATE(float)
+BATON_INSTANTIATE(bf16)
+
+}  // namespace baton
+
+#endif
