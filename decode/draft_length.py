@@ -70,11 +70,13 @@ def _moved(rate: float, guessed: int, accepted: int, weight: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StepPrice:
-    """What a step costs. `target(tokens)` and `draft(rows)` are seconds of one pass; `fixed_s` is what surrounds them;
-    `tokens` is what the step computes without any guess."""
+    """What a step costs. `target(tokens)`, `draft(rows)` and `draft_next(rows)` are seconds of one pass, the last of
+    those behind a draft's first; `fixed_s` is what surrounds them; `tokens` is what the step computes without any
+    guess."""
 
     target: Callable[[int], float]
     draft: Callable[[int], float]
+    draft_next: Callable[[int], float]
     tokens: int
     fixed_s: float = 0.0
 
@@ -103,7 +105,7 @@ def choose_lengths(rates: Sequence[float], limits: Sequence[int], price: StepPri
         gained += sum(chances[i] for i in level)
         computed += len(level)
         target_s = price.target(computed)
-        drafted_s += price.draft(len(level))
+        drafted_s += (price.draft if depth == 1 else price.draft_next)(len(level))
         faster = gained / max(target_s + drafted_s, 1e-9)
         if faster <= speed:
             return lengths

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from baton.core.config import WorkerConfig
 from baton.core.errors import StartupError
@@ -27,6 +29,8 @@ _CONTEXT = 256
 _ROW = 8
 _SIZES = (1, 9, 32, 128, 4, 16, 64, 512, 2, 256)  # far apart first: a slow model has no time for all of them
 _REPEATS = 5
+_MANY = 6  # guesses in the longer of the two calls that a pass is timed by
+_PASS_ROWS = (1, 4, 16, 64)
 
 
 def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, SpeculativeEngine]:
@@ -37,13 +41,14 @@ def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, Speculat
     """
     draft = load_draft(config, runner)
     drafts: Drafts | None = NgramDrafts() if config.draft == "ngram" else None
-    costs = [(1, 1e-6)]
+    costs, passes = [(1, 1e-6)], list[tuple[int, float]]()
     if draft is not None:
         drafts = ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len)
-        costs = measure_steps(draft, config.step_tokens)
+        costs, passes = measure_steps(draft, config.step_tokens), measure_passes(draft)
     model = StepModel(
         measure_steps(runner, config.step_tokens),
         costs,
+        passes,
         budget_s=config.step_budget_ms / 1e3,
         step_tokens=config.step_tokens,
     )
@@ -102,8 +107,26 @@ def measure_steps(runner: Runner, most: int) -> list[tuple[int, float]]:
         if len(points) >= 2 and time.perf_counter() + _REPEATS * max(seconds for _, seconds in points) > deadline:
             break
         plan = _rows(tokens, context, blocks)
-        points.append((tokens, min(_timed(runner, plan) for _ in range(_REPEATS))))
+        points.append((tokens, min(_took(partial(runner.step, plan)) for _ in range(_REPEATS))))
     return sorted(points)
+
+
+def measure_passes(draft: Runner) -> list[tuple[int, float]]:
+    """Seconds of a pass behind the first, by its number of rows, where guesses are made at once; else none. Leaves KV
+    in blocks that nobody owns yet."""
+    context = min(_CONTEXT, draft.max_model_len - _MANY - 1)
+    if not draft.guesses_at_once or context < 1:
+        return []
+    blocks = tuple(range(min(draft.num_blocks, -(-(context + _MANY + 1) // draft.layout.block_size))))
+    row = Row(SequenceId("measure"), context, (0,), blocks, SamplingParams(temperature=0.0), 1)
+    points: list[tuple[int, float]] = []
+    for rows in _PASS_ROWS:
+        plan = StepPlan(0, (row,) * rows)
+        one, many = (
+            min(_took(partial(draft.guess, plan, [count] * rows)) for _ in range(_REPEATS)) for count in (1, _MANY)
+        )
+        points.append((rows, max((many - one) / (_MANY - 1), 1e-6)))
+    return points
 
 
 def _rows(tokens: int, context: int, blocks: tuple[int, ...]) -> StepPlan:
@@ -115,7 +138,7 @@ def _rows(tokens: int, context: int, blocks: tuple[int, ...]) -> StepPlan:
     return StepPlan(0, (row,) * (tokens // _ROW))
 
 
-def _timed(runner: Runner, plan: StepPlan) -> float:
+def _took(work: Callable[[], object]) -> float:
     started = time.perf_counter()
-    runner.step(plan)
+    work()
     return time.perf_counter() - started

@@ -124,7 +124,11 @@ class Speculation:
         model, acceptances = self.model, [self._open[s.id][1] for s in sequences]
         long = plan.num_tokens > len(plan.rows)
         price = StepPrice(
-            (model.long if long else model.short).seconds, model.draft.seconds, plan.num_tokens, model.fixed_s
+            (model.long if long else model.short).seconds,
+            model.draft.seconds,
+            model.draft_next.seconds,
+            plan.num_tokens,
+            model.fixed_s,
         )
         lengths = choose_lengths([a.rate for a in acceptances], most, price)
         self._pays = any(lengths) or not sequences

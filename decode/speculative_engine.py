@@ -7,11 +7,13 @@ that tensor-parallel followers replay it like any other; the draft runs on the l
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.core.errors import InvariantError
 from baton.core.request import SamplingParams
 from baton.core.step import DraftRow, History, Row, StepOutcome, StepPlan
+from baton.engine.processors import changes_logits
 from baton.engine.runner import Runner
 
 
@@ -35,26 +37,40 @@ class SpeculativeEngine:
         return replace(outcome, guesses=guesses, draft_s=drafted, elapsed_s=time.perf_counter() - started)
 
     def _guess(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
-        """The guesses for each row of the plan. Pass by pass: the first computes every draft row, later ones those
-        that are to guess on."""
+        """The guesses for each row of the plan: in one call where the draft can do that."""
         if self._draft is None:
             raise InvariantError(f"step {plan.step_id} has draft rows and this worker no draft model")
-        made: dict[int, list[int]] = {draft.row: [] for draft in plan.drafts if draft.num_guesses}
-        rows = [_first_row(draft, plan) for draft in plan.drafts]
-        drafts = list(plan.drafts)
-        while rows:
-            outcome = self._draft.step(StepPlan(plan.step_id, tuple(rows)))
-            going: list[tuple[DraftRow, Row]] = []
-            for draft, row, sampled in zip(drafts, rows, outcome.sampled, strict=True):
-                if draft.num_guesses:
-                    guesses = made[draft.row]
-                    guesses += sampled
-                    if len(guesses) < draft.num_guesses:
-                        going.append((draft, _next_row(row, sampled[0])))
-            drafts, rows = [draft for draft, _ in going], [row for _, row in going]
-        if not made:
-            return ()
-        return tuple(tuple(made.get(index, ())) for index in range(len(plan.rows)))
+        first = [(draft, _first_row(draft, plan)) for draft in plan.drafts]
+        made: dict[int, tuple[int, ...]] = {}
+        if self._draft.guesses_at_once:
+            at_once = [(draft, row) for draft, row in first if not draft.num_guesses or not changes_logits(row)]
+            if any(draft.num_guesses for draft, _ in at_once):
+                first = [pair for pair in first if pair not in at_once]
+                rows, counts = tuple(row for _, row in at_once), [draft.num_guesses for draft, _ in at_once]
+                found = self._draft.guess(StepPlan(plan.step_id, rows), counts)
+                made = {draft.row: guesses for (draft, _), guesses in zip(at_once, found, strict=True) if guesses}
+        made |= guess_pass_by_pass(self._draft, plan.step_id, first)
+        return tuple(made.get(index, ()) for index in range(len(plan.rows))) if made else ()
+
+
+def guess_pass_by_pass(
+    model: Runner, step_id: int, first: Sequence[tuple[DraftRow, Row]]
+) -> dict[int, tuple[int, ...]]:
+    """The guesses of draft rows by the plan's row that they are for. The first pass computes every draft row, later
+    ones those that are to guess on."""
+    made: dict[int, list[int]] = {draft.row: [] for draft, _ in first if draft.num_guesses}
+    left = list(first)
+    while left:
+        outcome = model.step(StepPlan(step_id, tuple(row for _, row in left)))
+        going: list[tuple[DraftRow, Row]] = []
+        for (draft, row), sampled in zip(left, outcome.sampled, strict=True):
+            if draft.num_guesses:
+                guesses = made[draft.row]
+                guesses += sampled
+                if len(guesses) < draft.num_guesses:
+                    going.append((draft, _next_row(row, sampled[0])))
+        left = going
+    return {row: tuple(guesses) for row, guesses in made.items()}
 
 
 def _first_row(draft: DraftRow, plan: StepPlan) -> Row:

@@ -75,22 +75,27 @@ class StepCost:
 
 class StepModel:
     """What steps of this worker cost, and how much of a step long rows may take. Steps with and without long rows have
-    curves of their own. Complete state: these, and `fixed_s`, what surrounds the two models' passes."""
+    curves of their own, and so have the first pass of a draft and those behind it (`draft_next`, by default the same).
+    Complete state: these, and `fixed_s`, what surrounds the two models' passes."""
 
     def __init__(
         self,
         target: Sequence[tuple[int, float]] = ((1, 1e-3),),
         draft: Sequence[tuple[int, float]] = ((1, 1e-4),),
+        draft_next: Sequence[tuple[int, float]] = (),
         *,
         budget_s: float = 0.05,
         step_tokens: int = 512,
     ) -> None:
-        self.short, self.long, self.draft = StepCost(target), StepCost(target), StepCost(draft)
+        self.short, self.long = StepCost(target), StepCost(target)
+        self.draft, self.draft_next = StepCost(draft), StepCost(draft_next or draft)
         self.budget_s, self.step_tokens = budget_s, step_tokens
         self.fixed_s = 0.0
 
     def __repr__(self) -> str:
-        return f"<StepModel {self.short!r}, long x {self.long.scale:.2f}, draft {self.draft!r}>"
+        return (
+            f"<StepModel {self.short!r}, long x {self.long.scale:.2f}, draft {self.draft!r}, then {self.draft_next!r}>"
+        )
 
     def long_tokens(self, running: int) -> int:
         """Tokens of long rows for which the next step has time beside `running` short ones; never fewer than
@@ -107,7 +112,7 @@ class StepModel:
         """What the draft's passes of a plan are expected to take."""
         expected = self.draft.seconds(sum(len(row.tokens) for row in plan.drafts))
         for depth in range(1, max((row.num_guesses for row in plan.drafts), default=0)):
-            expected += self.draft.seconds(sum(row.num_guesses > depth for row in plan.drafts))
+            expected += self.draft_next.seconds(sum(row.num_guesses > depth for row in plan.drafts))
         return expected
 
     def observe(self, plan: StepPlan, outcome: StepOutcome, wall_s: float) -> None:
@@ -116,5 +121,7 @@ class StepModel:
         long = any(len(row.tokens) > max(row.num_sampled, 1) for row in plan.rows)
         (self.long if long else self.short).observe(plan.num_tokens, target_s)
         if plan.drafts and all(row.num_guesses for row in plan.drafts):  # long rows have another price
-            self.draft.correct(outcome.draft_s, self.draft_s(plan))
+            expected = self.draft_s(plan)
+            for curve in (self.draft, self.draft_next):
+                curve.correct(outcome.draft_s, expected)
         self.fixed_s += _WEIGHT * (max(wall_s - outcome.elapsed_s, 0.0) - self.fixed_s)

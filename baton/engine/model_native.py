@@ -8,6 +8,7 @@ cpu/attention.h), in float32 and in bf16 alike.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,13 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.core.model_config import ModelConfig
-from baton.engine.batch import Batch
+from baton.engine.batch import Batch, Ints
 from baton.engine.kernels import native
 from baton.engine.kernels.native import Arena, Kernels, PackedWeight
 from baton.engine.kv_pool import KVPool
 from baton.engine.layers import inverse_frequencies
 from baton.engine.model import Embedding, shard_config
 from baton.engine.parallel import TPGroup
+from baton.engine.sampler_native import as_struct
 from baton.engine.weights import LayerWeights, Projection, WeightReader
 
 
@@ -76,26 +78,10 @@ class NativeModel:
     def forward(self, batch: Batch, kv: KVPool) -> Tensor:
         """Computes all rows, writes their KV, and returns logits [S, vocab] in float32 at the sampled positions; on
         followers none: [0, vocab]."""
-        if self._kv is not kv:
-            self._bind(kv)
         count = len(batch.sampled)
-        x = torch.empty((len(batch.tokens), self._hidden), dtype=self._dtype)
-        logits = torch.empty((count, self._head_rows), dtype=torch.float32)
-        rows = np.zeros((len(batch.spans), 4), dtype=np.int64)  # native.Row by row
-        rows[:, 0] = batch.firsts
-        rows[:, 1] = batch.starts
-        rows[:, 2] = batch.lengths
-        rows[:, 3] = batch.block_ids.ctypes.data + 8 * batch.first_block_ids
-        step = native.Step(
-            num_tokens=len(batch.tokens),
-            num_rows=len(rows),
-            num_sampled=count,
-            tokens=batch.tokens.data_ptr(),
-            sampled=batch.sampled.data_ptr(),
-            rows=rows.ctypes.data,
-            x=x.data_ptr(),
-            logits=logits.data_ptr(),
-        )
+        x, logits = self._room(len(batch.tokens), count)
+        rows = _rows(batch)
+        step = self._step(batch, kv, rows, x, logits)
         model, reference = ctypes.byref(self._model), ctypes.byref(step)
         if self._group.size == 1:
             self._kernels.forward(model, reference)
@@ -107,6 +93,45 @@ class NativeModel:
         if gathered is None:
             return torch.empty((0, self._vocab_size), dtype=torch.float32)
         return gathered[:, : self._vocab_size]
+
+    @torch.no_grad()
+    def guess(self, batch: Batch, counts: Sequence[int], kv: KVPool) -> list[list[int]]:
+        """Computes all rows and the `counts[i]` tokens, at least one, that follow sampled position i, each from those
+        before it, but the last of them. One rank; draws that change no logits."""
+        most, number = max(counts), len(counts)
+        x, logits = self._room(max(len(batch.tokens), number), number)
+        rows, guesses = _rows(batch), np.empty((number, most), dtype=np.int64)
+        row_of = np.searchsorted(batch.firsts, batch.sampled.numpy(), side="right") - 1
+        wanted = (native.Wanted * number)(
+            *(
+                native.Wanted(as_struct(draw), int(row), count)
+                for draw, row, count in zip(batch.draws, row_of, counts, strict=True)
+            )
+        )
+        step = self._step(batch, kv, rows, x, logits)
+        model, reference = ctypes.byref(self._model), ctypes.byref(step)
+        self._kernels.guess(model, reference, wanted, number, most, guesses.ctypes.data)
+        return [row[:count] for row, count in zip(guesses.tolist(), counts, strict=True)]
+
+    def _room(self, tokens: int, sampled: int) -> tuple[Tensor, Tensor]:
+        """x [tokens, hidden] and logits [sampled, vocab of this rank], not filled."""
+        x = torch.empty((tokens, self._hidden), dtype=self._dtype)
+        return x, torch.empty((sampled, self._head_rows), dtype=torch.float32)
+
+    def _step(self, batch: Batch, kv: KVPool, rows: Ints, x: Tensor, logits: Tensor) -> native.Step:
+        """A struct that points into all of these."""
+        if self._kv is not kv:
+            self._bind(kv)
+        return native.Step(
+            num_tokens=len(batch.tokens),
+            num_rows=len(rows),
+            num_sampled=len(batch.sampled),
+            tokens=batch.tokens.data_ptr(),
+            sampled=batch.sampled.data_ptr(),
+            rows=rows.ctypes.data,
+            x=x.data_ptr(),
+            logits=logits.data_ptr(),
+        )
 
     def _forward_on_ranks(self, batch: Batch, x: Tensor, model: object, step: native.Step) -> None:
         x.copy_(self._embedding(batch.tokens))
@@ -148,6 +173,16 @@ class NativeModel:
         tensor = tensor.contiguous()
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+def _rows(batch: Batch) -> Ints:
+    """[R, 4] native.Row by row; the last column points into the batch's block ids."""
+    rows = np.zeros((len(batch.firsts), 4), dtype=np.int64)
+    rows[:, 0] = batch.firsts
+    rows[:, 1] = batch.starts
+    rows[:, 2] = batch.lengths
+    rows[:, 3] = batch.block_ids.ctypes.data + 8 * batch.first_block_ids
+    return rows
 
 
 def _by_turns(gate_up: Projection) -> Projection:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.core.request import SamplingParams, SequenceId
-from baton.core.step import History
+from baton.core.step import History, Row
 
 Floats32 = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -120,6 +120,11 @@ def process(logits: Tensor, draws: Sequence[Draw], tables: SeenTables | None = N
     _mask(logits, draws, rows, vocab)
     _penalise(logits, draws, rows, vocab, tables or SeenTables())
     return logits
+
+
+def changes_logits(row: Row) -> bool:
+    """Whether the first draw of a row asks for a change of its logits; where it does not, no later one does."""
+    return _asks(Draw(row.sampling, row.sequence_id.choice, row.output_index, row.history))
 
 
 def _asks(draw: Draw) -> bool:

@@ -8,7 +8,7 @@ tensor parallelism every rank has a runner and computes the same plans; only the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -106,6 +106,7 @@ class Runner:
         *,
         kernels: str,
         choose: Choose | None,
+        guess: Callable[[Batch, Sequence[int]], list[list[int]]] | None = None,
         max_model_len: int,
         digest: str,
         device: torch.device,
@@ -127,7 +128,8 @@ class Runner:
         self._seen = SeenTables()
         self._announce: Callable[[StepPlan], None] | None = None
         self.kernels = kernels
-        self._compute, self._choose = compute, choose
+        self._compute, self._choose, self._guess = compute, choose, guess
+        self.guessed_at_once = 0  # calls
         self._limits = Limits(kv.layout.block_size, kv.num_blocks, model_config.vocab_size, max_model_len)
         self._max_num_tokens = options.max_num_tokens
         # Exact mode never lets torch compute a single row: its kernels may treat a product of one row differently.
@@ -151,6 +153,30 @@ class Runner:
         sampled = tuple(tuple(next(tokens) for _ in range(row.num_sampled)) for row in plan.rows)
         logprobs, scored = sampled_rows(plan, logits, sampled), scored_rows(plan, scores)
         return StepOutcome(plan.step_id, sampled, time.perf_counter() - started, logprobs, scored)
+
+    @property
+    def guesses_at_once(self) -> bool:
+        """Whether `guess` is there: compiled kernels on one rank."""
+        return self._guess is not None
+
+    def guess(self, plan: StepPlan, counts: Sequence[int]) -> list[tuple[int, ...]]:
+        """Computes the plan's rows and `counts[i]` tokens behind row i, each from those before it, in one call: what a
+        step for each token would sample, but for draws that are too close to decide at once. Rows with a count sample
+        one token, by draws that change no logits; the others none.
+
+        Raises:
+            InvariantError: the plan does not fit, or this runner takes a step for each token.
+        """
+        if self._guess is None:
+            raise InvariantError(f"step {plan.step_id}: {self.kernels} make no guesses at once")
+        batch = self._batch(plan)
+        for row, count in zip(plan.rows, counts, strict=True):
+            reach = min(len(row.block_ids) * self.layout.block_size, self.max_model_len)
+            if row.num_sampled != (count > 0) or row.end + count - 1 > reach:
+                raise InvariantError(f"{row.sequence_id}: {count} guesses behind {row.end} of {reach} positions")
+        self.guessed_at_once += 1
+        guesses = iter(self._guess(batch, [count for count in counts if count]))
+        return [tuple(next(guesses)) if count else () for count in counts]
 
     def step_logits(self, plan: StepPlan) -> list[Tensor]:
         """Computes the plan's rows and returns, per row, the logits [num_sampled, vocab] instead of sampling; a
@@ -244,6 +270,7 @@ def load_runner(
         options,
         kernels=kernels_name,
         choose=None if kernels is None else chooser(kernels),
+        guess=partial(model.guess, kv=kv) if isinstance(model, NativeModel) and group.size == 1 else None,
         max_model_len=min(longest, kv.num_blocks * options.block_size),
         digest=digest,
         device=device,

@@ -24,19 +24,23 @@ def chooser(kernels: Kernels) -> Choose:
     ids = (ctypes.c_int64 * _CLOSE)()
 
     def choose(logits: NDArray[np.float32], draw: Draw) -> int | None:
-        params = draw.sampling
-        wanted = native.Draw(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            top_k=params.top_k,
-            key_low=params.seed & 0xFFFFFFFF,
-            key_high=(params.seed >> 32) & 0xFFFFFFFF,
-            output_index=draw.output_index,
-            choice=draw.choice,
-        )
         logits = np.ascontiguousarray(logits)
-        count = kernels.choose(logits.ctypes.data, len(logits), ctypes.byref(wanted), ids, _CLOSE)
+        count = kernels.choose(logits.ctypes.data, len(logits), ctypes.byref(as_struct(draw)), ids, _CLOSE)
         return ids[0] if count == 1 else None
 
     return choose
+
+
+def as_struct(draw: Draw) -> native.Draw:
+    """What the kernels need to know of a draw from processed logits."""
+    params = draw.sampling
+    return native.Draw(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        top_k=params.top_k,
+        key_low=params.seed & 0xFFFFFFFF,
+        key_high=(params.seed >> 32) & 0xFFFFFFFF,
+        output_index=draw.output_index,
+        choice=draw.choice,
+    )

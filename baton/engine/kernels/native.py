@@ -95,6 +95,10 @@ class Draw(ctypes.Structure):
     )
 
 
+class Wanted(ctypes.Structure):
+    _fields_ = (("draw", Draw), ("row", c_int64), ("count", c_int64))
+
+
 _FUNCTIONS = {
     "baton_pack": (c_int, c_int, c_void_p, c_int64, c_int64, c_void_p),
     "baton_forward": (POINTER(Model), POINTER(Step)),
@@ -106,6 +110,7 @@ _FUNCTIONS = {
         *(c_void_p, c_void_p, c_void_p, c_int64, c_int),
     ),
     "baton_choose": (c_void_p, c_int64, POINTER(Draw), POINTER(c_int64), c_int64),
+    "baton_guess": (POINTER(Model), POINTER(Step), c_void_p, c_int64, c_int64, c_void_p),
     "baton_linear": (c_int, POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int, c_int),
 }
 
@@ -137,6 +142,7 @@ class Kernels:
     attend: ctypes._FuncPointer
     choose: ctypes._FuncPointer
     linear: ctypes._FuncPointer
+    guess: ctypes._FuncPointer
 
     def supports(self, dtype: torch.dtype) -> bool:
         return _computes(self.level, dtype)

@@ -7,42 +7,9 @@
 
 #include <vector>
 
-#include "attention.h"
-#include "gemm.h"
+#include "model.h"
 
 namespace baton {
-
-struct Layer {
-  const void* attention_norm;
-  Linear qkv;
-  const void *q_norm, *k_norm;  // of a head, or null
-  Linear attention_out;
-  const void* mlp_norm;
-  Linear gate_up, down;  // gate and up by turns of 16 outputs
-  void *keys, *values;   // the pool's [blocks, block_size, kv_heads, head_dim]
-  int64_t window;
-};
-
-struct Model {
-  int64_t hidden, heads, kv_heads, head_dim, block_size, num_layers;
-  const float *cos, *sin;  // [positions, head_dim / 2]
-  const void* embedding;   // [vocabulary, hidden]
-  const void* final_norm;
-  const Layer* layers;
-  Linear head;
-  float eps;
-  int32_t is_bf16, threads, reserved;
-};
-
-// T packed tokens in rows; x [T, hidden] is the residual stream. Logits [num_sampled, head.n] are computed at the packed
-// indexes `sampled`.
-struct Step {
-  int64_t num_tokens, num_rows, num_sampled;
-  const int64_t *tokens, *sampled;
-  const Row* rows;
-  void* x;
-  float* logits;
-};
 
 namespace {
 

@@ -7,15 +7,9 @@
 #include <vector>
 
 #include "common.h"
+#include "sampling.h"
 
 namespace baton {
-
-// Mirrored by ctypes (native.py).
-struct Draw {
-  double temperature, top_p, min_p;
-  int64_t top_k;
-  uint32_t key_low, key_high, output_index, choice;
-};
 
 namespace {
 

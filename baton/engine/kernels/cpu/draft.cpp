@@ -1,0 +1,78 @@
+// Guessing: passes of a small model that feed on their own tokens, in one call.
+//
+// From pass to pass only the last token changes, so what surrounds a pass in Python would cost more than the pass. A
+// guess has to be likely, not certain: a draw that is too close to decide here takes the largest logit.
+#include <vector>
+
+#include "model.h"
+#include "sampling.h"
+
+namespace baton {
+
+// `count` tokens to guess for row `row` of the first pass; `draw` is that of the first. Mirrored by ctypes (native.py).
+struct Wanted {
+  Draw draw;
+  int64_t row, count;
+};
+
+namespace {
+
+constexpr int64_t MOST_CANDIDATES = 4;
+
+// The lowest id of the largest logit.
+int64_t largest(const float* logits, int64_t vocab) {
+  int64_t best = 0;
+  for (int64_t i = 1; i < vocab; ++i)
+    if (logits[i] > logits[best]) best = i;
+  return best;
+}
+
+int64_t choose(const float* logits, int64_t vocab, Draw draw, int64_t depth) {
+  if (draw.temperature == 0.0) return largest(logits, vocab);
+  draw.output_index += uint32_t(depth);
+  int64_t ids[MOST_CANDIDATES];
+  return baton_choose(logits, vocab, &draw, ids, MOST_CANDIDATES) == 1 ? ids[0] : largest(logits, vocab);
+}
+
+}  // namespace
+}  // namespace baton
+
+using namespace baton;
+
+// The first pass is `step`, whose sampled positions are those of `wanted`, in order; its x has room for as many rows,
+// too. guesses [number, most]: what is beyond a row's count is not written.
+extern "C" void baton_guess(
+    const Model* model, const Step* step, const Wanted* wanted, int64_t number, int64_t most, int64_t* guesses) {
+  const int64_t vocab = model->head.n;
+  std::vector<int64_t> going(number), tokens(number), sampled(number);
+  std::vector<Row> rows(number);
+  for (int64_t i = 0; i < number; ++i) {
+    const Row& row = step->rows[wanted[i].row];
+    going[i] = i;
+    sampled[i] = i;
+    rows[i] = Row{i, row.start + row.length, 1, row.blocks};
+  }
+  Step pass = *step;
+  for (int64_t depth = 0;; ++depth) {
+    baton_forward(model, &pass);
+    int64_t left = 0;
+    for (size_t i = 0; i < going.size(); ++i) {
+      const int64_t at = going[i];
+      const int64_t token = choose(step->logits + int64_t(i) * vocab, vocab, wanted[at].draw, depth);
+      guesses[at * most + depth] = token;
+      if (depth + 1 == wanted[at].count) continue;
+      Row next = rows[i];
+      next.first = left;
+      next.start += depth > 0;
+      rows[left] = next;
+      tokens[left] = token;
+      going[left++] = at;
+    }
+    if (left == 0) return;
+    going.resize(left);
+    pass.num_tokens = pass.num_rows = pass.num_sampled = left;
+    pass.tokens = tokens.data();
+    pass.sampled = sampled.data();
+    pass.rows = rows.data();
+  }
+}

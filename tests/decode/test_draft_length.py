@@ -1,0 +1,88 @@
+"""How many tokens to guess: against every other choice, and what a pass behind the first costs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+
+from baton.core.request import SamplingParams, SequenceId
+from baton.core.step import DraftRow, Row, StepOutcome, StepPlan
+from decode.draft_length import Acceptance, StepPrice, choose_lengths
+from decode.step_cost import StepModel
+
+
+def price(target: float = 1.0, each: float = 0.02, first: float = 0.1, later: float = 0.1, rows: int = 1) -> StepPrice:
+    """Seconds: a target pass and each token in it, a draft's first pass and a later one."""
+    return StepPrice(
+        target=lambda tokens: target + each * tokens,
+        draft=lambda rows: first,
+        draft_next=lambda rows: later,
+        tokens=rows,
+    )
+
+
+def speed(lengths: Sequence[int], rates: Sequence[float], paid: StepPrice) -> float:
+    """Tokens per second that are expected of a step."""
+    gained = sum(sum(rate**depth for depth in range(length + 1)) for rate, length in zip(rates, lengths, strict=True))
+    seconds = paid.target(paid.tokens + sum(lengths))
+    for depth in range(max(lengths, default=0)):
+        rows = sum(length > depth for length in lengths)
+        seconds += (paid.draft if depth == 0 else paid.draft_next)(rows)
+    return gained / seconds
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.5, 0.62, 0.8, 0.95])
+@pytest.mark.parametrize("later", [0.01, 0.03, 0.1, 0.3])
+@pytest.mark.parametrize("first", [0.1, 0.3])
+def test_one_sequence_gets_the_fastest_length(rate: float, first: float, later: float) -> None:
+    paid = price(first=first, later=min(later, first))
+    best = max(range(9), key=lambda length: speed([length], [rate], paid))
+    found = choose_lengths([rate], [8], paid)
+    assert speed(found, [rate], paid) == pytest.approx(speed([best], [rate], paid)) or found == [0]
+    if speed([1], [rate], paid) > speed([0], [rate], paid):
+        assert found == [best]
+
+
+def test_later_passes_that_cost_less_are_made_more() -> None:
+    dear, cheap = (choose_lengths([0.7], [8], price(first=0.3, later=later))[0] for later in (0.3, 0.05))
+    assert 0 < dear < cheap
+
+
+def test_of_several_sequences_the_surer_gets_more_and_all_choices_are_no_faster_by_much() -> None:
+    rates, paid = (0.9, 0.6, 0.2), price(rows=3, later=0.05)
+    found = choose_lengths(rates, (6, 6, 6), paid)
+    assert found[0] > found[1] > found[2]
+    best = max(speed(lengths, rates, paid) for lengths in itertools.product(range(7), repeat=3))
+    assert speed(found, rates, paid) > 0.97 * best
+
+
+def test_limits_hold_and_what_costs_more_than_it_wins_is_not_guessed() -> None:
+    assert choose_lengths([0.9, 0.9], [2, 0], price(rows=2)) == [2, 0]
+    assert choose_lengths([0.9], [8], price(first=5.0)) == [0]
+    assert choose_lengths([], [], price()) == []
+
+
+def test_a_probe_comes_later_each_time_it_goes_wrong() -> None:
+    acceptance, waits = Acceptance(rate=0.0), []
+    for _ in range(3):
+        idle = 0
+        while not acceptance.probe_due:
+            acceptance.settle(0, 0)
+            idle += 1
+        waits.append(idle)
+        acceptance.settle(1, 0)
+    assert waits == [16, 32, 64]
+
+
+def test_passes_behind_the_first_have_their_own_price_and_both_follow_what_is_seen() -> None:
+    model = StepModel(((1, 1.0),), ((1, 0.4), (8, 0.4)), ((1, 0.1), (8, 0.1)))
+    row = Row(SequenceId("a"), 0, (1,), (0,), SamplingParams(), 1)
+    draft = DraftRow(SequenceId("a"), 0, (1,), (0,), 5, 0)
+    plan = StepPlan(1, (row,), (draft,))
+    assert model.draft_s(plan) == pytest.approx(0.4 + 4 * 0.1)
+    model.observe(plan, StepOutcome(1, ((1,),), 1.4, draft_s=0.4), 1.4)
+    assert model.draft.scale == model.draft_next.scale == pytest.approx(0.75)
+    alike = StepModel(((1, 1.0),), ((1, 0.4),))
+    assert alike.draft_s(plan) == pytest.approx(5 * 0.4)

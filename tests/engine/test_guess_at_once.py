@@ -1,0 +1,98 @@
+"""Guesses of a draft model made in one call against those made by a step for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.core.errors import InvariantError
+from baton.core.request import SamplingParams, SequenceId
+from baton.core.step import DraftRow, History, Row, StepPlan
+from baton.engine.kernels.build import processor_levels
+from baton.engine.runner import Runner
+from decode.speculative_engine import SpeculativeEngine, guess_pass_by_pass
+from tests.engine.driver import random_tokens, tiny_runner
+
+pytestmark = pytest.mark.skipif(not processor_levels(), reason="no compiled kernels for this processor")
+GREEDY, WARM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=7)
+NUCLEUS = SamplingParams(temperature=0.9, top_p=0.9, min_p=0.02, seed=1 << 63)
+PENALTY = SamplingParams(temperature=0.0, repetition_penalty=1.3)
+# sampling, tokens that the draft has, tokens that it computes first, guesses
+WORK = ((GREEDY, 40, 1, 8), (WARM, 3, 5, 1), (NUCLEUS, 90, 16, 5), (GREEDY, 0, 33, 0), (WARM, 15, 1, 3))
+BLOCKS = 9  # of 16 positions, of each sequence
+
+
+def draft_rows(runner: Runner, work: tuple[tuple[SamplingParams, int, int, int], ...]) -> StepPlan:
+    """A plan with a row and a draft row for each; what the draft has is computed."""
+    rows, drafts = [], []
+    for number, (sampling, had, behind, count) in enumerate(work):
+        sequence, tokens = SequenceId(f"s{number}"), tuple(random_tokens(had + behind, seed=number))
+        blocks = tuple(range(number * BLOCKS, (number + 1) * BLOCKS))
+        if had:
+            runner.step(StepPlan(0, (Row(sequence, 0, tokens[:had], blocks, sampling),)))
+        history = History(tokens[:-1], tokens[-1:]) if sampling.penalises else None
+        place = len(rows)
+        if count:
+            rows.append(Row(sequence, had + behind - 1, tokens[-1:], blocks, sampling, 1, 1, history))
+        drafts.append(DraftRow(sequence, had, tokens[had:], blocks, count, place if count else -1))
+    return StepPlan(1, tuple(rows), tuple(drafts))
+
+
+def guesses(runner: Runner, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+    return SpeculativeEngine(runner, runner)._guess(plan)
+
+
+def written(runner: Runner, work: tuple[tuple[SamplingParams, int, int, int], ...]) -> Tensor:
+    """Keys and values of all layers at the positions that a plan has computed; the last guess is not."""
+    parts = []
+    for number, (_, had, behind, count) in enumerate(work):
+        for cache in (cache for pair in runner.kv.layers for cache in pair):
+            blocks = cache[number * BLOCKS : (number + 1) * BLOCKS].flatten(0, 1)
+            parts.append(blocks[: had + behind + max(count - 1, 0)].flatten())
+    return torch.cat(parts)
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def pair(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> tuple[Runner, Runner]:
+    model_dir = checkpoint("llama", dtype=request.param)
+    fast, slow = (tiny_runner(model_dir, dtype=request.param) for _ in range(2))
+    if not fast.guesses_at_once:
+        pytest.skip(f"{fast.kernels} computes {request.param}")
+    slow._guess = None
+    return fast, slow
+
+
+@pytest.mark.parametrize("work", [WORK, WORK[:1], WORK[1:2], (*WORK, (PENALTY, 20, 2, 4))])
+def test_guesses_and_kv_are_those_of_a_step_for_each(pair: tuple[Runner, Runner], work: tuple) -> None:
+    fast, slow = pair
+    found, expected = (guesses(runner, draft_rows(runner, work)) for runner in pair)
+    assert found == expected and [len(g) for g in found] == [count for *_, count in work if count]
+    assert torch.equal(written(fast, work), written(slow, work))
+    assert (fast.guessed_at_once, slow.guessed_at_once) == (1, 0)
+
+
+def test_what_changes_logits_is_guessed_pass_by_pass(pair: tuple[Runner, Runner]) -> None:
+    fast, _ = pair
+    plan = draft_rows(fast, ((PENALTY, 20, 2, 4),))
+    assert len(guesses(fast, plan)[0]) == 4 and fast.guessed_at_once == 0
+
+
+def test_only_fills_are_one_step(pair: tuple[Runner, Runner]) -> None:
+    fast, _ = pair
+    assert guesses(fast, draft_rows(fast, ((GREEDY, 0, 20, 0),))) == () and fast.guessed_at_once == 0
+
+
+def test_what_does_not_fit_is_refused(pair: tuple[Runner, Runner]) -> None:
+    fast, slow = pair
+    plan = draft_rows(fast, ((GREEDY, 10, 1, 1),))
+    row = Row(SequenceId("s0"), 10, plan.drafts[0].tokens, plan.drafts[0].block_ids, GREEDY, 1)
+    with pytest.raises(InvariantError, match=r"135 guesses behind 11 of 144 positions"):
+        fast.guess(StepPlan(1, (row,)), [135])
+    assert len(fast.guess(StepPlan(1, (row,)), [134])[0]) == 134
+    with pytest.raises(InvariantError, match="make no guesses at once"):
+        slow.guess(StepPlan(1, (row,)), [1])
+    assert len(guess_pass_by_pass(slow, 1, [(plan.drafts[0], row)])[0]) == 1
