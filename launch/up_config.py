@@ -38,6 +38,11 @@ class UpConfig:
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "weights and KV", choices=("auto", "bfloat16", "float32"))
     exact: bool = option(False, "the same bits whatever the batch, chunk or cache; --dtype auto is float32")
+    kernels: str = option(
+        "auto",
+        "what computes on CPU: the best compiled kernels of this processor, torch's, or compiled ones by name",
+        choices=("auto", "torch", "avx2", "avx512", "avx512_bf16", "amx"),
+    )
     quantize: str = option("none", "weights of linear layers and head, on CPU", choices=("none", "int8"))
     threads: int = option(0, "compute threads of a worker; 0: the cores divided among the workers", low=0, high=1024)
     max_model_len: int = option(0, "longest prompt + output in tokens; 0: the model's own limit", low=0)
@@ -101,6 +106,7 @@ WORKER_FIELDS = (
     "device",
     "dtype",
     "exact",
+    "kernels",
     "quantize",
     "kv_memory_gib",
     "staging_mib",
