@@ -26,7 +26,7 @@ Layers = Sequence[tuple[Tensor, Tensor]]
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _MOST_RUNS = 2
 """Runs of neighbouring blocks that are scattered as they lie: 0.57 (one run) and 0.62 (two) of the time of tokens one
-by one; with four nothing is gained (135M shape, decision 0034). Gathering gains nothing by it."""
+by one; with four nothing is gained (135M shape, decision 0032). Gathering gains nothing by it."""
 
 
 def chunk_bytes(layout: KVLayout, n: int) -> int:
