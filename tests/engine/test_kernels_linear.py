@@ -114,3 +114,18 @@ def test_int8_is_the_nearest_of_255_steps_per_output(level: str, dtype: torch.dt
     x = randn(33, 100).to(dtype)
     assert torch.allclose(layer(x, FLOAT).double(), F.linear(x.double(), rounded), rtol=0, atol=1e-4)
     assert torch.equal(layer(x, FLOAT)[:, 3], torch.zeros(33))
+
+
+@pytest.mark.parametrize("level", bfloat16_levels())
+def test_bfloat16_is_rounded_to_nearest_even_and_nan_stays(level: str) -> None:
+    layer = Layer(level, torch.eye(32).bfloat16())
+    x, before = (randn(50, 32, seed=seed).bfloat16() for seed in (1, 2))
+    before[:, :8] = 1.0
+    x[:, :8] = torch.tensor([1, 3, -1, 5, 1.01, 0.99, -3, 7]).bfloat16() / 256  # ties, and near ties
+    before[3, 9], before[4, 10], before[5, 11] = torch.nan, torch.inf, 3.38e38
+    x[5, 11] = 3.38e38
+    expected = (before.float() + x.float()).bfloat16()
+    found = layer(x, ADD, before.clone())
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert expected.isnan().sum() == 1
