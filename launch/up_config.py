@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from baton.core.config import CoordinatorConfig, WorkerConfig, option
 from baton.core.errors import StartupError
 from baton.core.reshard import MAX_TENSOR_PARALLEL
+from baton.engine.kernels.build import CACHE_VARIABLE as CACHE
 from baton.event_log import VARIABLE as EVENT_LOG
 from baton.process import PARENT_VARIABLE as PARENT
 
@@ -131,7 +132,7 @@ def check_environment(environment: Mapping[str, str]) -> None:
         StartupError: names it and the nearest that is read.
     """
     known = {f.name for cls in (UpConfig, CoordinatorConfig, WorkerConfig) for f in fields(cls)}
-    read = {"BATON_" + name.upper() for name in known} | {EVENT_LOG, PARENT}
+    read = {"BATON_" + name.upper() for name in known} | {CACHE, EVENT_LOG, PARENT}
     for name in environment:
         if name.startswith("BATON_") and not name.startswith("BATON_TEST_") and name not in read:
             close = difflib.get_close_matches(name, read, n=1)

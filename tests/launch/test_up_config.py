@@ -168,6 +168,6 @@ def test_an_address_that_is_none_is_one_line(url: str) -> None:
 
 
 def test_an_environment_variable_that_nothing_reads_is_refused_with_the_nearest() -> None:
-    check_environment({"BATON_PORT": "1", "BATON_LEASE_S": "2", "BATON_EVENT_LOG_DIR": "x", "HOME": "y"})
+    check_environment({"BATON_PORT": "1", "BATON_LEASE_S": "2", "BATON_EVENT_LOG_DIR": "x", "BATON_CACHE_DIR": "z"})
     with pytest.raises(StartupError, match="BATON_PROT; did you mean BATON_PORT"):
         check_environment({"BATON_PROT": "1"})

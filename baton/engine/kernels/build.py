@@ -24,6 +24,7 @@ from pathlib import Path
 LEVELS = ("avx2", "avx512", "avx512_bf16", "amx")
 """What kernels are compiled for, in rising order; the index is BATON_LEVEL in C++."""
 
+CACHE_VARIABLE = "BATON_CACHE_DIR"
 COMPILE_TIMEOUT_S = 300.0
 LOCK_TIMEOUT_S = 330.0
 """Longest that another process may take to compile."""
@@ -88,7 +89,7 @@ def library(level: str) -> Path:
 
 def cache_dir() -> Path:
     """BATON_CACHE_DIR, else `baton` in the user's cache; this user's alone, because code is loaded from it."""
-    named = os.environ.get("BATON_CACHE_DIR")
+    named = os.environ.get(CACHE_VARIABLE)
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(named) if named else Path(home) / "baton"
     try:
