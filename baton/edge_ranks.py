@@ -29,6 +29,7 @@ from baton.core.edge_orders import (
     OpenEdge,
     Part,
     SendEdge,
+    SumEdge,
     TakeEdge,
 )
 from baton.core.errors import BatonError, HandoffError, RankLost
@@ -146,10 +147,25 @@ class RemoteEnd:
             with contextlib.suppress(RankLost):  # the channel has told
                 self._ranks.tell(self._rank, DropEdge(self._edge))
 
-    async def take(self, part: Part, expected: int, on_posted: Callable[[], None]) -> bool:
+    async def take(self, part: Part, expected: asyncio.Future[int], on_posted: Callable[[], None]) -> bool:
         limit_s = self._spec.operation_timeout_s
-        make = lambda n: TakeEdge(n, self._edge, part, expected)  # noqa: E731
-        return bool(await self._ask("to store KV", make, limit_s, on_posted, vital=True))
+        number = 0
+
+        def make(n: int) -> TakeEdge:
+            nonlocal number
+            number = n
+            return TakeEdge(n, self._edge, part)
+
+        def tell_sum(expected: asyncio.Future[int]) -> None:
+            if self.dead is None and not expected.cancelled() and expected.exception() is None:
+                with contextlib.suppress(RankLost):  # the channel has told
+                    self._ranks.tell(self._rank, SumEdge(number, expected.result()))
+
+        expected.add_done_callback(tell_sum)  # called no earlier than the next turn: after the order
+        try:
+            return bool(await self._ask("to store KV", make, limit_s, on_posted, vital=True))
+        finally:
+            expected.remove_done_callback(tell_sum)
 
     def abort(self, reason: str) -> None:
         if self.dead is None:
@@ -200,13 +216,14 @@ class RemoteEnd:
 
 
 class FollowerEnds:
-    """A follower's ends. Complete state: the living ones by number, and the orders under way. All of it belongs to the
-    thread of its event loop."""
+    """A follower's ends. Complete state: the living ones by number, the checksums that each TakeEdge awaits, and the
+    orders under way. All of it belongs to the thread of its event loop."""
 
     def __init__(self, local: LocalEnds, report: Callable[[object], None]) -> None:
         self._local = local
         self._report = report
         self._ends: dict[int, LocalEnd] = {}
+        self._sums: dict[int, asyncio.Future[int]] = {}
         self._under_way: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="follower edges", daemon=True)
@@ -240,6 +257,12 @@ class FollowerEnds:
                 if edge in self._ends:
                     self._ends[edge].drop()
                 return
+            case SumEdge(take, checksum):
+                if take in self._sums and not self._sums[take].done():
+                    self._sums[take].set_result(checksum)
+                return
+            case TakeEdge():
+                self._sums[order.order] = self._loop.create_future()  # now: its SumEdge may be the next order
             case OpenEdge():
                 self._ends[order.edge] = self._local(
                     order.plan,
@@ -260,6 +283,7 @@ class FollowerEnds:
     async def _carry_out(self, order: Any) -> None:
         end = self._ends.get(order.edge)
         if end is None:
+            self._sums.pop(order.order, None)
             self._say(EdgeDone(order.order, error="the edge has ended", dead=True))
             return
         try:
@@ -270,6 +294,7 @@ class FollowerEnds:
             log.exception("%s", type(order).__name__)
             end.abort(f"{type(e).__name__}: {e}")
             done = EdgeDone(order.order, error=f"{type(e).__name__}: {e}", dead=True)
+        self._sums.pop(order.order, None)
         if end.dead is not None:
             self._ends.pop(order.edge, None)
         self._say(done)
@@ -283,7 +308,8 @@ class FollowerEnds:
             case SendEdge():
                 await end.send()
             case TakeEdge():
-                return int(await end.take(order.part, order.checksum, lambda: self._say(EdgePosted(order.order))))
+                sum_ = self._sums[order.order]
+                return int(await end.take(order.part, sum_, lambda: self._say(EdgePosted(order.order))))
             case CloseEdge():
                 return int(await end.close(order.timeout_s))
             case _:

@@ -1,8 +1,9 @@
 """What the leader of a worker orders from the ends of edges at its followers, and what they report.
 
-An end is named by `edge`, a number never used again. Every order but AbortEdge and DropEdge carries the number `order`
-and is answered by one EdgeDone with it; a TakeEdge by one EdgePosted before. Orders for one end follow each other: the
-leader waits for the answer to one before it gives the next, except that AbortEdge may come at any time.
+An end is named by `edge`, a number never used again. Every order but AbortEdge, DropEdge and SumEdge carries the
+number `order` and is answered by one EdgeDone with it; a TakeEdge by one EdgePosted before. Orders for one end follow
+each other: the leader waits for the answer to one before it gives the next, except that AbortEdge may come at any time,
+and a SumEdge while a TakeEdge is under way.
 """
 
 from __future__ import annotations
@@ -67,12 +68,19 @@ class DropEdge:
 
 @dataclass(frozen=True, slots=True)
 class TakeEdge:
-    """Receive the part and store it where it matches `checksum`: the answer's value is then 1, else 0. Once it is
-    answered nothing is written any more, whatever the answer."""
+    """Receive the part and store it where it matches the checksum that a SumEdge brings: the answer's value is then 1,
+    else 0. Once it is answered nothing is written any more, whatever the answer."""
 
     order: int
     edge: int
     part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class SumEdge:
+    """The checksum of the part that the TakeEdge of that number receives. Has no answer."""
+
+    take: int
     checksum: int
 
 

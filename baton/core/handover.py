@@ -1,9 +1,10 @@
 """What a prefill and a decode worker say to each other about one KV hand-over.
 
-Life of a hand-over: Offer -> Accept | Refuse; then per chunk Chunk -> Posted -> bytes on the edge -> Ack. Nothing is
-sent before Posted, and one operation at most is in flight on an edge, so no wait depends on another edge. The last
-chunk carries the first token. Either side may send AbortTransfer at any time; what was posted is still sent (or the
-edge torn down), so a posted receive never waits for ever.
+Life of a hand-over: Offer -> Accept | Refuse; then per chunk Chunk -> Posted -> bytes on the edge -> Ack. The sender
+packs after it has announced, and its ChunkSum follows when that is done, before the bytes. Nothing is sent before
+Posted, and one operation at most is in flight on an edge, so no wait depends on another edge. The last chunk carries
+the first token. Either side may send AbortTransfer at any time; what was posted is still sent (or the edge torn down),
+so a posted receive never waits for ever.
 """
 
 from __future__ import annotations
@@ -102,7 +103,6 @@ class Chunk:
     start_layer: int
     end_layer: int
     num_bytes: int
-    checksum: int
     edge_generation: int
     prefill_rank: int = 0
     decode_rank: int = 0
@@ -110,6 +110,18 @@ class Chunk:
     last: bool = False
     resend: int = 0
     first_logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSum:
+    """The checksum of an announced chunk, over `chunk_identity` and its bytes."""
+
+    sequence: SequenceId
+    index: int
+    checksum: int
+    prefill_rank: int = 0
+    decode_rank: int = 0
+    resend: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +152,7 @@ class AbortTransfer:
     tombstone_s: float = 60.0
 
 
-FromPrefill = LinkHello | EdgeOpen | Ping | Offer | Chunk | AbortTransfer
+FromPrefill = LinkHello | EdgeOpen | Ping | Offer | Chunk | ChunkSum | AbortTransfer
 FromDecode = LinkWelcome | EdgeReady | Ping | Accept | Refuse | Posted | Ack | AbortTransfer
 
 

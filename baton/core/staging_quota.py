@@ -1,8 +1,8 @@
 """How many bytes of KV may be on their way at once, packed or received: a bound of its own beside the KV blocks. Pure.
 
 First come, first served: a large piece is not overtaken for ever by small ones. Who holds bytes gives them back without
-waiting for anybody who waits here: a sender's wait ends with the receiver's, a receiver's with bytes that are packed
-already. So a wait always ends, and never for lack of KV blocks.
+waiting for anybody who waits here: a sender's wait ends with the receiver's, a receiver's with bytes that are being
+packed already. So a wait always ends, and never for lack of KV blocks.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from baton.core.edge_orders import (
     FillEdge,
     OpenEdge,
     SendEdge,
+    SumEdge,
     TakeEdge,
 )
 from baton.core.errors import BatonError
@@ -85,6 +86,7 @@ KINDS: dict[int, type[Any]] = {
     12: EdgePosted,
     13: EdgeDone,
     14: DropEdge,
+    15: SumEdge,
 }
 
 

@@ -7,9 +7,11 @@ build the next one under the next generation.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -23,6 +25,9 @@ from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.staging import Layers, checksum, pack, unpack
 from baton.transfer.staging_buffers import StagingBuffer, StagingBuffers
+
+SUM_LIMIT_S = 2.0
+"""How long the checksum of a part may come after its bytes. It was sent before them, on another connection."""
 
 
 class EdgeEnd(Protocol):
@@ -46,9 +51,10 @@ class EdgeEnd(Protocol):
     def drop(self) -> None:
         """What was packed last will not be sent."""
 
-    async def take(self, part: Part, expected: int, on_posted: Callable[[], None]) -> bool:
-        """Receives a part and stores it if its checksum is `expected`; returns whether it was. `on_posted` is called
-        in the event loop once the receive is open. Whether it returns or raises, nothing is written afterwards."""
+    async def take(self, part: Part, expected: asyncio.Future[int], on_posted: Callable[[], None]) -> bool:
+        """Receives a part and stores it if its checksum is `expected`, which may come until `SUM_LIMIT_S` after the
+        bytes; returns whether it was. `on_posted` is called in the event loop once the receive is open. Whether it
+        returns or raises, nothing is written afterwards."""
 
     def abort(self, reason: str) -> None:
         """Ends it at once; what is under way raises soon. Does not block."""
@@ -104,8 +110,10 @@ class LocalEnds:
 
 
 class LocalEnd:
-    """Complete state: the edge's thread, and the part that was packed and not sent yet. A buffer goes back to be used
-    again only when its transfer has ended in order; after anything else a late byte may still come."""
+    """Complete state: the edge's thread, the part that was packed and not sent yet, and the checksums of those that
+    are being received. A buffer goes back to be used again only when its transfer has ended in order; after anything
+    else a late byte may still come.
+    """
 
     def __init__(
         self,
@@ -122,6 +130,7 @@ class LocalEnd:
         self._device = torch.device(spec.device)
         self._layers, self._block_size = layers, block_size
         self._packed: StagingBuffer | None = None
+        self._expected: set[asyncio.Future[int]] = set()  # the next part may be announced while one is stored
 
     @property
     def dead(self) -> HandoffError | None:
@@ -177,14 +186,14 @@ class LocalEnd:
         if packed is not None:
             self._buffers.drop(packed)
 
-    async def take(self, part: Part, expected: int, on_posted: Callable[[], None]) -> bool:
+    async def take(self, part: Part, expected: asyncio.Future[int], on_posted: Callable[[], None]) -> bool:
         staged = self._buffers.take(part.num_bytes)
         buffer, gate, stored = staged.view, _Gate(), None
         if self._expect is not None:  # of all its blocks, before more of them come
             self._expect(part.block_ids)
 
-        def store() -> bool:
-            if checksum(part.identity, buffer) != expected:
+        def store(sum_: int) -> bool:
+            if checksum(part.identity, buffer) != sum_:
                 return False
             with gate:
                 if gate.open:
@@ -193,10 +202,15 @@ class LocalEnd:
             return True
 
         try:
+            self._expected.add(expected)
             await self._worker.recv(buffer, on_posted=on_posted)
-            stored = await self._worker.run(store)
+            await asyncio.wait({expected}, timeout=SUM_LIMIT_S)
+            if not expected.done():
+                raise self._worker.spec.error(f"no checksum came within {SUM_LIMIT_S:g} s after its bytes")
+            stored = await self._worker.run(partial(store, expected.result()))
             return stored
         finally:
+            self._expected.discard(expected)
             if stored is None:
                 self._buffers.drop(staged)
             else:
@@ -207,6 +221,10 @@ class LocalEnd:
     def abort(self, reason: str) -> None:
         self._worker.abort(reason)
         self.drop()
+        for expected in self._expected:
+            if not expected.done():
+                expected.set_exception(self._worker.spec.error(f"aborted: {reason}"))
+                expected.exception()  # seen: the bytes may not have come either
 
     async def close(self, timeout_s: float) -> bool:
         self.drop()

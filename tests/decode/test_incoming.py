@@ -19,6 +19,7 @@ from baton.core.handover import (
     Accept,
     Ack,
     Chunk,
+    ChunkSum,
     EdgeOpen,
     EdgeReady,
     Offer,
@@ -84,17 +85,21 @@ class Peer:
             "start_layer": 0,
             "end_layer": len(layout.layers),
             "num_bytes": buffer.numel(),
-            "checksum": 0,
             "edge_generation": 1,
             "first_token": 5 if last else None,
             "last": last,
         }
-        chunk = Chunk(**{**values, **changes})  # type: ignore[arg-type]
-        return replace(chunk, checksum=checksum(chunk_identity(chunk), buffer)), buffer
+        return Chunk(**{**values, **changes}), buffer  # type: ignore[arg-type]
 
-    async def send(self, chunk: Chunk, buffer: torch.Tensor) -> Any:
-        """Announces, waits for `posted`, sends, and gives the answer."""
+    async def tell_sum(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        key = (chunk.prefill_rank, chunk.decode_rank)
+        sum_ = checksum(chunk_identity(chunk), buffer)
+        await self.say(ChunkSum(chunk.sequence, chunk.index, sum_, *key, chunk.resend))
+
+    async def send(self, chunk: Chunk, buffer: torch.Tensor, packed: torch.Tensor | None = None) -> Any:
+        """Announces, waits for `posted`, sends, and gives the answer. The checksum is that of `packed`, if given."""
         assert isinstance(posted := await self.ask(chunk), Posted), posted
+        await self.tell_sum(chunk, buffer if packed is None else packed)
         assert self.edge is not None
         await self.edge.send(buffer)
         return await self.hear()
@@ -219,6 +224,7 @@ async def test_what_was_posted_is_still_sent_and_its_blocks_stay_until_then(who:
         await until(lambda: not p.decode.worker.scheduler.receiving(R))
         assert p.decode.worker.scheduler.blocks.num_free == 14  # two are still written into
         assert p.edge is not None
+        await p.tell_sum(chunk, buffer)
         await p.edge.send(buffer)
         assert isinstance(await p.hear(), AbortTransfer)
         await until(lambda: p.decode.idle)
@@ -250,10 +256,65 @@ async def test_a_damaged_chunk_is_asked_for_once_more() -> None:
         chunk, buffer = p.chunk()
         damaged = buffer.clone()
         damaged[0] ^= 1
-        assert await p.send(chunk, damaged) == Ack(R, 0, ok=False)
+        assert await p.send(chunk, damaged, packed=buffer) == Ack(R, 0, ok=False)
         assert p.decode.worker.scheduler.receiving(R)
         assert (await p.send(chunk, buffer)).complete
         p.decode.compute()
+
+
+@pytest.mark.parametrize("order", ["sum, posted, bytes", "posted, bytes, sum", "another's sum first"])
+async def test_the_checksum_may_come_at_any_time(order: str) -> None:
+    async with peer() as p:
+        await p.ask(p.offer())
+        await p.open_edge(1)
+        chunk, buffer = p.chunk()
+        assert p.edge is not None
+        await p.say(chunk)
+        if order != "posted, bytes, sum":
+            if order == "another's sum first":
+                for other in ({"index": 9}, {"resend": 1}, {"prefill_rank": 1}, {"sequence": SequenceId("x")}):
+                    await p.tell_sum(replace(chunk, **other), torch.zeros_like(buffer))  # type: ignore[arg-type]
+            await p.tell_sum(chunk, buffer)
+        assert isinstance(await p.hear(), Posted)
+        await p.edge.send(buffer)
+        if order == "posted, bytes, sum":
+            await asyncio.sleep(0.05)
+            assert not p.decode.worker.incoming.bytes_received
+            await p.tell_sum(chunk, buffer)
+        assert await p.hear() == Ack(R, 0, complete=True)
+        p.decode.compute()
+
+
+async def test_a_checksum_that_never_comes_ends_the_sequence_by_name_and_not_the_edge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(edge_end, "SUM_LIMIT_S", 0.1)
+    async with peer() as p:
+        await p.ask(p.offer())
+        await p.open_edge(1)
+        chunk, buffer = p.chunk()
+        assert isinstance(await p.ask(chunk), Posted)
+        assert p.edge is not None
+        await p.edge.send(buffer)
+        answer = await p.hear()
+        assert isinstance(answer, AbortTransfer) and "no checksum came within 0.1 s" in answer.reason
+        assert p.decode.idle and not p.decode.worker.incoming.writing
+        await p.ask(p.offer("s"))
+        assert (await p.send(*p.chunk(sequence=SequenceId("s")))).complete
+        p.decode.compute()
+
+
+async def test_the_end_of_the_link_ends_the_wait_for_a_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge_end, "SUM_LIMIT_S", 60.0)
+    async with peer() as p:
+        await p.ask(p.offer())
+        await p.open_edge(1)
+        chunk, buffer = p.chunk()
+        assert isinstance(await p.ask(chunk), Posted)
+        assert p.edge is not None
+        await p.edge.send(buffer)
+        await p.link.close()
+        await until(lambda: p.decode.idle and not p.decode.worker.incoming.writing)
 
 
 async def test_an_offer_made_twice_is_refused_and_the_first_stands() -> None:
@@ -315,6 +376,7 @@ async def test_nothing_is_written_into_blocks_that_are_free_again(slow: str, mon
         chunk, buffer = p.chunk()
         assert isinstance(await p.ask(chunk), Posted)
         assert p.edge is not None
+        await p.tell_sum(chunk, buffer)
         await p.edge.send(buffer)
         await asyncio.to_thread(started.wait, 2)
         await p.link.close()

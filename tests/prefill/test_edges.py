@@ -242,6 +242,62 @@ async def test_an_abort_while_a_follower_is_at_it_leaves_nothing(
         await hand_over(source, decode, "again", 10)
 
 
+async def test_the_next_chunk_is_announced_while_a_follower_stores_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edge is free for another sequence when its bytes have gone: two takes at one end, each with its checksum."""
+    under_way, most, work, written = [0], [0], FollowerEnds._work, edge_end.unpack
+
+    async def counted(ends: FollowerEnds, end: LocalEnd, order: Any) -> int:
+        under_way[0] += type(order).__name__ == "TakeEdge"
+        most[0] = max(most[0], under_way[0])
+        try:
+            return await work(ends, end, order)
+        finally:
+            under_way[0] -= type(order).__name__ == "TakeEdge"
+
+    def slowly(*where: Any) -> None:
+        time.sleep(0.1)
+        written(*where)
+
+    monkeypatch.setattr(FollowerEnds, "_work", counted)
+    monkeypatch.setattr(edge_end, "unpack", slowly)
+    async with ranks(1, 2) as (source, decode):
+        for index in range(3):
+            source.submit(make_request(f"r{index}", 8, max_tokens=4), decode)
+        while source.step():
+            await asyncio.sleep(0.002)
+        await until(lambda: len(source.told.handed_over) == 3, what="three hand-overs")
+        assert most[0] >= 2 and decode.worker.incoming.chunks_damaged == 0
+        decode.compute()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_rank_that_cannot_pack_what_was_announced_ends_its_edge(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peer has opened a receive, which must not wait for its limit."""
+    async with ranks(2, 2, timeout_s=30.0) as (source, decode):
+        packed, failed, writing = edge_end.pack, threading.Event(), decode.worker.incoming.writing
+        mine: Any = source.runner.ranks[rank].kv.layers  # type: ignore[attr-defined]
+
+        def failing(layers: Any, *where: Any) -> torch.Tensor:
+            if layers[0][0].data_ptr() == mine[0][0].data_ptr() and not failed.is_set():
+                while writing[R] < 2:  # both are announced
+                    time.sleep(0.001)
+                failed.set()
+                raise edge_end.HandoffError("the test")
+            return packed(layers, *where)
+
+        monkeypatch.setattr(edge_end, "pack", failing)
+        source.submit(make_request("r", 8, max_tokens=4), decode)
+        source.compute()
+        await until(lambda: source.told.parked, what="parked KV")
+        assert failed.is_set() and "the test" in source.told.parked[0].reason
+        await until(lambda: decode.idle and not writing, what="an idle decode worker")
+        source.abort(R)
+        await until(lambda: source.idle, what="an idle prefill worker")
+        await hand_over(source, decode, "again", 10)
+
+
 async def test_blocks_stay_until_every_rank_has_stopped_writing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The link breaks while a follower scatters: its blocks are free only when it has said that it is done."""
     started, free, written = threading.Event(), [-1], edge_end.unpack
@@ -290,7 +346,7 @@ async def test_a_follower_that_never_says_it_has_stopped_writing_is_lost(monkeyp
     assert isinstance(end, RemoteEnd)
     part = Part((1,), 0, 4, 8, b"")
     with pytest.raises(edge_end.HandoffError, match="rank 1 did not answer an order to store KV within"):
-        await end.take(part, 0, lambda: None)
+        await end.take(part, asyncio.get_running_loop().create_future(), lambda: None)
     assert lost == ["rank 1 did not answer an order to store KV within 0.2 s"] and end.dead is not None
     other = ends(plan, spec)
     with pytest.raises(edge_end.HandoffError, match="to pack KV within"):

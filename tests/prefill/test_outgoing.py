@@ -221,6 +221,38 @@ async def test_an_abort_in_any_phase_leaves_nothing_and_the_pair_works_on(
         await asyncio.wait_for(serve(source, decode), 1.5)
 
 
+async def test_a_bug_while_packing_ends_the_receive_that_was_opened_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next chunk on the edge would go into the receive of this one."""
+    async with pair(timeout_s=30.0) as (source, [decode]):
+        fill, failed = LocalEnd.fill, []
+
+        async def failing(end: LocalEnd, part: Any, after_step: int) -> int:
+            if not failed:
+                await until(lambda: decode.worker.incoming.writing[R] == 1, what="an open receive")
+                failed.append(end)
+                raise RuntimeError("a bug")
+            return await fill(end, part, after_step)
+
+        monkeypatch.setattr(LocalEnd, "fill", failing)
+        source.submit(make_request("r", 8, max_tokens=4), decode)
+        source.compute()
+        await until(lambda: failed and decode.idle and source.idle, what="idle pools")
+        assert failed[0].dead is not None and not decode.worker.incoming.writing
+        await serve(source, decode)
+
+
+async def test_the_receive_is_open_before_the_chunk_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair() as (source, [decode]):
+        gate = Gate(monkeypatch, "fill", "before")
+        source.submit(make_request("r", 8, max_tokens=4), decode)
+        source.compute()
+        await asyncio.wait_for(gate.reached.wait(), 3)
+        await until(lambda: decode.worker.incoming.writing[R] == 1, what="an open receive")
+        gate.opened.set()
+        await until(lambda: source.told.handed_over)
+        decode.compute()
+
+
 @pytest.mark.parametrize("answer", [Accept, Ack, AbortTransfer])
 async def test_an_abort_that_comes_in_one_turn_with_an_answer_is_not_lost(
     answer: type, monkeypatch: pytest.MonkeyPatch

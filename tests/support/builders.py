@@ -111,7 +111,6 @@ def make_chunk(**changes: object) -> Chunk:
         "start_layer": 0,
         "end_layer": 2,
         "num_bytes": 64,
-        "checksum": 0,
         "edge_generation": 1,
     }
     return Chunk(**{**values, **changes})  # type: ignore[arg-type]
