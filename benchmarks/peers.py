@@ -142,15 +142,17 @@ def _good(records: list[Record], name: str) -> list[Record]:
 
 
 @contextlib.contextmanager
-def serving(name: str, command: list[str], port: int, log: Path, extra: dict[str, str]) -> Iterator[Server]:
-    """Starts a server and waits until it serves."""
+def serving(
+    name: str, command: list[str], port: int, log: Path, extra: dict[str, str], ready: str = "/health"
+) -> Iterator[Server]:
+    """Starts a server and waits until it serves, as its path `ready` tells."""
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **extra}
         )
     try:
-        _wait(process, f"{url}/health", log)
+        _wait(process, f"{url}{ready}", log)
         base = base_url(url)
         yield Server(name, Target(base, asyncio.run(first_model(base, "")), "", 600.0, {}))
     finally:
@@ -233,7 +235,7 @@ def main() -> None:
             "DO_NOT_TRACK": "1",
         }
         baton = stack.enter_context(
-            serving("Baton", [*ours, "--port", str(ports[0])], ports[0], work_dir / "baton.log", {})
+            serving("Baton", [*ours, "--port", str(ports[0])], ports[0], work_dir / "baton.log", {}, "/ready")
         )
         vllm = stack.enter_context(
             serving("vLLM", [*theirs, "--port", str(ports[1])], ports[1], work_dir / "vllm.log", environment)

@@ -141,7 +141,7 @@ def main() -> None:
         def start(name: str, options: list[str]) -> Server:
             port = free_port()
             log = Path(directory) / f"{name}.log"
-            return stack.enter_context(serving(name, [*up, *options, "--port", str(port)], port, log, {}))
+            return stack.enter_context(serving(name, [*up, *options, "--port", str(port)], port, log, {}, "/ready"))
 
         plain = start("none", ["--draft", "none"])
         guessing = start("draft", ["--draft", arguments.draft, *forced])
