@@ -38,6 +38,7 @@ from baton.process import (
 from launch.failure import Failure, box
 
 _STORE_TIMEOUT_S = 600
+_NO_ERROR_FILE = "<NONE>"  # torch's word for a rank that wrote none: it was killed
 _FOLLOWED = (EXIT_RANK_LOST, -signal.SIGTERM)  # how ranks end because another has: by themselves, or by torchrun
 
 
@@ -148,7 +149,8 @@ def _gave_a_reason(failure: Any) -> bool:
 def _recorded(failure: Any) -> str:
     """What the rank wrote into its error file (`baton.process.record_error`, or torch's own `record`)."""
     message = failure.error_file_data.get("message", "")
-    return str(message.get("message", "") if isinstance(message, dict) else message)
+    text = str(message.get("message", "") if isinstance(message, dict) else message)
+    return "" if text == _NO_ERROR_FILE else text
 
 
 def _option(words: list[str], name: str) -> str:
