@@ -47,8 +47,7 @@ def main() -> NoReturn:
     limit_name_lookups()
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     os.environ["PYTHONSAFEPATH"] = "1"
-    made = tempfile.mkdtemp(prefix="baton-ranks-")
-    stopping = _Stopping(made)
+    stopping = _Stopping()
     stopping.listen()
 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -61,9 +60,10 @@ def main() -> NoReturn:
     args = parse_args(_with_defaults(sys.argv[1:]))  # type: ignore[no-untyped-call]
     _name_the_store(args)
     args.signals_to_handle = "SIGQUIT"  # the others are ours
-    args.log_dir = args.log_dir or made
     code = 0
     try:
+        if not args.log_dir:
+            args.log_dir = stopping.made = tempfile.mkdtemp(prefix="baton-ranks-")
         run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         drained = stopping.asked and all(f.exitcode in _FOLLOWED for f in error.failures.values())
@@ -71,17 +71,19 @@ def main() -> NoReturn:
     except OSError as error:
         print(f"error: rendezvous at {args.rdzv_endpoint}: {error.strerror or error}", file=sys.stderr)
         code = EXIT_STARTUP_ERROR
+    finally:
+        stopping.clean()
     sys.stdout.flush()
     sys.stderr.flush()
-    _leave(code, made)  # the workers have ended
+    os._exit(code)  # the workers have ended; unloading torch would take another second
 
 
 class _Stopping:
-    """`asked` once a signal to end has come. `made` is the agent's own directory."""
+    """`asked` once a signal to end has come. `made` is the directory that the agent leaves nothing of, once there."""
 
-    def __init__(self, made: str) -> None:
+    def __init__(self) -> None:
         self.asked = False
-        self._made = made
+        self.made = ""
 
     def listen(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -94,17 +96,16 @@ class _Stopping:
             for pid in descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            _leave(128 + number if ranks else 0, self._made)  # without ranks there is nothing to drain
+            self.clean()
+            os._exit(128 + number if ranks else 0)  # without ranks there is nothing to drain
         self.asked = True
         for pid in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
-
-def _leave(code: int, made: str) -> NoReturn:
-    """Ends the process at once: unloading torch would take another second."""
-    shutil.rmtree(made, ignore_errors=True)
-    os._exit(code)
+    def clean(self) -> None:
+        if self.made:
+            shutil.rmtree(self.made, ignore_errors=True)
 
 
 def _with_defaults(argv: list[str]) -> list[str]:

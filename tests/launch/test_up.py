@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -71,6 +72,12 @@ def test_agents_leave_nothing_in_the_directory_for_temporary_files(start, tmp_pa
     assert [d.name for d in temporary.iterdir() if d.name.startswith("baton-ranks-")], "no agent made its directory"
     cluster.stop()
     assert not list(temporary.iterdir())
+
+
+def test_an_agent_that_refuses_its_flags_leaves_nothing(tmp_path: Path) -> None:
+    agent = [sys.executable, "-m", "launch.agent", "--nproc-per-node", "no-number", "x.py"]
+    ended = subprocess.run(agent, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, timeout=120)
+    assert ended.returncode != 0 and not list(tmp_path.iterdir())
 
 
 def test_each_worker_has_its_own_core(start) -> None:
