@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -112,20 +113,26 @@ def measure_steps(runner: Runner, most: int) -> list[tuple[int, float]]:
 
 
 def measure_passes(draft: Runner) -> list[tuple[int, float]]:
-    """Seconds of a pass behind the first, by its number of rows, where guesses are made at once; else none. Leaves KV
-    in blocks that nobody owns yet."""
+    """Seconds of a pass behind the first, by its number of rows, where guesses are made at once; else none. A slow
+    draft is timed for few rows only. Leaves KV in blocks that nobody owns yet."""
     context = min(_CONTEXT, draft.max_model_len - _MANY - 1)
     if not draft.guesses_at_once or context < 1:
         return []
     blocks = tuple(range(min(draft.num_blocks, -(-(context + _MANY + 1) // draft.layout.block_size))))
     row = Row(SequenceId("measure"), context, (0,), blocks, SamplingParams(temperature=0.0), 1)
     points: list[tuple[int, float]] = []
+    deadline = time.perf_counter() + MEASURING_S
     for rows in _PASS_ROWS:
         plan = StepPlan(0, (row,) * rows)
-        one, many = (
-            min(_took(partial(draft.guess, plan, [count] * rows)) for _ in range(_REPEATS)) for count in (1, _MANY)
-        )
+        one = many = math.inf
+        for _ in range(_REPEATS):
+            one = min(one, _took(partial(draft.guess, plan, [1] * rows)))
+            many = min(many, _took(partial(draft.guess, plan, [_MANY] * rows)))
+            if time.perf_counter() > deadline:
+                break
         points.append((rows, max((many - one) / (_MANY - 1), 1e-6)))
+        if time.perf_counter() > deadline:
+            break
     return points
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from decode import draft_model
 from decode.step_cost import StepCost
 
 CURVE = [(1, 0.010), (8, 0.010), (64, 0.038)]
@@ -40,3 +45,19 @@ def test_tokens_that_fit_a_time() -> None:
 def test_points_must_rise() -> None:
     with pytest.raises(ValueError, match="do not rise"):
         StepCost([(2, 0.1), (1, 0.2)])
+
+
+def test_a_slow_draft_is_not_timed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_model, "MEASURING_S", 0.05)
+    calls: list[list[int]] = []
+
+    def guess(plan: Any, counts: list[int]) -> None:
+        calls.append(counts)
+        time.sleep(0.02 * counts[0])
+
+    layout = SimpleNamespace(block_size=16)
+    draft: Any = SimpleNamespace(guesses_at_once=True, max_model_len=2048, num_blocks=512, layout=layout, guess=guess)
+    ((rows, seconds),) = draft_model.measure_passes(draft)
+    assert rows == 1 and seconds > 0.01 and calls == [[1], [6]]
+    draft.guesses_at_once = False
+    assert draft_model.measure_passes(draft) == []
