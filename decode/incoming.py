@@ -4,8 +4,8 @@ share KV heads; every edge brings its own chunks of a sequence.
 1. An offer is checked (handle, tombstone) and reserves all blocks of the sequence, or is refused with the reason. The
    answer says how much of the sequence is here already, in blocks that others may share: only the rest is sent.
 2. A chunk is posted, while the peer packs it: a receive into a staging buffer of our own is open before we say so. Its
-   checksum follows in a message of its own. The peer's bytes never go
-   into the pool directly, so a late or wrong byte cannot touch a block.
+   checksum follows in a message of its own. The peer's bytes never go into the pool directly, so a late or wrong byte
+   cannot touch a block.
 3. What arrived is verified (checksum over identity and bytes) and scattered into the blocks, by the rank that has
    them, and acknowledged.
 4. With the last chunk of every edge the sequence is ready. An abort, the end of the link, or an edge that fails ends

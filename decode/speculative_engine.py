@@ -40,16 +40,20 @@ class SpeculativeEngine:
         """The guesses for each row of the plan: in one call where the draft can do that."""
         if self._draft is None:
             raise InvariantError(f"step {plan.step_id} has draft rows and this worker no draft model")
-        first = [(draft, _first_row(draft, plan)) for draft in plan.drafts]
         made: dict[int, tuple[int, ...]] = {}
-        if self._draft.guesses_at_once:
-            at_once = [(draft, row) for draft, row in first if not draft.num_guesses or not changes_logits(row)]
-            if any(draft.num_guesses for draft, _ in at_once):
-                first = [pair for pair in first if pair not in at_once]
-                rows, counts = tuple(row for _, row in at_once), [draft.num_guesses for draft, _ in at_once]
-                found = self._draft.guess(StepPlan(plan.step_id, rows), counts)
-                made = {draft.row: guesses for (draft, _), guesses in zip(at_once, found, strict=True) if guesses}
-        made |= guess_pass_by_pass(self._draft, plan.step_id, first)
+        at_once: list[tuple[DraftRow, Row]] = []
+        by_pass: list[tuple[DraftRow, Row]] = []
+        for draft in plan.drafts:
+            row = _first_row(draft, plan)
+            possible = self._draft.guesses_at_once and not (draft.num_guesses and changes_logits(row))
+            (at_once if possible else by_pass).append((draft, row))
+        if not any(draft.num_guesses for draft, _ in at_once):
+            by_pass += at_once  # a step that only fills
+        else:
+            rows, counts = tuple(row for _, row in at_once), [draft.num_guesses for draft, _ in at_once]
+            found = self._draft.guess(StepPlan(plan.step_id, rows), counts)
+            made = {draft.row: guesses for (draft, _), guesses in zip(at_once, found, strict=True) if guesses}
+        made |= guess_pass_by_pass(self._draft, plan.step_id, by_pass)
         return tuple(made.get(index, ()) for index in range(len(plan.rows))) if made else ()
 
 

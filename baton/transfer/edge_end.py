@@ -112,8 +112,7 @@ class LocalEnds:
 class LocalEnd:
     """Complete state: the edge's thread, the part that was packed and not sent yet, and the checksums of those that
     are being received. A buffer goes back to be used again only when its transfer has ended in order; after anything
-    else a late byte may still come.
-    """
+    else a late byte may still come."""
 
     def __init__(
         self,
@@ -189,8 +188,6 @@ class LocalEnd:
     async def take(self, part: Part, expected: asyncio.Future[int], on_posted: Callable[[], None]) -> bool:
         staged = self._buffers.take(part.num_bytes)
         buffer, gate, stored = staged.view, _Gate(), None
-        if self._expect is not None:  # of all its blocks, before more of them come
-            self._expect(part.block_ids)
 
         def store(sum_: int) -> bool:
             if checksum(part.identity, buffer) != sum_:
@@ -202,6 +199,8 @@ class LocalEnd:
             return True
 
         try:
+            if self._expect is not None:  # of all its blocks, before more of them come
+                self._expect(part.block_ids)
             self._expected.add(expected)
             await self._worker.recv(buffer, on_posted=on_posted)
             await asyncio.wait({expected}, timeout=SUM_LIMIT_S)

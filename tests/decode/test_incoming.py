@@ -96,6 +96,15 @@ class Peer:
         sum_ = checksum(chunk_identity(chunk), buffer)
         await self.say(ChunkSum(chunk.sequence, chunk.index, sum_, *key, chunk.resend))
 
+    async def send_without_sum(self) -> None:
+        """The bytes of a first chunk, on a new edge, whose checksum does not come."""
+        await self.ask(self.offer())
+        await self.open_edge(1)
+        chunk, buffer = self.chunk()
+        assert isinstance(await self.ask(chunk), Posted)
+        assert self.edge is not None
+        await self.edge.send(buffer)
+
     async def send(self, chunk: Chunk, buffer: torch.Tensor, packed: torch.Tensor | None = None) -> Any:
         """Announces, waits for `posted`, sends, and gives the answer. The checksum is that of `packed`, if given."""
         assert isinstance(posted := await self.ask(chunk), Posted), posted
@@ -290,12 +299,7 @@ async def test_a_checksum_that_never_comes_ends_the_sequence_by_name_and_not_the
 ) -> None:
     monkeypatch.setattr(edge_end, "SUM_LIMIT_S", 0.1)
     async with peer() as p:
-        await p.ask(p.offer())
-        await p.open_edge(1)
-        chunk, buffer = p.chunk()
-        assert isinstance(await p.ask(chunk), Posted)
-        assert p.edge is not None
-        await p.edge.send(buffer)
+        await p.send_without_sum()
         answer = await p.hear()
         assert isinstance(answer, AbortTransfer) and "no checksum came within 0.1 s" in answer.reason
         assert p.decode.idle and not p.decode.worker.incoming.writing
@@ -307,12 +311,7 @@ async def test_a_checksum_that_never_comes_ends_the_sequence_by_name_and_not_the
 async def test_the_end_of_the_link_ends_the_wait_for_a_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edge_end, "SUM_LIMIT_S", 60.0)
     async with peer() as p:
-        await p.ask(p.offer())
-        await p.open_edge(1)
-        chunk, buffer = p.chunk()
-        assert isinstance(await p.ask(chunk), Posted)
-        assert p.edge is not None
-        await p.edge.send(buffer)
+        await p.send_without_sum()
         await p.link.close()
         await until(lambda: p.decode.idle and not p.decode.worker.incoming.writing)
 
