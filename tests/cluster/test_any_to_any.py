@@ -30,8 +30,9 @@ def checkpoint(where: Path, kv_heads: int) -> Path:
     return make_checkpoint(where, "llama", num_heads=8, num_kv_heads=kv_heads, hidden_size=64, head_dim=8)
 
 
-async def same_tokens_as_one_rank(model: Path, **flags: Any) -> None:
-    """`greedy` is what one rank computes: another order of the same sums, so they may part at a near tie."""
+async def same_tokens_as_one_rank(model: Path, **flags: Any) -> dict[str, Any]:
+    """`greedy` is what one rank computes: another order of the same sums, so they may part at a near tie. Returns what
+    the workers said at the end."""
     settings = {"served_model_name": "m", "dtype": "float32", "device": "cpu", "step_tokens": 32, "kv_memory_gib": 0.02}
     undecided = 0
     with cluster(model, **{**settings, **flags}) as running:
@@ -44,7 +45,9 @@ async def same_tokens_as_one_rank(model: Path, **flags: Any) -> None:
             assert got[: expected.decided] == expected.tokens[: expected.decided]
             undecided += expected.decided < COUNT
         check_bytes(running, model)
+        workers: dict[str, Any] = running.workers()
     assert undecided <= 2, f"the oracle itself is undecided in {undecided} of {REQUESTS}"
+    return workers
 
 
 def check_bytes(running: Cluster, model: Path) -> None:
@@ -69,6 +72,15 @@ async def test_tokens_are_those_of_one_rank(prefill_tp: int, decode_tp: int, kv_
 async def test_the_whole_grid(prefill_tp: int, decode_tp: int, kv_heads: int, tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "m", kv_heads)
     await same_tokens_as_one_rank(model, prefill_tp=prefill_tp, decode_tp=decode_tp)
+
+
+async def test_a_decode_pool_of_two_ranks_verifies_guesses(tmp_path: Path) -> None:
+    """The draft is the model itself, whole on the leader; only near ties part the two."""
+    model = checkpoint(tmp_path / "m", 2)
+    running = await same_tokens_as_one_rank(model, decode_tp=2, draft=str(model), draft_tokens=4)
+    counts = running["decode-0"]["speculation"]
+    assert counts["accepted_tokens"] > 0.9 * counts["drafted_tokens"] > 0
+    assert counts["steps"] < REQUESTS * (COUNT - 1) / 3
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(16, 32), (32, 16)])
