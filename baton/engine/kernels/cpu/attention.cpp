@@ -4,13 +4,13 @@
 #include "attention_avx512.h"
 #else
 #include "attention_avx2.h"
+#include "attention_few_avx2.h"
 #endif
 
 namespace baton {
 namespace {
 
 constexpr int64_t TILES_PER_UNIT = 8;  // query tiles that pass by a block of keys while it is in L1
-constexpr float NO_SCORE = -1e30f;     // a maximum before any key was seen; finite, so that differences are numbers
 
 thread_local Scratch tile_memory, block_memory;
 thread_local Scratch row_memory;  // of the thread that calls; its workers read and write their parts
@@ -60,8 +60,8 @@ struct QueryTile {
   }
 
   // `scores` and `weights` are memory for one block's.
-  void meet(const Plan<E>& plan, int64_t block, const char* packed, float* scores, char* weights BATON_LIVE(Live live)) {
-    score(plan, packed, query, scores BATON_LIVE(live));
+  void meet(const Plan<E>& plan, int64_t block, const char* packed, float* scores, char* weights) {
+    score(plan, packed, query, scores);
     const int64_t first = block * KEYS, window = plan.shape.window;
     if (first + KEYS - 1 > lowest || (window && first <= highest - window)) hide(first, window, scores);
     const Floats before = load_aligned(maximum);
@@ -92,7 +92,7 @@ struct QueryTile {
     } else {
       store_aligned(sum, add(load_aligned(sum), total));
     }
-    add_values(plan, packed + plan.key_bytes, weights, output BATON_LIVE(live));
+    add_values(plan, packed + plan.key_bytes, weights, output);
   }
 
   void close(const Plan<E>& plan, const Row& row, int64_t kv_head, int64_t number, E* to, int64_t stride) const {
@@ -154,7 +154,7 @@ void attend_tiles(
         tile.lowest = row.start + (first + i) * TILE / group;
         tile.highest = row.start + std::min(row.length * group - 1, (first + i) * TILE + TILE - 1) / group;
         if (tile.meets(plan, block))
-          tile.meet(plan, block, packed, scores, weights BATON_LIVE(Live(row.length * group - (first + i) * TILE)));
+          tile.meet(plan, block, packed, scores, weights);
       }
     }
     for (int64_t i = 0; i < count; ++i)
@@ -174,6 +174,10 @@ void attend(
     const Row& row = rows[unit / shape.kv_heads];
     const int64_t head = unit % shape.kv_heads, tiles = plan.tiles_of(row);
     if (tiles > TILES_PER_UNIT) return;
+#if BATON_LEVEL == 0
+    if (tiles == 1)
+      return attend_few(plan, row, head, queries, query_stride, keys, values, output, output_stride);
+#endif
     char* block_at = block_memory.get(plan.block_bytes);
     attend_tiles<E>(plan, row, head, 0, tiles, queries, query_stride, output, output_stride, [&](int64_t block) {
       pack_block(plan, row, head, block, keys, values, block_at);

@@ -34,77 +34,41 @@ void pack_block(const Plan<E>& plan, const Row& row, int64_t head, int64_t block
   for (float* rest : {key_to, value_to}) std::memset(rest + known * width, 0, (KEYS - known) * width * sizeof(float));
 }
 
-// Which columns of a tile are queries: if they are 8 or less, as in decode steps of models with few heads to a KV head,
-// only the first 8 are computed. A column's arithmetic is the same in both. Of a product 8 registers of sums are
-// taken at a time, as many as hide the latency of FMA.
-#define BATON_LIVE(argument) , argument
-struct Live {
-  bool eight;
-  explicit Live(int64_t columns) : eight(columns <= 8) {}
-};
-struct All {
-  using Columns = Floats;
-  static constexpr int ROWS = 4;
-  static Columns load(const float* from) { return load_aligned(from); }
-  static Columns same(float x) { return floats(x); }
-  static Columns fused(Columns a, Columns b, Columns c) { return fma(a, b, c); }
-  static void store(float* to, Columns x) { store_aligned(to, x); }
-};
-struct FirstEight {
-  using Columns = __m256;
-  static constexpr int ROWS = 8;
-  static Columns load(const float* from) { return _mm256_load_ps(from); }
-  static Columns same(float x) { return _mm256_set1_ps(x); }
-  static Columns fused(Columns a, Columns b, Columns c) { return _mm256_fmadd_ps(a, b, c); }
-  static void store(float* to, Columns x) { _mm256_store_ps(to, x); }
-};
+// Of a product four rows of sums are taken at a time, as many as hide the latency of FMA.
+constexpr int ROWS = 4;
 
-// sums [ROWS][columns] += the sum over i of left[r * row + i * step] times right [i][16], front to back.
-template <class C>
+// sums [ROWS][16] += the sum over i of left[r * row + i * step] times right [i][16], front to back.
 inline void product(
-    const float* left, int64_t row, int64_t step, const float* right, int64_t count, typename C::Columns sums[C::ROWS]) {
+    const float* left, int64_t row, int64_t step, const float* right, int64_t count, Floats sums[ROWS]) {
   for (int64_t i = 0; i < count; ++i) {
-    const auto b = C::load(right + i * 16);
-    for (int r = 0; r < C::ROWS; ++r) sums[r] = C::fused(C::same(left[r * row + i * step]), b, sums[r]);
-  }
-}
-
-template <class C>
-void score_columns(const float* keys, int64_t width, int64_t head_dim, const float* query, float* scores) {
-  for (int64_t key = 0; key < KEYS; key += C::ROWS) {
-    typename C::Columns sums[C::ROWS];
-    for (auto& sum : sums) sum = C::same(0.0f);
-    product<C>(keys + key * width, width, 1, query, head_dim, sums);
-    for (int r = 0; r < C::ROWS; ++r) C::store(scores + (key + r) * 16, sums[r]);
+    const Floats b = load_aligned(right + i * 16);
+    for (int r = 0; r < ROWS; ++r) sums[r] = fma(floats(left[r * row + i * step]), b, sums[r]);
   }
 }
 
 // scores [64 keys][16 columns] of a block of keys and a query tile.
 template <class E>
-void score(const Plan<E>& plan, const char* block, const char* query, float* scores, Live live) {
+void score(const Plan<E>& plan, const char* block, const char* query, float* scores) {
   const float *keys = reinterpret_cast<const float*>(block), *columns = reinterpret_cast<const float*>(query);
-  const int64_t width = plan.value_tiles * TILE, size = plan.shape.head_dim;
-  if (!live.eight) return score_columns<All>(keys, width, size, columns, scores);
-  score_columns<FirstEight>(keys, width, size, columns, scores);
-  for (int64_t key = 0; key < KEYS; ++key) _mm256_store_ps(scores + key * 16 + 8, _mm256_setzero_ps());
-}
-
-template <class C>
-void add_columns(const float* values, int64_t width, int64_t head_dim, const float* weights, float* output) {
-  for (int64_t element = 0; element < head_dim; element += C::ROWS) {
-    typename C::Columns sums[C::ROWS];
-    for (int r = 0; r < C::ROWS; ++r) sums[r] = C::load(output + (element + r) * 16);
-    product<C>(values + element, 1, width, weights, KEYS, sums);
-    for (int r = 0; r < C::ROWS; ++r) C::store(output + (element + r) * 16, sums[r]);
+  const int64_t width = plan.value_tiles * TILE;
+  for (int64_t key = 0; key < KEYS; key += ROWS) {
+    Floats sums[ROWS];
+    for (Floats& sum : sums) sum = zero();
+    product(keys + key * width, width, 1, columns, plan.shape.head_dim, sums);
+    for (int r = 0; r < ROWS; ++r) store_aligned(scores + (key + r) * 16, sums[r]);
   }
 }
 
 // output [elements][16 columns] += values times weights.
 template <class E>
-void add_values(const Plan<E>& plan, const char* values, const char* weights, float* output, Live live) {
+void add_values(const Plan<E>& plan, const char* values, const char* weights, float* output) {
   const float *from = reinterpret_cast<const float*>(values), *columns = reinterpret_cast<const float*>(weights);
-  const auto add = live.eight ? add_columns<FirstEight> : add_columns<All>;
-  add(from, plan.value_tiles * TILE, plan.shape.head_dim, columns, output);
+  for (int64_t element = 0; element < plan.shape.head_dim; element += ROWS) {
+    Floats sums[ROWS];
+    for (int r = 0; r < ROWS; ++r) sums[r] = load_aligned(output + (element + r) * 16);
+    product(from + element, 1, plan.value_tiles * TILE, columns, KEYS, sums);
+    for (int r = 0; r < ROWS; ++r) store_aligned(output + (element + r) * 16, sums[r]);
+  }
 }
 
 inline void put_weights(char* to, int64_t key, Floats low, Floats high, float) {

@@ -7,9 +7,6 @@
 namespace baton {
 namespace {
 
-// Here all 16 columns of a tile are computed, whichever are queries: nothing is said about them.
-#define BATON_LIVE(argument)
-
 inline __m512i load_dwords(const void* from, int64_t dwords) {
   return _mm512_maskz_loadu_epi32(first_lanes(dwords), from);
 }

@@ -9,6 +9,7 @@ namespace baton {
 namespace {
 
 constexpr int64_t KEY_TILES = KEYS / TILE;
+constexpr float NO_SCORE = -1e30f;  // a maximum before any key was seen; finite, so that differences are numbers
 
 // What packed queries, keys, values and weights consist of: E, but float32 where no instruction multiplies bf16.
 template <class E>
