@@ -17,19 +17,19 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from baton.core.edge_orders import (
     AbortEdge,
     CloseEdge,
     DropEdge,
+    EdgeBegun,
     EdgeDone,
-    EdgePosted,
     FillEdge,
     OpenEdge,
     Part,
     SendEdge,
-    SumEdge,
     TakeEdge,
 )
 from baton.core.errors import BatonError, HandoffError, RankLost
@@ -47,7 +47,7 @@ ANSWER_LIMIT_S = 10.0
 @dataclass(slots=True)
 class _Order:
     answer: asyncio.Future[EdgeDone]
-    on_posted: Callable[[], None] | None
+    on_begun: Callable[[], None] | None
 
 
 class WorkerEnds:
@@ -81,11 +81,11 @@ class WorkerEnds:
         rank: int,
         make: Callable[[int], object],
         limit_s: float,
-        on_posted: Callable[[], None] | None = None,
+        on_begun: Callable[[], None] | None = None,
     ) -> EdgeDone | None:
         """Gives the order that `make` builds from its number; the answer, or None after `limit_s`. Raises RankLost."""
         number = next(self._numbers)
-        order = self._orders[number] = _Order(asyncio.get_running_loop().create_future(), on_posted)
+        order = self._orders[number] = _Order(asyncio.get_running_loop().create_future(), on_begun)
         try:
             self.tell(rank, make(number))
             await asyncio.wait({order.answer}, timeout=limit_s)
@@ -103,7 +103,7 @@ class WorkerEnds:
                 self._loop.call_soon_threadsafe(self._take, report)
 
     def _take(self, report: object) -> None:
-        if not isinstance(report, EdgeDone | EdgePosted):
+        if not isinstance(report, EdgeDone | EdgeBegun):
             log.error("a follower reported a %s", type(report).__name__)
             return
         order = self._orders.get(report.order)
@@ -111,8 +111,8 @@ class WorkerEnds:
             return  # its waiter has given up
         if isinstance(report, EdgeDone):
             order.answer.set_result(report)
-        elif order.on_posted is not None:
-            order.on_posted()
+        elif order.on_begun is not None:
+            order.on_begun()
 
 
 class RemoteEnd:
@@ -136,8 +136,8 @@ class RemoteEnd:
             s.connect_timeout_s,
         )
 
-    async def fill(self, part: Part, after_step: int) -> int:
-        return await self._ask("to pack KV", lambda n: FillEdge(n, self._edge, part, after_step), 0.0)
+    async def fill(self, part: Part, after_step: int, on_begun: Callable[[], None] | None = None) -> None:
+        await self._ask("to pack KV", lambda n: FillEdge(n, self._edge, part, after_step), 0.0, on_begun)
 
     async def send(self) -> None:
         await self._ask("to send KV", lambda n: SendEdge(n, self._edge), self._spec.operation_timeout_s)
@@ -147,25 +147,10 @@ class RemoteEnd:
             with contextlib.suppress(RankLost):  # the channel has told
                 self._ranks.tell(self._rank, DropEdge(self._edge))
 
-    async def take(self, part: Part, expected: asyncio.Future[int], on_posted: Callable[[], None]) -> bool:
+    async def take(self, part: Part, on_posted: Callable[[], None]) -> bool:
         limit_s = self._spec.operation_timeout_s
-        number = 0
-
-        def make(n: int) -> TakeEdge:
-            nonlocal number
-            number = n
-            return TakeEdge(n, self._edge, part)
-
-        def tell_sum(expected: asyncio.Future[int]) -> None:
-            if self.dead is None and not expected.cancelled() and expected.exception() is None:
-                with contextlib.suppress(RankLost):  # the channel has told
-                    self._ranks.tell(self._rank, SumEdge(number, expected.result()))
-
-        expected.add_done_callback(tell_sum)  # called no earlier than the next turn: after the order
-        try:
-            return bool(await self._ask("to store KV", make, limit_s, on_posted, vital=True))
-        finally:
-            expected.remove_done_callback(tell_sum)
+        make = partial(TakeEdge, edge=self._edge, part=part)
+        return bool(await self._ask("to store KV", make, limit_s, on_posted, vital=True))
 
     def abort(self, reason: str) -> None:
         if self.dead is None:
@@ -188,14 +173,14 @@ class RemoteEnd:
         what: str,
         make: Callable[[int], object],
         limit_s: float,
-        on_posted: Callable[[], None] | None = None,
+        on_begun: Callable[[], None] | None = None,
         *,
         vital: bool = False,
     ) -> int:
         if self.dead is not None:
             raise HandoffError(self.dead.message)
         limit_s += ANSWER_LIMIT_S
-        answer = await self._ranks.ask(self._rank, make, limit_s, on_posted)
+        answer = await self._ranks.ask(self._rank, make, limit_s, on_begun)
         if answer is None:
             if vital:
                 self._ranks.lose(self._rank, f"an order {what} within {limit_s:g} s")
@@ -216,14 +201,13 @@ class RemoteEnd:
 
 
 class FollowerEnds:
-    """A follower's ends. Complete state: the living ones by number, the checksums that each TakeEdge awaits, and the
-    orders under way. All of it belongs to the thread of its event loop."""
+    """A follower's ends. Complete state: the living ones by number, and the orders under way. All of it belongs to the
+    thread of its event loop."""
 
     def __init__(self, local: LocalEnds, report: Callable[[object], None]) -> None:
         self._local = local
         self._report = report
         self._ends: dict[int, LocalEnd] = {}
-        self._sums: dict[int, asyncio.Future[int]] = {}
         self._under_way: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="follower edges", daemon=True)
@@ -257,12 +241,6 @@ class FollowerEnds:
                 if edge in self._ends:
                     self._ends[edge].drop()
                 return
-            case SumEdge(take, checksum):
-                if take in self._sums and not self._sums[take].done():
-                    self._sums[take].set_result(checksum)
-                return
-            case TakeEdge():
-                self._sums[order.order] = self._loop.create_future()  # now: its SumEdge may be the next order
             case OpenEdge():
                 self._ends[order.edge] = self._local(
                     order.plan,
@@ -283,7 +261,6 @@ class FollowerEnds:
     async def _carry_out(self, order: Any) -> None:
         end = self._ends.get(order.edge)
         if end is None:
-            self._sums.pop(order.order, None)
             self._say(EdgeDone(order.order, error="the edge has ended", dead=True))
             return
         try:
@@ -294,22 +271,21 @@ class FollowerEnds:
             log.exception("%s", type(order).__name__)
             end.abort(f"{type(e).__name__}: {e}")
             done = EdgeDone(order.order, error=f"{type(e).__name__}: {e}", dead=True)
-        self._sums.pop(order.order, None)
         if end.dead is not None:
             self._ends.pop(order.edge, None)
         self._say(done)
 
     async def _work(self, end: LocalEnd, order: Any) -> int:
+        begun = partial(self._say, EdgeBegun(order.order))
         match order:
             case OpenEdge():
                 await end.connect()
             case FillEdge():
-                return await end.fill(order.part, order.after_step)
+                await end.fill(order.part, order.after_step, begun)
             case SendEdge():
                 await end.send()
             case TakeEdge():
-                sum_ = self._sums[order.order]
-                return int(await end.take(order.part, sum_, lambda: self._say(EdgePosted(order.order))))
+                return int(await end.take(order.part, begun))
             case CloseEdge():
                 return int(await end.close(order.timeout_s))
             case _:

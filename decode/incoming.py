@@ -3,11 +3,10 @@ share KV heads; every edge brings its own chunks of a sequence.
 
 1. An offer is checked (handle, tombstone) and reserves all blocks of the sequence, or is refused with the reason. The
    answer says how much of the sequence is here already, in blocks that others may share: only the rest is sent.
-2. A chunk is posted, while the peer packs it: a receive into a staging buffer of our own is open before we say so. Its
-   checksum follows in a message of its own. The peer's bytes never go into the pool directly, so a late or wrong byte
-   cannot touch a block.
-3. What arrived is verified (checksum over identity and bytes) and scattered into the blocks, by the rank that has
-   them, and acknowledged.
+2. A chunk is posted, while the peer packs it: a receive into a staging buffer of our own is open before we say so. The
+   peer's bytes never go into the pool directly, so a late or wrong byte cannot touch a block.
+3. Each section that arrived is verified (checksum over identity and bytes) and scattered into the blocks, by the rank
+   that has them, while others still come; with the last of them the chunk is acknowledged.
 4. With the last chunk of every edge the sequence is ready. An abort, the end of the link, or an edge that fails ends
    it; its blocks are free as soon as no scatter into them is under way at any rank.
 """
@@ -26,7 +25,6 @@ from baton.core.handover import (
     Accept,
     Ack,
     Chunk,
-    ChunkSum,
     EdgeOpen,
     EdgeReady,
     FromDecode,
@@ -46,7 +44,6 @@ from baton.rpc.streams import LinkLost, MessageStream
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_end import EdgeEnd, MakeEnd
 from baton.transfer.staging_room import StagingRoom
-from decode.chunk_sums import ChunkSums
 from decode.entry import Reserved
 from decode.transfer import Transfer
 
@@ -83,7 +80,7 @@ class IncomingOwner(Protocol):
 
 class IncomingLink:
     """One link from one prefill worker. Complete state: the stream, the ends of its edges, the transfers that came over
-    it, the refusals that wait for what is posted to end, and the checksums of what was announced."""
+    it, and the refusals that wait for what is posted to end."""
 
     def __init__(self, stream: MessageStream, hello: LinkHello, owner: IncomingOwner, incoming: Incoming) -> None:
         self._stream = stream
@@ -94,7 +91,6 @@ class IncomingLink:
         self._edges: dict[EdgeKey, EdgeEnd] = {}
         self._transfers: dict[SequenceId, Transfer] = {}
         self._refusals: dict[SequenceId, str] = {}
-        self._sums = ChunkSums()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -139,10 +135,7 @@ class IncomingLink:
             case Offer():
                 await self._send(self._answer(message))
             case Chunk():
-                take = self._take_in_turn(message, self._sums.expect(message))
-                self._spawn(take, f"chunk {message.index} of {message.sequence}")
-            case ChunkSum():
-                self._sums.hear(message)
+                self._spawn(self._take_in_turn(message), f"chunk {message.index} of {message.sequence}")
             case AbortTransfer(sequence, reason, tombstone_s):
                 self._give_up(sequence, reason, tombstone_s)
             case _:
@@ -173,19 +166,17 @@ class IncomingLink:
                 error = e.message
         await self._send(EdgeReady(*key, message.generation, error))
 
-    async def _take_in_turn(self, chunk: Chunk, sum_: asyncio.Future[int]) -> None:
+    async def _take_in_turn(self, chunk: Chunk) -> None:
         """Takes a chunk in when there is room for its bytes; the peer waits for `posted` no longer than the limit."""
         try:
             async with self._incoming.staging.hold(chunk.num_bytes, self._incoming.staging_wait_s):
-                await self._take(chunk, sum_)
+                await self._take(chunk)
         except HandoffError as e:
             if chunk.sequence in self._transfers:
                 self._give_up(chunk.sequence, e.message, tombstone_s=0.0)
             await self._refuse(chunk.sequence, e.message)
-        finally:
-            self._sums.forget(chunk, sum_)
 
-    async def _take(self, chunk: Chunk, sum_: asyncio.Future[int]) -> None:
+    async def _take(self, chunk: Chunk) -> None:
         """Receives, verifies and stores one chunk."""
         sequence, key = chunk.sequence, (chunk.prefill_rank, chunk.decode_rank)
         end, transfer = self._edges.get(key), self._transfers.get(sequence)
@@ -207,7 +198,7 @@ class IncomingLink:
         intact, failure, writing = False, "", self._incoming.writing
         writing[sequence] += 1
         try:
-            intact = await end.take(part, sum_, lambda: self._spawn(self._send(posted), "posted"))
+            intact = await end.take(part, lambda: self._spawn(self._send(posted), "posted"))
             self._incoming.bytes_received += chunk.num_bytes
         except Exception as e:
             if not isinstance(e, HandoffError):

@@ -20,7 +20,6 @@ from baton.core.handover import (
     Accept,
     Ack,
     Chunk,
-    ChunkSum,
     EdgeOpen,
     EdgeReady,
     LinkHello,
@@ -102,10 +101,6 @@ class Link:
         key = ("posted", chunk.sequence, chunk.index, (chunk.prefill_rank, chunk.decode_rank))
         posted: Posted = await self._ask(chunk, key, timeout_s, f"chunk {chunk.index} to be posted")
         return posted
-
-    async def tell_sum(self, message: ChunkSum) -> None:
-        """Raises LinkLost."""
-        await self._stream.send(message)
 
     def expect_ack(self, sequence: SequenceId, index: int, edge: EdgeKey) -> asyncio.Future[Ack]:
         """To be called before the chunk is announced, so that no answer can be missed."""

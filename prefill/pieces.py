@@ -1,8 +1,8 @@
 """Sending the KV of one sequence over the edges of a link, piece by piece as it is computed.
 
 A piece is a run of tokens. It goes over all edges of the link at once, on each its own heads: announced, packed while
-the peer opens its receive, sent. Each edge is acknowledged by itself, and where a checksum did not match only that edge
-sends again. The next piece begins when all edges have acknowledged this one.
+the peer opens its receive, sent while the rest is packed. Each edge is acknowledged by itself, and where a checksum did
+not match only that edge sends again. The next piece begins when all edges have acknowledged this one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from baton.core.commands import Target
 from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError, KVCorrupt
-from baton.core.handover import Chunk, ChunkSum, chunk_identity
+from baton.core.handover import Chunk, chunk_identity
 from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, TokenLogprob
 from baton.core.reshard import EdgePlan
@@ -171,20 +171,28 @@ class PieceSender:
             resend=piece.resend,
         )
         part = Part(over.block_ids, piece.start, piece.end, chunk.num_bytes, chunk_identity(chunk))
-        posted = asyncio.create_task(link.announce(chunk, self._edge_timeout_s), name=f"posted {piece.index}")
-        posted.add_done_callback(_seen)
-        try:
-            sum_ = await end.fill(part, over.step)  # to its end, even where the peer refuses meanwhile
-            await link.tell_sum(ChunkSum(chunk.sequence, chunk.index, sum_, *plan.key, chunk.resend))
-            await posted
+        begun = asyncio.Event()
+
+        async def send() -> None:
+            await link.announce(chunk, self._edge_timeout_s)
+            await begun.wait()  # ended by the packing, or below where it fails
             await end.send()
+
+        sending = asyncio.create_task(send(), name=f"send {piece.index}")  # first: the peer's answer takes longest
+        packing = asyncio.create_task(end.fill(part, over.step, begun.set), name=f"pack {piece.index}")
+        try:
+            await asyncio.wait({packing, sending}, return_when=asyncio.FIRST_EXCEPTION)
+            await packing  # to its end, even where the peer refuses meanwhile
+            await sending
         except BaseException as e:
             if not (isinstance(e, HandoffError) and e.code == "peer_aborted"):
                 end.abort(str(e) or type(e).__name__)  # it may have posted: its receive must not wait for ever
             end.drop()
             raise
         finally:
-            posted.cancel()
+            for task in (packing, sending):
+                task.cancel()
+                task.add_done_callback(_seen)
         over.bytes_sent += chunk.num_bytes
         self.bytes_sent += chunk.num_bytes
         return chunk.num_bytes

@@ -1,9 +1,9 @@
 """What the leader of a worker orders from the ends of edges at its followers, and what they report.
 
-An end is named by `edge`, a number never used again. Every order but AbortEdge, DropEdge and SumEdge carries the
-number `order` and is answered by one EdgeDone with it; a TakeEdge by one EdgePosted before. Orders for one end follow
+An end is named by `edge`, a number never used again. Every order but AbortEdge and DropEdge carries the number `order`
+and is answered by one EdgeDone with it; a FillEdge and a TakeEdge by one EdgeBegun before. Orders for one end follow
 each other: the leader waits for the answer to one before it gives the next, except that AbortEdge may come at any time,
-and a SumEdge while a TakeEdge is under way.
+and a SendEdge once a FillEdge has begun.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.core.reshard import EdgePlan
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one edge carries of tokens [start_token, end_token) of a sequence whose KV lies in `block_ids`: `num_bytes`,
-    with a checksum over `identity` and them."""
+    in sections with a checksum over `identity` and their bytes."""
 
     block_ids: tuple[int, ...]
     start_token: int
@@ -43,7 +43,7 @@ class OpenEdge:
 
 @dataclass(frozen=True, slots=True)
 class FillEdge:
-    """Pack the part, once `after_step` is computed; the answer's value is the checksum."""
+    """Pack the part, once `after_step` is computed."""
 
     order: int
     edge: int
@@ -53,7 +53,7 @@ class FillEdge:
 
 @dataclass(frozen=True, slots=True)
 class SendEdge:
-    """Send what was packed last."""
+    """Send what was packed last, or is being packed."""
 
     order: int
     edge: int
@@ -68,20 +68,12 @@ class DropEdge:
 
 @dataclass(frozen=True, slots=True)
 class TakeEdge:
-    """Receive the part and store it where it matches the checksum that a SumEdge brings: the answer's value is then 1,
-    else 0. Once it is answered nothing is written any more, whatever the answer."""
+    """Receive the part and store what matches its checksums: the answer's value is 1 where all did, else 0. Once it is
+    answered nothing is written any more, whatever the answer."""
 
     order: int
     edge: int
     part: Part
-
-
-@dataclass(frozen=True, slots=True)
-class SumEdge:
-    """The checksum of the part that the TakeEdge of that number receives. Has no answer."""
-
-    take: int
-    checksum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +94,8 @@ class CloseEdge:
 
 
 @dataclass(frozen=True, slots=True)
-class EdgePosted:
-    """The receive of this TakeEdge is open to the peer."""
+class EdgeBegun:
+    """The receive of this TakeEdge is open to the peer, or what this FillEdge packs may be sent."""
 
     order: int
 

@@ -1,10 +1,10 @@
 """What a prefill and a decode worker say to each other about one KV hand-over.
 
 Life of a hand-over: Offer -> Accept | Refuse; then per chunk Chunk -> Posted -> bytes on the edge -> Ack. The sender
-packs after it has announced, and its ChunkSum follows when that is done, before the bytes. Nothing is sent before
-Posted, and one operation at most is in flight on an edge, so no wait depends on another edge. The last chunk carries
-the first token. Either side may send AbortTransfer at any time; what was posted is still sent (or the edge torn down),
-so a posted receive never waits for ever.
+packs after it has announced. Nothing is sent before Posted, and one operation at most is in flight on an edge, so no
+wait depends on another edge. The bytes go in sections (baton.core.sections), behind each its checksum over
+`chunk_identity` and them. The last chunk carries the first token. Either side may send AbortTransfer at any time; what
+was posted is still sent (or the edge torn down), so a posted receive never waits for ever.
 """
 
 from __future__ import annotations
@@ -113,18 +113,6 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkSum:
-    """The checksum of an announced chunk, over `chunk_identity` and its bytes."""
-
-    sequence: SequenceId
-    index: int
-    checksum: int
-    prefill_rank: int = 0
-    decode_rank: int = 0
-    resend: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Posted:
     sequence: SequenceId
     index: int
@@ -152,7 +140,7 @@ class AbortTransfer:
     tombstone_s: float = 60.0
 
 
-FromPrefill = LinkHello | EdgeOpen | Ping | Offer | Chunk | ChunkSum | AbortTransfer
+FromPrefill = LinkHello | EdgeOpen | Ping | Offer | Chunk | AbortTransfer
 FromDecode = LinkWelcome | EdgeReady | Ping | Accept | Refuse | Posted | Ack | AbortTransfer
 
 

@@ -22,18 +22,17 @@ from baton.core.edge_orders import (
     AbortEdge,
     CloseEdge,
     DropEdge,
+    EdgeBegun,
     EdgeDone,
-    EdgePosted,
     FillEdge,
     OpenEdge,
     SendEdge,
-    SumEdge,
     TakeEdge,
 )
 from baton.core.errors import BatonError
 from baton.core.step import StepPlan
 
-VERSION = 2
+VERSION = 3
 MAX_FRAME_BYTES = 32 << 20
 _HEAD = struct.Struct(">IBB")
 _BODY_OFFSET = 2  # version and kind count as part of the length
@@ -83,10 +82,9 @@ KINDS: dict[int, type[Any]] = {
     9: TakeEdge,
     10: AbortEdge,
     11: CloseEdge,
-    12: EdgePosted,
+    12: EdgeBegun,
     13: EdgeDone,
-    14: DropEdge,
-    15: SumEdge,
+    14: DropEdge,  # 15 is used up
 }
 
 

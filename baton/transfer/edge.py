@@ -7,7 +7,7 @@ the next one under the next generation, so a late byte of the old one has nowher
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -16,6 +16,10 @@ from torch import Tensor
 from baton.core.errors import HandoffError
 
 Side = Literal["prefill", "decode"]
+Ready = Callable[[int], int]
+"""Called before section i of a buffer is read for sending; its answer (64 bits) goes behind the section."""
+Arrived = Callable[[int, int], None]
+"""Called with i and what came behind it, when section i of a buffer is there; others may still come."""
 SENDER, RECEIVER = 0, 1  # ranks in the two-rank group
 
 
@@ -66,12 +70,21 @@ class Edge(Protocol):
     def connect(self) -> None:
         """Meets the peer within `connect_timeout_s`."""
 
-    def send(self, buf: Tensor, timeout_s: float) -> None:
-        """Sends `buf` (uint8, 1-D, contiguous, not empty) and returns when it may be reused."""
+    def send(self, buf: Tensor, timeout_s: float, ends: Sequence[int] = (), ready: Ready | None = None) -> None:
+        """Sends `buf` (uint8, 1-D, contiguous, not empty), in sections that end at `ends` (none: in one), and returns
+        when it may be reused. What `ready` raises ends the edge."""
 
-    def recv(self, buf: Tensor, timeout_s: float, on_posted: Callable[[], None] | None = None) -> None:
-        """Fills `buf` (uint8, 1-D, contiguous, not empty; the sender's size exactly).
-        `on_posted` is called once the receive is open to the peer, before the wait for it."""
+    def recv(
+        self,
+        buf: Tensor,
+        timeout_s: float,
+        on_posted: Callable[[], None] | None = None,
+        ends: Sequence[int] = (),
+        arrived: Arrived | None = None,
+    ) -> None:
+        """Fills `buf` (uint8, 1-D, contiguous, not empty; the sender's size and number of sections exactly).
+        `on_posted` is called once the receive is open to the peer, before the wait for it. What `arrived` raises ends
+        the edge."""
 
     def abort(self) -> None:
         """From any thread, at any time, more than once: ends the edge and frees a blocked operation as far as the
@@ -90,3 +103,13 @@ def check_buffer(spec: EdgeSpec, buf: Tensor) -> None:
         raise spec.error(f"a buffer must be uint8, 1-D, contiguous, not empty: {buf.dtype} {tuple(buf.shape)}")
     if buf.device.type != spec.device.split(":")[0]:
         raise spec.error(f"the buffer is on {buf.device}, the edge on {spec.device}")
+
+
+def cut_buffer(spec: EdgeSpec, buf: Tensor, ends: Sequence[int]) -> list[Tensor]:
+    """`buf` as its sections. Raises HandoffError unless each of `ends` lies behind the one before it and the last is
+    the end."""
+    ends = tuple(ends) or (buf.numel(),)
+    starts = (0, *ends[:-1])
+    if ends[-1] != buf.numel() or any(start >= end for start, end in zip(starts, ends, strict=True)):
+        raise spec.error(f"a buffer of {buf.numel()} bytes cannot have sections that end at {ends}")
+    return [buf[start:end] for start, end in zip(starts, ends, strict=True)]

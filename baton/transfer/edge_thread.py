@@ -18,14 +18,14 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from baton.core.errors import HandoffError
-from baton.transfer.edge import Edge, EdgeSpec, MakeEdge
+from baton.transfer.edge import Arrived, Edge, EdgeSpec, MakeEdge, Ready
 from baton.transfer.gloo import GlooEdge
 
 T = TypeVar("T")
@@ -86,16 +86,28 @@ class EdgeWorker:
         """Makes the edge now rather than at the first transfer. Raises HandoffError."""
         await self._edge_op("connect", lambda edge: None, 0.0)
 
-    async def send(self, buf: Tensor, timeout_s: float | None = None) -> None:
-        """Sends `buf` and returns when it may be reused. Raises HandoffError; the worker is dead then."""
+    async def send(
+        self,
+        buf: Tensor,
+        timeout_s: float | None = None,
+        ends: Sequence[int] = (),
+        ready: Ready | None = None,
+    ) -> None:
+        """Sends `buf` and returns when it may be reused; `ready` is called on the edge's thread (see `Edge.send`).
+        Raises HandoffError; the worker is dead then."""
         limit_s = self.spec.operation_timeout_s if timeout_s is None else timeout_s
-        await self._edge_op("send", lambda edge: edge.send(buf, limit_s), limit_s, sent=buf.numel())
+        await self._edge_op("send", lambda edge: edge.send(buf, limit_s, ends, ready), limit_s, sent=buf.numel())
 
     async def recv(
-        self, buf: Tensor, timeout_s: float | None = None, on_posted: Callable[[], None] | None = None
+        self,
+        buf: Tensor,
+        timeout_s: float | None = None,
+        on_posted: Callable[[], None] | None = None,
+        ends: Sequence[int] = (),
+        arrived: Arrived | None = None,
     ) -> None:
-        """Fills `buf`. `on_posted` is called in the event loop once the receive is open to the peer.
-        Raises HandoffError; the worker is dead then."""
+        """Fills `buf`. `on_posted` is called in the event loop once the receive is open to the peer, `arrived` on the
+        edge's thread (see `Edge.recv`). Raises HandoffError; the worker is dead then."""
         limit_s = self.spec.operation_timeout_s if timeout_s is None else timeout_s
         loop = asyncio.get_running_loop()
 
@@ -103,7 +115,10 @@ class EdgeWorker:
             if on_posted is not None:
                 loop.call_soon_threadsafe(on_posted)
 
-        await self._edge_op("recv", lambda edge: edge.recv(buf, limit_s, posted), limit_s, received=buf.numel())
+        def receive(edge: Edge) -> None:
+            edge.recv(buf, limit_s, posted, ends, arrived)
+
+        await self._edge_op("recv", receive, limit_s, received=buf.numel())
 
     async def run(self, fn: Callable[[], T], timeout_s: float = _RUN_TIMEOUT_S) -> T:
         """Runs `fn` on the edge's thread, in order with the transfers, and returns its result.

@@ -9,6 +9,8 @@ Measured facts this file stands on (torch 2.13):
 - `ProcessGroup.abort` and `shutdown` do not free a blocked `wait`; shutting down its TCP connection does (`sockets`);
 - a message longer than the posted receive ends the *process* (std::terminate on Gloo's thread) and a shorter one
   passes unnoticed; so every payload is announced by a header of fixed size, and received only if it fits.
+- messages with one tag arrive in the order in which they were sent. So a payload may go in sections, each followed by
+  a small message of its own, and the receiver opens receives for all of them as soon as the header fits.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import re
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Event
@@ -28,11 +30,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from baton.core.errors import HandoffError
-from baton.transfer.edge import EdgeSpec, check_buffer
+from baton.transfer.edge import Arrived, EdgeSpec, Ready, check_buffer, cut_buffer
 from baton.transfer.rendezvous import meet
 from baton.transfer.sockets import Connections
 
-_HEADER = struct.Struct("<8sQQQ")  # edge id, generation, operation number, payload bytes
+_HEADER = struct.Struct("<8sQQQQ")  # edge id, generation, operation number, payload bytes, sections
+_WORD = struct.Struct("<Q")
 _HEADER_TAG, _PAYLOAD_TAG, _DONE_TAG = 0, 1, 2
 _CHATTER = re.compile(r"^\[[^\]]*\]\s*|\. This is typically.*")
 
@@ -78,29 +81,46 @@ class GlooEdge:
                 else:
                     self._receive_header(0, deadline)
 
-    def send(self, buf: Tensor, timeout_s: float) -> None:
+    def send(self, buf: Tensor, timeout_s: float, ends: Sequence[int] = (), ready: Ready | None = None) -> None:
         check_buffer(self.spec, buf)
+        sections = cut_buffer(self.spec, buf, ends)
         deadline = self._begin("send", buf, timeout_s)
-        header, done = self._header(buf.numel()), torch.empty(1, dtype=torch.uint8)
+        header, done = self._header(buf.numel(), len(sections)), torch.empty(1, dtype=torch.uint8)
         # All at once: Gloo holds each message back until the receiver asks for it, so none can overrun its buffer.
-        posted = [
-            self._post("recv", done, _DONE_TAG),
-            self._post("send", header, _HEADER_TAG),
-            self._post("send", buf, _PAYLOAD_TAG),
-            self._post("send", header[:1], _DONE_TAG),
-        ]
+        posted = [self._post("recv", done, _DONE_TAG), self._post("send", header, _HEADER_TAG)]
+        for index, section in enumerate(sections):
+            word = 0 if ready is None else ready(index)
+            posted.append(self._post("send", section, _PAYLOAD_TAG))
+            posted.append(self._post("send", _bytes(_WORD.pack(word)), _DONE_TAG))
         for operation in posted:  # the first says that the receiver has it all; the others have ended then
             self._wait(operation, deadline)
 
-    def recv(self, buf: Tensor, timeout_s: float, on_posted: Callable[[], None] | None = None) -> None:
+    def recv(
+        self,
+        buf: Tensor,
+        timeout_s: float,
+        on_posted: Callable[[], None] | None = None,
+        ends: Sequence[int] = (),
+        arrived: Arrived | None = None,
+    ) -> None:
         check_buffer(self.spec, buf)
+        sections = cut_buffer(self.spec, buf, ends)
         deadline = self._begin("recv", buf, timeout_s)
-        self._receive_header(buf.numel(), deadline, on_posted)
-        payload = self._post("recv", buf, _PAYLOAD_TAG)
-        done = self._post("recv", torch.empty(1, dtype=torch.uint8), _DONE_TAG)
-        self._wait(done, deadline)
-        self._wait(payload, deadline)
-        self._wait(self._post("send", done.buf, _DONE_TAG), deadline)
+        self._receive_header(buf.numel(), deadline, on_posted, len(sections))
+        posted = [
+            (self._post("recv", section, _PAYLOAD_TAG), self._post("recv", _bytes(bytes(_WORD.size)), _DONE_TAG))
+            for section in sections
+        ]
+        closing: _Posted | None = None
+        for index, (payload, done) in enumerate(posted):
+            self._wait(done, deadline)
+            self._wait(payload, deadline)
+            if index + 1 == len(posted):  # at once: the sender waits for it, whatever is done with the bytes here
+                closing = self._post("send", done.buf[:1], _DONE_TAG)
+            if arrived is not None:
+                arrived(index, _WORD.unpack(bytes(done.buf.tolist()))[0])
+        if closing is not None:
+            self._wait(closing, deadline)
 
     def abort(self) -> None:
         self._aborted.set()
@@ -143,12 +163,13 @@ class GlooEdge:
         cause = "aborted" if self._aborted.is_set() else _CHATTER.sub("", str(e).splitlines()[0])
         return self.spec.error(f"{self._doing} failed after {time.monotonic() - self._since:.2f} s: {cause}")
 
-    def _header(self, size: int) -> Tensor:
-        packed = _HEADER.pack(self._id, self.spec.generation, self._operations, size)
-        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    def _header(self, size: int, sections: int = 0) -> Tensor:
+        return _bytes(_HEADER.pack(self._id, self.spec.generation, self._operations, size, sections))
 
-    def _receive_header(self, size: int, deadline: float, on_posted: Callable[[], None] | None = None) -> None:
-        header, expected = torch.empty(_HEADER.size, dtype=torch.uint8), self._header(size)
+    def _receive_header(
+        self, size: int, deadline: float, on_posted: Callable[[], None] | None = None, sections: int = 0
+    ) -> None:
+        header, expected = torch.empty(_HEADER.size, dtype=torch.uint8), self._header(size, sections)
         posted = self._post("recv", header, _HEADER_TAG)
         if on_posted is not None:
             on_posted()
@@ -156,7 +177,11 @@ class GlooEdge:
         if not torch.equal(header, expected):
             self._dead = True
             theirs, mine = (_HEADER.unpack(bytes(h.tolist())) for h in (header, expected))
-            names = ("edge", "generation", "operation", "bytes")
+            names = ("edge", "generation", "operation", "bytes", "sections")
             field = next(n for n, a, b in zip(names, theirs, mine, strict=True) if a != b)
             index = names.index(field)
             raise self.spec.error(f"the sender's {field} is {theirs[index]!r}, expected {mine[index]!r}")
+
+
+def _bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

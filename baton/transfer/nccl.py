@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from threading import Event
 from typing import Any
@@ -23,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton.transfer.edge import EdgeSpec, check_buffer
+from baton.transfer.edge import Arrived, EdgeSpec, Ready, check_buffer, cut_buffer
 from baton.transfer.rendezvous import meet
 
+_WORD = struct.Struct("<Q")
 _POLL_MIN_S, _POLL_MAX_S = 0.00005, 0.002
 _MAX_CTAS = 4  # channels of one edge; each takes a few MB of buffers on both GPUs and one SM while it moves bytes
 
@@ -75,13 +77,31 @@ class NcclEdge:
                 name = "send" if sender == self.spec.rank else "recv"
                 self._move(name, probe, deadline - time.monotonic())
 
-    def send(self, buf: Tensor, timeout_s: float) -> None:
+    def send(self, buf: Tensor, timeout_s: float, ends: Sequence[int] = (), ready: Ready | None = None) -> None:
         check_buffer(self.spec, buf)
-        self._move("send", buf, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        for index, section in enumerate(cut_buffer(self.spec, buf, ends)):
+            word = _WORD.pack(0 if ready is None else ready(index))
+            behind = torch.frombuffer(bytearray(word), dtype=torch.uint8).to(buf.device)
+            for part in (section, behind):
+                self._move("send", part, deadline - time.monotonic())
 
-    def recv(self, buf: Tensor, timeout_s: float, on_posted: Callable[[], None] | None = None) -> None:
+    def recv(
+        self,
+        buf: Tensor,
+        timeout_s: float,
+        on_posted: Callable[[], None] | None = None,
+        ends: Sequence[int] = (),
+        arrived: Arrived | None = None,
+    ) -> None:
         check_buffer(self.spec, buf)
-        self._move("recv", buf, timeout_s, on_posted)
+        deadline = time.monotonic() + timeout_s
+        for index, section in enumerate(cut_buffer(self.spec, buf, ends)):
+            self._move("recv", section, deadline - time.monotonic(), on_posted if index == 0 else None)
+            behind = torch.empty(_WORD.size, dtype=torch.uint8, device=buf.device)
+            self._move("recv", behind, deadline - time.monotonic())
+            if arrived is not None:
+                arrived(index, _WORD.unpack(bytes(behind.tolist()))[0])
 
     def abort(self) -> None:
         self._aborted.set()

@@ -34,6 +34,11 @@ def chunk_bytes(layout: KVLayout, n: int) -> int:
     return layout.bytes_per_token * n
 
 
+def part_bytes(layers: Layers, n: int) -> int:
+    """Bytes of `n` tokens of these layers."""
+    return n * sum(_row_bytes(cache) for layer in layers for cache in layer)
+
+
 def pack(
     layers: Layers, block_ids: Sequence[int], block_size: int, start: int, end: int, out: Tensor | None = None
 ) -> Tensor:
@@ -41,7 +46,7 @@ def pack(
 
     Raises HandoffError when the range or a block id lies outside, or `out` has another size.
     """
-    slots, total = _slots(layers, block_ids, block_size, start, end), _total(layers, end - start)
+    slots, total = _slots(layers, block_ids, block_size, start, end), part_bytes(layers, end - start)
     buf = torch.empty(total, dtype=torch.uint8, device=layers[0][0].device) if out is None else out
     for rows, part in _parts(layers, buf, end - start):
         torch.index_select(rows, 0, slots, out=part)
@@ -111,17 +116,13 @@ def _word_bytes(layers: Layers) -> int:
     return math.gcd(8, *map(_row_bytes, caches), *places)
 
 
-def _total(layers: Layers, n: int) -> int:
-    return n * sum(_row_bytes(cache) for layer in layers for cache in layer)
-
-
 def _parts(layers: Layers, buf: Tensor, n: int) -> Iterator[tuple[Tensor, Tensor]]:
     """For each K and V: its slots [num_slots, words] and its part of `buf` [n, words].
 
     Both are seen as the widest integer word that divides every row: indexing copies words, and 16-bit ones cost twice
     the time of 64-bit ones (measured).
     """
-    total = _total(layers, n)
+    total = part_bytes(layers, n)
     if buf.numel() != total or buf.dtype != torch.uint8 or not buf.is_contiguous():
         raise HandoffError(f"chunk: a buffer of {buf.numel()} {buf.dtype}, expected {total} contiguous bytes")
     width = _word_bytes(layers)

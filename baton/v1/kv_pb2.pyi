@@ -8,22 +8,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LinkRequest(_message.Message):
-    __slots__ = ("hello", "offer", "chunk", "abort", "edge_open", "ping", "chunk_sum")
+    __slots__ = ("hello", "offer", "chunk", "abort", "edge_open", "ping")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     EDGE_OPEN_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_SUM_FIELD_NUMBER: _ClassVar[int]
     hello: LinkHello
     offer: Offer
     chunk: Chunk
     abort: AbortTransfer
     edge_open: EdgeOpen
     ping: Ping
-    chunk_sum: ChunkSum
-    def __init__(self, hello: _Optional[_Union[LinkHello, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., abort: _Optional[_Union[AbortTransfer, _Mapping]] = ..., edge_open: _Optional[_Union[EdgeOpen, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., chunk_sum: _Optional[_Union[ChunkSum, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[LinkHello, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., abort: _Optional[_Union[AbortTransfer, _Mapping]] = ..., edge_open: _Optional[_Union[EdgeOpen, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ...) -> None: ...
 
 class LinkResponse(_message.Message):
     __slots__ = ("welcome", "accept", "refuse", "posted", "ack", "abort", "edge_ready", "pong")
@@ -182,22 +180,6 @@ class Chunk(_message.Message):
     resend: int
     first_logprob: _types_pb2.TokenLogprob
     def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., index: _Optional[int] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ..., start_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., num_bytes: _Optional[int] = ..., edge_generation: _Optional[int] = ..., prefill_rank: _Optional[int] = ..., decode_rank: _Optional[int] = ..., first_token: _Optional[int] = ..., last: _Optional[bool] = ..., resend: _Optional[int] = ..., first_logprob: _Optional[_Union[_types_pb2.TokenLogprob, _Mapping]] = ...) -> None: ...
-
-class ChunkSum(_message.Message):
-    __slots__ = ("sequence", "index", "checksum", "prefill_rank", "decode_rank", "resend")
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    INDEX_FIELD_NUMBER: _ClassVar[int]
-    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_RANK_FIELD_NUMBER: _ClassVar[int]
-    DECODE_RANK_FIELD_NUMBER: _ClassVar[int]
-    RESEND_FIELD_NUMBER: _ClassVar[int]
-    sequence: _types_pb2.SequenceId
-    index: int
-    checksum: int
-    prefill_rank: int
-    decode_rank: int
-    resend: int
-    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., index: _Optional[int] = ..., checksum: _Optional[int] = ..., prefill_rank: _Optional[int] = ..., decode_rank: _Optional[int] = ..., resend: _Optional[int] = ...) -> None: ...
 
 class Posted(_message.Message):
     __slots__ = ("sequence", "index", "edge_generation", "prefill_rank", "decode_rank")

@@ -19,7 +19,6 @@ from baton.core.handover import (
     Accept,
     Ack,
     Chunk,
-    ChunkSum,
     EdgeOpen,
     EdgeReady,
     Offer,
@@ -30,7 +29,7 @@ from baton.core.handover import (
 )
 from baton.core.request import SequenceId
 from baton.rpc.link import DialledLink, dial_link
-from baton.transfer import edge_end
+from baton.transfer import sections
 from baton.transfer.edge import EdgeSpec, edge_prefix
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.staging import checksum, chunk_bytes
@@ -91,26 +90,19 @@ class Peer:
         }
         return Chunk(**{**values, **changes}), buffer  # type: ignore[arg-type]
 
-    async def tell_sum(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        key = (chunk.prefill_rank, chunk.decode_rank)
-        sum_ = checksum(chunk_identity(chunk), buffer)
-        await self.say(ChunkSum(chunk.sequence, chunk.index, sum_, *key, chunk.resend))
-
-    async def send_without_sum(self) -> None:
-        """The bytes of a first chunk, on a new edge, whose checksum does not come."""
-        await self.ask(self.offer())
-        await self.open_edge(1)
-        chunk, buffer = self.chunk()
-        assert isinstance(await self.ask(chunk), Posted)
+    async def send_bytes(self, chunk: Chunk, buffer: torch.Tensor, packed: torch.Tensor | None = None) -> None:
+        """In sections of one layer; the checksums are those of `packed`, if given."""
+        layers = chunk.end_layer
+        ends = [buffer.numel() * (index + 1) // layers for index in range(layers)]
+        parts = (buffer if packed is None else packed).chunk(layers)
+        sums = [checksum(chunk_identity(chunk), part) for part in parts]
         assert self.edge is not None
-        await self.edge.send(buffer)
+        await self.edge.send(buffer, ends=ends, ready=sums.__getitem__)
 
     async def send(self, chunk: Chunk, buffer: torch.Tensor, packed: torch.Tensor | None = None) -> Any:
-        """Announces, waits for `posted`, sends, and gives the answer. The checksum is that of `packed`, if given."""
+        """Announces, waits for `posted`, sends, and gives the answer. The checksums are those of `packed`, if given."""
         assert isinstance(posted := await self.ask(chunk), Posted), posted
-        await self.tell_sum(chunk, buffer if packed is None else packed)
-        assert self.edge is not None
-        await self.edge.send(buffer)
+        await self.send_bytes(chunk, buffer, packed)
         return await self.hear()
 
 
@@ -233,8 +225,7 @@ async def test_what_was_posted_is_still_sent_and_its_blocks_stay_until_then(who:
         await until(lambda: not p.decode.worker.scheduler.receiving(R))
         assert p.decode.worker.scheduler.blocks.num_free == 14  # two are still written into
         assert p.edge is not None
-        await p.tell_sum(chunk, buffer)
-        await p.edge.send(buffer)
+        await p.send_bytes(chunk, buffer)
         assert isinstance(await p.hear(), AbortTransfer)
         await until(lambda: p.decode.idle)
         # The edge has not suffered: the next sequence uses it at once.
@@ -269,51 +260,6 @@ async def test_a_damaged_chunk_is_asked_for_once_more() -> None:
         assert p.decode.worker.scheduler.receiving(R)
         assert (await p.send(chunk, buffer)).complete
         p.decode.compute()
-
-
-@pytest.mark.parametrize("order", ["sum, posted, bytes", "posted, bytes, sum", "another's sum first"])
-async def test_the_checksum_may_come_at_any_time(order: str) -> None:
-    async with peer() as p:
-        await p.ask(p.offer())
-        await p.open_edge(1)
-        chunk, buffer = p.chunk()
-        assert p.edge is not None
-        await p.say(chunk)
-        if order != "posted, bytes, sum":
-            if order == "another's sum first":
-                for other in ({"index": 9}, {"resend": 1}, {"prefill_rank": 1}, {"sequence": SequenceId("x")}):
-                    await p.tell_sum(replace(chunk, **other), torch.zeros_like(buffer))  # type: ignore[arg-type]
-            await p.tell_sum(chunk, buffer)
-        assert isinstance(await p.hear(), Posted)
-        await p.edge.send(buffer)
-        if order == "posted, bytes, sum":
-            await asyncio.sleep(0.05)
-            assert not p.decode.worker.incoming.bytes_received
-            await p.tell_sum(chunk, buffer)
-        assert await p.hear() == Ack(R, 0, complete=True)
-        p.decode.compute()
-
-
-async def test_a_checksum_that_never_comes_ends_the_sequence_by_name_and_not_the_edge(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(edge_end, "SUM_LIMIT_S", 0.1)
-    async with peer() as p:
-        await p.send_without_sum()
-        answer = await p.hear()
-        assert isinstance(answer, AbortTransfer) and "no checksum came within 0.1 s" in answer.reason
-        assert p.decode.idle and not p.decode.worker.incoming.writing
-        await p.ask(p.offer("s"))
-        assert (await p.send(*p.chunk(sequence=SequenceId("s")))).complete
-        p.decode.compute()
-
-
-async def test_the_end_of_the_link_ends_the_wait_for_a_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edge_end, "SUM_LIMIT_S", 60.0)
-    async with peer() as p:
-        await p.send_without_sum()
-        await p.link.close()
-        await until(lambda: p.decode.idle and not p.decode.worker.incoming.writing)
 
 
 async def test_an_offer_made_twice_is_refused_and_the_first_stands() -> None:
@@ -354,33 +300,34 @@ async def test_a_prefill_worker_that_falls_silent_is_lost(monkeypatch: pytest.Mo
 async def test_nothing_is_written_into_blocks_that_are_free_again(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The edge is torn down while its thread is still at work: the loop hears of it at once, the thread does not."""
     started, wrote_with_free = threading.Event(), []
-    original = getattr(edge_end, slow)
+    original = getattr(sections, slow)
 
     def slowly(*args: Any) -> Any:
         started.set()
         time.sleep(0.2)
         return original(*args)
 
-    monkeypatch.setattr(edge_end, slow, slowly)
+    monkeypatch.setattr(sections, slow, slowly)
     async with peer() as p:
-        written = edge_end.unpack
+        written = sections.unpack
 
         def noted(*args: Any) -> None:
             written(*args)
             wrote_with_free.append(p.decode.worker.scheduler.blocks.num_free)
 
-        monkeypatch.setattr(edge_end, "unpack", noted)
+        monkeypatch.setattr(sections, "unpack", noted)
         await p.ask(p.offer())
         await p.open_edge(1)
         chunk, buffer = p.chunk()
         assert isinstance(await p.ask(chunk), Posted)
         assert p.edge is not None
-        await p.tell_sum(chunk, buffer)
-        await p.edge.send(buffer)
+        sending = asyncio.create_task(p.send_bytes(chunk, buffer))
         await asyncio.to_thread(started.wait, 2)
         await p.link.close()
         await until(lambda: p.decode.idle)
         await asyncio.sleep(0.3)
+        with contextlib.suppress(HandoffError):  # the edge may have been torn down under it
+            await sending
         assert wrote_with_free == ([14] if slow == "unpack" else [])
 
 

@@ -16,13 +16,15 @@ from baton.core.edge_orders import Part
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, reshard_layout
 from baton.edge_ranks import FollowerEnds, RemoteEnd, WorkerEnds
-from baton.transfer import edge_end
+from baton.transfer import edge_end, sections
 from baton.transfer.edge_end import LocalEnd, LocalEnds
 from baton.transfer.edge_thread import EdgeWorker
+from baton.transfer.gloo import GlooEdge
 from prefill.link import Link
 from tests.support.builders import make_layout, make_request
 from tests.support.fake_runner import DecodeNode, FakeRanks, FakeRunner, PrefillNode, kv_bytes, oracle, pair, until
 from tests.support.limits import HANG_S
+from tests.support.wire import Sums, flipped, on_the_wire
 
 R = SequenceId("r")
 SIZES = (1, 2, 4)
@@ -123,17 +125,34 @@ async def test_a_follower_packs_what_it_has_computed_and_no_earlier() -> None:
         await hand_over(source, decode, "r", 30)
 
 
+async def test_every_rank_sends_while_it_packs_and_the_bytes_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one section packed the peers have posted long since: the other goes after its sending has begun."""
+    packed = sections.pack
+
+    def slowly(*where: Any) -> torch.Tensor:
+        time.sleep(0.2)
+        return packed(*where)
+
+    monkeypatch.setattr(sections, "pack", slowly)
+    async with ranks(2, 2) as (source, decode):
+        await hand_over(source, decode, "r", 8)
+        (follower,) = source.runner.follower_ends  # type: ignore[attr-defined]
+        ends: list[Any] = [only_link(source).edges.ends[0, 0], *follower._ends.values()]
+        assert [end.packed_while_sending for end in ends] == [1, 1]
+        assert decode.worker.incoming.chunks_damaged == 0
+
+
 async def test_only_the_edge_whose_chunk_was_damaged_sends_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    original, damaged, sent = EdgeWorker.send, [0], []
+    damaged, sent = [0], []
 
-    async def send(worker: EdgeWorker, buffer: torch.Tensor) -> None:
-        sent.append(worker.spec.prefix)
-        if not damaged[0] and "d0.1/" in worker.spec.prefix:
-            damaged[0], buffer = 1, buffer.clone()
-            buffer[buffer.numel() // 2] ^= 1
-        await original(worker, buffer)
+    def damage(edge: GlooEdge, buffer: torch.Tensor, sums: Sums) -> tuple[torch.Tensor, Sums]:
+        sent.append(edge.spec.prefix)
+        if not damaged[0] and "d0.1/" in edge.spec.prefix:
+            damaged[0] = 1
+            return flipped(buffer, buffer.numel() // 2), sums
+        return buffer, sums
 
-    monkeypatch.setattr(EdgeWorker, "send", send)
+    on_the_wire(monkeypatch, damage)
     async with ranks(2, 2) as (source, decode):
         await hand_over(source, decode, "r", 8)
         assert source.worker.load().chunks_resent == 1 == decode.worker.incoming.chunks_damaged
@@ -243,8 +262,8 @@ async def test_an_abort_while_a_follower_is_at_it_leaves_nothing(
 
 
 async def test_the_next_chunk_is_announced_while_a_follower_stores_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An edge is free for another sequence when its bytes have gone: two takes at one end, each with its checksum."""
-    under_way, most, work, written = [0], [0], FollowerEnds._work, edge_end.unpack
+    """An edge is free for another sequence when its bytes have gone: two takes at one end."""
+    under_way, most, work, written = [0], [0], FollowerEnds._work, sections.unpack
 
     async def counted(ends: FollowerEnds, end: LocalEnd, order: Any) -> int:
         under_way[0] += type(order).__name__ == "TakeEdge"
@@ -259,7 +278,7 @@ async def test_the_next_chunk_is_announced_while_a_follower_stores_one(monkeypat
         written(*where)
 
     monkeypatch.setattr(FollowerEnds, "_work", counted)
-    monkeypatch.setattr(edge_end, "unpack", slowly)
+    monkeypatch.setattr(sections, "unpack", slowly)
     async with ranks(1, 2) as (source, decode):
         for index in range(3):
             source.submit(make_request(f"r{index}", 8, max_tokens=4), decode)
@@ -276,7 +295,7 @@ async def test_a_rank_that_cannot_pack_what_was_announced_ends_its_edge(
 ) -> None:
     """Its peer has opened a receive, which must not wait for its limit."""
     async with ranks(2, 2, timeout_s=30.0) as (source, decode):
-        packed, failed, writing = edge_end.pack, threading.Event(), decode.worker.incoming.writing
+        packed, failed, writing = sections.pack, threading.Event(), decode.worker.incoming.writing
         mine: Any = source.runner.ranks[rank].kv.layers  # type: ignore[attr-defined]
 
         def failing(layers: Any, *where: Any) -> torch.Tensor:
@@ -287,7 +306,7 @@ async def test_a_rank_that_cannot_pack_what_was_announced_ends_its_edge(
                 raise edge_end.HandoffError("the test")
             return packed(layers, *where)
 
-        monkeypatch.setattr(edge_end, "pack", failing)
+        monkeypatch.setattr(sections, "pack", failing)
         source.submit(make_request("r", 8, max_tokens=4), decode)
         source.compute()
         await until(lambda: source.told.parked, what="parked KV")
@@ -300,7 +319,7 @@ async def test_a_rank_that_cannot_pack_what_was_announced_ends_its_edge(
 
 async def test_blocks_stay_until_every_rank_has_stopped_writing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The link breaks while a follower scatters: its blocks are free only when it has said that it is done."""
-    started, free, written = threading.Event(), [-1], edge_end.unpack
+    started, free, written = threading.Event(), [-1], sections.unpack
     async with ranks(1, 2) as (source, decode):
         blocks = decode.worker.scheduler.blocks
 
@@ -315,7 +334,7 @@ async def test_blocks_stay_until_every_rank_has_stopped_writing(monkeypatch: pyt
             written(buffer, layers, *where)
             free.append(blocks.num_free)
 
-        monkeypatch.setattr(edge_end, "unpack", slowly)
+        monkeypatch.setattr(sections, "unpack", slowly)
         source.submit(make_request("r", 8, max_tokens=4), decode)
         source.compute()
         assert await asyncio.to_thread(started.wait, HANG_S)
@@ -346,7 +365,7 @@ async def test_a_follower_that_never_says_it_has_stopped_writing_is_lost(monkeyp
     assert isinstance(end, RemoteEnd)
     part = Part((1,), 0, 4, 8, b"")
     with pytest.raises(edge_end.HandoffError, match="rank 1 did not answer an order to store KV within"):
-        await end.take(part, asyncio.get_running_loop().create_future(), lambda: None)
+        await end.take(part, lambda: None)
     assert lost == ["rank 1 did not answer an order to store KV within 0.2 s"] and end.dead is not None
     other = ends(plan, spec)
     with pytest.raises(edge_end.HandoffError, match="to pack KV within"):

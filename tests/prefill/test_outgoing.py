@@ -15,11 +15,12 @@ from baton.core.errors import StaleHandle
 from baton.core.handover import AbortTransfer, Accept, Ack, Offer
 from baton.core.request import SequenceId
 from baton.transfer.edge_end import LocalEnd, LocalEnds
-from baton.transfer.edge_thread import EdgeWorker
+from baton.transfer.gloo import GlooEdge
 from prefill.link import Link
 from prefill.outgoing import Outgoing
 from tests.support.builders import make_request
 from tests.support.fake_runner import DecodeNode, FakeRunner, PrefillNode, kv_bytes, oracle, pair, until
+from tests.support.wire import Sums, flipped, on_the_wire
 
 R = SequenceId("r")
 
@@ -47,7 +48,8 @@ async def serve(source: PrefillNode, decode: DecodeNode, name: str = "again", pr
 async def test_the_pool_hears_of_all_blocks_with_the_first_chunk() -> None:
     named: list[tuple[int, ...]] = []
     runner = FakeRunner(num_blocks=32)
-    runner.make_end = LocalEnds(runner.kv.layers, runner.layout.block_size, "127.0.0.1", expect=named.append)
+    where = (runner.kv.layers, runner.layout.block_size, "127.0.0.1")
+    runner.make_end = LocalEnds(*where, expect=named.append, section_bytes=1)
     async with pair(DecodeNode(runner=runner)) as (source, [decode]):
         source.submit(make_request("r", 19, max_tokens=6), decode)
         while source.step():
@@ -226,12 +228,12 @@ async def test_a_bug_while_packing_ends_the_receive_that_was_opened_for_it(monke
     async with pair(timeout_s=30.0) as (source, [decode]):
         fill, failed = LocalEnd.fill, []
 
-        async def failing(end: LocalEnd, part: Any, after_step: int) -> int:
+        async def failing(end: LocalEnd, *what: Any) -> None:
             if not failed:
                 await until(lambda: decode.worker.incoming.writing[R] == 1, what="an open receive")
                 failed.append(end)
                 raise RuntimeError("a bug")
-            return await fill(end, part, after_step)
+            await fill(end, *what)
 
         monkeypatch.setattr(LocalEnd, "fill", failing)
         source.submit(make_request("r", 8, max_tokens=4), decode)
@@ -353,17 +355,14 @@ async def test_an_abort_that_overtakes_the_offer_leaves_a_tombstone() -> None:
 
 
 def damage(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    original, count = EdgeWorker.send, 0
+    count = 0
 
-    async def damaged(worker: EdgeWorker, buffer: torch.Tensor) -> None:
+    def damaged(edge: GlooEdge, buffer: torch.Tensor, sums: Sums) -> tuple[torch.Tensor, Sums]:
         nonlocal count
         count += 1
-        if count <= times:
-            buffer = buffer.clone()
-            buffer[buffer.numel() // 2] ^= 1
-        await original(worker, buffer)
+        return (flipped(buffer, buffer.numel() // 2) if count <= times else buffer), sums
 
-    monkeypatch.setattr(EdgeWorker, "send", damaged)
+    on_the_wire(monkeypatch, damaged)
 
 
 async def test_a_flipped_bit_is_sent_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,14 +389,14 @@ async def test_a_bit_flipped_twice_ends_the_request_and_frees_both(monkeypatch: 
 
 
 async def test_intact_kv_of_another_request_is_found_by_its_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[torch.Tensor] = []
-    original = EdgeWorker.send
+    """Its bytes come with the checksums that belong to them."""
+    sent: list[tuple[torch.Tensor, Sums]] = []
 
-    async def swapped(worker: EdgeWorker, buffer: torch.Tensor) -> None:
-        sent.append(buffer.clone())  # the buffer itself is used again
-        await original(worker, sent[0] if len(sent) == 2 else buffer)
+    def swapped(edge: GlooEdge, buffer: torch.Tensor, sums: Sums) -> tuple[torch.Tensor, Sums]:
+        sent.append((buffer.clone(), sums))  # the buffer itself is used again
+        return sent[0] if len(sent) == 2 else (buffer, sums)
 
-    monkeypatch.setattr(EdgeWorker, "send", swapped)
+    on_the_wire(monkeypatch, swapped)
     async with pair() as (source, [decode]):
         for name, first in (("a", 1), ("b", 100)):
             source.submit(make_request(name, range(first, first + 8), max_tokens=4), decode)

@@ -63,8 +63,9 @@ def oracle(prompt: Sequence[int], count: int) -> list[int]:
 
 
 def local_ends(runner: FakeRunner) -> LocalEnds:
-    """Ends at one rank, with buffers that are kept."""
-    return LocalEnds(runner.kv.layers, runner.layout.block_size, "127.0.0.1", buffers=StagingBuffers(1 << 20))
+    """Ends at one rank, with buffers that are kept; every layer is a section."""
+    kept = StagingBuffers(1 << 20)
+    return LocalEnds(runner.kv.layers, runner.layout.block_size, "127.0.0.1", buffers=kept, section_bytes=1)
 
 
 class FakeRunner:

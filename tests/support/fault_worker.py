@@ -97,7 +97,7 @@ def _install(faults: Faults) -> None:
     """Wraps what a hand-over passes through. Imports torch, so only once the process has begun in earnest."""
     from baton.engine.runner import Runner
     from baton.rpc.streams import MessageStream
-    from baton.transfer import edge_end, staging
+    from baton.transfer import sections, staging
     from baton.transfer.gloo import GlooEdge
 
     step, send, checksum, say = Runner.step, GlooEdge.send, staging.checksum, MessageStream.send
@@ -107,16 +107,17 @@ def _install(faults: Faults) -> None:
             faults.hold("hold_step")
         return step(runner, plan)
 
-    def faulty_send(edge: GlooEdge, buf: Any, timeout_s: float) -> None:
+    def faulty_send(edge: GlooEdge, buf: Any, timeout_s: float, ends: Any = (), ready: Any = lambda _: 0) -> None:
         faults.hold("hold_send", edge._aborted)
         if faults.fires("cut"):
             edge.abort()
+        sums = [ready(index) for index in range(len(ends))]  # all of it is packed by then
         if faults.fires("flip"):
             buf = buf.clone()
             buf[buf.numel() // 3] ^= 4
         if faults.instead is not None:
             buf, faults.instead = faults.instead, None
-        send(edge, buf, timeout_s)
+        send(edge, buf, timeout_s, ends, sums.__getitem__)
 
     def faulty_checksum(identity: bytes, buf: Any) -> int:
         before = faults.last_sent
@@ -140,7 +141,7 @@ def _install(faults: Faults) -> None:
     GlooEdge.send = faulty_send  # type: ignore[method-assign]
     MessageStream.send = faulty_say  # type: ignore[method-assign]
     if sys.argv[1] == "prefill":
-        edge_end.checksum = faulty_checksum  # type: ignore[attr-defined]
+        sections.checksum = faulty_checksum  # type: ignore[attr-defined]
 
 
 def _refuse(faults: Faults, worker: Any) -> None:

@@ -1,6 +1,7 @@
 """One end of an edge as a process: `peer.py SIDE HOST PORT`, commands on stdin, one JSON answer a line.
 
-edge PREFIX GENERATION: make and connect; send BYTES SEED; recv BYTES: answers with the checksum of what came.
+edge PREFIX GENERATION: make and connect; send BYTES SEED [ENDS]; recv BYTES [ENDS]: answers with the checksum of what
+came. ENDS are those of the sections.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ def main() -> None:
                 edge.connect()
                 reply: dict[str, Any] = {}
             elif command["op"] == "send":
-                edge.send(payload(command["bytes"], command["seed"]), 20.0)
+                edge.send(payload(command["bytes"], command["seed"]), 20.0, command.get("ends", ()))
                 reply = {}
             else:
                 buf = torch.empty(command["bytes"], dtype=torch.uint8)
-                edge.recv(buf, 20.0)
+                edge.recv(buf, 20.0, ends=command.get("ends", ()))
                 reply = {"checksum": checksum(b"", buf)}
         except HandoffError as e:
             reply = {"error": e.message}

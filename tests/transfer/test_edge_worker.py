@@ -37,10 +37,12 @@ class FakeEdge:
         self.connect_gate.wait(10)
         self.log.append("connect")
 
-    def send(self, buf: torch.Tensor, timeout_s: float) -> None:
+    def send(self, buf: torch.Tensor, timeout_s: float, *sections: object) -> None:
         self.log.append("send")
 
-    def recv(self, buf: torch.Tensor, timeout_s: float, on_posted: Callable[[], None] | None = None) -> None:
+    def recv(
+        self, buf: torch.Tensor, timeout_s: float, on_posted: Callable[[], None] | None = None, *sections: object
+    ) -> None:
         if on_posted is not None:
             on_posted()
         self.gate.wait(10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import threading
 import time
@@ -56,6 +57,72 @@ def test_bytes_arrive_equal_and_no_key_stays(spec: MakeSpec, store: EdgeStore) -
     assert store.num_keys() == 0
     prefill.close()
     decode.close()
+
+
+def test_sections_arrive_in_order_each_with_its_word(spec: MakeSpec) -> None:
+    prefill, decode = connected(spec)
+    chance = random.Random(3)
+    for _ in range(40):
+        size = chance.randrange(1, 400_000)
+        ends = sorted({*chance.sample(range(1, size + 1), min(chance.randrange(12), size)), size})
+        sent, got, came = torch.randint(0, 256, (size,), dtype=torch.uint8), torch.zeros(size).byte(), []
+        words = [chance.getrandbits(64) for _ in ends]
+
+        def arrived(
+            index: int, word: int, sent: Any = sent, got: Any = got, ends: Any = ends, came: Any = came
+        ) -> None:
+            here = ends[index]
+            came.append((index, word, torch.equal(got[:here], sent[:here])))
+
+        assert both(
+            lambda s=sent, e=ends, w=words: prefill.send(s, 5, e, w.__getitem__),  # type: ignore[misc]
+            lambda g=got, e=ends, a=arrived: decode.recv(g, 5, None, e, a),  # type: ignore[misc]
+        ) == [None, None]
+        assert came == [(index, word, True) for index, word in enumerate(words)]
+    prefill.close()
+    decode.close()
+
+
+def test_a_section_is_here_before_the_next_is_read(spec: MakeSpec) -> None:
+    prefill, decode = connected(spec)
+    here, buf = threading.Event(), torch.zeros(2_000_000, dtype=torch.uint8)
+
+    def ready(index: int) -> int:
+        assert index == 0 or here.wait(10), "the first section has not arrived"
+        return 0
+
+    ends = (1_000_000, 2_000_000)
+    receive = lambda: decode.recv(buf.clone(), 20, None, ends, lambda *_: here.set())  # noqa: E731
+    assert both(lambda: prefill.send(buf, 20, ends, ready), receive) == [None, None]
+    prefill.close()
+    decode.close()
+
+
+@pytest.mark.parametrize("ends", [(10,), (10, 20), (5, 10, 20)])
+def test_another_number_of_sections_kills_the_edge_by_name_not_the_process(
+    spec: MakeSpec, ends: tuple[int, ...]
+) -> None:
+    prefill, decode = connected(spec)
+    buf = torch.zeros(20, dtype=torch.uint8)
+
+    def receive() -> None:
+        try:
+            decode.recv(buf, 5, None, ends)
+        finally:
+            decode.close()
+
+    mine = (4, 8, 12, 20)
+    sender, receiver = both(lambda: prefill.send(torch.ones(20, dtype=torch.uint8), 5, mine), receive)
+    assert isinstance(receiver, HandoffError) and not buf.any()
+    assert ("sections is 4" if ends[-1] == 20 else "cannot have sections that end at (10,)") in receiver.message
+    assert isinstance(sender, HandoffError)
+    prefill.close()
+
+
+@pytest.mark.parametrize("ends", [(0, 8), (4, 4, 8), (6, 4, 8), (4,), (4, 9)])
+def test_sections_that_are_none_are_refused(spec: MakeSpec, ends: tuple[int, ...]) -> None:
+    with pytest.raises(HandoffError, match="8 bytes cannot have sections"):
+        GlooEdge(spec("prefill")).send(torch.zeros(8, dtype=torch.uint8), 1, ends)
 
 
 @pytest.mark.parametrize("receive_bytes", [10, 30])

@@ -1,0 +1,246 @@
+"""A part goes over an edge in sections: packed, sent, checked and stored at the same time, each by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from baton.core.edge_orders import Part
+from baton.core.errors import HandoffError
+from baton.transfer import sections
+from baton.transfer.edge import EdgeSpec
+from baton.transfer.edge_end import LocalEnd
+from baton.transfer.gloo import GlooEdge
+from baton.transfer.sections import Packing, Storing
+from baton.transfer.staging import checksum, pack
+from baton.transfer.staging_buffers import StagingBuffers
+from tests.support.limits import HANG_S
+from tests.support.wire import Sums, flipped, on_the_wire
+
+MakeSpec = Callable[..., EdgeSpec]
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+LAYERS, BLOCK = 4, 4
+LAYER_BYTES = 8 * 2 * 2 * 4
+PART = Part((1, 0), 0, 8, LAYERS * LAYER_BYTES, b"who")
+
+
+def pool(value: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Layer i has `value` + i as K and `value` + i + 0.5 as V."""
+    shape = (2, BLOCK, 1, 2)
+    return [(torch.full(shape, value + i), torch.full(shape, value + i + 0.5)) for i in range(LAYERS)]
+
+
+def equal(mine: Any, theirs: Any) -> list[bool]:
+    """By layer."""
+    return [torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(mine, theirs, strict=True)]
+
+
+class Pair:
+    """Two ends of an edge with a section for each layer."""
+
+    def __init__(self, spec: MakeSpec, section_bytes: int = LAYER_BYTES, generation: int = 1) -> None:
+        self.kept = StagingBuffers(1 << 16)
+        self.source, self.target = pool(1.0), pool(0.0)
+        where = zip(("prefill", "decode"), (self.source, self.target), strict=True)
+        self.prefill, self.decode = (
+            LocalEnd(spec(side, generation), layers, BLOCK, buffers=self.kept, section_bytes=section_bytes)
+            for side, layers in where
+        )
+
+    async def connect(self) -> Pair:
+        await asyncio.gather(self.prefill.connect(), self.decode.connect())
+        return self
+
+    async def hand_over(self, part: Part = PART) -> bool:
+        """Packed while it is posted, and sent as soon as it is."""
+        posted, begun = asyncio.Event(), asyncio.Event()
+        taking = asyncio.create_task(self.decode.take(part, posted.set))
+        await asyncio.wait_for(posted.wait(), HANG_S)
+        filling = asyncio.create_task(self.prefill.fill(part, 0, begun.set))
+        await asyncio.wait_for(begun.wait(), HANG_S)
+        _, _, intact = await asyncio.gather(filling, self.prefill.send(), taking)
+        return intact
+
+    async def close(self) -> None:
+        await asyncio.gather(self.prefill.close(5), self.decode.close(5))
+
+
+async def test_a_section_is_stored_before_the_last_is_packed(spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All four steps overlap: the second section is packed only when the first has been stored at the other end."""
+    ends = await Pair(spec).connect()
+    packed, stored, first = sections.pack, sections.unpack, threading.Event()
+    number = 0
+
+    def packing(layers: Any, *where: Any) -> torch.Tensor:
+        nonlocal number
+        number += 1
+        assert number == 1 or first.wait(HANG_S), "the first section was not stored"
+        return packed(layers, *where)
+
+    def storing(*where: Any) -> None:
+        stored(*where)
+        first.set()
+
+    monkeypatch.setattr(sections, "pack", packing)
+    monkeypatch.setattr(sections, "unpack", storing)
+    ends.prefill.worker.run = at_once(ends.prefill)  # type: ignore[method-assign]
+    assert await ends.hand_over()
+    assert equal(ends.source, ends.target) == [True] * LAYERS
+    assert ends.prefill.packed_while_sending == LAYERS - 1
+    await ends.close()
+
+
+def at_once(end: LocalEnd) -> Any:
+    """The end's `run`, with the sections wanted before anything is packed."""
+    run = end.worker.run
+
+    async def wanted(begin: Any) -> Any:
+        begin.__self__.wanted = True
+        return await run(begin)
+
+    return wanted
+
+
+async def test_what_nobody_wants_yet_is_packed_to_its_end(spec: MakeSpec) -> None:
+    ends = await Pair(spec).connect()
+    posted = asyncio.Event()
+    taking = asyncio.create_task(ends.decode.take(PART, posted.set))
+    await ends.prefill.fill(PART, 0)
+    await asyncio.wait_for(posted.wait(), HANG_S)
+    await ends.prefill.send()
+    assert await taking and equal(ends.source, ends.target) == [True] * LAYERS
+    assert ends.prefill.packed_while_sending == 0
+    await ends.close()
+
+
+async def test_only_a_damaged_section_is_kept_out_of_the_blocks(
+    spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends, damaged = await Pair(spec).connect(), [True, False]
+
+    def damage(edge: GlooEdge, buf: torch.Tensor, sums: Sums) -> tuple[torch.Tensor, Sums]:
+        return (flipped(buf, 2 * LAYER_BYTES + 5) if damaged.pop(0) else buf), sums
+
+    on_the_wire(monkeypatch, damage)
+    assert not await ends.hand_over()
+    assert equal(ends.source, ends.target) == [True, True, False, True]
+    assert torch.equal(ends.target[2][0], pool(0.0)[2][0])
+    assert await ends.hand_over() and equal(ends.source, ends.target) == [True] * LAYERS
+    assert ends.kept.reused == 2  # damaged or not, the transfers ended in order
+    await ends.close()
+
+
+async def test_sections_in_each_others_places_are_found(spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = await Pair(spec).connect()
+
+    def swapped(edge: GlooEdge, buf: torch.Tensor, sums: Sums) -> tuple[torch.Tensor, Sums]:
+        parts = list(buf.chunk(LAYERS))
+        parts[1], parts[2] = parts[2], parts[1]
+        return torch.cat(parts), sums
+
+    on_the_wire(monkeypatch, swapped)
+    assert not await ends.hand_over()
+    assert equal(ends.source, ends.target) == [True, False, False, True]
+    await ends.close()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_an_abort_between_two_sections_ends_both_and_nothing_more_is_written(
+    side: str, spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = await Pair(spec).connect()
+    packed, reached, go, number = sections.pack, threading.Event(), threading.Event(), 0
+
+    def packing(layers: Any, *where: Any) -> torch.Tensor:
+        nonlocal number
+        number += 1
+        if number == 3:
+            reached.set()
+            go.wait(HANG_S)
+        return packed(layers, *where)
+
+    monkeypatch.setattr(sections, "pack", packing)
+    ends.prefill.worker.run = at_once(ends.prefill)  # type: ignore[method-assign]
+    handing_over = asyncio.create_task(ends.hand_over())
+    assert await asyncio.to_thread(reached.wait, HANG_S)
+    while not all(equal(ends.source, ends.target)[:2]):
+        await asyncio.sleep(0.001)
+    (ends.prefill if side == "prefill" else ends.decode).abort("the test")
+    with pytest.raises(HandoffError):
+        await handing_over
+    go.set()
+    await ends.close()
+    assert equal(ends.source, ends.target) == [True, True, False, False]
+    assert (len(ends.kept), ends.kept.idle_bytes) == (0, 0)
+    again = await Pair(spec, generation=2).connect()
+    assert await again.hand_over()
+    await again.close()
+
+
+async def test_what_cannot_be_packed_while_it_is_sent_ends_the_edge(
+    spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = await Pair(spec).connect()
+    packed, number = sections.pack, 0
+
+    def failing(layers: Any, *where: Any) -> torch.Tensor:
+        nonlocal number
+        number += 1
+        if number == 3:
+            raise HandoffError("the test cannot pack")
+        return packed(layers, *where)
+
+    monkeypatch.setattr(sections, "pack", failing)
+    ends.prefill.worker.run = at_once(ends.prefill)  # type: ignore[method-assign]
+    with pytest.raises(HandoffError, match="the test cannot pack"):
+        await ends.hand_over()
+    assert ends.prefill.dead is not None
+    await ends.close()
+    assert len(ends.kept) == 0
+
+
+async def test_a_block_outside_is_refused_and_the_edge_lives(spec: MakeSpec) -> None:
+    """Storing failed, not the transfer: the sender has done its part."""
+    ends = await Pair(spec).connect()
+    posted, bad = asyncio.Event(), Part((1, 7), 0, 8, PART.num_bytes, PART.identity)
+    taking = asyncio.create_task(ends.decode.take(bad, posted.set))
+    await asyncio.wait_for(posted.wait(), HANG_S)
+    await ends.prefill.fill(PART, 0)
+    await ends.prefill.send()
+    with pytest.raises(HandoffError, match="block ids 1 to 7"):
+        await taking
+    assert ends.decode.dead is None and await ends.hand_over()
+    await ends.close()
+
+
+async def test_ends_that_cut_otherwise_are_told_apart_by_name(spec: MakeSpec) -> None:
+    ends = await Pair(spec).connect()
+    ends.decode._section_bytes = 2 * LAYER_BYTES
+    with pytest.raises(HandoffError, match=r"sections is 4, expected 2|prefill side"):
+        await ends.hand_over()
+    assert equal(ends.source, ends.target) == [False] * LAYERS
+    await ends.close()
+
+
+def test_a_part_of_another_size_is_refused_before_anything_is_done() -> None:
+    kept = StagingBuffers(1 << 16)
+    for kind in (Packing, Storing):
+        part = Part((1, 0), 0, 8, PART.num_bytes - 8, b"who")
+        with pytest.raises(HandoffError, match=f"{PART.num_bytes - 8} bytes was ordered, {PART.num_bytes} are here"):
+            kind(pool(1.0), BLOCK, part, kept.take(part.num_bytes), LAYER_BYTES)
+
+
+def test_nothing_is_stored_once_it_was_stopped() -> None:
+    source, target, kept = pool(1.0), pool(0.0), StagingBuffers(1 << 16)
+    storing = Storing(target, BLOCK, PART, kept.take(PART.num_bytes), LAYER_BYTES)
+    pack(source, PART.block_ids, BLOCK, 0, 8, storing.buffer.view)
+    sums = [checksum(PART.identity, view) for view in storing.buffer.view.chunk(LAYERS)]
+    storing.arrived(0, sums[0])
+    storing.stop()
+    storing.arrived(1, sums[1])
+    assert storing.stored == 1 and equal(source, target) == [True, False, False, False]
