@@ -7,8 +7,10 @@ sampling and identity are grouped otherwise, and enum and literal names differ.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from google.protobuf.message import Message
@@ -64,6 +66,7 @@ _MESSAGES: dict[type, type[Message]] = {
     handover.AbortTransfer: kv_pb2.AbortTransfer,
 }
 _CORE = {message: core for core, message in _MESSAGES.items()}
+_CORE_BY_NAME = {message.DESCRIPTOR.full_name: core for core, message in _MESSAGES.items()}
 _OPTIONAL = (
     events.Load,
     events.BlockNews,
@@ -129,21 +132,7 @@ def unwrap(message: Message) -> Any:
 
 def to_message(value: Any) -> Any:
     """The protobuf twin of a core value."""
-    if isinstance(value, request.GenerateRequest):
-        return _request_message(value)
-    if isinstance(value, request.SamplingParams):
-        return _sampling_message(value)
-    message = _MESSAGES[type(value)]
-    known = message.DESCRIPTOR.fields_by_name
-    out: dict[str, Any] = {}
-    for name in _field_names(type(value)):  # type: ignore[arg-type]
-        item = getattr(value, name)
-        if item is None:
-            continue
-        if name not in known:
-            name, item = name.removesuffix("_s") + "_ms", max(0, round(item * 1000))
-        out[name] = _wire(name, item)
-    return message(**out)
+    return _writer(type(value))(value)  # type: ignore[arg-type]
 
 
 def from_message(message: Any) -> Any:
@@ -152,51 +141,105 @@ def from_message(message: Any) -> Any:
     Raises:
         InvalidRequest: an enum or identity that cannot be.
     """
-    core = _CORE[type(message)]
-    if core is request.GenerateRequest:
-        return _request_value(message)
-    if core is request.SamplingParams:
-        return _sampling_value(message)
+    return _reader(_CORE[type(message)])(message)
+
+
+# What a field needs is found out once per class; a message then costs its fields. Messages pass here at every step.
+
+
+@cache
+def _writer(core: type) -> Callable[[Any], Any]:
+    """The function that makes the message of a `core`."""
+    if core in _WRITTEN_BY_HAND:
+        return _WRITTEN_BY_HAND[core]
+    message = _MESSAGES[core]
     known = message.DESCRIPTOR.fields_by_name
-    out: dict[str, Any] = {}
-    for name in _field_names(core):
-        if name in known:
-            out[name] = _value(name, known[name], message)
-        else:
-            out[name] = getattr(message, name.removesuffix("_s") + "_ms") / 1000
-    return core(**out)
+    steps = [(name, *_field_writer(name, known.get(name))) for name in _field_names(core)]
+
+    def write(value: Any) -> Any:
+        out: dict[str, Any] = {}
+        for name, on_wire, same_if_left_out, convert in steps:
+            item = getattr(value, name)
+            if item is None or (same_if_left_out and not item):
+                continue
+            out[on_wire] = item if convert is None else convert(item)
+        return message(**out)
+
+    return write
+
+
+def _field_writer(name: str, field: Any) -> tuple[str, bool, Callable[[Any], Any] | None]:
+    """The name of a field on the wire, whether nothing (0, empty) may be left out, and what turns it into wire form.
+    A zero of a float may be -0.0, and one of a field with presence says something."""
+    if field is None:
+        return name.removesuffix("_s") + "_ms", False, _milliseconds
+    if name == "role":
+        return name, False, _ROLES.__getitem__
+    if field.message_type is not None:
+        write = _writer(_CORE_BY_NAME[field.message_type.full_name])
+        return (
+            (name, True, lambda items: [write(item) for item in items]) if field.is_repeated else (name, False, write)
+        )
+    is_float = field.type in (field.TYPE_FLOAT, field.TYPE_DOUBLE)
+    return name, field.is_repeated or not (field.has_presence or is_float), None
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(0, round(seconds * 1000))
+
+
+@cache
+def _reader(core: type) -> Callable[[Any], Any]:
+    """The function that makes a `core` of its message."""
+    if core in _READ_BY_HAND:
+        return _READ_BY_HAND[core]
+    known = _MESSAGES[core].DESCRIPTOR.fields_by_name
+    reads = [_field_reader(name, known.get(name)) for name in _field_names(core)]
+    return lambda message: core(*[read(message) for read in reads])
+
+
+def _field_reader(name: str, field: Any) -> Callable[[Any], Any]:
+    """What reads one field of a message."""
+    if field is None:
+        in_ms = attrgetter(name.removesuffix("_s") + "_ms")
+        return lambda message: in_ms(message) / 1000
+    get = attrgetter(name)
+    if name == "role":
+        return lambda message: _role(get(message))
+    if field.message_type is None:
+        if field.is_repeated:  # a slice: iterating costs four times as much
+            return lambda message: tuple(get(message)[:])
+        if not field.has_presence:
+            return get
+        missing = 0.0 if name.endswith("_s") else None
+        return lambda message: get(message) if message.HasField(name) else missing
+    core = _CORE_BY_NAME[field.message_type.full_name]
+    read = _reader(core)
+    if field.is_repeated:
+        return lambda message: tuple([read(item) for item in items[:]]) if (items := get(message)) else ()
+    if core in _OPTIONAL:
+        return lambda message: read(get(message)) if message.HasField(name) else None
+    if core is events.StageStamps:
+        return lambda message: read(get(message)) if message.HasField(name) else core()
+
+    def read_needed(message: Any) -> Any:
+        if not message.HasField(name):
+            raise InvalidRequest(f"{type(message).__name__} has no {name}", param=name)
+        return read(get(message))
+
+    return read_needed
+
+
+def _role(number: int) -> str:
+    for role, known in _ROLES.items():
+        if known == number:
+            return role
+    raise InvalidRequest(f"unknown role {number}", param="role")
 
 
 @cache
 def _field_names(core: type) -> tuple[str, ...]:
     return tuple(f.name for f in fields(core)) if is_dataclass(core) else core._fields  # type: ignore[attr-defined]
-
-
-def _wire(name: str, item: Any) -> Any:
-    if name == "role":
-        return _ROLES[item]
-    if type(item) in _MESSAGES:
-        return to_message(item)
-    if isinstance(item, tuple) and item and type(item[0]) in _MESSAGES:
-        return [to_message(i) for i in item]
-    return item
-
-
-def _value(name: str, field: Any, message: Any) -> Any:
-    item = getattr(message, name)
-    if name == "role":
-        for role, number in _ROLES.items():
-            if number == item:
-                return role
-        raise InvalidRequest(f"unknown role {item}", param="role")
-    if field.is_repeated:
-        return tuple(from_message(i) for i in item) if field.message_type is not None else tuple(item)
-    if field.has_presence and not message.HasField(name):
-        if field.message_type is None or _CORE[type(item)] in _OPTIONAL:
-            return 0.0 if name.endswith("_s") else None
-        if _CORE[type(item)] is not events.StageStamps:
-            raise InvalidRequest(f"{type(message).__name__} has no {name}", param=name)
-    return from_message(item) if field.message_type is not None else item
 
 
 _MASK_64 = (1 << 64) - 1
@@ -274,3 +317,13 @@ def _request_value(message: types_pb2.SequenceRequest) -> request.GenerateReques
         priority=message.priority,
         cache_salt=message.cache_salt,
     )
+
+
+_WRITTEN_BY_HAND: dict[type, Callable[[Any], Any]] = {
+    request.GenerateRequest: _request_message,
+    request.SamplingParams: _sampling_message,
+}
+_READ_BY_HAND: dict[type, Callable[[Any], Any]] = {
+    request.GenerateRequest: _request_value,
+    request.SamplingParams: _sampling_value,
+}

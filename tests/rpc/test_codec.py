@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -80,6 +81,11 @@ def test_every_value_comes_back_from_the_wire_as_it_was(core: type, data: st.Dat
     value = data.draw(values(core))
     again = WIRE[core].FromString(codec.to_message(value).SerializeToString())
     assert codec.from_message(again) == value
+
+
+def test_a_zero_keeps_its_sign() -> None:
+    value = request.TokenLogprob(1, -0.0, 1)
+    assert math.copysign(1.0, codec.from_message(codec.to_message(value)).logprob) == -1.0
 
 
 @pytest.mark.parametrize("core", [c for c in WIRE if c is not request.GenerateRequest], ids=lambda c: c.__name__)
