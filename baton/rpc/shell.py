@@ -11,24 +11,23 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol
 
 from baton.core.commands import Abort, Command, Drain, Join, Welcome
 from baton.core.config import WorkerConfig
 from baton.core.deadlines import Deadlines
-from baton.core.errors import BatonError, InvariantError
+from baton.core.errors import BatonError
 from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.request import GenerateRequest, SequenceId
 from baton.core.step import StepOutcome, StepPlan
 from baton.core.tombstones import Tombstones
 from baton.rpc.session import WorkerSession
+from baton.rpc.step_thread import StepThread
 
 log = logging.getLogger("baton.worker")
 HOUSEKEEPING_S = 0.1
 FAREWELL_S = 2.0  # how long a worker that leaves waits for the coordinator to have heard it
-STEP_LIMIT_S = 300.0  # a step that takes longer hangs: the process ends and its supervisor starts another
 
 
 class Tier(Protocol):
@@ -86,20 +85,20 @@ class WorkerShell:
             JoinRefused: this worker does not fit the cluster; the message names the field.
             InvariantError: a bug of ours. The process must end; its supervisor starts another.
         """
-        compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        compute = StepThread(self._step)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(self.session.run(), name="session"),
                     group.create_task(self._step_loop(compute), name="step loop"),
-                    group.create_task(self._housekeeping(), name="housekeeping"),
+                    group.create_task(self._housekeeping(compute), name="housekeeping"),
                 ]
                 await self._drained()
                 for task in tasks:
                     task.cancel()
         finally:
             await self._tier.close()
-            compute.shutdown(wait=False, cancel_futures=True)
+            compute.close()
 
     def run_clock_ms(self) -> float:
         """Now, on the clock of the run."""
@@ -170,31 +169,26 @@ class WorkerShell:
 
     # The loops.
 
-    async def _step_loop(self, compute: ThreadPoolExecutor) -> None:
-        loop = asyncio.get_running_loop()
+    async def _step_loop(self, compute: StepThread) -> None:
         while True:
             plan = self._tier.begin_step(time.monotonic())
             if plan is None:
                 self._wake.clear()
                 await self._wake.wait()  # ended by a command, a hand-over, or housekeeping
                 continue
-            step = loop.run_in_executor(compute, self._step, plan)
-            await asyncio.wait({step}, timeout=STEP_LIMIT_S)
-            if not step.done():
-                raise InvariantError(
-                    f"step {plan.step_id} of {len(plan.rows)} rows has not ended in {STEP_LIMIT_S:g} s"
-                )
+            outcome = await compute.compute(plan)
             self.steps += 1
-            events = self._tier.finish_step(plan, step.result(), time.monotonic())
+            events = self._tier.finish_step(plan, outcome, time.monotonic())
             for ended in events.ended:
                 self.deadlines.forget(ended.sequence)
             self.session.post(events)
 
-    async def _housekeeping(self) -> None:
+    async def _housekeeping(self, compute: StepThread) -> None:
         quiet = 0
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             now = time.monotonic()
+            compute.watch(now)
             for sequence in self.deadlines.expire(now):
                 if self._tier.end(sequence, "deadline"):
                     self.say_ended(sequence, "deadline_exceeded", f"deadline passed at {self.config.worker_id}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -14,6 +16,7 @@ from baton.core.errors import InvariantError
 from baton.core.events import Load, StepEvents, TokenEvent
 from baton.core.request import SequenceId
 from baton.core.step import StepOutcome, StepPlan
+from baton.rpc import step_thread
 from baton.rpc.shell import WorkerShell
 from tests.support.builders import make_facts, make_request
 from tests.support.fake_runner import until
@@ -73,6 +76,8 @@ class Running:
         self.tier = FakeTier()
         config = WorkerConfig(worker_id="w", coordinator="127.0.0.1:1")  # nobody listens: it dials for ever
         self.step_bug: Exception | None = None
+        self.step_gate: threading.Event | None = None
+        self.step_s = 0.0
         self.shell = WorkerShell(config, self.tier, self._step)
         self.said: list[StepEvents] = []
         self.shell.session.post = self.said.append  # type: ignore[method-assign]
@@ -81,6 +86,9 @@ class Running:
     def _step(self, plan: StepPlan) -> StepOutcome:
         if self.step_bug is not None:
             raise self.step_bug
+        if self.step_gate is not None:
+            self.step_gate.wait(10.0)
+        time.sleep(self.step_s)
         return StepOutcome(plan.step_id, ())
 
     async def outcome(self) -> BaseException | None:
@@ -153,6 +161,29 @@ async def test_a_bug_ends_the_worker(running: Running, where: str) -> None:
         running.shell.wake()
     error = await running.outcome()
     assert isinstance(error, BaseExceptionGroup) and error.subgroup(InvariantError) is not None
+
+
+async def test_a_step_that_hangs_ends_the_worker(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_thread, "STEP_LIMIT_S", 0.2)
+    released = running.step_gate = threading.Event()
+    running.tier.stepping = True
+    running.tier.here.add(R)
+    running.shell.wake()
+    error = await running.outcome()
+    released.set()
+    assert isinstance(error, BaseExceptionGroup) and error.subgroup(InvariantError) is not None
+    assert "step 1 of 0 rows has not ended in 0.2 s" in str(error.subgroup(InvariantError).exceptions)  # type: ignore[union-attr]
+
+
+async def test_a_step_that_ends_in_time_is_not_given_up(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is one step's, not that of all of them."""
+    monkeypatch.setattr(step_thread, "STEP_LIMIT_S", 0.3)
+    running.step_s = 0.02
+    running.tier.stepping = True
+    running.tier.here.add(R)
+    running.shell.wake()
+    await until(lambda: running.shell.steps >= 30, timeout_s=10)
+    assert not running.task.done()
 
 
 async def test_the_books_are_checked_once_each_time_it_falls_idle(running: Running) -> None:
