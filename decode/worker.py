@@ -38,8 +38,8 @@ log = logging.getLogger("baton.worker")
 
 
 class DecodeWorker:
-    """Complete state: the scheduler, the links into it, the store where edges meet, and the sequences that wait for
-    their first step; the rest is the shell's."""
+    """Complete state: the scheduler, the links into it, the store where edges meet, the sequences that wait for their
+    first step, and what was told of the load last; the rest is the shell's."""
 
     def __init__(
         self,
@@ -78,6 +78,7 @@ class DecodeWorker:
         step = runner.step if engine is None else engine.step
         self.shell = WorkerShell(config, self, step, read_token(config.cluster_token_file))
         self.handles_refused = self.links_refused = 0
+        self._told: tuple[int, ...] = ()
         self._edge_kind = make_end.kind
         self._arrived: set[SequenceId] = set()
         self._spent = SpentHandles()
@@ -142,9 +143,14 @@ class DecodeWorker:
         return plan
 
     def finish_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> StepEvents:
-        result = self.scheduler.finish_step(outcome, now)
-        news = self.scheduler.cache.take_news() if self.shell.session.connected else None
-        return StepEvents(plan.step_id, result.tokens, result.ended, load=self.load(), block_news=news)
+        scheduler = self.scheduler
+        result = scheduler.finish_step(outcome, now)
+        news = scheduler.cache.take_news() if self.shell.session.connected else None
+        # What the coordinator places requests by; the counters beside it come with heartbeats and with every end.
+        gauges = scheduler.num_sequences, scheduler.blocks.num_free, scheduler.num_preempted, scheduler.num_running
+        load = self.load() if result.ended or gauges != self._told else None
+        self._told = gauges
+        return StepEvents(plan.step_id, result.tokens, result.ended, load=load, block_news=news)
 
     def command(self, command: Command) -> None:
         raise Unavailable(f"a decode worker has no use for {type(command).__name__}")

@@ -201,7 +201,7 @@ class WorkerSession:
     async def _send(self, stream: MessageStream) -> None:
         with contextlib.suppress(LinkLost):
             while True:
-                await stream.send(await self._outgoing.get())
+                await stream.send_to_the_end(await self._outgoing.get())
 
     async def _beat(self, stream: MessageStream, interval_s: float) -> None:
         number = 0

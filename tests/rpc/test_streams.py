@@ -67,6 +67,41 @@ async def test_a_cancelled_sender_leaves_the_stream_to_the_others() -> None:
         await link.close()
 
 
+async def test_a_sender_to_the_end_keeps_the_order_beside_others() -> None:
+    async with serving(echo) as address:
+        link = await dial_link(address, HELLO, 2.0)
+        for nonce in range(0, 20, 2):
+            await link.stream.send_to_the_end(Ping(nonce))
+            await link.stream.send(Ping(nonce + 1))
+        assert [(await link.stream.receive()).nonce for _ in range(20)] == list(range(20))  # type: ignore[union-attr]
+        await link.close()
+
+
+async def test_a_sender_to_the_end_that_is_cancelled_in_a_write_takes_the_stream_with_it() -> None:
+    async def deaf(stream: MessageStream, hello: LinkHello) -> None:
+        await stream.send(WELCOME)
+        await asyncio.sleep(10)
+
+    async with serving(deaf) as address:
+        link = await dial_link(address, HELLO, 2.0)
+        reader = asyncio.create_task(link.stream.receive())
+
+        async def send() -> None:
+            while True:
+                await link.stream.send_to_the_end(HandedTooMuch)
+
+        sender = asyncio.create_task(send())
+        await asyncio.sleep(0.3)
+        sender.cancel()
+        await asyncio.wait({sender})
+        async with asyncio.timeout(2.0):
+            assert sender.cancelled() and await reader is None
+        assert link.stream.ended == "its sender was cancelled"
+        with pytest.raises(LinkLost):
+            await link.stream.send_to_the_end(Ping(1))
+        await link.close()
+
+
 async def test_a_peer_that_does_not_read_is_lost_after_the_limit() -> None:
     async def deaf(stream: MessageStream, hello: LinkHello) -> None:
         await stream.send(WELCOME)

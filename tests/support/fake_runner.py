@@ -163,8 +163,11 @@ class Told:
         self.ended: list[SequenceEnded] = []
         self.parked: list[Parked] = []
         self.handed_over: list[HandedOver] = []
+        self.steps: list[StepEvents] = []
 
     def post(self, events: StepEvents) -> None:
+        if events.tokens:
+            self.steps.append(events)
         for name in ("tokens", "ended", "parked", "handed_over"):
             getattr(self, name).extend(getattr(events, name))
 

@@ -1,0 +1,43 @@
+"""What a decode worker tells of its load with a step: it counts when somebody decides by it."""
+
+from __future__ import annotations
+
+import itertools
+
+from tests.support.builders import make_request
+from tests.support.fake_runner import pair, until
+
+BLOCK = 4  # tokens, of the fake runner
+
+
+async def test_a_step_tells_the_load_when_requests_are_placed_by_it_and_at_every_end() -> None:
+    async with pair() as (source, [decode]):
+        source.submit(make_request("r", 8, max_tokens=4 * BLOCK), decode)
+        source.compute()
+        await until(lambda: source.told.handed_over, what="the hand-over")
+        decode.compute()
+        steps = decode.told.steps
+        assert len(steps) == 4 * BLOCK - 1 and steps[-1].ended
+        free = decode.worker.load().blocks_free
+        told = [step.load.blocks_free if step.load is not None else None for step in steps]
+        assert told[0] is not None and told[-1] == free and steps[-1].load == decode.worker.load()
+        known = [t for t in told if t is not None]
+        assert len(known) == 1 + 3 + 1, told  # the first step, a block for every four tokens, the end
+        assert all(a != b for a, b in itertools.pairwise(known))
+
+
+async def test_a_sequence_that_comes_or_goes_is_told_with_the_next_step() -> None:
+    async with pair() as (source, [decode]):
+        source.submit(make_request("long", 8, max_tokens=12), decode)
+        source.compute()
+        await until(lambda: source.told.handed_over, what="the hand-over")
+        decode.step()
+        decode.step()
+        assert decode.told.steps[-1].load is None
+        source.submit(make_request("short", 8, max_tokens=2), decode)
+        source.compute()
+        await until(lambda: len(source.told.handed_over) == 2, what="the hand-over")
+        decode.step()
+        load = decode.told.steps[-1].load
+        assert load is not None and load.sequences == 1 and decode.told.steps[-1].ended  # "short" needed one step
+        decode.compute()
