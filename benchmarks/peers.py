@@ -33,8 +33,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import httpx
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
@@ -42,6 +40,7 @@ from peers_install import TORCH, VLLM  # noqa: E402
 from serving import commit, machine  # noqa: E402
 
 from launch.bench_client import Target, base_url, first_model, run_load, send  # noqa: E402
+from launch.bench_http import Session  # noqa: E402
 from launch.bench_load import Job, Lengths, Load  # noqa: E402
 from launch.bench_stats import Record, percentile  # noqa: E402
 from launch.bench_stats import statistics as numbers  # noqa: E402
@@ -106,8 +105,7 @@ class Server:
         load, longs = self.load(128, 256), self.load(4096, 4)
         records: list[Record] = []
         waits: list[Record] = []
-        timeout = httpx.Timeout(self.target.timeout_s)
-        async with httpx.AsyncClient(timeout=timeout, trust_env=False) as session:
+        async with Session(self.target.base) as session:
             ends = time.monotonic() + duration_s
 
             async def stream(first: int) -> None:
@@ -143,13 +141,19 @@ def _good(records: list[Record], name: str) -> list[Record]:
 
 @contextlib.contextmanager
 def serving(
-    name: str, command: list[str], port: int, log: Path, extra: dict[str, str], ready: str = "/health"
+    name: str,
+    command: list[str],
+    port: int,
+    log: Path,
+    extra: dict[str, str],
+    ready: str = "/health",
+    directory: Path = ROOT,
 ) -> Iterator[Server]:
-    """Starts a server and waits until it serves, as its path `ready` tells."""
+    """Starts a server in `directory` and waits until it serves, as its path `ready` tells."""
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **extra}
+            command, cwd=directory, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **extra}
         )
     try:
         _wait(process, f"{url}{ready}", log)

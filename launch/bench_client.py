@@ -13,10 +13,9 @@ from typing import Any
 import httpx
 import orjson
 
+from launch.bench_http import CONNECT_TIMEOUT_S, Session
 from launch.bench_load import Job, Load
 from launch.bench_stats import Record
-
-CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,20 +62,19 @@ async def run_load(
     indices = iter(range(first, first + count))
     records: list[Record] = []
 
-    async def client(session: httpx.AsyncClient) -> None:
+    async def client(session: Session) -> None:
         for index in indices:
             record = await send(session, target, load.job(index))
             records.append(record)
             done(record)
 
-    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
-    timeout = httpx.Timeout(target.timeout_s, connect=CONNECT_TIMEOUT_S)
-    async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=target.headers, trust_env=False) as session:
+    async with Session(target.base, target.headers) as session:
         await asyncio.gather(*(client(session) for _ in range(min(concurrency, count))))
     return records
 
 
-async def send(session: httpx.AsyncClient, target: Target, job: Job) -> Record:
+async def send(session: Session, target: Target, job: Job) -> Record:
+    """One request over a session with the target's server. A failure is a record too."""
     body = {
         "model": target.model,
         "prompt": job.prompt,
@@ -87,21 +85,17 @@ async def send(session: httpx.AsyncClient, target: Target, job: Job) -> Record:
         "ignore_eos": True,
         **target.extra,
     }
-    content = orjson.dumps(body)
-    headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
     stream = _Stream()
     sent = time.perf_counter()
     try:
         async with asyncio.timeout(target.timeout_s):
-            async with session.stream("POST", f"{target.base}/completions", content=content, headers=headers) as answer:
-                if answer.status_code != 200:
-                    return Record(sent, error=_refusal(answer.status_code, await answer.aread()))
-                async for chunk in answer.aiter_raw():
-                    stream.feed(time.perf_counter(), chunk)
+            answer = await session.post("/completions", orjson.dumps(body), stream.feed)
+        if answer.status != 200:
+            return Record(sent, error=_refusal(answer.status, answer.body))
         return stream.record(sent, time.perf_counter())
     except TimeoutError:
         return Record(sent, error=f"no end within {target.timeout_s:g} s")
-    except (httpx.HTTPError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         return Record(sent, error=describe(error))
 
 
