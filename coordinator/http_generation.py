@@ -64,10 +64,6 @@ class _Counted:
         return Usage(self._prompt, self._completion.total(), self._cached, self._speculation)
 
 
-class SlowReader(Exception):
-    """The client takes nothing."""
-
-
 class GenerationResponse(Response):
     """Runs `submission` when it is sent."""
 
@@ -81,30 +77,36 @@ class GenerationResponse(Response):
         self._stream = stream
         self._send_timeout_s = send_timeout_s
         self._turn_ends = 0.0
+        self._writing_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = asyncio.create_task(self._answer(scope, receive, send))
         gone = asyncio.create_task(_gone(receive))
         try:
-            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
-            left = not answer.done()
+            while (patience := self._patience_s()) > 0 and not (answer.done() or gone.done()):
+                await asyncio.wait((answer, gone), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+            ended, left = answer.done(), gone.done()
         finally:
             answer.cancel()
             gone.cancel()
             await asyncio.gather(answer, gone, return_exceptions=True)
-        if left:
+        if not ended and left:
             log.info("%s: client left", self._submission.request_id)
-            return
-        if answer.cancelled():
-            raise InvariantError("the generator cancelled the task that asked it")
-        error = answer.exception()
-        if isinstance(error, SlowReader):
+        elif not ended:
             log.warning("%s: client took nothing for %g s", self._submission.request_id, self._send_timeout_s)
             if ABORT in scope:
                 scope[ABORT]()
                 await asyncio.sleep(0)  # the connection is lost before the server asks how the answer ended
-        elif error is not None:
+        elif answer.cancelled():
+            raise InvariantError("the generator cancelled the task that asked it")
+        elif (error := answer.exception()) is not None:
             raise error
+
+    def _patience_s(self) -> float:
+        """How much longer the client may take nothing."""
+        if self._writing_since is None:
+            return self._send_timeout_s
+        return self._writing_since + self._send_timeout_s - asyncio.get_running_loop().time()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         deltas = self._generator.generate(self._submission)
@@ -163,8 +165,6 @@ class GenerationResponse(Response):
                 if more:
                     delta = await self._next(deltas)
             body += render.closing(counted.usage) + DONE
-        except SlowReader:
-            raise
         except Exception as error:
             body += error_frame(error) + DONE
         await self._write(send, body, more=False)
@@ -186,11 +186,10 @@ class GenerationResponse(Response):
         return delta
 
     async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
-        try:
-            async with asyncio.timeout(self._send_timeout_s):
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-        except TimeoutError:
-            raise SlowReader from None
+        """Returns when the socket has taken enough; `__call__` sees when that takes too long."""
+        self._writing_since = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        self._writing_since = None
 
 
 async def _gone(receive: Receive) -> None:

@@ -29,9 +29,9 @@ _WORKER_ERRORS: dict[str, type[BatonError]] = {
 
 @dataclass(slots=True, eq=False)
 class Live:
-    """`fresh` is set whenever the journal grew or `error` was set. `dispatched_at` is 0 while it waits in the queue.
-    `targets` are the decode workers named under the present attempt: any of them may hold the sequence. `settled` once
-    both pools have been told of the end."""
+    """`fresh` is set whenever the journal grew, `error` was set, or the deadline has passed (`expired`).
+    `dispatched_at` is 0 while it waits in the queue. `targets` are the decode workers named under the present attempt:
+    any of them may hold the sequence. `settled` once both pools have been told of the end."""
 
     journal: Journal
     started_at: float
@@ -53,6 +53,7 @@ class Live:
     queued_s: float = 0.0
     stamps: StageStamps = field(default_factory=StageStamps)
     speculation: SpeculationCounters | None = None
+    expired: bool = False
 
     @property
     def request(self) -> GenerateRequest:
@@ -60,7 +61,8 @@ class Live:
 
     @property
     def sequence(self) -> SequenceId:
-        return self.request.sequence_id._replace(attempt=self.journal.attempt)
+        request = self.journal.request
+        return SequenceId(request.request_id, request.choice, self.journal.attempt)
 
     @property
     def decoding(self) -> bool:
@@ -109,6 +111,11 @@ class Live:
         if not self.over:
             self.error = error
             self.fresh.set()
+
+    def expire(self) -> None:
+        """The deadline has passed: whoever waits for news looks up."""
+        self.expired = True
+        self.fresh.set()
 
     def workers(self) -> set[str]:
         """Every worker that may hold something of it."""

@@ -74,6 +74,8 @@ class Pipeline:
 
     async def _choice(self, submission: Submission, live: Live) -> AsyncGenerator[Delta, None]:
         reason = "the client left"
+        # One timer for the whole choice, not one for each wait: waits are as many as steps.
+        late = asyncio.get_running_loop().call_later(live.deadline_at - time.monotonic(), live.expire)
         try:
             async for delta in self._deltas(live, self._text(submission)):
                 if delta.finish_reason is not None:
@@ -85,6 +87,7 @@ class Pipeline:
             reason = "deadline"
             raise
         finally:
+            late.cancel()
             self._cluster.end(live, reason)
 
     async def _deltas(self, live: Live, text: TextStream) -> AsyncGenerator[Delta, None]:
@@ -126,12 +129,10 @@ class Pipeline:
         journal = live.journal
         scores = read == 0 and live.request.sampling.prompt_logprobs is not None
         while live.error is None and (journal.next_index == read or (scores and journal.prompt_logprobs is None)):
+            if live.expired:
+                raise live.late()
             live.fresh.clear()
-            try:
-                async with asyncio.timeout(live.deadline_at - time.monotonic()):
-                    await live.fresh.wait()
-            except TimeoutError:
-                raise live.late() from None
+            await live.fresh.wait()  # `_choice` has it set at the deadline
 
     def _last(self, live: Live, delta: Delta, total: int, stopped: str | None) -> Delta:
         finish = live.journal.finish if stopped is None else "stop"

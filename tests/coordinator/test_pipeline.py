@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import pytest
+
 from baton.core.commands import Abort, Prefill
 from baton.core.errors import DeadlineExceeded, WorkerLost
 from baton.core.events import StepEvents, TokenEvent
@@ -107,6 +109,23 @@ async def test_a_deadline_holds_although_the_client_does_not_read() -> None:
         with contextlib.suppress(DeadlineExceeded):
             await slow.__anext__()
             raise AssertionError("a passed deadline is an error")
+
+
+async def test_scores_of_the_prompt_that_never_come_are_waited_for_until_the_deadline() -> None:
+    """The answer is whole and so never fails by itself: only its own deadline ends it."""
+    async with bench("p0", "d0") as b:
+        p, d = b.workers
+        asked = Submission("r", (1, 2), 2, SamplingParams(prompt_logprobs=1), deadline_s=0.3)
+        first = asyncio.ensure_future(b.pipeline.generate(asked).__anext__())
+        s = (await p.told(Prefill)).request.sequence_id
+        p.say(s, 0, 5)
+        d.say(s, 0, 5, 6, ended="length")
+        await until(lambda: b.cluster.dispatcher.num_active == 0)
+        assert not first.done()
+        async with asyncio.timeout(5.0):
+            with pytest.raises(DeadlineExceeded):
+                await first
+        assert b.cluster.num_live == 0
 
 
 async def test_an_id_is_taken_until_its_client_has_read_the_end() -> None:
