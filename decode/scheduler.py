@@ -13,7 +13,7 @@ finishes; and one that has waited for PATIENCE_S is given the first turn of its 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from baton.core.errors import DuplicateRequest, Unavailable
 from baton.core.events import SequenceEnded, StageStamps, TokenEvent
@@ -75,7 +75,7 @@ class DecodeScheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._in(State.RUNNING))
+        return self._number(State.RUNNING)
 
     @property
     def num_waiting(self) -> int:
@@ -84,7 +84,7 @@ class DecodeScheduler:
 
     @property
     def num_preempted(self) -> int:
-        return len(self._in(State.PREEMPTED))
+        return self._number(State.PREEMPTED)
 
     @property
     def num_sequences(self) -> int:
@@ -150,13 +150,14 @@ class DecodeScheduler:
         rows: list[Row] = []
         sequences: list[Sequence] = []
         running = self._ranked(State.RUNNING)
-        budget = self.speculation.model.long_tokens(len(running))
+        budget: int | None = None  # of long rows, of which there are seldom any
         for entry in running:
             sequence = entry.sequence
             if sequence.state is not State.RUNNING:
                 continue  # preempted for one before it
             count = sequence.num_uncomputed
             if count > 1:
+                budget = self.speculation.model.long_tokens(len(running)) if budget is None else budget
                 count = min(count, budget)
                 budget -= count
             start, end = sequence.num_computed, sequence.num_computed + count
@@ -202,8 +203,7 @@ class DecodeScheduler:
                 self.tokens_generated += 1
                 if reason is not None:
                     break
-            told = sequence.told(entry.untold)
-            tokens.append(replace(told, speculation=entry.speculation) if entry.speculation.steps else told)
+            tokens.append(sequence.told(entry.untold, entry.speculation if entry.speculation.steps else None))
             entry.untold = len(sequence.output)
             if reason is not None:
                 ended.append(SequenceEnded(sequence.id, reason, stamps=entry.stamps(now)))
@@ -258,6 +258,9 @@ class DecodeScheduler:
 
     def _in(self, *states: State) -> list[Entry]:
         return [entry for entry in self._entries.values() if entry.sequence.state in states]
+
+    def _number(self, state: State) -> int:
+        return [entry.sequence.state for entry in self._entries.values()].count(state)
 
     def _ranked(self, *states: State) -> list[Entry]:
         return sorted(self._in(*states), key=lambda entry: entry.rank)

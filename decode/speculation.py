@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from baton.core.errors import InvariantError
 from baton.core.events import SpeculationCounters
@@ -107,8 +106,7 @@ class Speculation:
         if not guessed:
             return taken, counters
         self.counters = self.counters.plus(guessed, accepted)
-        counters = replace(counters, forced=self.forced_rate is not None)
-        return taken, counters.plus(guessed, accepted)
+        return taken, counters.plus(guessed, accepted, forced=self.forced_rate is not None)
 
     def check(self, sequence_ids: set[SequenceId]) -> None:
         """Raises InvariantError when the books here are of other sequences."""

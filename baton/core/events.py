@@ -29,10 +29,10 @@ class SpeculationCounters:
     accepted_tokens: int = 0
     forced: bool = False
 
-    def plus(self, drafted: int, accepted: int) -> SpeculationCounters:
+    def plus(self, drafted: int, accepted: int, *, forced: bool = False) -> SpeculationCounters:
         """With one more step that verified `drafted` tokens."""
         drafted, accepted = self.drafted_tokens + drafted, self.accepted_tokens + accepted
-        return SpeculationCounters(self.steps + 1, drafted, accepted, self.forced)
+        return SpeculationCounters(self.steps + 1, drafted, accepted, self.forced or forced)
 
     def __add__(self, other: SpeculationCounters) -> SpeculationCounters:
         """Of two sequences together."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.core.errors import InvariantError
-from baton.core.events import TokenEvent
+from baton.core.events import SpeculationCounters, TokenEvent
 from baton.core.request import FinishReason, GenerateRequest, SequenceId, TokenLogprob, finish_reason
 from baton.core.step import History, Row
 
@@ -53,6 +53,7 @@ class Sequence:
     request: GenerateRequest
     state: State
     arrived_at: float
+    id: SequenceId = field(init=False)  # the request's, made once: steps ask for it again and again
     output: list[int] = field(init=False)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     num_computed: int = 0
@@ -61,11 +62,8 @@ class Sequence:
     ending: str | None = None
 
     def __post_init__(self) -> None:
+        self.id = self.request.sequence_id
         self.output = list(self.request.output)
-
-    @property
-    def id(self) -> SequenceId:
-        return self.request.sequence_id
 
     @property
     def num_tokens(self) -> int:
@@ -127,10 +125,11 @@ class Sequence:
             self.logprobs.append(logprob)
         return finish_reason(self.request, len(self.output), token)
 
-    def told(self, first_index: int) -> TokenEvent:
+    def told(self, first_index: int, speculation: SpeculationCounters | None = None) -> TokenEvent:
         """The output from `first_index` on, as an event."""
         logprobs = self.logprobs[first_index - len(self.request.output) :] if self.logprobs else ()
-        return TokenEvent(self.id, first_index, tuple(self.output[first_index:]), tuple(logprobs))
+        tokens = tuple(self.output[first_index:])
+        return TokenEvent(self.id, first_index, tokens, tuple(logprobs), speculation=speculation)
 
     def move(self, state: State) -> None:
         """Goes to `state`.

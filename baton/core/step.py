@@ -49,6 +49,21 @@ class Row:
     def end(self) -> int:
         return self.start + len(self.tokens)
 
+    def with_guesses(self, guesses: tuple[int, ...]) -> Row:
+        """The row with guesses behind its tokens, a token to be sampled at each. (`replace` takes several times as
+        long, and every step does this for every row.)"""
+        return Row(
+            self.sequence_id,
+            self.start,
+            self.tokens + guesses,
+            self.block_ids,
+            self.sampling,
+            self.num_sampled + len(guesses),
+            self.output_index,
+            self.history,
+            self.scored,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class DraftRow:
@@ -84,11 +99,8 @@ class StepPlan:
             return self
         if len(guesses) != len(self.rows) or any(len(g) != wanted.get(i, 0) for i, g in enumerate(guesses)):
             raise InvariantError(f"step {self.step_id}: {[len(g) for g in guesses]} guesses, {wanted} wanted")
-        rows = tuple(
-            replace(row, tokens=row.tokens + more, num_sampled=row.num_sampled + len(more)) if more else row
-            for row, more in zip(self.rows, guesses, strict=True)
-        )
-        return replace(self, rows=rows)
+        rows = tuple(row.with_guesses(more) if more else row for row, more in zip(self.rows, guesses, strict=True))
+        return StepPlan(self.step_id, rows, self.drafts)
 
     def to_compute(self) -> StepPlan:
         """The plan without what only choosing tokens needs: for ranks that compute and choose nothing."""
