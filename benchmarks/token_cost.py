@@ -1,0 +1,227 @@
+"""What a token costs outside of the engine: processor time and thread switches of every process on its way.
+
+    python benchmarks/token_cost.py                        this checkout
+    python benchmarks/token_cost.py --before DIR           another checkout beside it, by turns
+
+Clusters of the built-in model stand side by side, with and without speculation, one of each checkout; one is measured
+while the others are idle. Clients stream greedily over HTTP in a closed loop. Processor time is the kernel's count for
+every thread (/proc/PID/task/*/schedstat, nanoseconds), from before the first request to after the last, so it does not
+depend on what else the machine does, but for caches; prompts are short and prefill's share is shown apart. Of the
+decode worker the thread that computes (the engine: draft, target, sampler) is apart from the others (scheduling,
+frames, gRPC). A switch is a voluntary one: a thread that waited. TPOT is what the client saw: on a busy machine it is
+no figure of ours. Medians over runs. Writes `benchmarks/results/token-cost.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+from exactness import prompts  # noqa: E402
+from peers import Server, free_port, serving  # noqa: E402
+from serving import ROOT, commit, machine  # noqa: E402
+
+from baton.model_source import resolve_model  # noqa: E402
+from launch.bench_client import send  # noqa: E402
+from launch.bench_http import Session  # noqa: E402
+from launch.bench_load import Job  # noqa: E402
+from launch.bench_stats import Record  # noqa: E402
+
+COLUMNS = ("decode, engine", "decode, rest", "coordinator", "client", "prefill")
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Nanoseconds of processor time and voluntary switches of one thread."""
+
+    ns: int
+    switches: int
+
+
+Threads = dict[tuple[str, int], Count]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One run, per token: milliseconds of processor time and switches by column; tokens per step and TPOT in ms."""
+
+    ms: dict[str, float]
+    switches: dict[str, float]
+    tokens_per_step: float
+    tpot_ms: float
+
+
+def threads_of(pids: dict[str, int]) -> Threads:
+    """What every thread of these processes has used."""
+    found: Threads = {}
+    for name, pid in pids.items():
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # it has just ended
+                ns = int((task / "schedstat").read_text().split()[0])
+                lines = (task / "status").read_text().splitlines()
+                switches = next(int(line.split()[1]) for line in lines if line.startswith("voluntary"))
+                found[name, int(task.name)] = Count(ns, switches)
+    return found
+
+
+def columns(before: Threads, after: Threads, pids: dict[str, int]) -> dict[str, Count]:
+    """The difference by column. Of decode's threads the one that computes is the busiest but the main one."""
+    used = {key: Count(a.ns - b.ns, a.switches - b.switches) for key, a in after.items() if (b := before.get(key))}
+    others = [key for key in used if key[0] == "decode" and key[1] != pids["decode"]]
+    computes = max(others, key=lambda key: used[key].ns)
+    sums: defaultdict[str, list[Count]] = defaultdict(list)
+    for key, count in used.items():
+        name = key[0] if key[0] != "decode" else "decode, engine" if key == computes else "decode, rest"
+        sums[name].append(count)
+    return {name: Count(sum(c.ns for c in counts), sum(c.switches for c in counts)) for name, counts in sums.items()}
+
+
+class Cluster:
+    """A server with the processes behind it."""
+
+    def __init__(self, server: Server, tree: Path) -> None:
+        self.server, self.tree = server, tree
+        decode, prefill = self._worker("decode")["pids"], self._worker("prefill")["pids"]
+        self.pids = {
+            "decode": decode[0],
+            "prefill": prefill[0],
+            "coordinator": _listener(server),
+            "client": os.getpid(),
+        }
+
+    def _worker(self, role: str) -> dict[str, Any]:
+        workers = httpx.get(self.server.target.base.removesuffix("/v1") + "/workers", timeout=10.0).json()["workers"]
+        return next(worker for worker in workers if worker["role"] == role)
+
+    def _progress(self) -> tuple[int, int]:
+        """Steps and tokens of the decode worker, once a heartbeat has told them."""
+        time.sleep(1.0)
+        decode = self._worker("decode")
+        return decode["steps"], decode["tokens_generated"]
+
+    def run(self, jobs: list[Job], clients: int) -> Found:
+        steps, generated = self._progress()
+        before = threads_of(self.pids)
+        records = asyncio.run(_all(self.server, jobs, clients))
+        after = threads_of(self.pids)
+        steps_after, generated_after = self._progress()
+        failed = [r.error for r in records if r.error is not None]
+        if failed:
+            raise SystemExit(f"{self.server.name}: {len(failed)} of {len(records)} requests failed: {failed[0]}")
+        tokens = sum(r.output_tokens for r in records)
+        used = columns(before, after, self.pids)
+        return Found(
+            {name: count.ns / tokens / 1e6 for name, count in used.items()},
+            {name: count.switches / tokens for name, count in used.items()},
+            (generated_after - generated) / max(steps_after - steps, 1),
+            statistics.median(t for r in records if (t := r.tpot_s) is not None) * 1e3,
+        )
+
+
+def _listener(server: Server) -> int:
+    """The coordinator's process: the one that was started for the server's port."""
+    port = server.target.base.removesuffix("/v1").rpartition(":")[2]
+    for directory in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if directory.name.isdigit():
+                words = (directory / "cmdline").read_bytes().decode().split("\0")
+                if "coordinator" in words and port in words:
+                    return int(directory.name)
+    raise SystemExit(f"no coordinator serves port {port}")
+
+
+async def _all(server: Server, jobs: list[Job], clients: int) -> list[Record]:
+    waiting = iter(jobs)
+    records: list[Record] = []
+    async with Session(server.target.base) as session:
+
+        async def client() -> None:
+            for job in waiting:
+                records.append(await send(session, server.target, job))
+
+        await asyncio.gather(*(client() for _ in range(clients)))
+    return records
+
+
+def line(key: tuple[str, int, str], runs: list[Found]) -> str:
+    """A line of the table: medians."""
+    draft, clients, side = key
+
+    def middle(values: list[float]) -> float:
+        return statistics.median(values)
+
+    cells = [f"{middle([r.ms[c] for r in runs]):.3f} ({middle([r.switches[c] for r in runs]):.2f})" for c in COLUMNS]
+    outside = middle([sum(r.ms[c] for c in ("decode, rest", "coordinator")) for r in runs])
+    step, tpot = middle([r.tokens_per_step for r in runs]), middle([r.tpot_ms for r in runs])
+    name = f"{clients} client{'s' if clients > 1 else ''}, draft {draft}, {side}"
+    return f"| {name} | {' | '.join(cells)} | **{outside:.3f}** | {step:.2f} | {tpot:.2f} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, help="another checkout, measured by turns with this one")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--drafts", nargs="+", default=["none", "auto"])
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=128, help="generated by each request")
+    parser.add_argument("--requests", type=int, default=8, help="of a run, and at least one for each client")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "token-cost.md")
+    arguments = parser.parse_args()
+    texts = prompts(resolve_model("builtin"), 64, 4096)
+    trees = {"after": ROOT} if arguments.before is None else {"before": arguments.before.resolve(), "after": ROOT}
+    found = {key: list[Found]() for key in product(arguments.drafts, arguments.clients, trees)}
+    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
+        clusters: dict[tuple[str, str], Cluster] = {}
+        for draft in arguments.drafts:
+            for side, tree in trees.items():
+                port = free_port()
+                up = [sys.executable, "-m", "launch.cli", "up", "--model", "builtin", "--grpc-port", "0"]
+                up += ["--port", str(port), "--draft", draft]
+                log, here = Path(directory) / f"{side}-{draft}.log", {"PYTHONPATH": str(tree)}
+                server = stack.enter_context(serving(f"{side} {draft}", up, port, log, here, "/ready", tree))
+                clusters[draft, side] = Cluster(server, tree)
+        offset = 0
+        for number in range(-1, arguments.runs):  # the first is a warm-up
+            for draft in arguments.drafts:
+                for clients in arguments.clients:
+                    count = max(arguments.requests, clients)
+                    chosen = [texts[(offset + i) % len(texts)][:100] for i in range(count)]
+                    jobs = [Job(list(text), arguments.tokens if number >= 0 else 16) for text in chosen]
+                    offset += count
+                    for side in list(trees)[:: 1 if number % 2 == 0 else -1]:
+                        run = clusters[draft, side].run(jobs, clients)
+                        if number >= 0:
+                            found[draft, clients, side].append(run)
+    lines = [
+        "# What a token costs outside of the engine\n",
+        f"{machine()}. Commit {commit()}, {datetime.date.today()}. Built-in model, greedy, {arguments.tokens} tokens"
+        f" for each request, prompts of 100; medians of {arguments.runs} runs by turns. Milliseconds of processor time"
+        " for each token, and in brackets voluntary switches of threads for each token. Outside: decode's rest and the"
+        " coordinator.\n",
+        f"    python benchmarks/token_cost.py {'--before DIR ' if arguments.before else ''}--runs {arguments.runs}\n",
+        f"| run | {' | '.join(COLUMNS)} | outside | tokens a step | TPOT, ms |",
+        "|---" * (len(COLUMNS) + 4) + "|",
+        *(line(key, runs) for key, runs in found.items()),
+    ]
+    arguments.out.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()
