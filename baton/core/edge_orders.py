@@ -16,7 +16,7 @@ from baton.core.reshard import EdgePlan
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one edge carries of tokens [start_token, end_token) of a sequence whose KV lies in `block_ids`: `num_bytes`,
-    in sections with a checksum over `identity` and their bytes."""
+    in sections with a checksum over `identity`, their layers and their bytes."""
 
     block_ids: tuple[int, ...]
     start_token: int

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 
 from baton.core.edge_orders import Part
@@ -11,6 +12,8 @@ from baton.core.errors import HandoffError
 from baton.core.sections import Section, cut_sections
 from baton.transfer.staging import Layers, checksum, pack, part_bytes, unpack
 from baton.transfer.staging_buffers import StagingBuffer
+
+_LAYERS = struct.Struct("<II")
 
 
 class _Sections:
@@ -33,6 +36,11 @@ class _Sections:
 
     def layers_of(self, section: Section) -> Layers:
         return self._layers[section.first : section.last]
+
+    def checksum_of(self, section: Section) -> int:
+        """Of what is in the buffer now, as those layers of that part."""
+        identity = self.part.identity + _LAYERS.pack(section.first, section.last)
+        return checksum(identity, self.buffer.view[section.start : section.end])
 
 
 class Packing(_Sections):
@@ -66,7 +74,7 @@ class Packing(_Sections):
             pack(layers, *self._where, view)
         else:
             view.copy_(pack(layers, *self._where))
-        self._sums.append(checksum(self.part.identity, view))
+        self._sums.append(self.checksum_of(section))
 
 
 class Storing(_Sections):
@@ -104,11 +112,10 @@ class Storing(_Sections):
             self._writable = False
 
     def _store(self, section: Section, sum_: int) -> None:
-        view = self.buffer.view[section.start : section.end]
-        if checksum(self.part.identity, view) != sum_:
+        if self.checksum_of(section) != sum_:
             self._intact = False
             return
-        layers = self.layers_of(section)
+        view, layers = self.buffer.view[section.start : section.end], self.layers_of(section)
         with self._writing:
             if self._writable:
                 unpack(view.to(layers[0][0].device), layers, *self._where)

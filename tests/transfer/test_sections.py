@@ -17,7 +17,7 @@ from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_end import LocalEnd
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.sections import Packing, Storing
-from baton.transfer.staging import checksum, pack
+from baton.transfer.staging import pack
 from baton.transfer.staging_buffers import StagingBuffers
 from tests.support.limits import HANG_S
 from tests.support.wire import Sums, flipped, on_the_wire
@@ -135,13 +135,17 @@ async def test_only_a_damaged_section_is_kept_out_of_the_blocks(
     await ends.close()
 
 
-async def test_sections_in_each_others_places_are_found(spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("with_sums", [False, True])
+async def test_sections_in_each_others_places_are_found(
+    spec: MakeSpec, monkeypatch: pytest.MonkeyPatch, with_sums: bool
+) -> None:
     ends = await Pair(spec).connect()
 
     def swapped(edge: GlooEdge, buf: torch.Tensor, sums: Sums) -> tuple[torch.Tensor, Sums]:
-        parts = list(buf.chunk(LAYERS))
-        parts[1], parts[2] = parts[2], parts[1]
-        return torch.cat(parts), sums
+        first, second, third, fourth = buf.chunk(LAYERS)
+        if with_sums:
+            sums = (sums[0], sums[2], sums[1], sums[3])
+        return torch.cat([first, third, second, fourth]), sums
 
     on_the_wire(monkeypatch, swapped)
     assert not await ends.hand_over()
@@ -239,7 +243,7 @@ def test_nothing_is_stored_once_it_was_stopped() -> None:
     source, target, kept = pool(1.0), pool(0.0), StagingBuffers(1 << 16)
     storing = Storing(target, BLOCK, PART, kept.take(PART.num_bytes), LAYER_BYTES)
     pack(source, PART.block_ids, BLOCK, 0, 8, storing.buffer.view)
-    sums = [checksum(PART.identity, view) for view in storing.buffer.view.chunk(LAYERS)]
+    sums = [storing.checksum_of(section) for section in storing.sections]
     storing.arrived(0, sums[0])
     storing.stop()
     storing.arrived(1, sums[1])
