@@ -39,8 +39,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from peers_install import TORCH, VLLM  # noqa: E402
 from serving import commit, machine  # noqa: E402
 
-from launch.bench_client import Target, base_url, first_model, run_load, send  # noqa: E402
-from launch.bench_http import Session  # noqa: E402
+from launch.bench_client import Target, base_url, client_session, first_model, run_load, send  # noqa: E402
 from launch.bench_load import Job, Lengths, Load  # noqa: E402
 from launch.bench_stats import Record, percentile  # noqa: E402
 from launch.bench_stats import statistics as numbers  # noqa: E402
@@ -105,7 +104,7 @@ class Server:
         load, longs = self.load(128, 256), self.load(4096, 4)
         records: list[Record] = []
         waits: list[Record] = []
-        async with Session(self.target.base) as session:
+        async with client_session(self.target) as session:
             ends = time.monotonic() + duration_s
 
             async def stream(first: int) -> None:

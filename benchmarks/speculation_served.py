@@ -36,8 +36,7 @@ from peers import Server, free_port, serving  # noqa: E402
 from serving import ROOT, commit, machine  # noqa: E402
 
 from baton.model_source import resolve_model  # noqa: E402
-from launch.bench_client import send  # noqa: E402
-from launch.bench_http import Session  # noqa: E402
+from launch.bench_client import client_session, send  # noqa: E402
 from launch.bench_load import Job  # noqa: E402
 from launch.bench_stats import Record  # noqa: E402
 
@@ -102,7 +101,7 @@ class Client:
 async def _all(server: Server, jobs: Sequence[Job], clients: int, sampling: dict[str, Any]) -> list[Record]:
     waiting = iter(enumerate(jobs))
     records: list[Record] = []
-    async with Session(server.target.base) as session:
+    async with client_session(server.target) as session:
 
         async def client() -> None:
             for index, job in waiting:

@@ -38,8 +38,7 @@ from peers import Server, free_port, serving  # noqa: E402
 from serving import ROOT, commit, machine  # noqa: E402
 
 from baton.model_source import resolve_model  # noqa: E402
-from launch.bench_client import send  # noqa: E402
-from launch.bench_http import Session  # noqa: E402
+from launch.bench_client import client_session, send  # noqa: E402
 from launch.bench_load import Job  # noqa: E402
 from launch.bench_stats import Record  # noqa: E402
 
@@ -149,7 +148,7 @@ def _listener(server: Server) -> int:
 async def _all(server: Server, jobs: list[Job], clients: int) -> list[Record]:
     waiting = iter(jobs)
     records: list[Record] = []
-    async with Session(server.target.base) as session:
+    async with client_session(server.target) as session:
 
         async def client() -> None:
             for job in waiting:
