@@ -2,11 +2,11 @@
 
 A draft pays while the tokens it is expected to win take longer to make without it. With probability p that a guess is
 right when all before it were, the d-th guess of a sequence wins p^d tokens. What it costs is one token more in the
-target's step and its part of a draft step. `choose_lengths` adds level after level (all first guesses that pay, all
-second ones, ...) while tokens per second rise.
+target's step and its part of a draft step. `choose_lengths` takes the surest sequences, 1, 2, 4, ... of them, deepens
+their guesses while tokens per second rise, and keeps the fastest of all that.
 
-p is measured for each sequence, as a moving average that starts from the worker's. A sequence that is not worth a guess
-gets one now and then all the same, at intervals that double while it goes wrong: the text may turn easy again.
+p is measured for each sequence, and the less was seen of it lately the more it is taken to be like all others. So while
+nothing is guessed for a sequence its p goes back to the worker's: what was seen grows old, and text turns easy again.
 """
 
 from __future__ import annotations
@@ -14,58 +14,59 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-_WEIGHT = 0.08  # of one guess in its sequence's average, in the long run
-_SHARED_WEIGHT = 0.03  # and in the worker's
-_PRIOR = 5  # guesses that the worker's average counts as in a new sequence's
-_START = 0.6
-_FIRST_PROBE, _LAST_PROBE = 16, 1024
+MAX_GUESSES = 8
+
+_KEPT = 0.98  # of what was seen, at each guess of a sequence
+_KEPT_SHARED = 0.995  # and of the worker
+_KEPT_IDLE = 0.985  # and at each step without a guess for a sequence
+_PRIOR = 16.0  # guesses that the worker's average counts as in a sequence's
+_START, _START_PRIOR = 0.6, 24.0  # what is believed before there is any, and what it counts as
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """How guesses for one sequence have fared. `rate` is p, from `seen` guesses; `idle` counts steps since the last
-    guess, and at `patience` of them one is due whatever `rate` says."""
+    """How guesses have fared whose turn came: `right` of `seen`. Both fade, so that neither need be whole."""
 
-    rate: float = _START
-    seen: int = 0
-    idle: int = 0
-    patience: int = _FIRST_PROBE
+    right: float = 0.0
+    seen: float = 0.0
 
-    @property
-    def probe_due(self) -> bool:
-        return self.idle >= self.patience
+    def settle(self, guessed: int, accepted: int, kept: float) -> None:
+        """`accepted` of `guessed` were right; those behind the first wrong one say nothing."""
+        for index in range(min(accepted + 1, guessed)):
+            self.right = self.right * kept + (index < accepted)
+            self.seen = self.seen * kept + 1.0
 
-    def settle(self, guessed: int, accepted: int) -> None:
-        """A step with `guessed` guesses is over; guesses behind the first wrong one say nothing."""
-        if guessed == 0:
-            self.idle += 1
-            return
-        if self.idle >= self.patience:
-            self.patience = _FIRST_PROBE if accepted else min(2 * self.patience, _LAST_PROBE)
-        self.idle = 0
-        self.rate = _moved(self.rate, guessed, accepted, max(_WEIGHT, 1.0 / (self.seen + _PRIOR)))
-        self.seen += guessed
+    def fade(self, kept: float) -> None:
+        self.right *= kept
+        self.seen *= kept
+
+    def rate(self, prior: float, weight: float) -> float:
+        """p, if `prior` is what was believed before, as firmly as after `weight` guesses."""
+        return (self.right + prior * weight) / (self.seen + weight)
 
 
 class AcceptanceBook:
-    """Complete state: `shared`, p over all sequences, and one Acceptance for each sequence that is here."""
+    """Complete state: how guesses for all sequences have fared. Each one's own Acceptance is with its owner."""
 
     def __init__(self) -> None:
-        self.shared = _START
+        self._all = Acceptance()
 
-    def opened(self) -> Acceptance:
-        """The start of a new sequence."""
-        return Acceptance(self.shared)
+    @property
+    def shared(self) -> float:
+        """p over all sequences."""
+        return self._all.rate(_START, _START_PRIOR)
+
+    def rate(self, acceptance: Acceptance) -> float:
+        """p of a sequence."""
+        return acceptance.rate(self.shared, _PRIOR)
 
     def settle(self, acceptance: Acceptance, guessed: int, accepted: int) -> None:
-        acceptance.settle(guessed, accepted)
-        self.shared = _moved(self.shared, guessed, accepted, _SHARED_WEIGHT)
-
-
-def _moved(rate: float, guessed: int, accepted: int, weight: float) -> float:
-    for _ in range(accepted):
-        rate += weight * (1.0 - rate)
-    return rate - weight * rate if accepted < guessed else rate
+        """A step with `guessed` guesses for a sequence is over, `accepted` of which were right."""
+        if guessed:
+            acceptance.settle(guessed, accepted, _KEPT)
+            self._all.settle(guessed, accepted, _KEPT_SHARED)
+        else:
+            acceptance.fade(_KEPT_IDLE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,35 +81,74 @@ class StepPrice:
     tokens: int
     fixed_s: float = 0.0
 
+    @property
+    def plain_s(self) -> float:
+        """Seconds of the step without any guess."""
+        return max(self.target(self.tokens) + self.fixed_s, 1e-9)
+
+    def guess_s(self, rows: int) -> float:
+        """Seconds that one guess for one of `rows` sequences costs when all of them get one."""
+        more = self.target(self.tokens + rows) - self.target(self.tokens)
+        return max(more + self.draft(rows), 0.0) / max(rows, 1)
+
+
+def saved_per_token(rate: float, rows: int, price: StepPrice) -> float:
+    """Seconds that guessing saves for each token of a sequence, when all `rows` guess as it does; 0 if none."""
+    token_s = max(price.target(price.tokens + rows) - price.target(price.tokens), 0.0) / rows
+    step_s, cost_s, gained, chance, best = price.plain_s / rows, 0.0, 1.0, 1.0, 0.0
+    for depth in range(1, MAX_GUESSES + 1):
+        chance *= rate
+        gained += chance
+        cost_s += token_s + (price.draft if depth == 1 else price.draft_next)(rows) / rows
+        best = max(best, step_s - (step_s + cost_s) / gained)
+    return best
+
 
 def choose_lengths(rates: Sequence[float], limits: Sequence[int], price: StepPrice) -> list[int]:
-    """Guesses for each of n sequences, at most `limits[i]`: the level where n sequences together are fastest.
+    """Guesses for each of n sequences, at most `limits[i]`: the choice where n sequences together are fastest.
 
     `rates` are the probabilities p. O(n * longest limit).
     """
-    lengths, chances = [0] * len(rates), [1.0] * len(rates)
+    speed = len(rates) / price.plain_s
+    token_s = max(price.target(price.tokens + 1) - price.target(price.tokens), 0.0)
+    # A guess wins at most p + p^2 + ... tokens, and pays at least its own place in the target's step.
+    able = [i for i, rate in enumerate(rates) if limits[i] > 0 and rate > speed * token_s * (1.0 - min(rate, 0.99))]
+    able.sort(key=lambda i: -rates[i])
+    best = [0] * len(rates)
+    count = 1
+    while able:
+        speed, found = _deepen(able[:count], rates, limits, price, speed)
+        best = found or best
+        if count >= len(able):
+            break
+        count = min(2 * count, len(able))
+    return best
+
+
+def _deepen(
+    chosen: list[int], rates: Sequence[float], limits: Sequence[int], price: StepPrice, speed: float
+) -> tuple[float, list[int] | None]:
+    """The best that comes of guessing for the `chosen`, if it is faster than `speed`, and how fast it is."""
+    lengths, chances, best = [0] * len(rates), dict.fromkeys(chosen, 1.0), None
     computed, gained, drafted_s = price.tokens, float(len(rates)), price.fixed_s
     target_s = price.target(computed)
-    speed = gained / max(target_s + drafted_s, 1e-9)
-    depth, level = 0, list(range(len(rates)))
-    while True:
-        depth += 1
-        level = [i for i in level if limits[i] >= depth]
-        if not level:
-            return lengths
-        for i in level:
+    for depth in range(1, max(limits[i] for i in chosen) + 1):
+        one_pass = price.draft if depth == 1 else price.draft_next
+        for i in chosen:
             chances[i] *= rates[i]
-        token_s = max(price.target(computed + len(level)) - target_s, 0.0) / len(level)
-        level = [i for i in level if chances[i] > speed * token_s]
-        if not level:
-            return lengths
-        gained += sum(chances[i] for i in level)
-        computed += len(level)
+        if depth > 1:  # the choice of the first level is the caller's
+            more_s = max(price.target(computed + len(chosen)) - target_s, 0.0) + one_pass(len(chosen))
+            least = speed * more_s / len(chosen)
+            chosen = [i for i in chosen if limits[i] >= depth and chances[i] > least]
+        if not chosen:
+            break
+        gained += sum(chances[i] for i in chosen)
+        computed += len(chosen)
         target_s = price.target(computed)
-        drafted_s += (price.draft if depth == 1 else price.draft_next)(len(level))
-        faster = gained / max(target_s + drafted_s, 1e-9)
-        if faster <= speed:
-            return lengths
-        speed = faster
-        for i in level:
+        drafted_s += one_pass(len(chosen))
+        for i in chosen:
             lengths[i] = depth
+        faster = gained / max(target_s + drafted_s, 1e-9)
+        if faster > speed:
+            speed, best = faster, list(lengths)
+    return speed, best

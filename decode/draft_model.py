@@ -32,6 +32,7 @@ _SIZES = (1, 9, 32, 128, 4, 16, 64, 512, 2, 256)  # far apart first: a slow mode
 _REPEATS = 5
 _MANY = 6  # guesses in the longer of the two calls that a pass is timed by
 _PASS_ROWS = (1, 4, 16, 64)
+_GUESSES = 2  # in each row of the longer of the two steps that the price of a guess is taken from
 
 
 def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, SpeculativeEngine]:
@@ -42,14 +43,19 @@ def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, Speculat
     """
     draft = load_draft(config, runner)
     drafts: Drafts | None = NgramDrafts() if config.draft == "ngram" else None
-    costs, passes = [(1, 1e-6)], list[tuple[int, float]]()
+    costs, first, later, rows, guess = [(1, 1e-6)], *(list[tuple[int, float]]() for _ in range(4))
     if draft is not None:
         drafts = ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len)
-        costs, passes = measure_steps(draft, config.step_tokens), measure_passes(draft)
+        costs, (first, later) = measure_steps(draft, config.step_tokens), measure_passes(draft)
+    if drafts is not None:
+        rows, guess = measure_rows(runner)
     model = StepModel(
         measure_steps(runner, config.step_tokens),
         costs,
-        passes,
+        later,
+        first,
+        rows=rows,
+        guess=guess,
         budget_s=config.step_budget_ms / 1e3,
         step_tokens=config.step_tokens,
     )
@@ -102,25 +108,49 @@ def measure_steps(runner: Runner, most: int) -> list[tuple[int, float]]:
     if context < 1:
         return [(1, 1e-3)]
     blocks = tuple(range(min(runner.num_blocks, -(-(context + _ROW + 1) // size))))
-    points: list[tuple[int, float]] = []
+    found: dict[int, float] = {}
     deadline = time.perf_counter() + MEASURING_S
-    for tokens in (n for n in _SIZES if n <= max(most, 9)):
-        if len(points) >= 2 and time.perf_counter() + _REPEATS * max(seconds for _, seconds in points) > deadline:
-            break
-        plan = _rows(tokens, context, blocks)
-        points.append((tokens, min(_took(partial(runner.step, plan)) for _ in range(_REPEATS))))
-    return sorted(points)
+    for _ in range(_REPEATS):  # all sizes in turn: what disturbs the machine for a while disturbs them alike
+        for tokens in (n for n in _SIZES if n <= max(most, 9)):
+            if len(found) >= 2 and time.perf_counter() + found.get(tokens, max(found.values())) > deadline:
+                return sorted(found.items())
+            found[tokens] = min(
+                found.get(tokens, math.inf), _took(partial(runner.step, _rows(tokens, context, blocks)))
+            )
+    return sorted(found.items())
 
 
-def measure_passes(draft: Runner) -> list[tuple[int, float]]:
-    """Seconds of a pass behind the first, by its number of rows, where guesses are made at once; else none. A slow
-    draft is timed for few rows only. Leaves KV in blocks that nobody owns yet."""
+def measure_rows(runner: Runner) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    """Seconds of steps by their number of rows of one token, and what one guess more in each of them costs. Of a slow
+    model few rows only. Leaves KV in blocks that nobody owns yet."""
+    context = min(_CONTEXT, runner.max_model_len - _GUESSES - 1)
+    if context < 1:
+        return [], []
+    blocks = tuple(range(min(runner.num_blocks, -(-(context + _GUESSES + 1) // runner.layout.block_size))))
+    found: dict[tuple[int, int], float] = {}
+    deadline = time.perf_counter() + MEASURING_S
+    for _ in range(_REPEATS):
+        for rows, tokens in ((n, tokens) for n in _PASS_ROWS for tokens in (1, 1 + _GUESSES)):
+            if (1, 1 + _GUESSES) in found and time.perf_counter() > deadline:
+                break
+            row = Row(SequenceId("measure"), context, (0,) * tokens, blocks, SamplingParams(temperature=0.0), tokens)
+            plan = StepPlan(0, (row,) * rows)
+            found[rows, tokens] = min(found.get((rows, tokens), math.inf), _took(partial(runner.step, plan)))
+    sizes = [n for n in _PASS_ROWS if (n, 1 + _GUESSES) in found]
+    more = [(n, max(found[n, 1 + _GUESSES] - found[n, 1], 0.0) / _GUESSES) for n in sizes]
+    return [(n, found[n, 1]) for n in sizes], more
+
+
+def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    """Seconds of a first pass of guesses and of one behind it, by number of rows, where guesses are made at once; else
+    none. A slow draft is timed for few rows only. Leaves KV in blocks that nobody owns yet."""
     context = min(_CONTEXT, draft.max_model_len - _MANY - 1)
     if not draft.guesses_at_once or context < 1:
-        return []
+        return [], []
     blocks = tuple(range(min(draft.num_blocks, -(-(context + _MANY + 1) // draft.layout.block_size))))
     row = Row(SequenceId("measure"), context, (0,), blocks, SamplingParams(temperature=0.0), 1)
-    points: list[tuple[int, float]] = []
+    first: list[tuple[int, float]] = []
+    later: list[tuple[int, float]] = []
     deadline = time.perf_counter() + MEASURING_S
     for rows in _PASS_ROWS:
         plan = StepPlan(0, (row,) * rows)
@@ -130,10 +160,11 @@ def measure_passes(draft: Runner) -> list[tuple[int, float]]:
             many = min(many, _took(partial(draft.guess, plan, [_MANY] * rows)))
             if time.perf_counter() > deadline:
                 break
-        points.append((rows, max((many - one) / (_MANY - 1), 1e-6)))
+        first.append((rows, one))
+        later.append((rows, max((many - one) / (_MANY - 1), 1e-6)))
         if time.perf_counter() > deadline:
             break
-    return points
+    return first, later
 
 
 def _rows(tokens: int, context: int, blocks: tuple[int, ...]) -> StepPlan:

@@ -34,6 +34,10 @@ class Drafts(Protocol):
 
     def close(self, sequence_id: SequenceId) -> None: ...
 
+    def behind(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that would have to be computed before a guess at what follows."""
+        ...
+
     def room(self, sequence: Sequence, count: int) -> int:
         """Of `count` guesses at the tokens after the last, how many can be made in this step."""
         ...
@@ -64,6 +68,9 @@ class NgramDrafts:
 
     def close(self, sequence_id: SequenceId) -> None:
         self._indexes.pop(sequence_id, None)
+
+    def behind(self, sequence: Sequence) -> int:
+        return 0
 
     def room(self, sequence: Sequence, count: int) -> int:
         return len(self._index(sequence).guess(count))
@@ -110,6 +117,9 @@ class ModelDrafts:
         draft = self._drafts.pop(sequence_id, None)
         if draft is not None:
             self.blocks.release(draft.block_ids, Holder("sequence", sequence_id))
+
+    def behind(self, sequence: Sequence) -> int:
+        return sequence.num_tokens - self._drafts[sequence.id].computed
 
     def room(self, sequence: Sequence, count: int) -> int:
         draft, end = self._drafts[sequence.id], sequence.num_tokens

@@ -1,8 +1,13 @@
-"""Speculation as the scheduler sees it: pure. Which rows get guesses and how many, and what became of them."""
+"""Speculation as the scheduler sees it: pure. Which rows get guesses and how many, and what became of them.
+
+A draft that is to guess must have computed the text so far, and on a processor that costs as much as many guesses: a
+sequence's draft is brought up to date where that will be paid back, or for a trial.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from baton.core.errors import InvariantError
 from baton.core.events import SpeculationCounters
@@ -10,12 +15,15 @@ from baton.core.request import SequenceId
 from baton.core.sequence import Sequence
 from baton.core.step import DraftRow, Row, StepPlan
 from decode.acceptance import accepted_length, forced_length
-from decode.draft_length import Acceptance, AcceptanceBook, StepPrice, choose_lengths
-from decode.drafts import Drafts
+from decode.draft_length import MAX_GUESSES, Acceptance, AcceptanceBook, StepPrice, choose_lengths, saved_per_token
+from decode.drafts import CATCH_UP, Drafts
 from decode.step_cost import StepModel
+from decode.trials import GUESSES as TRIAL_GUESSES
+from decode.trials import Trials
 
-MAX_GUESSES = 8
-_SCOUT = 4  # times its patience that a sequence waits for a guess if its draft would first have to catch up
+_MARGIN = 1.5  # times its cost that bringing a draft up to date must be expected to save
+_USUAL_TOKENS = 128.0  # of an answer, until some have ended
+_USUAL_WEIGHT = 0.1  # of one in their average
 
 # Of so many positions after its last token, how many the sequence has blocks for.
 Room = Callable[[Sequence, int], int]
@@ -23,8 +31,8 @@ Room = Callable[[Sequence, int], int]
 
 class Speculation:
     """Complete state: `model`, the source of guesses, the book of how they fare, each sequence with its acceptance,
-    those whose draft is wanted, whether guesses paid in the last step (`_pays`), and `counters`. Without `drafts`
-    nothing is ever guessed.
+    those whose draft is wanted, `trials`, how long answers are (`_usual_tokens`), whose turn it is to be looked at
+    (`_looked_at`), and `counters`. Without `drafts` nothing is ever guessed.
 
     `fixed_length` guesses every time that many (0: as many as pay). `forced_rate` is for benchmarks alone: guesses
     count as right with that probability, and the output is not real.
@@ -43,24 +51,27 @@ class Speculation:
         self.fixed_length = fixed_length
         self.forced_rate = forced_rate
         self.book = AcceptanceBook()
+        self.trials = Trials()
         self.counters = SpeculationCounters(forced=forced_rate is not None)
         self._open: dict[SequenceId, tuple[Sequence, Acceptance]] = {}
         self._wanted: dict[SequenceId, Sequence] = {}
-        self._pays = True
+        self._usual_tokens = _USUAL_TOKENS
+        self._looked_at = 0
 
     def open(self, sequence: Sequence) -> None:
         """A sequence whose KV is to come."""
         if self.drafts is not None:
             self.drafts.open(sequence)
-            self._open[sequence.id] = sequence, self.book.opened()
-            if self.fixed_length or self._pays:
-                self._wanted[sequence.id] = sequence
+            self._open[sequence.id] = sequence, Acceptance()
+            self._wanted[sequence.id] = sequence
 
     def close(self, sequence_id: SequenceId) -> None:
         if self.drafts is not None:
             self.drafts.close(sequence_id)
-            self._open.pop(sequence_id, None)
+            sequence, _ = self._open.pop(sequence_id)
+            self._usual_tokens += _USUAL_WEIGHT * (len(sequence.output) - self._usual_tokens)
             self._wanted.pop(sequence_id, None)
+            self.trials.close(sequence_id)
 
     def extend(self, plan: StepPlan, sequences: list[Sequence], room: Room) -> StepPlan:
         """The plan with guesses, or with the draft rows that will make them. `sequences[i]` is that of row i."""
@@ -74,13 +85,10 @@ class Speculation:
                 continue
             sequence = sequences[index]
             possible = self.drafts.room(sequence, length)
-            if not possible:
-                self._wanted[sequence.id] = sequence
+            count = room(sequence, possible) if possible else 0
+            if count <= 0:
                 continue
-            count = room(sequence, possible)
-            guess = self.drafts.guess(sequence, index, count) if count > 0 else None
-            if guess is None:
-                continue
+            guess = self.drafts.guess(sequence, index, count)
             if guess.draft is not None:
                 drafts.append(guess.draft)
             row = rows[index]
@@ -116,42 +124,63 @@ class Speculation:
                 raise InvariantError(f"speculation for {set(self._open) ^ sequence_ids}")
 
     def _lengths(self, plan: StepPlan, sequences: list[Sequence]) -> list[int]:
+        """How many tokens to guess for each sequence of the plan that samples one; wants drafts of others."""
         most = [min(MAX_GUESSES, s.request.max_tokens - len(s.output) - 1) for s in sequences]
+        behind = [self.drafts.behind(s) if self.drafts is not None else 0 for s in sequences]
         if self.fixed_length:
+            self._wanted |= {s.id: s for s, n in zip(sequences, behind, strict=True) if n > CATCH_UP}
             return [max(0, min(self.fixed_length, limit)) for limit in most]
-        model, acceptances = self.model, [self._open[s.id][1] for s in sequences]
-        long = plan.num_tokens > len(plan.rows)
-        price = StepPrice(
-            (model.long if long else model.short).seconds,
-            model.draft.seconds,
-            model.draft_next.seconds,
-            plan.num_tokens,
-            model.fixed_s,
-        )
-        lengths = choose_lengths([a.rate for a in acceptances], most, price)
-        self._pays = any(lengths) or not sequences
-        for index, (sequence, acceptance) in enumerate(zip(sequences, acceptances, strict=True)):
-            if lengths[index] or most[index] <= 0 or not acceptance.probe_due:
-                continue
-            if self._ready(sequence):
-                lengths[index] = 1
-            elif not self._wanted and acceptance.idle >= _SCOUT * acceptance.patience:
-                self._wanted[sequence.id] = sequence  # one at a time, to learn what guesses cost now
+        if not sequences:
+            return []
+        price = self._price(len(plan.rows), plan.num_tokens)
+        limits = [limit if n <= CATCH_UP else 0 for limit, n in zip(most, behind, strict=True)]
+        lengths = choose_lengths([self._rate(s) for s in sequences], limits, price)
+        self.trials.stepped(price.plain_s)
+        index = self._looked_at = (self._looked_at + 1) % len(sequences)  # one in each step is enough
+        sequence = sequences[index]
+        if not lengths[index] and most[index] >= TRIAL_GUESSES:
+            cost_s = self._fill_s(behind[index]) + TRIAL_GUESSES * price.guess_s(1)
+            if self._pays_back(sequence) or self.trials.begin(sequence.id, cost_s):
+                self._wanted[sequence.id] = sequence
+        for index, sequence in enumerate(sequences):
+            if sequence.id == self.trials.sequence_id and limits[index] > 0:
+                lengths[index] = max(lengths[index], 1)
+                self.trials.guessed(sequence.id)
         return lengths
 
-    def _ready(self, sequence: Sequence) -> bool:
-        """Whether a guess costs no more than itself: a draft that is far behind would first have to catch up."""
-        return self.drafts is not None and self.drafts.room(sequence, 1) > 0
+    def _rate(self, sequence: Sequence) -> float:
+        return self.book.rate(self._open[sequence.id][1])
+
+    def _price(self, rows: int, tokens: int) -> StepPrice:
+        model = self.model
+        target = model.long.seconds if tokens > rows else partial(model.short_s, rows)
+        return StepPrice(target, model.draft_first.seconds, model.draft_next.seconds, tokens, model.fixed_s)
+
+    def _fill_s(self, behind: int) -> float:
+        """What it costs to bring a draft so near to its sequence that it can guess."""
+        return self.model.draft.seconds(behind) if behind > CATCH_UP else 0.0
+
+    def _pays_back(self, sequence: Sequence) -> bool:
+        """Whether guesses are expected to save more in what is left of an answer than its draft has to catch up, when
+        all sequences that are here decode."""
+        if self.drafts is None:
+            return False
+        rows, done = len(self._open), len(sequence.output)
+        left = min(sequence.request.max_tokens - done, max(self._usual_tokens - done, self._usual_tokens / 4))
+        saved_s = left * saved_per_token(self._rate(sequence), rows, self._price(rows, rows))
+        return saved_s > _MARGIN * self._fill_s(self.drafts.behind(sequence))
 
     def _fills(self, idle: bool) -> list[DraftRow]:
-        """Brings drafts up to date that are wanted: those of new sequences, and those that were too far behind."""
+        """Brings drafts up to date that are wanted, where that pays."""
         rows: list[DraftRow] = []
         tokens = self.model.fill_tokens(idle)
         for sequence_id, sequence in list(self._wanted.items()):
             if tokens <= 0 or self.drafts is None:
                 break
-            row = None if self.drafts.room(sequence, 1) else self.drafts.fill(sequence, tokens)
-            if row is None:  # near enough to guess, or its draft has no blocks
+            paid = self.fixed_length or sequence_id == self.trials.sequence_id or self._pays_back(sequence)
+            near = self.drafts.behind(sequence) <= CATCH_UP and self.drafts.room(sequence, 1) > 0
+            row = self.drafts.fill(sequence, tokens) if paid and not near else None
+            if row is None:  # near enough to guess, not worth it, or its draft has no blocks
                 del self._wanted[sequence_id]
             else:
                 rows.append(row)

@@ -2,6 +2,12 @@
 
 The curve gives the shape (a few tokens more are nearly free while reading the weights is what takes time), the scale
 follows the load of the machine and the length of contexts. One object knows one kind of step.
+
+A token that is verified costs less than one of another sequence, whose context has to be read. So steps without long
+rows have a price by rows and one for each guess in them, and the second follows what is seen on its own account, too:
+it was measured while other processes started.
+
+Everything that prices are compared of is followed in the same way, so that noise shifts all of it alike.
 """
 
 from __future__ import annotations
@@ -15,8 +21,16 @@ LEAST_LONG_TOKENS = 16
 FILL_SHARE = 0.2
 
 _WEIGHT = 0.1  # of a new observation in the scale
-_FASTER_WEIGHT = 0.5  # of one that took less: what disturbs a step only ever makes it longer
-_OUTLIER = 4.0  # an observation counts as at most this many times what was expected: one stall is not a trend
+_MORE_WEIGHT = 3.0  # times that in the price of a guess, for the part that guesses have in the step
+_FAR_LESS, _FAR_LESS_WEIGHT = 0.65, 0.5  # of one that took so much less: noise seldom does that, the end of a load does
+_OUTLIER = 2.0  # an observation counts as at most this many times what was expected: one stall is not a trend
+_FIRST_STEPS = 4  # whose least is where following what surrounds a step begins
+
+
+def followed(expected: float, seconds: float) -> float:
+    """What to expect where `expected` was and `seconds` have been seen."""
+    ratio = min(seconds / expected, _OUTLIER)
+    return expected * (1.0 + (_FAR_LESS_WEIGHT if ratio < _FAR_LESS else _WEIGHT) * (ratio - 1.0))
 
 
 class StepCost:
@@ -49,8 +63,7 @@ class StepCost:
     def correct(self, seconds: float, expected: float) -> None:
         """What was expected to take `expected` seconds took `seconds`."""
         if seconds > 0.0 and expected > 0.0:
-            ratio = min(seconds / expected, _OUTLIER)
-            self.scale *= 1.0 + (_WEIGHT if ratio > 1.0 else _FASTER_WEIGHT) * (ratio - 1.0)
+            self.scale = followed(self.scale, self.scale * seconds / expected)
 
     def tokens_within(self, seconds: float, limit: int) -> int:
         """The most tokens, up to `limit`, that a step of that length computes; 0 if not even one."""
@@ -75,27 +88,48 @@ class StepCost:
 
 class StepModel:
     """What steps of this worker cost, and how much of a step long rows may take. Steps with and without long rows have
-    curves of their own, and so have the first pass of a draft and those behind it (`draft_next`, by default the same).
-    Complete state: these, and `fixed_s`, what surrounds the two models' passes."""
+    curves of their own, and so have a draft's long rows, its first pass of guesses by their tokens (`draft_first`) and
+    those behind it (`draft_next`), both by default like the long rows. Complete state: these, `more`, how much
+    more a guess to be verified costs than was measured, and `fixed_s`, what surrounds the two models' passes."""
 
     def __init__(
         self,
         target: Sequence[tuple[int, float]] = ((1, 1e-3),),
         draft: Sequence[tuple[int, float]] = ((1, 1e-4),),
         draft_next: Sequence[tuple[int, float]] = (),
+        draft_first: Sequence[tuple[int, float]] = (),
         *,
+        rows: Sequence[tuple[int, float]] = (),
+        guess: Sequence[tuple[int, float]] = (),
         budget_s: float = 0.05,
         step_tokens: int = 512,
     ) -> None:
-        self.short, self.long = StepCost(target), StepCost(target)
-        self.draft, self.draft_next = StepCost(draft), StepCost(draft_next or draft)
+        """Points of curves: `target` by tokens of long rows, `rows` by rows of one token (by default the same), `guess`
+        what one token more in each of so many rows costs (by default as the curve of rows goes on)."""
+        self.short, self.long = StepCost(rows or target), StepCost(target)
+        self._guess = StepCost(guess) if guess else None
+        self.more = 1.0
+        self.draft = StepCost(draft)
+        self.draft_next = StepCost(draft_next or draft)
+        self.draft_first = StepCost(draft_first) if draft_first else self.draft
         self.budget_s, self.step_tokens = budget_s, step_tokens
         self.fixed_s = 0.0
+        self._steps = 0
 
     def __repr__(self) -> str:
         return (
-            f"<StepModel {self.short!r}, long x {self.long.scale:.2f}, draft {self.draft!r}, then {self.draft_next!r}>"
+            f"<StepModel {self.short!r}, long x {self.long.scale:.2f}, draft {self.draft!r}, guesses"
+            f" {self.draft_first!r}, then {self.draft_next!r}>"
         )
+
+    def short_s(self, rows: int, tokens: int) -> float:
+        """What a target pass over `rows` rows is expected to take, whose tokens behind the first are guesses."""
+        return self.short.seconds(rows) + self._guesses_s(rows, tokens)
+
+    def _guesses_s(self, rows: int, tokens: int) -> float:
+        if self._guess is None:
+            return self.more * (self.short.seconds(tokens) - self.short.seconds(rows))
+        return self.more * self.short.scale * self._guess.seconds(rows) * (tokens - rows) / max(rows, 1)
 
     def long_tokens(self, running: int) -> int:
         """Tokens of long rows for which the next step has time beside `running` short ones; never fewer than
@@ -109,8 +143,8 @@ class StepModel:
         return max(self.draft.tokens_within(self.budget_s * share, self.step_tokens), LEAST_LONG_TOKENS)
 
     def draft_s(self, plan: StepPlan) -> float:
-        """What the draft's passes of a plan are expected to take."""
-        expected = self.draft.seconds(sum(len(row.tokens) for row in plan.drafts))
+        """What the draft's passes of a plan that guesses in each of its rows are expected to take."""
+        expected = self.draft_first.seconds(sum(len(row.tokens) for row in plan.drafts))
         for depth in range(1, max((row.num_guesses for row in plan.drafts), default=0)):
             expected += self.draft_next.seconds(sum(row.num_guesses > depth for row in plan.drafts))
         return expected
@@ -119,9 +153,23 @@ class StepModel:
         """A step has been computed; `wall_s` from its plan to its outcome's arrival."""
         target_s = outcome.elapsed_s - outcome.draft_s
         long = any(len(row.tokens) > max(row.num_sampled, 1) for row in plan.rows)
-        (self.long if long else self.short).observe(plan.num_tokens, target_s)
+        if long:
+            self.long.observe(plan.num_tokens, target_s)
+        elif plan.rows and target_s > 0.0:  # both follow the same moves, or noise would part them
+            rows = len(plan.rows)
+            expected = self.short_s(rows, plan.num_tokens)
+            part = self._guesses_s(rows, plan.num_tokens) / expected
+            self.more *= followed(1.0, target_s / expected) ** (_MORE_WEIGHT * part)
+            self.short.correct(target_s, expected)
         if plan.drafts and all(row.num_guesses for row in plan.drafts):  # long rows have another price
             expected = self.draft_s(plan)
-            for curve in (self.draft, self.draft_next):
+            for curve in (self.draft_first, self.draft_next):
                 curve.correct(outcome.draft_s, expected)
-        self.fixed_s += _WEIGHT * (max(wall_s - outcome.elapsed_s, 0.0) - self.fixed_s)
+        elif plan.drafts and not any(row.num_guesses for row in plan.drafts):
+            self.draft.observe(sum(len(row.tokens) for row in plan.drafts), outcome.draft_s)
+        around_s = max(wall_s - outcome.elapsed_s, 1e-6)
+        self._steps += 1
+        if self._steps <= _FIRST_STEPS:
+            self.fixed_s = min(around_s, self.fixed_s or around_s)
+        else:
+            self.fixed_s = followed(self.fixed_s, around_s)

@@ -25,6 +25,7 @@ PURE_DECODE = tuple(
         "acceptance",
         "ngram",
         "step_cost",
+        "trials",
     )
 )
 PURE = ("baton/core/*", "prefill/scheduler.py", *PURE_DECODE, "coordinator/policy/*")

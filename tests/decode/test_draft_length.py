@@ -9,8 +9,9 @@ import pytest
 
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import DraftRow, Row, StepOutcome, StepPlan
-from decode.draft_length import Acceptance, StepPrice, choose_lengths
+from decode.draft_length import StepPrice, choose_lengths, saved_per_token
 from decode.step_cost import StepModel
+from decode.trials import SHARE, Trials
 
 
 def price(target: float = 1.0, each: float = 0.02, first: float = 0.1, later: float = 0.1, rows: int = 1) -> StepPrice:
@@ -40,9 +41,7 @@ def test_one_sequence_gets_the_fastest_length(rate: float, first: float, later: 
     paid = price(first=first, later=min(later, first))
     best = max(range(9), key=lambda length: speed([length], [rate], paid))
     found = choose_lengths([rate], [8], paid)
-    assert speed(found, [rate], paid) == pytest.approx(speed([best], [rate], paid)) or found == [0]
-    if speed([1], [rate], paid) > speed([0], [rate], paid):
-        assert found == [best]
+    assert found == [best]
 
 
 def test_later_passes_that_cost_less_are_made_more() -> None:
@@ -64,16 +63,57 @@ def test_limits_hold_and_what_costs_more_than_it_wins_is_not_guessed() -> None:
     assert choose_lengths([], [], price()) == []
 
 
-def test_a_probe_comes_later_each_time_it_goes_wrong() -> None:
-    acceptance, waits = Acceptance(rate=0.0), []
-    for _ in range(3):
-        idle = 0
-        while not acceptance.probe_due:
-            acceptance.settle(0, 0)
-            idle += 1
-        waits.append(idle)
-        acceptance.settle(1, 0)
-    assert waits == [16, 32, 64]
+@pytest.mark.parametrize("rate", [0.35, 0.4, 0.5])
+def test_a_first_guess_that_does_not_pay_alone_is_made_where_those_behind_it_do(rate: float) -> None:
+    paid = price(each=0.0, first=rate, later=0.01)
+    best = max(range(9), key=lambda length: speed([length], [rate], paid))
+    assert speed([1], [rate], paid) <= speed([0], [rate], paid) < speed([best], [rate], paid)
+    assert choose_lengths([rate], [8], paid) == [best]
+
+
+def test_the_surest_alone_get_guesses_where_not_all_of_them_pay() -> None:
+    rates = [0.2, 0.95, 0.3, 0.25, 0.9, 0.2, 0.3, 0.2]
+    paid = StepPrice(lambda tokens: 1.0 + 0.05 * tokens, lambda rows: 0.05 * rows, lambda rows: 0.05 * rows, 8)
+    found = choose_lengths(rates, [8] * 8, paid)
+    assert [i for i, length in enumerate(found) if length] == [1, 4]
+
+
+def test_what_guessing_saves_is_the_difference_of_two_speeds() -> None:
+    paid = price(rows=4)
+    faster = max(speed([length] * 4, [0.8] * 4, paid) for length in range(9))
+    assert saved_per_token(0.8, 4, paid) == pytest.approx(1 / speed([0] * 4, [0.8] * 4, paid) - 1 / faster)
+    assert saved_per_token(0.05, 4, paid) == 0.0
+
+
+def test_trials_cost_no_more_than_their_share_and_one_runs_at_a_time() -> None:
+    trials, begun, spent_s = Trials(), set[SequenceId](), 0.0
+    trials.stepped(1.0)
+    assert trials.begin(SequenceId("first"), 10.0) and not trials.begin(SequenceId("other"), 0.1), "one at a time"
+    trials.close(SequenceId("first"))
+    assert not trials.begin(SequenceId("other"), 0.1), "what a worker begins with is spent"
+    for step in range(10_000):
+        trials.stepped(1.0)
+        if step % 5 == 0 and trials.begin(SequenceId(f"s{step}"), 4.0):
+            begun.add(SequenceId(f"s{step}"))
+            spent_s += 4.0
+        assert trials.sequence_id is None or trials.sequence_id in begun
+        if trials.sequence_id is not None and step % 3 == 0:
+            trials.guessed(trials.sequence_id)
+    assert len(begun) == trials.begun - 1 > 1
+    assert 0.9 * SHARE < spent_s / 10_000 <= SHARE
+
+
+def test_a_trial_ends_with_its_sequence_and_with_its_patience() -> None:
+    trials, one, other = Trials(), SequenceId("a"), SequenceId("b")
+    trials.allowance_s = 10.0
+    assert trials.begin(one, 1.0) and not trials.begin(other, 1.0)
+    trials.close(other)
+    assert trials.sequence_id == one
+    trials.close(one)
+    assert trials.sequence_id is None and trials.begin(other, 1.0)
+    for _ in range(64):
+        trials.stepped(1e-9)
+    assert trials.sequence_id is None
 
 
 def test_passes_behind_the_first_have_their_own_price_and_both_follow_what_is_seen() -> None:

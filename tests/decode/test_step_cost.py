@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import random
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from baton.core.request import SamplingParams, SequenceId
+from baton.core.step import Row, StepOutcome, StepPlan
 from decode import draft_model
-from decode.step_cost import StepCost
+from decode.step_cost import StepCost, StepModel
 
 CURVE = [(1, 0.010), (8, 0.010), (64, 0.038)]
 
@@ -36,6 +40,41 @@ def test_what_takes_less_is_believed_sooner_than_what_takes_more() -> None:
     assert stalled.seconds(1) < 0.014
 
 
+def plan_of(*rows: int) -> StepPlan:
+    return StepPlan(
+        1, tuple(Row(SequenceId(f"s{i}"), 0, (1,) * n, (0,), SamplingParams(), n) for i, n in enumerate(rows))
+    )
+
+
+@pytest.mark.parametrize("wrong", [0.25, 1.0, 4.0])
+def test_the_price_of_a_guess_is_learned_apart_from_that_of_a_row(wrong: float) -> None:
+    """The machine is 1.5 times as slow as measured, and guesses cost `wrong` times as much beside that."""
+    model, noise = StepModel(rows=((1, 1e-3), (4, 2e-3)), guess=((1, 2e-4), (4, 8e-4))), random.Random(1)
+    for _ in range(600):
+        guesses = noise.choice((0, 1, 2, 4))
+        seconds = 1.5 * (1e-3 + 2e-4 * wrong * guesses) * math.exp(noise.gauss(0.0, 0.2))
+        model.observe(plan_of(1 + guesses), StepOutcome(1, (), seconds), seconds)
+    assert model.short_s(1, 1) == pytest.approx(1.5e-3, rel=0.15)
+    assert model.short_s(1, 5) == pytest.approx(1.5e-3 * (1 + 0.8 * wrong), rel=0.15)
+    assert model.short_s(4, 4) == pytest.approx(3e-3, rel=0.15)
+    assert model.short_s(4, 8) == pytest.approx(3e-3 * (1 + 0.4 * wrong), rel=0.2)
+
+
+def test_noise_alone_moves_no_price() -> None:
+    model, noise = StepModel(rows=((1, 1e-3), (4, 2e-3)), guess=((1, 2e-4), (4, 8e-4))), random.Random(2)
+    for _ in range(20_000):
+        seconds = 1e-3 * math.exp(noise.gauss(0.0, 0.4))
+        model.observe(plan_of(1), StepOutcome(1, (), seconds), seconds)
+    assert model.more == 1.0 and 0.7 < model.short.scale < 1.3
+
+
+def test_what_surrounds_a_step_is_not_what_one_stall_says() -> None:
+    model, plan = StepModel(), plan_of(1)
+    for wall_s in (0.500, 0.002, 0.002, 0.002, 0.002, 3.0, 0.002):
+        model.observe(plan, StepOutcome(1, ((1,),), 0.001), wall_s)
+    assert model.fixed_s == pytest.approx(0.001, rel=0.15)
+
+
 def test_tokens_that_fit_a_time() -> None:
     assert StepCost(CURVE).tokens_within(0.024, 512) == 36
     assert StepCost(CURVE).tokens_within(0.005, 512) == 0
@@ -57,7 +96,7 @@ def test_a_slow_draft_is_not_timed_for_ever(monkeypatch: pytest.MonkeyPatch) -> 
 
     layout = SimpleNamespace(block_size=16)
     draft: Any = SimpleNamespace(guesses_at_once=True, max_model_len=2048, num_blocks=512, layout=layout, guess=guess)
-    ((rows, seconds),) = draft_model.measure_passes(draft)
-    assert rows == 1 and seconds > 0.01 and calls == [[1], [6]]
+    ((rows, first_s),), ((same, seconds),) = draft_model.measure_passes(draft)
+    assert rows == same == 1 and seconds > 0.01 and first_s > 0.01 and calls == [[1], [6]]
     draft.guesses_at_once = False
-    assert draft_model.measure_passes(draft) == []
+    assert draft_model.measure_passes(draft) == ([], [])

@@ -1,0 +1,54 @@
+"""Guesses for sequences that are not worth one by what is known, so that it stays known: pure.
+
+They cost time and seldom win any, so they have an allowance: a two-hundredth of the time of steps. A trial is a few
+guesses in a row for one sequence, one in each step, since its draft may first have to compute what it has missed. It
+begins when the allowance pays for all of it; so what trials can cost is bounded whatever a guess costs, and however
+many sequences run. The first trial needs none.
+"""
+
+from __future__ import annotations
+
+from baton.core.request import SequenceId
+
+SHARE = 0.005  # of the time of steps
+GUESSES = 8  # of a trial, each alone in its step
+_SAVED_STEPS = 2000  # steps whose allowance is kept at most
+_LONGEST = 64  # steps that a trial may take, filling its draft
+
+
+class Trials:
+    """Complete state: the allowance, and the running trial: its sequence, guesses to come and steps left."""
+
+    def __init__(self) -> None:
+        self.allowance_s = 0.0
+        self.sequence_id: SequenceId | None = None
+        self._guesses = self._steps = 0
+        self.begun = 0
+
+    def stepped(self, step_s: float) -> None:
+        """A step that takes `step_s` is planned."""
+        self.allowance_s = min(self.allowance_s + SHARE * step_s, SHARE * _SAVED_STEPS * step_s)
+        if self.sequence_id is not None:
+            self._steps -= 1
+            if self._steps <= 0:
+                self.sequence_id = None
+
+    def begin(self, sequence_id: SequenceId, cost_s: float) -> bool:
+        """Tries a sequence if none is tried and there is enough to pay for it."""
+        if self.sequence_id is not None or (self.begun and cost_s > self.allowance_s):
+            return False
+        self.allowance_s = max(self.allowance_s - cost_s, 0.0)
+        self.sequence_id, self._guesses, self._steps = sequence_id, GUESSES, _LONGEST
+        self.begun += 1
+        return True
+
+    def guessed(self, sequence_id: SequenceId) -> None:
+        """There was a guess for that sequence."""
+        if sequence_id == self.sequence_id:
+            self._guesses -= 1
+            if self._guesses <= 0:
+                self.sequence_id = None
+
+    def close(self, sequence_id: SequenceId) -> None:
+        if sequence_id == self.sequence_id:
+            self.sequence_id = None

@@ -1,0 +1,111 @@
+"""What choosing how many tokens to guess is worth, in virtual time: against every fixed number, and against none."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from decode.draft_length import Acceptance, AcceptanceBook
+from tests.support.guess_sim import Prices, serve
+from tests.support.guessed_right import GREEDY, WARM, bits
+
+SERVED = Prices()
+ALONE = Prices(around_s=0.1e-3)  # scheduler and engine, nothing around them
+DEAR = Prices(token_s=0.8e-3)  # one guess costs as much as a third of a step
+MANY = Prices(around_s=3e-3)  # 32 clients
+RECORDED = {"greedy": bits(GREEDY)[:8], "warm": bits(WARM)[:8]}
+
+
+def alike(rate: float, streams: int, length: int = 128, seed: int = 0) -> list[list[bool]]:
+    generator = random.Random(seed)
+    return [[generator.random() < rate for _ in range(length)] for _ in range(streams)]
+
+
+@cache
+def best_fixed(text: str, around_s: float) -> float:
+    """Tokens per second with the best fixed number of guesses; noise and load do not count in that."""
+    speeds = [serve(RECORDED[text], Prices(around_s=around_s), length=length).speed for length in range(5)]
+    assert max(speeds) > speeds[0]
+    return max(speeds)
+
+
+@pytest.mark.parametrize(
+    ("text", "prices", "wrong"),
+    [
+        ("greedy", SERVED, 1.0),
+        ("warm", SERVED, 1.0),
+        ("greedy", ALONE, 1.0),
+        ("warm", ALONE, 1.0),
+        ("greedy", SERVED, 4.0),
+        ("warm", SERVED, 0.3),
+        ("greedy", replace(SERVED, noise=0.5, one_in=20), 1.0),
+        ("warm", replace(SERVED, noise=0.5, one_in=20), 1.0),
+        ("greedy", replace(SERVED, load=lambda now: 2.5 if int(now / 0.7) % 2 else 1.0), 1.0),
+    ],
+    ids=[
+        "greedy",
+        "warm",
+        "greedy-alone",
+        "warm-alone",
+        "dear-at-start",
+        "cheap-at-start",
+        "noise",
+        "warm-noise",
+        "load",
+    ],
+)
+def test_where_guesses_pay_the_choice_is_as_good_as_the_best_fixed_number(
+    text: str, prices: Prices, wrong: float
+) -> None:
+    """Seen afterwards. `wrong` is by how much the price of a token was mismeasured at start."""
+    best = best_fixed(text, prices.around_s)
+    speeds = [serve(RECORDED[text], prices, model=prices.model(wrong), seed=seed).speed for seed in (1, 2)]
+    assert min(speeds) > 0.96 * best
+
+
+@pytest.mark.parametrize(
+    ("rate", "streams", "clients", "prices"),
+    [(0.05, 16, 1, SERVED), (0.3, 16, 1, DEAR), (0.5, 96, 8, SERVED), (0.6, 64, 32, MANY), (0.05, 64, 32, MANY)],
+)
+def test_where_no_guess_pays_a_draft_costs_hardly_more_than_none(
+    rate: float, streams: int, clients: int, prices: Prices
+) -> None:
+    text = alike(rate, streams)
+    plain = serve(text, prices, clients=clients, length=0)
+    found = serve(text, prices, clients=clients)
+    assert plain.guesses == plain.filled == 0 and plain.tokens == found.tokens
+    assert found.trials > 0, "it must go on looking"
+    assert found.speed > 0.985 * plain.speed
+
+
+def test_text_that_turns_easy_is_found_out() -> None:
+    text = alike(0.05, 6) + alike(0.9, 48, seed=1)
+    best = max(serve(text[10:], SERVED, length=length).speed for length in (4, 6, 8))
+    hard, all_of_it = serve(text[:6], SERVED), serve(text, SERVED)
+    assert hard.guesses < hard.tokens / 10 and all_of_it.guesses > all_of_it.tokens / 2
+    easy_s = all_of_it.seconds - hard.seconds
+    assert (all_of_it.tokens - hard.tokens) / easy_s > 0.8 * best
+
+
+def test_a_sequence_goes_back_to_what_is_usual_while_nothing_is_guessed_for_it() -> None:
+    book, one = AcceptanceBook(), Acceptance()
+    for _ in range(30):
+        book.settle(one, 1, 0)
+    for _ in range(200):
+        book.settle(Acceptance(), 4, 4)
+    assert book.shared > 0.95 and book.rate(one) < 0.5
+    for _ in range(400):
+        book.settle(one, 0, 0)
+    assert book.rate(one) > 0.95 * book.shared
+    assert book.rate(Acceptance()) == book.shared
+
+
+def test_only_guesses_whose_turn_came_count() -> None:
+    book, one = AcceptanceBook(), Acceptance()
+    book.settle(one, 8, 2)
+    assert 2.9 < one.seen < 3.0 and one.right < 2.0
+    book.settle(other := Acceptance(), 2, 2)
+    assert other.right == other.seen and 1.9 < other.seen < 2.0

@@ -1,0 +1,167 @@
+"""Guessing in virtual time: the decode scheduler with a draft model, on an engine that knows which guesses are right
+and what steps take. What the scheduler is told is noisy; what a run is judged by is the price without the noise."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from baton.core.request import SequenceId
+from baton.core.step import StepOutcome, StepPlan
+from decode.drafts import ModelDrafts
+from decode.scheduler import DecodeScheduler
+from decode.speculation import Speculation
+from decode.step_cost import StepModel
+from tests.support.builders import make_layout, make_request
+
+PROMPT = 160
+_RIGHT, _WRONG = 7, 8
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Seconds of what a step consists of. A target pass takes `target_s`, `sequence_s` for each row and `token_s` for
+    each guess in it; guesses take `first_s`, `next_s` for each further pass, both `row_s` more for each row beyond the
+    first; `behind_s` for each token that the draft computes before it can guess; `around_s` is what surrounds a step.
+
+    Of each part `noise` is the deviation of its logarithm; one in `one_in` takes `stall_s` longer. `load(now)`
+    multiplies everything."""
+
+    target_s: float = 0.9e-3
+    sequence_s: float = 0.38e-3
+    token_s: float = 0.2e-3
+    first_s: float = 0.40e-3
+    next_s: float = 0.10e-3
+    row_s: float = 0.09e-3
+    behind_s: float = 0.045e-3
+    around_s: float = 1.2e-3
+    noise: float = 0.25
+    one_in: int = 50
+    stall_s: float = 8e-3
+    load: Callable[[float], float] = field(default=lambda now: 1.0)
+
+    def target(self, plan: StepPlan) -> float:
+        more = self.sequence_s * len(plan.rows) + self.token_s * (plan.num_tokens - len(plan.rows))
+        return self.target_s + more if plan.rows else 0.0
+
+    def draft(self, plan: StepPlan) -> float:
+        if not plan.drafts:
+            return 0.0
+        most = max(row.num_guesses for row in plan.drafts)
+        passes = self.first_s + self.next_s * max(0, most - 1)
+        more_rows = sum(max(row.num_guesses, 1) for row in plan.drafts) - max(most, 1)
+        behind = sum(len(row.tokens) - 1 for row in plan.drafts)
+        return passes + self.row_s * more_rows + self.behind_s * behind
+
+    def model(self, wrong: float = 1.0) -> StepModel:
+        """What a worker measures of this at its start; `wrong` makes the price of one token more so many times what it
+        is, as a busy machine does."""
+        sizes = (1, 4, 16, 64)
+        plain = [(n, self.target_s + self.sequence_s * n) for n in sizes]
+        guess = [(n, self.token_s * n * wrong) for n in sizes]
+        long = [(n, self.target_s + self.token_s * n) for n in (1, 4, 9, 16, 32, 64, 128, 512)]
+        fills = [(n, self.first_s + self.behind_s * (n - 1)) for n in (1, 4, 9, 16, 32, 64, 128, 512)]
+        first = [(n, self.first_s + self.row_s * (n - 1)) for n in (1, 4, 16, 64)]
+        later = [(n, self.next_s + self.row_s * (n - 1)) for n in (1, 4, 16, 64)]
+        return StepModel(long, fills, later, first, rows=plain, guess=guess)
+
+
+@dataclass
+class Found:
+    """Of one run: tokens, the seconds that they took without noise, steps, steps with guesses, guesses and of these
+    right ones, tokens that the draft computed without guessing behind them, trials begun, and how often each number of
+    guesses was made."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    guessing: int = 0
+    guesses: int = 0
+    right: int = 0
+    filled: int = 0
+    trials: int = 0
+    lengths: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+
+def serve(
+    streams: Sequence[Sequence[bool]],
+    prices: Prices,
+    *,
+    clients: int = 1,
+    length: int | None = None,
+    model: StepModel | None = None,
+    seed: int = 1,
+) -> Found:
+    """Serves `streams`, `clients` at a time, one after the other. `length` None lets the policy choose, another number
+    is guessed in every step, and 0 is a worker without a draft. Time while nothing decodes does not count."""
+    layout = make_layout(16)
+    model = model or prices.model()
+    drafts = ModelDrafts(layout, clients * 64, 4096) if length != 0 else None
+    speculation = Speculation(drafts, model, fixed_length=length or 0)
+    scheduler = DecodeScheduler(layout, clients * 64, clients, speculation, prefix_cache=False)
+    noise, found, now = random.Random(seed), Found(), 0.0
+    waiting, here = list(enumerate(streams)), dict[str, Sequence[bool]]()
+
+    def noisy(seconds: float) -> float:
+        stall = prices.stall_s if noise.randrange(prices.one_in) == 0 else 0.0
+        return seconds and seconds * math.exp(noise.gauss(0.0, prices.noise)) + stall
+
+    while waiting or scheduler.num_sequences:
+        arriving: list[SequenceId] = []
+        while waiting and scheduler.num_sequences < clients:
+            index, bits = waiting.pop(0)
+            request = make_request(f"s{index}", PROMPT, len(bits), eos=())
+            scheduler.reserve(request, now)
+            arriving.append(request.sequence_id)
+            here[f"s{index}"] = bits
+        for _ in range(3 if arriving else 1):  # KV arrives while others go on
+            plan = scheduler.begin_step(now)
+            if plan is None:
+                break
+            outcome = _outcome(plan, here)
+            load = prices.load(now)
+            draft_s, target_s = prices.draft(plan) * load, prices.target(plan.with_guesses(outcome.guesses)) * load
+            seen_draft, seen_target = noisy(draft_s), noisy(target_s)
+            outcome = replace(outcome, draft_s=seen_draft, elapsed_s=seen_draft + seen_target)
+            if plan.rows:
+                found.seconds += (draft_s + target_s + prices.around_s * load) / load
+            _count(found, plan)
+            now += outcome.elapsed_s + noisy(prices.around_s * load)
+            result = scheduler.finish_step(outcome, now)
+            found.tokens += sum(len(event.tokens) for event in result.tokens)
+        for sequence_id in arriving:
+            scheduler.received(sequence_id, _RIGHT, now)
+    scheduler.check()
+    found.right, found.trials = speculation.counters.accepted_tokens, speculation.trials.begun
+    return found
+
+
+def _outcome(plan: StepPlan, streams: dict[str, Sequence[bool]]) -> StepOutcome:
+    """Every token of the text is the same; a wrong guess is another."""
+    guesses: list[tuple[int, ...]] = [()] * len(plan.rows)
+    for draft in plan.drafts:
+        if draft.num_guesses:
+            row = plan.rows[draft.row]
+            bits, first = streams[row.sequence_id.request_id], row.output_index - 1
+            right = bits[first : first + draft.num_guesses]
+            guesses[draft.row] = tuple(_RIGHT if bit else _WRONG for bit in right)
+    made = tuple(guesses) if any(guesses) else ()
+    full = plan.with_guesses(made)
+    return StepOutcome(plan.step_id, tuple((_RIGHT,) * row.num_sampled for row in full.rows), guesses=made)
+
+
+def _count(found: Found, plan: StepPlan) -> None:
+    made = sum(draft.num_guesses for draft in plan.drafts)
+    found.steps += 1
+    found.guessing += made > 0
+    found.guesses += made
+    found.filled += sum(len(draft.tokens) for draft in plan.drafts if not draft.num_guesses)
+    for draft in plan.drafts:
+        if draft.num_guesses:
+            found.lengths[draft.num_guesses] = found.lengths.get(draft.num_guesses, 0) + 1
