@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import struct
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -95,7 +96,8 @@ class Peer:
         layers = chunk.end_layer
         ends = [buffer.numel() * (index + 1) // layers for index in range(layers)]
         parts = (buffer if packed is None else packed).chunk(layers)
-        sums = [checksum(chunk_identity(chunk), part) for part in parts]
+        identity = chunk_identity(chunk)
+        sums = [checksum(identity + struct.pack("<II", i, i + 1), part) for i, part in enumerate(parts)]
         assert self.edge is not None
         await self.edge.send(buffer, ends=ends, ready=sums.__getitem__)
 
