@@ -157,3 +157,29 @@ def test_no_stream_is_silent_for_two_seconds_in_half_the_pool() -> None:
     assert scheduler.blocks.num_free == 80
     assert scheduler.preemptions > 0 and recomputed > 0, "blocks must have been short"
     assert silence_s < 2.0 and silent_steps < 128
+
+
+@pytest.mark.parametrize(("streams", "most_s", "most_recomputed"), [(16, 2.6, 4_500), (32, 4.3, 5_600)])
+def test_with_more_streams_in_half_the_pool_silence_is_bounded_and_so_is_recomputation(
+    streams: int, most_s: float, most_recomputed: int
+) -> None:
+    """As above. Twice as many wait, so either twice as much is computed again in each second or they wait for twice as
+    long: decision 0022 has the arithmetic. This holds where the policy stands between the two."""
+    scheduler = make_worker(num_blocks=10 * streams)
+    heard = {f"s{index}": 0.0 for index in range(streams)}
+    for name in heard:
+        ready(scheduler, name, prompt=64, max_tokens=256)
+    now, recomputed, silence_s, tokens = 0.0, 0, 0.0, 0
+    while scheduler.num_sequences:
+        plan = scheduler.begin_step(now)
+        assert plan is not None
+        now += scheduler.speculation.model.long.seconds(plan.num_tokens)
+        recomputed += plan.num_tokens - sum(row.num_sampled for row in plan.rows)
+        for event in scheduler.finish_step(make_outcome(plan), now).tokens:
+            name = event.sequence.request_id
+            silence_s, heard[name] = max(silence_s, now - heard[name]), now
+            tokens = max(tokens, event.first_index + len(event.tokens))
+        scheduler.check()
+    assert tokens == 256 and scheduler.blocks.num_free == 10 * streams
+    assert scheduler.preemptions > 0 and 0 < recomputed < most_recomputed
+    assert silence_s < most_s
