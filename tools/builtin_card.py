@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from builtin_data import (
 )
 from builtin_model import DRAFT, TARGET, Llama, Shape, load_exported
 from builtin_sample import Acceptance, acceptance, generate, until_end
-from builtin_train import DRAFT_LENGTHS, TARGET_LENGTHS, text_loss_of
+from builtin_train import DISTANCE_FROM, DRAFT_LENGTHS, RECORDS, TARGET_LENGTHS, TUNE_LENGTHS, text_loss_of
+from builtin_written import KEPT, TEMPERATURES
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -105,16 +107,16 @@ def samples(pair: Pair) -> str:
 
 
 def run_row(name: str, run: dict[str, Any]) -> str:
-    """One training as a table row."""
-    speed = run["tokens"] / run["seconds"]
+    """One training as a table row, from what `keep_record` noted."""
+    speed = run["tokens"] / run["minutes"] / 60
     rates = f"{run['muon_lr']:g} / {run['adam_lr']:g}"
-    minutes = run["seconds"] / 60
-    return f"| {name} | {run['step']:,} | {run['tokens']:,} | {minutes:.0f} min | {speed:,.0f} | {rates} |"
+    shown = f"{run['steps']:,} | {run['tokens']:,} | {run['tokens_per_step']:,} | {run['minutes']:.0f} min"
+    return f"| {name} | {shown} | {speed:,.0f} | {run['products']} | {rates} |"
 
 
 def curve(run: dict[str, Any]) -> str:
     """The held-out loss along one training."""
-    return ", ".join(f"{step}: {held:.2f}" for step, _, _, _, held in run["losses"])
+    return ", ".join(f"{step}: {held:.2f}" for step, held in run["held_out_by_step"].items())
 
 
 def shape_row(name: str, of: Callable[[Shape], object]) -> str:
@@ -153,11 +155,11 @@ def schedule(lengths: list[tuple[float, int]]) -> str:
     return ", ".join(f"{length:,} until {until:.0%}" for until, length in lengths)
 
 
-def write_card(folder: Path, work: Path) -> None:
+def write_card(folder: Path) -> None:
     """Measures everything and writes the card."""
     pair = load_pair(folder)
     corpus = pair.corpus
-    runs = {name: torch.load(work / f"{name}.pt", weights_only=False)["run"] for name in ("target", "draft")}
+    runs = json.loads((folder / RECORDS).read_text(encoding="utf-8"))
     chats, snippets = conversations_and_snippets(corpus)
     accepted = [
         f"| {name} | {a.coupled:.1%} | {a.most:.1%} | {a.tokens_per_check:.2f} | {a.positions:,} |"
@@ -179,8 +181,13 @@ def write_card(folder: Path, work: Path) -> None:
         epoch=sum(map(len, pair.train)),
         chats=len(chats),
         snippets=len(snippets),
-        runs=run_row("target", runs["target"]) + "\n" + run_row("draft", runs["draft"]),
-        target_curve=curve(runs["target"]),
-        draft_curve=curve(runs["draft"]),
+        runs="\n".join(run_row(name, runs[name]) for name in ("target", "draft", "tune")),
+        curves="; ".join(f"{name} {curve(runs[name])}" for name in ("target", "draft", "tune")),
+        tune_lengths=schedule(TUNE_LENGTHS),
+        kept=KEPT,
+        temperatures=", ".join(f"{t:g}" for t in TEMPERATURES),
+        written_tokens=runs["tune"]["written_tokens"],
+        long_tokens=runs["tune"]["long_tokens"],
+        distance_from=DISTANCE_FROM,
     )
     (folder / "README.md").write_text(text, encoding="utf-8")

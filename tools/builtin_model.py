@@ -46,25 +46,45 @@ class Norm(nn.Module):
         return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps))
 
 
+def product_type() -> torch.dtype:
+    """The type of products that this CPU is fast in: bfloat16 where it has instructions for it, else float32."""
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
 def linear(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """A product in the compute type of float32 master weights."""
     return F.linear(x.to(dtype), weight.to(dtype))
 
 
 class Past:
-    """One layer's keys and values while sampling: first a whole prompt, then one token at a time."""
+    """One layer's keys and values while sampling: first a whole prompt, then one token at a time.
 
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+    `capacity` positions there is room for. Keys and values are [rows * KV heads, positions, head size].
+    """
 
-    def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Everything so far, the new tokens included."""
-        if self.keys is not None and self.values is not None:
-            assert keys.shape[2] == 1, "after the prompt, one token at a time"
-            keys, values = torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
-        self.keys, self.values = keys, values
-        return keys, values
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.length = capacity, 0
+        self.keys = self.values = torch.empty(0)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention over all positions so far, those of `k` and `v` included. Shapes as in `Attention`."""
+        rows, heads, new, size = q.shape
+        kv_heads = k.shape[1]
+        if self.length == 0:
+            self.keys, self.values = (k.new_empty(rows * kv_heads, self.capacity, size) for _ in range(2))
+        here = slice(self.length, self.length + new)
+        self.keys[:, here], self.values[:, here] = k.reshape(-1, new, size), v.reshape(-1, new, size)
+        self.length += new
+        if new == self.length:
+            groups = heads // kv_heads
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        assert new == 1, "after the prompt, one token at a time"
+        # A group of heads shares keys and values; repeating them for each would cost more than the products.
+        scores = torch.bmm(q.reshape(rows * kv_heads, -1, size), self.keys[:, : self.length].transpose(1, 2))
+        weights = torch.softmax(scores.float() * size**-0.5, -1).to(v.dtype)
+        return torch.bmm(weights, self.values[:, : self.length]).view(rows, heads, 1, size)
 
 
 class Attention(nn.Module):
@@ -88,17 +108,16 @@ class Attention(nn.Module):
         q, k, v = torch.split(heads, [shape.num_attention_heads] + [shape.num_key_value_heads] * 2, dim=1)
         q, k = rotate(q, cos, sin, dtype), rotate(k, cos, sin, dtype)
         if past is not None:
-            k, v = past.extend(k, v)
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        if past is not None or length > 512:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=length > 1)
+            y = past.attend(q, k, v)
         else:
-            y = short_attention(q, k, v)
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+            spelled_out = length <= 512 and dtype == torch.bfloat16
+            y = short_attention(q, k, v) if spelled_out else F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return linear(y.transpose(1, 2).reshape(rows, length, -1), self.o_proj.weight, dtype)
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention spelled out: compiled, it beats the CPU's fused kernel on short pieces, backward above all."""
+    """Causal attention spelled out: compiled, in bf16, it beats the fused kernel on short pieces, backward most."""
     length = q.shape[-2]
     scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5
     visible = torch.ones(length, length, dtype=torch.bool).tril()
@@ -164,14 +183,19 @@ class Llama(nn.Module):
             if name in ("o_proj", "down_proj") and isinstance(child, nn.Linear):
                 nn.init.normal_(child.weight, std=0.02 / (2 * self.shape.num_hidden_layers) ** 0.5)
 
-    def logits(self, ids: Tensor, past: list[Past] | None = None, start: int = 0) -> Tensor:
-        """Logits of every position, in float32. With `past`, `ids` begin at position `start`."""
+    def hidden(self, ids: Tensor, past: list[Past] | None = None, start: int = 0) -> Tensor:
+        """What the head reads at every position, in float32. With `past`, `ids` begin at position `start`."""
         x = self.embed_tokens(ids)
         here = slice(start, start + ids.shape[1])
         cos, sin = self.get_buffer("cos")[here], self.get_buffer("sin")[here]
         for number, layer in enumerate(self.layers):
             x = layer(x, cos, sin, self.dtype, None if past is None else past[number])
-        return linear(self.norm(x), self.embed_tokens.weight, self.dtype).float()
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def logits(self, ids: Tensor, past: list[Past] | None = None, start: int = 0) -> Tensor:
+        """Logits of every position, in float32. With `past`, `ids` begin at position `start`."""
+        return linear(self.hidden(ids, past, start), self.embed_tokens.weight, self.dtype).float()
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy."""

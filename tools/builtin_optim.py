@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from builtin_model import product_type
 from torch import Tensor, nn
 
 
 def orthogonalise(update: Tensor, steps: int = 5) -> Tensor:
-    """The nearest (semi-)orthogonal matrix, roughly, by a quintic Newton-Schulz iteration in bf16."""
+    """The nearest (semi-)orthogonal matrix, roughly, by a quintic Newton-Schulz iteration."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x: Tensor = update.to(torch.bfloat16)
+    x: Tensor = update.to(product_type())
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
     x = x / (x.norm() + 1e-7)

@@ -21,8 +21,8 @@ def gumbel(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 @torch.no_grad()
 def generate(model: Llama, prompts: Tensor, count: int, temperature: float, generator: torch.Generator) -> Tensor:
     """Continues prompts of one length by `count` tokens: argmax(logits + T * noise). Nothing stops at `<|end|>`."""
-    past = [Past() for _ in model.layers]
     rows, length = prompts.shape
+    past = [Past(length + count) for _ in model.layers]
     out = [prompts]
     ids, start = prompts, 0
     for position in range(length, length + count):

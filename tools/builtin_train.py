@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from builtin_data import Batches
-from builtin_model import Llama
+from builtin_model import Llama, write_json
 from builtin_optim import Optimiser
+from builtin_taught import TaughtHead
+from builtin_written import LONG, TEMPERATURE, WRITTEN, TaughtBatches
 from torch import Tensor
 
 # (until this share of the run, tokens per sequence): short first because attention is dear, long at the end.
 TARGET_LENGTHS = [(0.30, 256), (0.86, 512), (0.97, 2048), (1.0, 4096)]
 DRAFT_LENGTHS = [(0.88, 512), (1.0, 4096)]
+# Long rows not last: what is served mostly, and that is short, has the last word.
+TUNE_LENGTHS = [(0.7, WRITTEN), (0.8, LONG), (1.0, WRITTEN)]
 WARMUP = 0.02
 DECAY_FROM = 0.35
 # The draft learns from text alone for this share of its run, which is three times as fast, then from the target.
 TEXT_SHARE = 0.3
+# While it is tuned, its loss moves from the divergence to this multiple of the distance after this share of the run.
+DISTANCE_FROM, DISTANCE_WEIGHT = 0.5, 3.0
+RECORDS = "trainings.json"
 
 
 @dataclass
@@ -55,7 +63,20 @@ class Run:
         return min(1.0, (p + 1e-3) / WARMUP, max(0.0, 1 - p) / (1 - DECAY_FROM))
 
 
-Loss = Callable[[Tensor, Tensor], Tensor]
+# A loss takes the tensors of one batch: tokens and those that follow them, or what `TaughtBatches.next` gives.
+Loss = Callable[..., Tensor]
+
+
+class Source(Protocol):
+    """A stream of batches that can be resumed."""
+
+    epoch: int
+
+    def state(self) -> tuple[int, int, int]: ...
+
+    def restore(self, state: tuple[int, int, int]) -> None: ...
+
+    def next(self, rows: int, length: int) -> tuple[np.ndarray, ...]: ...
 
 
 def text_loss(model: Llama, compiled: bool) -> Loss:
@@ -89,9 +110,33 @@ def distil_loss(draft: Llama, target: Llama, compiled: bool, temperature: float 
     return loss
 
 
+def taught_loss(draft: Llama, run: Run, compiled: bool) -> Loss:
+    """How far the draft is from the target's kept distributions, all at the temperature at which these were kept.
+
+    At first the divergence; towards the end of the run more and more the share of tokens that no coupling could accept,
+    which is what serving pays for (the total variation distance: Leviathan et al., 2023).
+    """
+    hidden: Callable[[Tensor], Tensor] = draft.hidden
+    if compiled:
+        hidden = torch.compile(hidden, dynamic=False)
+
+    def loss(ids: Tensor, likeliest: Tensor, probabilities: Tensor) -> Tensor:
+        share = max(0.0, (run.progress() - DISTANCE_FROM) / (1 - DISTANCE_FROM))
+        states, kept = hidden(ids).flatten(0, 1), (likeliest.flatten(0, 1), probabilities.flatten(0, 1).float())
+        found: Tensor = TaughtHead.apply(states, draft.embed_tokens.weight, *kept, TEMPERATURE, share, DISTANCE_WEIGHT)  # type: ignore[no-untyped-call]
+        return found
+
+    return loss
+
+
 def first_then(run: Run, share: float, first: Loss, then: Loss) -> Loss:
     """One loss for the first share of a run, another for the rest."""
     return lambda ids, targets: (first if run.progress() < share else then)(ids, targets)
+
+
+def tensor_of(part: np.ndarray) -> Tensor:
+    """Integers of any width as int64, which is what indexes; other values as they are."""
+    return torch.from_numpy(part.astype(np.int64) if np.issubdtype(part.dtype, np.integer) else part)
 
 
 @torch.no_grad()
@@ -115,7 +160,7 @@ def train(
     run: Run,
     model: Llama,
     loss_of: Loss,
-    batches: Batches,
+    batches: Source,
     held_out: list[np.ndarray],
     checkpoint: Path,
     name: str,
@@ -140,12 +185,11 @@ def train(
     while run.progress() < 1.0:
         began = time.perf_counter()
         length = run.length()
-        rows = max(1, run.tokens_per_pass // length)
+        rows = max(1, min(run.tokens_per_pass, run.tokens_per_step) // length)
         passes = max(1, run.tokens_per_step // (rows * length))
         total = 0.0
         for _ in range(passes):
-            ids, targets = (torch.from_numpy(part.astype(np.int64)) for part in batches.next(rows, length))
-            loss = loss_of(ids, targets) / passes
+            loss = loss_of(*map(tensor_of, batches.next(rows, length))) / passes
             torch.autograd.backward(loss)
             total += loss.item()
         optimiser.step(run.rate())
@@ -166,3 +210,24 @@ def train(
                 flush=True,
             )
     save()
+
+
+def keep_record(folder: Path, name: str, run: Run, products: torch.dtype, batches: Source) -> None:
+    """Notes beside the weights how a stage went, for the card: not all stages run on one machine."""
+    path = folder / RECORDS
+    records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    curve = {str(step): round(held, 3) for step, _, _, _, held in run.losses}
+    records[name] = {
+        "steps": run.step,
+        "tokens": run.tokens,
+        "minutes": round(run.seconds / 60, 1),
+        "muon_lr": run.muon_lr,
+        "adam_lr": run.adam_lr,
+        "tokens_per_step": run.tokens_per_step,
+        "products": str(products).removeprefix("torch."),
+        "held_out_by_step": curve,
+    }
+    if isinstance(batches, TaughtBatches):
+        sizes = {length: len(taught) * length for length, taught in batches.sets.items()}
+        records[name] |= {"written_tokens": sizes[WRITTEN], "long_tokens": sizes[LONG]}
+    write_json(path, records)

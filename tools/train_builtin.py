@@ -1,7 +1,8 @@
 """Trains and exports the built-in model pair. See baton/builtin/README.md for what it makes and what it cost.
 
-python tools/train_builtin.py tokenizer|target|draft|card, in this order; each stage can be repeated. A training that is
-stopped goes on from its checkpoint when the same command is given again.
+python tools/train_builtin.py tokenizer|target|draft|write|tune|card, in this order; each stage can be repeated. `draft`
+trains the draft from nothing; `write` lets the target write text and keeps its distributions; with them `tune` trains
+the exported draft further. A training or a writing that is stopped goes on when the same command is given again.
 """
 
 from __future__ import annotations
@@ -12,9 +13,23 @@ from pathlib import Path
 import torch
 from builtin_data import Batches, held_out_documents, load_corpus, train_tokenizer, training_documents
 from builtin_files import write_tokenizer
-from builtin_model import DRAFT, TARGET, Llama, export, load_exported, shrunk
+from builtin_model import DRAFT, TARGET, Llama, export, load_exported, product_type, shrunk
 from builtin_sample import target_documents
-from builtin_train import DRAFT_LENGTHS, TARGET_LENGTHS, TEXT_SHARE, Run, distil_loss, first_then, text_loss, train
+from builtin_train import (
+    DRAFT_LENGTHS,
+    TARGET_LENGTHS,
+    TEXT_SHARE,
+    TUNE_LENGTHS,
+    Run,
+    Source,
+    distil_loss,
+    first_then,
+    keep_record,
+    taught_loss,
+    text_loss,
+    train,
+)
+from builtin_written import TaughtBatches, write
 from tokenizers import Tokenizer
 
 PACKAGE = Path(__file__).resolve().parent.parent / "baton" / "builtin"
@@ -23,7 +38,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "baton" / "builtin"
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=["tokenizer", "target", "draft", "card"])
+    parser.add_argument("stage", choices=["tokenizer", "target", "draft", "write", "tune", "card"])
     parser.add_argument("--out", type=Path, default=PACKAGE, help="where target/ and draft/ are written")
     parser.add_argument("--work", type=Path, default=Path("runs/builtin"), help="where checkpoints are kept")
     parser.add_argument("--steps", type=int, default=0, help="length of the schedule (0: the default of the stage)")
@@ -31,7 +46,9 @@ def main() -> None:
     parser.add_argument("--tokens-per-step", type=int, default=0, help="0: the default of the stage")
     parser.add_argument("--tokens-per-pass", type=int, default=4096, help="tokens in one forward and backward pass")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--written-tokens", type=int, default=120_000, help="text by the target, to distil on")
+    parser.add_argument(
+        "--written-tokens", type=int, default=0, help="text by the target (0: the default of the stage)"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile (no C++ compiler needed)")
     arguments = parser.parse_args()
@@ -42,10 +59,16 @@ def main() -> None:
         tokenizer = train_tokenizer(load_corpus())
         for folder in ("target", "draft"):
             write_tokenizer(tokenizer, arguments.out / folder)
+    elif arguments.stage == "write":
+        target = load_exported(arguments.out / "target", TARGET, product_type())
+        corpus = load_corpus()
+        tokenizer = Tokenizer.from_file(str(arguments.out / "target" / "tokenizer.json"))
+        documents = training_documents(tokenizer, corpus)
+        write(target, documents, arguments.work / "text", arguments.written_tokens or 590_000, arguments.seed)
     elif arguments.stage == "card":
         from builtin_card import write_card
 
-        write_card(arguments.out, arguments.work)
+        write_card(arguments.out)
     else:
         train_stage(arguments)
 
@@ -57,29 +80,46 @@ def train_stage(arguments: argparse.Namespace) -> None:
     documents, held_out = training_documents(tokenizer, corpus), held_out_documents(tokenizer, corpus)
     print(f"{len(documents)} documents, {sum(map(len, documents))} tokens an epoch", flush=True)
     compiled = not arguments.no_compile
+    batches: Source
     if arguments.stage == "target":
-        model = Llama(TARGET)
-        rates, lengths = (0.02, 0.004), TARGET_LENGTHS
-        steps = arguments.steps or 1340
-        step_tokens = arguments.tokens_per_step or 8192
-    else:
-        model = Llama(DRAFT)
-        target = load_exported(arguments.out / "target", TARGET, torch.bfloat16)
+        model = Llama(TARGET, product_type())
+        run = run_of(arguments, 1340, 8192, (0.02, 0.004), TARGET_LENGTHS)
+        loss, batches = text_loss(model, compiled), Batches(documents, arguments.seed)
+    elif arguments.stage == "draft":
+        model = Llama(DRAFT, product_type())
+        target = load_exported(arguments.out / "target", TARGET, product_type())
         model.embed_tokens.weight.data.copy_(shrunk(target.embed_tokens.weight.data, DRAFT.hidden_size))
-        written = target_documents(target, documents, arguments.written_tokens, 512, arguments.seed)
+        written = target_documents(target, documents, arguments.written_tokens or 120_000, 512, arguments.seed)
         print(f"{len(written)} documents of {len(written[0])} tokens by the target", flush=True)
-        documents = documents + written
-        rates, lengths = (0.02, 0.006), DRAFT_LENGTHS
-        steps = arguments.steps or 1570
-        step_tokens = arguments.tokens_per_step or 4096
+        run = run_of(arguments, 1570, 4096, (0.02, 0.006), DRAFT_LENGTHS)
+        loss = first_then(run, TEXT_SHARE, text_loss(model, compiled), distil_loss(model, target, compiled))
+        batches = Batches(documents + written, arguments.seed)
+    else:
+        model = load_exported(arguments.out / "draft", DRAFT, product_type()).train()
+        run = run_of(arguments, 1800, 4096, (0.01, 0.003), TUNE_LENGTHS)
+        loss, batches = taught_loss(model, run, compiled), TaughtBatches(arguments.work / "text", arguments.seed)
     print(f"{model.parameter_count()} parameters", flush=True)
-    run = Run(steps, arguments.minutes, step_tokens, arguments.tokens_per_pass, *rates, lengths)
-    loss = text_loss(model, compiled)
-    if arguments.stage == "draft":
-        loss = first_then(run, TEXT_SHARE, loss, distil_loss(model, target, compiled))
-    batches = Batches(documents, arguments.seed)
     train(run, model, loss, batches, held_out, arguments.work / f"{arguments.stage}.pt", arguments.stage)
-    export(model, arguments.out / arguments.stage)
+    export(model, arguments.out / ("draft" if arguments.stage == "tune" else arguments.stage))
+    keep_record(arguments.out, arguments.stage, run, product_type(), batches)
+
+
+def run_of(
+    arguments: argparse.Namespace,
+    steps: int,
+    step_tokens: int,
+    rates: tuple[float, float],
+    lengths: list[tuple[float, int]],
+) -> Run:
+    """A stage's run with its defaults where the command line says nothing."""
+    return Run(
+        arguments.steps or steps,
+        arguments.minutes,
+        arguments.tokens_per_step or step_tokens,
+        arguments.tokens_per_pass,
+        *rates,
+        lengths,
+    )
 
 
 if __name__ == "__main__":
