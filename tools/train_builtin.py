@@ -96,7 +96,7 @@ def train_stage(arguments: argparse.Namespace) -> None:
         batches = Batches(documents + written, arguments.seed)
     else:
         model = load_exported(arguments.out / "draft", DRAFT, product_type()).train()
-        run = run_of(arguments, 1800, 4096, (0.01, 0.003), TUNE_LENGTHS)
+        run = run_of(arguments, 1200, 4096, (0.01, 0.003), TUNE_LENGTHS)
         loss, batches = taught_loss(model, run, compiled), TaughtBatches(arguments.work / "text", arguments.seed)
     print(f"{model.parameter_count()} parameters", flush=True)
     train(run, model, loss, batches, held_out, arguments.work / f"{arguments.stage}.pt", arguments.stage)

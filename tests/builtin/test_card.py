@@ -87,7 +87,7 @@ def test_chat_template() -> None:
     ]
 
 
-@pytest.mark.parametrize(("name", "measured"), [("target", 1.849), ("draft", 2.423)])
+@pytest.mark.parametrize(("name", "measured"), [("target", 1.849), ("draft", 2.317)])
 def test_loss_on_code_written_for_this_test(name: str, measured: float) -> None:
     """`excerpt.txt` is in no training text; `measured` is its loss under the shipped weights."""
     tokenizer = AutoTokenizer.from_pretrained(FOLDER / name)
