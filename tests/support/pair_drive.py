@@ -107,6 +107,9 @@ class KnownDrafts:
     def close(self, sequence_id: SequenceId) -> None:
         pass
 
+    def behind(self, sequence: Running) -> int:
+        return 0
+
     def room(self, sequence: Running, count: int) -> int:
         return max(0, min(count, len(self._answers[sequence.id.request_id]) - len(sequence.output)))
 
