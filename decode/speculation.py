@@ -21,6 +21,7 @@ from decode.step_cost import StepModel
 from decode.trials import GUESSES as TRIAL_GUESSES
 from decode.trials import Trials
 
+_MARGIN = 1.5  # times its cost that bringing a draft up to date must be expected to save
 _USUAL_TOKENS = 128.0  # of an answer, until some have ended
 _USUAL_WEIGHT = 0.1  # of one in their average
 
@@ -167,7 +168,7 @@ class Speculation:
         rows, done = len(self._open), len(sequence.output)
         left = min(sequence.request.max_tokens - done, max(self._usual_tokens - done, self._usual_tokens / 4))
         saved_s = left * saved_per_token(self._rate(sequence), rows, self._price(rows, rows))
-        return saved_s > self._fill_s(self.drafts.behind(sequence))
+        return saved_s > _MARGIN * self._fill_s(self.drafts.behind(sequence))
 
     def _fills(self, idle: bool) -> list[DraftRow]:
         """Brings drafts up to date that are wanted, where that pays."""

@@ -86,10 +86,11 @@ class Answers:
 
 
 class FixedCosts(StepModel):
-    """What steps cost on some other machine, whatever they take here."""
+    """What steps cost on some other machine, whatever they take here; one on which a draft costs so little that it pays
+    for answers of a few tokens too."""
 
     def __init__(self) -> None:
-        super().__init__(((1, 1e-2), (64, 1.5e-2)), ((1, 1e-3), (64, 2e-3)))
+        super().__init__(((1, 1e-2), (64, 1.5e-2)), ((1, 1e-4), (64, 2e-4)))
 
     def observe(self, plan: StepPlan, outcome: StepOutcome, wall_s: float) -> None:
         pass
