@@ -49,12 +49,12 @@ class AcceptanceBook:
     """Complete state: how guesses for all sequences have fared. Each one's own Acceptance is with its owner."""
 
     def __init__(self) -> None:
-        self._all = Acceptance()
+        self._all = Acceptance(_START * _START_PRIOR, _START_PRIOR)  # fades like what was seen
 
     @property
     def shared(self) -> float:
         """p over all sequences."""
-        return self._all.rate(_START, _START_PRIOR)
+        return self._all.right / self._all.seen
 
     def rate(self, acceptance: Acceptance) -> float:
         """p of a sequence."""

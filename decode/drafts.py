@@ -1,8 +1,8 @@
 """Where guesses come from, as the scheduler sees it: pure. A draft model with KV of its own, or the text itself.
 
-A draft model's KV follows its sequence: prompt and output are computed there in chunks while the hand-over runs, and a
-step of guessing first computes what was accepted since. The KV of a wrong guess is written over by the next. Its blocks
-are few bytes each and their own pool; where they run out, a sequence goes without guesses.
+A draft model's KV follows its sequence: prompt and output are computed there in chunks, from the hand-over on, where
+that is expected to pay, and a step of guessing first computes what was accepted since. The KV of a wrong guess is
+written over by the next. Its blocks are few bytes each and their own pool; where they run out, a sequence goes without.
 """
 
 from __future__ import annotations

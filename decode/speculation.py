@@ -69,7 +69,8 @@ class Speculation:
         if self.drafts is not None:
             self.drafts.close(sequence_id)
             sequence, _ = self._open.pop(sequence_id)
-            self._usual_tokens += _USUAL_WEIGHT * (len(sequence.output) - self._usual_tokens)
+            if sequence.output:  # one that never came says nothing
+                self._usual_tokens += _USUAL_WEIGHT * (len(sequence.output) - self._usual_tokens)
             self._wanted.pop(sequence_id, None)
             self.trials.close(sequence_id)
 
@@ -88,6 +89,7 @@ class Speculation:
             count = room(sequence, possible) if possible else 0
             if count <= 0:
                 continue
+            self.trials.guessed(sequence.id)
             guess = self.drafts.guess(sequence, index, count)
             if guess.draft is not None:
                 drafts.append(guess.draft)
@@ -145,7 +147,6 @@ class Speculation:
         for index, sequence in enumerate(sequences):
             if sequence.id == self.trials.sequence_id and limits[index] > 0:
                 lengths[index] = max(lengths[index], 1)
-                self.trials.guessed(sequence.id)
         return lengths
 
     def _rate(self, sequence: Sequence) -> float:

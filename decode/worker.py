@@ -113,6 +113,7 @@ class DecodeWorker:
         )
 
     def load(self) -> Load:
+        self._told = ()  # the next step tells again: which of two messages comes last is open
         scheduler = self.scheduler
         return Load(
             blocks_total=scheduler.blocks.num_blocks,
@@ -149,7 +150,7 @@ class DecodeWorker:
         # What the coordinator places requests by; the counters beside it come with heartbeats and with every end.
         gauges = scheduler.num_sequences, scheduler.blocks.num_free, scheduler.num_preempted, scheduler.num_running
         load = self.load() if result.ended or gauges != self._told else None
-        self._told = gauges
+        self._told = gauges  # behind `load`, which forgets it
         return StepEvents(plan.step_id, result.tokens, result.ended, load=load, block_news=news)
 
     def command(self, command: Command) -> None:

@@ -58,7 +58,7 @@ async def first_model(base: str, api_key: str) -> str:
 
 
 def client_session(target: Target) -> aiohttp.ClientSession:
-    """For any number of requests at once; `send` limits their time. It costs a third of the processor time for each
+    """For any number of requests at once; `send` limits their time. It costs two fifths of the processor time for each
     event that httpx takes, and client and server often share their cores."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=target.headers, timeout=timeout)

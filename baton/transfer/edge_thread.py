@@ -176,12 +176,16 @@ class EdgeWorker:
         if not done:
             self._die(self.spec.error(f"{job.name} outlasted its limit of {limit_s:.1f} s and is stuck"))
             await asyncio.sleep(0)  # lets `_die` settle the future
+        with self._lock:
+            if not self._pending:  # what ended early leaves nothing to those that come later
+                self._busy_until = 0.0
         return job.future.result()
 
     def _die(self, error: HandoffError) -> None:
         with self._lock:
             if self.dead is None:
-                self.dead = error
+                self.dead = error.with_traceback(None)  # its frames hold what was on its way
+                self.dead.__cause__ = self.dead.__context__ = None
             edge, waiting = self._edge, list(self._pending)
             self._pending.clear()
         for job in waiting:

@@ -32,7 +32,7 @@ def state(registry: Registry, worker: str = "d0") -> str:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("protocol_version", 2),
+        ("protocol_version", 99),
         ("model_digest", "other"),
         ("config_digest", "other"),
         ("dtype", "bfloat16"),

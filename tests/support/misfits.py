@@ -18,7 +18,7 @@ def _layers(**changes: Any) -> Callable[[KVLayout], KVLayout]:
 
 
 MISFITS: list[tuple[str, dict[str, Any]]] = [
-    ("protocol_version: 9 is not 1", {"protocol_version": 9}),
+    ("protocol_version: 9 is not 2", {"protocol_version": 9}),
     ("code_version: '9.9' is not '0.1.0'", {"code_version": "9.9"}),
     ("code_version: '' is not '0.1.0'", {"code_version": ""}),
     ("run_id: 'other' is not 'run'", {"run_id": "other"}),

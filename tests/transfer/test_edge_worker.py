@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 import weakref
@@ -14,6 +15,7 @@ import torch
 from baton.core.errors import HandoffError
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_thread import EdgeWorker
+from tests.support.limits import HANG_S
 
 MakeSpec = Callable[..., EdgeSpec]
 pytestmark = pytest.mark.usefixtures("no_thread_left")
@@ -125,6 +127,40 @@ async def test_a_stuck_backend_is_noticed_in_time_and_its_thread_ends_when_let_g
     assert not await worker.close(0.1)
     edge.gate.set()
     assert await worker.close()
+
+
+async def test_what_ended_early_leaves_no_time_to_what_gets_stuck() -> None:
+    worker, edge = fake(deaf=True)
+    edge.gate.set()
+    for _ in range(50):
+        await worker.recv(zeros(4), HANG_S)
+        await worker.run(lambda: None)
+    edge.gate.clear()
+    async with asyncio.timeout(HANG_S):
+        with pytest.raises(HandoffError, match="recv outlasted its limit"):
+            await worker.recv(zeros(4), 0.2)
+    edge.gate.set()
+    assert await worker.close()
+
+
+async def test_a_failed_operation_does_not_keep_its_buffer() -> None:
+    worker, edge = fake()
+
+    def failing(buf: torch.Tensor, *_: object) -> None:
+        try:
+            raise OSError("the network")
+        except OSError as e:
+            raise SPEC.error("recv failed") from e
+
+    edge.recv = failing  # type: ignore[method-assign]
+    buf = zeros(4)
+    alive = weakref.ref(buf)
+    with pytest.raises(HandoffError, match="recv failed"):
+        await worker.recv(buf)
+    del buf
+    assert await worker.close()
+    gc.collect()  # what was raised here is in a cycle with its frames
+    assert worker.dead is not None and alive() is None
 
 
 async def test_a_stuck_connect_is_noticed_in_time() -> None:
