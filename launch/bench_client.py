@@ -106,9 +106,11 @@ async def send(session: aiohttp.ClientSession, target: Target, job: Job) -> Reco
                 async for chunk in answer.content.iter_any():
                     stream.feed(time.perf_counter(), chunk)
         return stream.record(sent, time.perf_counter())
+    except aiohttp.ClientError as error:  # first: no connection in time is one of these and a TimeoutError too
+        return Record(sent, error=describe(error))
     except TimeoutError:
         return Record(sent, error=f"no end within {target.timeout_s:g} s")
-    except (aiohttp.ClientError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         return Record(sent, error=describe(error))
 
 

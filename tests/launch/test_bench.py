@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import aiohttp
 from click.testing import CliRunner
 
 from baton.core.errors import StartupError
+from launch.bench_client import Target, send
+from launch.bench_load import Job
 from launch.cli import baton
 from tests.support.fake_openai_server import FakeServer, fake_server
 
@@ -81,3 +84,12 @@ def test_timeout_and_no_server(tmp_path: Path) -> None:
     assert code == 1 and report["statistics"]["errors"] == {"no end within 0.3 s": 1}
     result = CliRunner().invoke(baton, ["bench", server.url], standalone_mode=False)
     assert isinstance(result.exception, StartupError) and "no server answers" in result.exception.message
+
+
+async def test_no_connection_in_time_is_not_a_request_that_did_not_end() -> None:
+    class Session:
+        def post(self, *_: object, **__: object) -> object:
+            raise aiohttp.ConnectionTimeoutError("Connection timeout to host http://h/v1")
+
+    record = await send(Session(), Target("http://h/v1", "m", "", 600.0, {}), Job([1], 1))  # type: ignore[arg-type]
+    assert record.error == "ConnectionTimeoutError: Connection timeout to host http://h/v1"
