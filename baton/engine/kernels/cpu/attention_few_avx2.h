@@ -128,7 +128,7 @@ struct Places {
         _mm_prefetch(reinterpret_cast<const char*>(values[key]) + byte, _MM_HINT_T0);
       }
     }
-    for (int64_t key = std::max<int64_t>(count, 1); key < KEYS; ++key) keys[key] = keys[key - 1];
+    for (int64_t key = count; count > 0 && key < KEYS; ++key) keys[key] = keys[count - 1];
   }
 };
 
