@@ -24,7 +24,7 @@ from decode.step_cost import StepModel
 log = logging.getLogger("baton.worker")
 
 MEASURING_S = 1.5
-"""Longest that measuring the steps of one model may take at start; longer steps are extrapolated."""
+"""Longest that each of the measurements here may take at start; longer steps are extrapolated."""
 
 _CONTEXT = 256
 _ROW = 8
