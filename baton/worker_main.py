@@ -23,7 +23,7 @@ from baton.core.errors import BatonError, JoinRefused, RankLost, StartupError, i
 from baton.core.ranks import Ranks
 from baton.model_source import resolve_model
 from baton.options import EXIT_STARTUP_ERROR, config_command, error_line, run_main
-from baton.process import EXIT_RANK_LOST, die_with_parent, limit_name_lookups, record_error
+from baton.process import EXIT_RANK_LOST, die_with_parent, lasting_imports, limit_name_lookups, record_error
 from baton.token_file import read_token
 
 if TYPE_CHECKING:
@@ -123,8 +123,9 @@ def _drain_on_sigterm(worker: Worker, timeout_s: float) -> None:
 
 async def _serve(config: WorkerConfig, ranks: Ranks, load: Callable[[], MakeWorker]) -> None:
     check_listening("--host", config.host, read_token(config.cluster_token_file))
-    make = load()
-    from baton.worker_ranks import lead
+    with lasting_imports():
+        make = load()
+        from baton.worker_ranks import lead
 
     started = time.monotonic()
     options = _engine_options(config, ranks)
@@ -167,7 +168,8 @@ async def _serve(config: WorkerConfig, ranks: Ranks, load: Callable[[], MakeWork
 
 
 def _follow(config: WorkerConfig, ranks: Ranks) -> None:
-    from baton.worker_ranks import follow
+    with lasting_imports():
+        from baton.worker_ranks import follow
 
     follow(ranks, _engine_options(config, ranks))
 

@@ -33,6 +33,7 @@ from baton.process import (
     children,
     descendants,
     die_with_parent,
+    lasting_imports,
     limit_name_lookups,
 )
 from launch.failure import Failure, box
@@ -50,8 +51,9 @@ def main() -> NoReturn:
     stopping = _Stopping()
     stopping.listen()
 
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
+    with lasting_imports():
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import parse_args, run
 
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic") and "LOGLEVEL" not in os.environ:

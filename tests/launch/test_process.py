@@ -64,6 +64,28 @@ def test_descendants_of_a_process_that_is_gone() -> None:
     assert descendants(2**22 + 1) == []
 
 
+def test_what_is_imported_to_stay_is_not_searched_for_garbage_and_all_else_is() -> None:
+    code = """
+import gc, weakref
+from baton.process import lasting_imports
+try:
+    with lasting_imports():
+        import fractions
+        off = not gc.isenabled()
+        import no_such_module
+except ImportError:
+    pass
+class Cycle: pass
+later = Cycle()
+later.itself, gone = later, weakref.ref(later)
+del later
+gc.collect()
+print(off, gc.isenabled(), any(made is fractions.Fraction for made in gc.get_objects()), gone() is None)
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=20, capture_output=True, text=True)
+    assert done.stdout == "True True False True\n", done.stderr
+
+
 @pytest.fixture(autouse=True)
 def linux_only() -> None:
     if sys.platform != "linux":
