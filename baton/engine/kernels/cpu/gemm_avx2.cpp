@@ -4,6 +4,11 @@
 // to back, and 16 weights are one or two registers. In bf16 the outputs of such 16 lie by turns (0, 8, 1, 9, ...), so a
 // shift gives the lower eight as floats and a mask the upper ones. Everything is multiplied in float32, bf16 rows of x
 // are widened once for all groups; so bf16 costs no more instructions than float32, and half the memory.
+//
+// Many rows go in blocks, and their k in pieces, so that what is read again and again stays in the second cache: the
+// piece of the rows, the weights of a group beside it, and the sums of a few groups, which the next piece goes on from
+// (Goto and van de Geijn, Anatomy of high-performance matrix multiplication, 2008, section 4). Every output is still one
+// chain of additions over k, front to back, so its bits are those of a row alone.
 #if BATON_LEVEL == 0
 
 #include "gemm.h"
@@ -16,8 +21,12 @@ namespace {
 constexpr int64_t GROUPS_PER_UNIT = 8;
 constexpr int64_t AHEAD = 4096;  // bytes that weights are fetched ahead of their use
 constexpr int MOST_ROWS = 6;     // of a product: 12 sums of 8 lanes, and 4 registers for the factors
+constexpr int64_t FEW = 24;      // rows that are not worth blocks
+constexpr int64_t BLOCK = 96;    // rows
+constexpr int64_t PIECE = 640;   // of k, at most
 
 thread_local Scratch wide_rows;  // of the thread that calls; its workers read them
+thread_local Scratch kept_sums;  // of one unit's groups, a block of rows
 
 // Place of output i of 16 in the packed weights.
 template <class W>
@@ -34,16 +43,18 @@ BATON_LANES Floats weights(const bf16* from) {
 }
 
 BATON_LANES Floats weights(const int8_t* from) {
-  const __m128i all = _mm_load_si128(reinterpret_cast<const __m128i*>(from));
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(all)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(all, 8)))};
+  const __m128i lower = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  const __m128i upper = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + 8));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(lower)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(upper))};
 }
 
-// sums [2][MOST_ROWS][16]: of ROWS rows of x and of HALVES halves of a group, over k front to back.
+// sums [2][MOST_ROWS][16]: of ROWS rows of x and of HALVES halves of a group, over k front to back, from zero or going on
+// from what is there.
 template <int ROWS, int HALVES, class W>
-void product(const W* weight, const float* x, int64_t stride, int64_t k, float* sums) {
+void product(const W* weight, const float* x, int64_t stride, int64_t k, float* sums, bool go_on) {
   Floats sum[HALVES][ROWS];
-  for (auto& half : sum)
-    for (Floats& s : half) s = zero();
+  for (int h = 0; h < HALVES; ++h)
+    for (int r = 0; r < ROWS; ++r) sum[h][r] = go_on ? load_aligned(sums + (h * MOST_ROWS + r) * 16) : zero();
   for (int64_t i = 0; i < k; ++i, weight += GROUP) {
     for (int64_t line = 0; line < HALVES * 16 * int64_t(sizeof(W)); line += 64)
       _mm_prefetch(reinterpret_cast<const char*>(weight) + AHEAD + line, _MM_HINT_T0);
@@ -61,25 +72,64 @@ void product(const W* weight, const float* x, int64_t stride, int64_t k, float* 
 // Few rows take a whole group at a time, more of them one half and then the other. (Three rows of a whole group leave too
 // few registers to widen weights in.)
 template <int ROWS, class W>
-void both_halves(const W* weight, const float* x, int64_t stride, int64_t k, float* sums) {
-  if constexpr (ROWS <= (sizeof(W) == 4 ? 3 : 2)) return product<ROWS, 2>(weight, x, stride, k, sums);
-  product<ROWS, 1>(weight, x, stride, k, sums);
-  product<ROWS, 1>(weight + 16, x, stride, k, sums + MOST_ROWS * 16);
+void both_halves(const W* weight, const float* x, int64_t stride, int64_t k, float* sums, bool go_on) {
+  if constexpr (ROWS <= (sizeof(W) == 4 ? 3 : 2)) return product<ROWS, 2>(weight, x, stride, k, sums, go_on);
+  product<ROWS, 1>(weight, x, stride, k, sums, go_on);
+  product<ROWS, 1>(weight + 16, x, stride, k, sums + MOST_ROWS * 16, go_on);
+}
+
+template <class W>
+constexpr decltype(&both_halves<1, W>) BY_ROWS[MOST_ROWS] = {both_halves<1, W>, both_halves<2, W>, both_halves<3, W>,
+                                                             both_halves<4, W>, both_halves<5, W>, both_halves<6, W>};
+
+// How many of the rows that are `left` the next product takes.
+int64_t next_rows(int64_t left) {
+  const int64_t turns = (left + MOST_ROWS - 1) / MOST_ROWS;
+  return (left + turns - 1) / turns;
 }
 
 template <class E, class W>
-void compute_group(
-    const Linear& layer, const float* x, int64_t stride, int64_t rows, void* y, int64_t ldy, Into into, int64_t group) {
-  constexpr decltype(&both_halves<1, W>) BY_ROWS[MOST_ROWS] = {both_halves<1, W>, both_halves<2, W>, both_halves<3, W>,
-                                                               both_halves<4, W>, both_halves<5, W>, both_halves<6, W>};
-  const int64_t k_padded = padded_dwords<E>(layer.k) * PER_DWORD<E>;
-  const W* weight = static_cast<const W*>(layer.weight) + group * GROUP * k_padded;
+const W* weights_of(const Linear& layer, int64_t group) {
+  return static_cast<const W*>(layer.weight) + group * GROUP * padded_dwords<E>(layer.k) * PER_DWORD<E>;
+}
+
+// Outputs of groups [first, end) for few rows: group by group, over the whole of k.
+template <class E, class W>
+void compute_few(
+    const Linear& layer, const float* x, int64_t stride, int64_t rows, void* y, int64_t ldy, Into into, int64_t first,
+    int64_t end) {
   alignas(64) float sums[2 * MOST_ROWS * 16];
-  for (int64_t row = 0; row < rows;) {
-    const int64_t turns = (rows - row + MOST_ROWS - 1) / MOST_ROWS, count = (rows - row + turns - 1) / turns;
-    BY_ROWS[count - 1](weight, x + row * stride, stride, layer.k, sums);
-    put_tiles<E>(into, layer, sums, sums + MOST_ROWS * 16, count, y, ldy, row, group);
-    row += count;
+  for (int64_t group = first; group < end; ++group)
+    for (int64_t row = 0, count; row < rows; row += count) {
+      count = next_rows(rows - row);
+      BY_ROWS<W>[count - 1](weights_of<E, W>(layer, group), x + row * stride, stride, layer.k, sums, false);
+      put_tiles<E>(into, layer, sums, sums + MOST_ROWS * 16, count, y, ldy, row, group);
+    }
+}
+
+// The same for many rows, in blocks of rows and pieces of k.
+template <class E, class W>
+void compute_many(
+    const Linear& layer, const float* x, int64_t stride, int64_t rows, void* y, int64_t ldy, Into into, int64_t first,
+    int64_t end) {
+  constexpr int64_t SUMS = 2 * MOST_ROWS * 16, OF_A_GROUP = (BLOCK + MOST_ROWS - 1) / MOST_ROWS * SUMS;
+  const int64_t pieces = (layer.k + PIECE - 1) / PIECE, piece = round_up((layer.k + pieces - 1) / pieces, 16);
+  float* kept = reinterpret_cast<float*>(kept_sums.get((end - first) * OF_A_GROUP * sizeof(float)));
+  for (int64_t block = 0; block < rows; block += BLOCK) {
+    const int64_t block_end = std::min(block + BLOCK, rows);
+    for (int64_t from = 0; from < layer.k; from += piece) {
+      const int64_t k = std::min(piece, layer.k - from);
+      for (int64_t group = first; group < end; ++group) {
+        const W* weight = weights_of<E, W>(layer, group) + from * GROUP;
+        float* sums = kept + (group - first) * OF_A_GROUP;
+        for (int64_t row = block, count; row < block_end; row += count, sums += SUMS) {
+          count = next_rows(block_end - row);
+          BY_ROWS<W>[count - 1](weight, x + row * stride + from, stride, k, sums, from > 0);
+          if (from + k == layer.k)
+            put_tiles<E>(into, layer, sums, sums + MOST_ROWS * 16, count, y, ldy, row, group);
+        }
+      }
+    }
   }
 }
 
@@ -106,10 +156,11 @@ void linear(const Linear& layer, const E* x, int64_t ldx, int64_t rows, void* y,
   const float* wide = widen(x, ldx, rows, layer.k, threads, &stride);
   const int64_t groups = round_up(layer.n, GROUP) / GROUP;
   const int64_t per_unit = std::clamp<int64_t>(groups / (4 * threads), 1, GROUPS_PER_UNIT);
-  const auto compute = Kind(layer.kind) == Kind::INT8 ? compute_group<E, int8_t> : compute_group<E, E>;
+  const bool steps = Kind(layer.kind) == Kind::INT8;
+  const auto few = steps ? compute_few<E, int8_t> : compute_few<E, E>;
+  const auto compute = rows <= FEW ? few : steps ? compute_many<E, int8_t> : compute_many<E, E>;
   parallel((groups + per_unit - 1) / per_unit, threads, [&](int64_t unit) {
-    for (int64_t group = unit * per_unit; group < std::min((unit + 1) * per_unit, groups); ++group)
-      compute(layer, wide, stride, rows, y, ldy, into, group);
+    compute(layer, wide, stride, rows, y, ldy, into, unit * per_unit, std::min((unit + 1) * per_unit, groups));
   });
 }
 
