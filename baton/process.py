@@ -19,9 +19,11 @@ PARENT_VARIABLE = "BATON_PARENT_PID"
 EXIT_RANK_LOST = 4
 """The exit code of a rank that ended because another rank of its worker is gone."""
 
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""Names the file that a rank leaves the reason of its end in."""
+
 NAME_LOOKUP_S = 1
 _TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
-_ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -67,7 +69,7 @@ def lasting_imports() -> Iterator[None]:
 def record_error(message: str) -> None:
     """Leaves the reason of this rank's end where torchrun looks for it, so that it can tell which rank failed first.
     The first reason counts: what follows it is how the process then ends."""
-    path = os.environ.get(_ERROR_FILE_VARIABLE, "")
+    path = os.environ.get(ERROR_FILE_VARIABLE, "")
     if not path or os.path.exists(path):
         return
     extra = {"py_callstack": "", "timestamp": str(int(time.time()))}

@@ -1,4 +1,4 @@
-"""`python -m launch.agent`: torchrun with six repairs, the same flags otherwise.
+"""`python -m launch.agent`: torchrun with seven repairs, the same flags otherwise.
 
 1. torchrun's store listens on every address and anybody may write to it. `--rdzv-backend baton` (the default here)
    binds it to `--master-addr` only, and on one node to a port the kernel picks, so parallel jobs cannot collide.
@@ -11,6 +11,8 @@
 5. torchrun kills its workers 30 s after a SIGTERM and exits with 1. The agent hands the first SIGTERM, SIGINT or SIGHUP
    to the ranks, whose leader drains (`baton.worker_main`), and exits with 0 when they have; a second signal kills them.
 6. torchrun leaves a directory for its ranks' errors behind. Without `--log-dir` the agent makes it, and removes it.
+7. torchrun loads torch and keeps a store where a job's only rank has nobody to meet. The agent starts that rank itself
+   (`launch.lone_rank`), with the first six repairs where they apply.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -36,9 +39,11 @@ from baton.process import (
     lasting_imports,
     limit_name_lookups,
 )
+from launch import lone_rank
 from launch.failure import Failure, box
 
 _STORE_TIMEOUT_S = 600
+_DIRECTORY = "baton-ranks-"  # of the files that ranks leave their errors in
 _NO_ERROR_FILE = "<NONE>"  # torch's word for a rank that wrote none: it was killed
 _FOLLOWED = (EXIT_RANK_LOST, -signal.SIGTERM)  # how ranks end because another has: by themselves, or by torchrun
 
@@ -50,7 +55,29 @@ def main() -> NoReturn:
     os.environ["PYTHONSAFEPATH"] = "1"
     stopping = _Stopping()
     stopping.listen()
+    try:
+        alone = lone_rank.lone_rank(sys.argv[1:], os.environ)
+        code = _torchrun(stopping) if alone is None else _alone(alone, stopping)
+    finally:
+        stopping.clean()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # the workers have ended; unloading torch would take another second
 
+
+def _alone(rank: lone_rank.LoneRank, stopping: _Stopping) -> int:
+    try:
+        stopping.made = tempfile.mkdtemp(prefix=_DIRECTORY)
+        end = lone_rank.run(rank, stopping.made)
+    except OSError as error:
+        print(f"error: {rank.module} cannot be started: {error}", file=sys.stderr)
+        return EXIT_STARTUP_ERROR
+    if end.code == 0 or (stopping.asked and end.code in _FOLLOWED):
+        return 0
+    return _tell(rank.module, rank.arguments, "rank 0 of 1", end.pid, end.code, end.reason)
+
+
+def _torchrun(stopping: _Stopping) -> int:
     with lasting_imports():
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.run import parse_args, run
@@ -62,22 +89,17 @@ def main() -> NoReturn:
     args = parse_args(_with_defaults(sys.argv[1:]))  # type: ignore[no-untyped-call]
     _name_the_store(args)
     args.signals_to_handle = "SIGQUIT"  # the others are ours
-    code = 0
     try:
         if not args.log_dir:
-            args.log_dir = stopping.made = tempfile.mkdtemp(prefix="baton-ranks-")
+            args.log_dir = stopping.made = tempfile.mkdtemp(prefix=_DIRECTORY)
         run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         drained = stopping.asked and all(f.exitcode in _FOLLOWED for f in error.failures.values())
-        code = 0 if drained else _report(error, args)  # ranks that still loaded, or lost a leader that did
+        return 0 if drained else _report(error, args)  # ranks that still loaded, or lost a leader that did
     except OSError as error:
         print(f"error: rendezvous at {args.rdzv_endpoint}: {error.strerror or error}", file=sys.stderr)
-        code = EXIT_STARTUP_ERROR
-    finally:
-        stopping.clean()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # the workers have ended; unloading torch would take another second
+        return EXIT_STARTUP_ERROR
+    return 0
 
 
 class _Stopping:
@@ -133,13 +155,17 @@ def _report(error: Any, args: Any) -> int:
     own = {r: f for r, f in error.failures.items() if f.exitcode not in _FOLLOWED or _gave_a_reason(f)}
     failures = own or error.failures
     rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
-    code = int(failure.exitcode)
-    role = str(args.training_script)
     ranks = int(str(args.nnodes).rpartition(":")[2]) * int(args.nproc_per_node)
-    where = f"{role}, rank {rank} of {ranks}, pid {failure.pid}"
-    told = _option(args.training_script_args, "--worker-id") or role
-    reason = _recorded(failure) or "it left no reason; the log above this box is all there is"
-    lines = box(Failure(told, where, socket.gethostname(), code, reason))
+    which = f"rank {rank} of {ranks}"
+    module, arguments = str(args.training_script), args.training_script_args
+    return _tell(module, arguments, which, int(failure.pid), int(failure.exitcode), _recorded(failure))
+
+
+def _tell(module: str, arguments: Sequence[str], which: str, pid: int, code: int, reason: str) -> int:
+    """The box about one rank; returns the exit code to pass on."""
+    told = _option(arguments, "--worker-id") or module
+    reason = reason or "it left no reason; the log above this box is all there is"
+    lines = box(Failure(told, f"{module}, {which}, pid {pid}", socket.gethostname(), code, reason))
     print("\n".join(lines), file=sys.stderr, flush=True)
     return code if code > 0 else 128 - code
 
@@ -156,7 +182,7 @@ def _recorded(failure: Any) -> str:
     return "" if text == _NO_ERROR_FILE else text
 
 
-def _option(words: list[str], name: str) -> str:
+def _option(words: Sequence[str], name: str) -> str:
     """The last value of an option on the worker's command line."""
     for index in range(len(words) - 1, -1, -1):
         if words[index].startswith(name + "="):

@@ -16,6 +16,7 @@ import pytest
 from launch.failure import find_box
 from tests.support.cluster import Cluster, command_line, start_cluster, wait_ready
 
+ROOT = Path(__file__).parents[2]
 FAKE_UP = (sys.executable, str(Path(__file__).parent / "fakes" / "up.py"))
 
 
@@ -32,6 +33,7 @@ def start(tmp_path: Path, model: Path):
     started: list[Cluster] = []
 
     def run(env: dict[str, str] | None = None, **flags: object) -> Cluster:
+        env = {"PYTHONPATH": str(ROOT), **(env or {})}
         started.append(start_cluster(model, run_dir=tmp_path / "run", env=env, program=FAKE_UP, **flags))
         return started[-1]
 
@@ -65,10 +67,11 @@ def test_ready_then_a_signal_drains_and_exits_0(start, sig: int) -> None:
     assert "all ended well" in output(cluster)
 
 
-def test_agents_leave_nothing_in_the_directory_for_temporary_files(start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("agent", ["1", "lone"])
+def test_agents_leave_nothing_in_the_directory_for_temporary_files(start, tmp_path: Path, agent: str) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    cluster = wait_ready(start(env={"FAKE_AGENT": "1", "TMPDIR": str(temporary)}))
+    cluster = wait_ready(start(env={"FAKE_AGENT": agent, "TMPDIR": str(temporary)}))
     assert [d.name for d in temporary.iterdir() if d.name.startswith("baton-ranks-")], "no agent made its directory"
     cluster.stop()
     assert not list(temporary.iterdir())
@@ -130,7 +133,7 @@ def test_dead_coordinator_comes_back_on_the_same_ports(start) -> None:
     cluster.stop()
 
 
-@pytest.mark.parametrize("agent", ["", "1"])
+@pytest.mark.parametrize("agent", ["", "1", "lone"])
 def test_startup_error_of_a_worker_is_said_last_in_a_box(start, agent: str) -> None:
     lines = ended(start(env={"FAKE_WORKER": "refuse", "FAKE_AGENT": agent}), expect=3)
     shown = find_box(lines)
@@ -194,6 +197,21 @@ def test_workers_under_torchrun(start) -> None:
     assert len(listening) == 2 and all(address == "127.0.0.1" for address in listening)
     cluster.kill(cluster.pids("prefill-0")[0])
     cluster.wait_until(lambda c: "prefill-0     died: killed by SIGKILL" in output(c), "report of the death")
+    cluster.stop(-signal.SIGKILL, signal.SIGKILL)
+
+
+def test_a_lone_rank_has_no_torch_above_it_and_nothing_listens(start) -> None:
+    cluster = wait_ready(start(env={"FAKE_AGENT": "lone"}))
+    assert len(cluster.processes()) == 6
+    agents = [pid for pid in cluster.processes() if "launch.agent" in command_line(pid)]
+    assert len(agents) == 2 and not [address for pid in agents for address in listening_addresses(pid)]
+    assert not any("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in agents)
+    first, rank = cluster.pids("prefill-0")[0], cluster.pids("decode-0")[0]
+    assert os.getsid(rank) == rank  # no signal of a terminal or of a group reaches it
+    cluster.kill(first)
+    cluster.wait_until(lambda c: "prefill-0     died: killed by SIGKILL" in output(c), "report of the death")
+    assert f"rank 0 of 1, pid {first}" in (cluster.run_dir / "prefill-0.log").read_text()
+    cluster.wait_until(lambda c: c.pids("prefill-0")[0] != first, "second life of prefill-0")
     cluster.stop(-signal.SIGKILL, signal.SIGKILL)
 
 

@@ -1,4 +1,5 @@
-"""`baton up` with fake processes; FAKE_AGENT=1 puts the workers under the real torchrun agent."""
+"""`baton up` with fake processes; FAKE_AGENT=1 puts the workers under the real agent and torchrun, FAKE_AGENT=lone
+under the agent alone, as it starts a worker of one rank."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def command(config: UpConfig) -> int:
     worker: tuple[str, ...] = (sys.executable, str(HERE / "worker.py"))
     agent: tuple[str, ...] = ()
     if os.environ.get("FAKE_AGENT"):
-        agent, worker = Programs().agent, (str(HERE / "worker.py"),)
+        lone = os.environ["FAKE_AGENT"] == "lone"
+        agent, worker = Programs().agent, (("-m", "tests.launch.fakes.worker") if lone else (str(HERE / "worker.py"),))
     programs = Programs((sys.executable, str(HERE / "coordinator.py")), agent, {"prefill": worker, "decode": worker})
     return up(config, programs, Backoff(first_s=0.2, tries_before_joining=2))
 
