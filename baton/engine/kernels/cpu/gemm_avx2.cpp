@@ -19,11 +19,12 @@ namespace baton {
 namespace {
 
 constexpr int64_t GROUPS_PER_UNIT = 8;
-constexpr int64_t AHEAD = 4096;  // bytes that weights are fetched ahead of their use
+constexpr int64_t AHEAD = 4096;  // bytes that weights are fetched ahead of their use, where they are used once
 constexpr int MOST_ROWS = 6;     // of a product: 12 sums of 8 lanes, and 4 registers for the factors
 constexpr int64_t FEW = 24;      // rows that are not worth blocks
 constexpr int64_t BLOCK = 96;    // rows
 constexpr int64_t PIECE = 640;   // of k, at most
+constexpr int64_t SUMS = 2 * MOST_ROWS * 16;  // of a product's rows and one group
 
 thread_local Scratch wide_rows;  // of the thread that calls; its workers read them
 thread_local Scratch kept_sums;  // of one unit's groups, a block of rows
@@ -48,16 +49,22 @@ BATON_LANES Floats weights(const int8_t* from) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(lower)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(upper))};
 }
 
+// What a product fetches on the way: from `next` on, `step` bytes for each k.
+struct Fetch {
+  const char* next;
+  int64_t step;
+};
+
 // sums [2][MOST_ROWS][16]: of ROWS rows of x and of HALVES halves of a group, over k front to back, from zero or going on
 // from what is there.
 template <int ROWS, int HALVES, class W>
-void product(const W* weight, const float* x, int64_t stride, int64_t k, float* sums, bool go_on) {
+void product(const W* weight, const float* x, int64_t stride, int64_t k, float* sums, bool go_on, Fetch fetch) {
   Floats sum[HALVES][ROWS];
   for (int h = 0; h < HALVES; ++h)
     for (int r = 0; r < ROWS; ++r) sum[h][r] = go_on ? load_aligned(sums + (h * MOST_ROWS + r) * 16) : zero();
-  for (int64_t i = 0; i < k; ++i, weight += GROUP) {
+  for (int64_t i = 0; i < k; ++i, weight += GROUP, fetch.next += fetch.step) {
     for (int64_t line = 0; line < HALVES * 16 * int64_t(sizeof(W)); line += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(weight) + AHEAD + line, _MM_HINT_T0);
+      _mm_prefetch(fetch.next + line, _MM_HINT_T0);
 #pragma GCC unroll 2
     for (int h = 0; h < HALVES; ++h) {
       const Floats w = weights(weight + 16 * h);
@@ -71,11 +78,16 @@ void product(const W* weight, const float* x, int64_t stride, int64_t k, float* 
 
 // Few rows take a whole group at a time, more of them one half and then the other. (Three rows of a whole group leave too
 // few registers to widen weights in.)
+template <class W>
+constexpr int AT_ONCE = sizeof(W) == 4 ? 3 : 2;
+
 template <int ROWS, class W>
-void both_halves(const W* weight, const float* x, int64_t stride, int64_t k, float* sums, bool go_on) {
-  if constexpr (ROWS <= (sizeof(W) == 4 ? 3 : 2)) return product<ROWS, 2>(weight, x, stride, k, sums, go_on);
-  product<ROWS, 1>(weight, x, stride, k, sums, go_on);
-  product<ROWS, 1>(weight + 16, x, stride, k, sums + MOST_ROWS * 16, go_on);
+void both_halves(const W* weight, const float* x, int64_t stride, int64_t k, float* sums, bool go_on, Fetch fetch) {
+  if constexpr (ROWS <= AT_ONCE<W>) return product<ROWS, 2>(weight, x, stride, k, sums, go_on, fetch);
+  fetch.step = (fetch.step + 1) / 2;
+  product<ROWS, 1>(weight, x, stride, k, sums, go_on, fetch);
+  fetch.next += k * fetch.step;
+  product<ROWS, 1>(weight + 16, x, stride, k, sums + MOST_ROWS * 16, go_on, fetch);
 }
 
 template <class W>
@@ -93,41 +105,50 @@ const W* weights_of(const Linear& layer, int64_t group) {
   return static_cast<const W*>(layer.weight) + group * GROUP * padded_dwords<E>(layer.k) * PER_DWORD<E>;
 }
 
-// Outputs of groups [first, end) for few rows: group by group, over the whole of k.
-template <class E, class W>
-void compute_few(
-    const Linear& layer, const float* x, int64_t stride, int64_t rows, void* y, int64_t ldy, Into into, int64_t first,
-    int64_t end) {
-  alignas(64) float sums[2 * MOST_ROWS * 16];
-  for (int64_t group = first; group < end; ++group)
-    for (int64_t row = 0, count; row < rows; row += count) {
-      count = next_rows(rows - row);
-      BY_ROWS<W>[count - 1](weights_of<E, W>(layer, group), x + row * stride, stride, layer.k, sums, false);
-      put_tiles<E>(into, layer, sums, sums + MOST_ROWS * 16, count, y, ldy, row, group);
-    }
+// sums [turns][2][MOST_ROWS][16] of rows of x and one group, whose weights of k are at `weight` and those of the group
+// after it at `next`. While a group is used several times the next one is fetched, evenly over all of that: else memory
+// would be idle whenever weights come from the cache, and arithmetic when they do not.
+template <class W>
+void all_rows(
+    const W* weight, const W* next, const float* x, int64_t stride, int64_t rows, int64_t k, float* sums, bool go_on) {
+  const int64_t turns = (rows + MOST_ROWS - 1) / MOST_ROWS, bytes = GROUP * sizeof(W);
+  Fetch fetch{reinterpret_cast<const char*>(next), (bytes + turns - 1) / turns};
+  if (rows <= AT_ONCE<W>) fetch = {reinterpret_cast<const char*>(weight) + AHEAD, bytes};
+  for (int64_t row = 0, count; row < rows; row += count, sums += SUMS, fetch.next += k * fetch.step) {
+    count = next_rows(rows - row);
+    BY_ROWS<W>[count - 1](weight, x + row * stride, stride, k, sums, go_on, fetch);
+  }
 }
 
-// The same for many rows, in blocks of rows and pieces of k.
+template <class E>
+void put_rows(
+    Into into, const Linear& layer, const float* sums, int64_t rows, void* y, int64_t ldy, int64_t first,
+    int64_t group) {
+  for (int64_t row = 0, count; row < rows; row += count, sums += SUMS) {
+    count = next_rows(rows - row);
+    put_tiles<E>(into, layer, sums, sums + MOST_ROWS * 16, count, y, ldy, first + row, group);
+  }
+}
+
+// Outputs of groups [first, end), in blocks of rows and pieces of k. Few rows are one block, and one piece.
 template <class E, class W>
-void compute_many(
+void compute(
     const Linear& layer, const float* x, int64_t stride, int64_t rows, void* y, int64_t ldy, Into into, int64_t first,
     int64_t end) {
-  constexpr int64_t SUMS = 2 * MOST_ROWS * 16, OF_A_GROUP = (BLOCK + MOST_ROWS - 1) / MOST_ROWS * SUMS;
-  const int64_t pieces = (layer.k + PIECE - 1) / PIECE, piece = round_up((layer.k + pieces - 1) / pieces, 16);
-  float* kept = reinterpret_cast<float*>(kept_sums.get((end - first) * OF_A_GROUP * sizeof(float)));
+  const int64_t of_a_group = (std::min(rows, BLOCK) + MOST_ROWS - 1) / MOST_ROWS * SUMS;
+  const int64_t pieces = rows <= FEW ? 1 : (layer.k + PIECE - 1) / PIECE;
+  const int64_t piece = round_up((layer.k + pieces - 1) / pieces, 16);
+  float* kept = reinterpret_cast<float*>(kept_sums.get((end - first) * of_a_group * sizeof(float)));
   for (int64_t block = 0; block < rows; block += BLOCK) {
-    const int64_t block_end = std::min(block + BLOCK, rows);
+    const int64_t count = std::min(BLOCK, rows - block);
     for (int64_t from = 0; from < layer.k; from += piece) {
       const int64_t k = std::min(piece, layer.k - from);
       for (int64_t group = first; group < end; ++group) {
         const W* weight = weights_of<E, W>(layer, group) + from * GROUP;
-        float* sums = kept + (group - first) * OF_A_GROUP;
-        for (int64_t row = block, count; row < block_end; row += count, sums += SUMS) {
-          count = next_rows(block_end - row);
-          BY_ROWS<W>[count - 1](weight, x + row * stride + from, stride, k, sums, from > 0);
-          if (from + k == layer.k)
-            put_tiles<E>(into, layer, sums, sums + MOST_ROWS * 16, count, y, ldy, row, group);
-        }
+        const W* next = weights_of<E, W>(layer, group + 1) + from * GROUP;
+        float* sums = kept + (group - first) * of_a_group;
+        all_rows(weight, next, x + block * stride + from, stride, count, k, sums, from > 0);
+        if (from + k == layer.k) put_rows<E>(into, layer, sums, count, y, ldy, block, group);
       }
     }
   }
@@ -157,10 +178,9 @@ void linear(const Linear& layer, const E* x, int64_t ldx, int64_t rows, void* y,
   const int64_t groups = round_up(layer.n, GROUP) / GROUP;
   const int64_t per_unit = std::clamp<int64_t>(groups / (4 * threads), 1, GROUPS_PER_UNIT);
   const bool steps = Kind(layer.kind) == Kind::INT8;
-  const auto few = steps ? compute_few<E, int8_t> : compute_few<E, E>;
-  const auto compute = rows <= FEW ? few : steps ? compute_many<E, int8_t> : compute_many<E, E>;
+  const auto some = steps ? compute<E, int8_t> : compute<E, E>;
   parallel((groups + per_unit - 1) / per_unit, threads, [&](int64_t unit) {
-    compute(layer, wide, stride, rows, y, ldy, into, unit * per_unit, std::min((unit + 1) * per_unit, groups));
+    some(layer, wide, stride, rows, y, ldy, into, unit * per_unit, std::min((unit + 1) * per_unit, groups));
   });
 }
 
