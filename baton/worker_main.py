@@ -20,6 +20,7 @@ from baton.core.cluster_token import check_listening
 from baton.core.commands import Role, WorkerFacts
 from baton.core.config import WorkerConfig
 from baton.core.errors import BatonError, JoinRefused, RankLost, StartupError, innermost
+from baton.core.names import name_error
 from baton.core.ranks import Ranks
 from baton.model_source import resolve_model
 from baton.options import EXIT_STARTUP_ERROR, config_command, error_line, run_main
@@ -71,6 +72,8 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
         ranks = Ranks.from_environment(os.environ)
         _take_cores(ranks)
         try:
+            if wrong := name_error(config.worker_id):
+                raise StartupError(f"--worker-id: {wrong}")
             if ranks.leads:
                 asyncio.run(_serve(config, ranks, load))
             else:

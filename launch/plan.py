@@ -13,7 +13,7 @@ from baton.core.commands import Role
 from baton.core.errors import StartupError
 from baton.options import flags_of
 from launch.cores import Placement, assign_gpus, place
-from launch.topology import ROLES, CoordinatorPlace, Node, Topology, WorkerPlace
+from launch.topology import ROLES, CoordinatorPlace, Node, Topology, WorkerPlace, part_name
 from launch.up_config import COORDINATOR_FIELDS, WORKER_FIELDS, UpConfig
 
 COORDINATOR = "coordinator"
@@ -34,7 +34,7 @@ class Part:
     @property
     def name(self) -> str:
         """The worker's own on the node of its leader."""
-        return f"{self.worker.name}.{self.node_rank}" if self.node_rank else self.worker.name
+        return part_name(self.worker.name, self.node_rank)
 
     @property
     def role(self) -> Role:

@@ -34,6 +34,7 @@ from dataclasses import dataclass, field, fields
 from baton.core.commands import Role
 from baton.core.config import CoordinatorConfig, WorkerConfig, from_table, nearest, option
 from baton.core.errors import StartupError
+from baton.core.names import name_error
 from baton.core.reshard import MAX_TENSOR_PARALLEL
 from launch.cores import parse_cores
 
@@ -151,7 +152,8 @@ def parse_topology(file: Mapping[str, object]) -> Topology:
         for role in ROLES
         for index, (table, where) in enumerate(_list_of_tables(file, role))
     ]
-    _refuse_twice(["coordinator", *(worker.name for worker in workers)], "member")
+    parts = [part_name(worker.name, rank) for worker in workers for rank in range(len(worker.nodes))]
+    _refuse_twice(["coordinator", *parts], "member")
     for role in ROLES:
         if not any(worker.role == role for worker in workers):
             raise StartupError(f"topology: it names no [[{role}]] worker; a cluster needs one of each role")
@@ -160,6 +162,7 @@ def parse_topology(file: Mapping[str, object]) -> Topology:
 
 def _node(table: Mapping[str, object], where: str) -> Node:
     found = from_table(_NodeTable, table, where)
+    _check_name(found.name, where)
     cores = parse_cores(found.cores, f"{where}: 'cores'") if isinstance(found.cores, str) else ()
     count = len(cores) or int(found.cores or 0)
     if isinstance(found.gpus, str):
@@ -208,6 +211,8 @@ def _worker(
     if found.devices and len(found.devices) != ranks // len(on):
         what = f"'devices' names {len(found.devices)}, but it has {ranks // len(on)} ranks on each node"
         raise StartupError(f"{where}: {what}")
+    name = found.name or f"{role}-{index}"
+    _check_name(name, where)
     base = found.base_port
     decodes = role == "decode"
     for key in ("link_port", "store_port"):
@@ -218,7 +223,7 @@ def _worker(
         raise StartupError(f"{where}: a worker over several nodes needs 'rendezvous_port' or 'base_port'")
     options = {k: v for k, v in table.items() if k not in _PLACING and k not in ("link_port", "store_port")}
     return WorkerPlace(
-        found.name or f"{role}-{index}",
+        name,
         role,
         on,
         ranks,
@@ -253,6 +258,16 @@ def _list_of_tables(file: Mapping[str, object], name: str) -> list[tuple[Mapping
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise StartupError(f"topology: {name!r} must be a list of tables, [[{name}]]")
     return [(table, f"{name}[{index}]") for index, table in enumerate(tables)]
+
+
+def part_name(worker: str, node_rank: int) -> str:
+    """What the ranks of a worker on one of its nodes are called: the worker's own name on the leader's node."""
+    return f"{worker}.{node_rank}" if node_rank else worker
+
+
+def _check_name(name: str, where: str) -> None:
+    if wrong := name_error(name):
+        raise StartupError(f"{where}: 'name' {wrong}")
 
 
 def _refuse_twice(names: list[str] | tuple[str, ...], what: str) -> None:

@@ -16,11 +16,11 @@ from baton.core.commands import Join, Role, WorkerFacts
 from baton.core.errors import JoinRefused, StartupError
 from baton.core.events import Load
 from baton.core.leases import LeaseTable
+from baton.core.names import name_error
 from baton.core.reshard import MAX_TENSOR_PARALLEL, local_layout
 
 WorkerState = Literal["joining", "ready", "draining", "lost"]
 KEEP_LOST_S = 300.0
-_WORKER_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")  # it becomes part of log lines and of names in stores
 _ADDRESS = re.compile(r"[A-Za-z0-9._:\[\]-]+:[0-9]{1,5}")
 
 
@@ -183,10 +183,8 @@ class Registry:
 
 def _check_possible(join: Join) -> None:
     """Raises JoinRefused for what no worker of ours says about itself."""
-    if _WORKER_ID.fullmatch(join.worker_id) is None:
-        shown = join.worker_id[:40].encode("ascii", "backslashreplace").decode()
-        name = f"worker_id: {shown!r} is not 1 to 128 of A-Z a-z 0-9 . _ -"
-        raise JoinRefused(f"{join.role} worker refused: {name}", param="worker_id")
+    if wrong := name_error(join.worker_id):
+        raise JoinRefused(f"{join.role} worker refused: worker_id: {wrong}", param="worker_id")
     for name, size, least in (
         ("block_size", join.facts.layout.block_size, 1),
         ("blocks_total", join.blocks_total, 1),

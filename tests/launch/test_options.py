@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -84,3 +85,13 @@ def test_help_loads_neither_torch_nor_grpc() -> None:
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_a_worker_name_that_would_leave_a_directory_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    code = "from baton.worker_main import worker_main; worker_main('prefill', lambda: print('loads'))"
+    logs = tmp_path / "deep" / "logs"
+    environment = {**os.environ, "BATON_EVENT_LOG_DIR": str(logs)}
+    command = [sys.executable, "-c", code, "--worker-id", "../../evil"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.strip() == "error: --worker-id: '../../evil' is not 1 to 128 of A-Z a-z 0-9 . _ -"
