@@ -35,6 +35,7 @@ from launch.signals import Signals
 from launch.supervisor import Supervised
 
 TICK_S = 0.2
+STARTING_TICK_S = 0.05  # somebody waits for `ready`
 REMIND_S = 10.0
 COORDINATOR_START_TIMEOUT_S = 60.0
 STOP_GRACE_S = 5.0
@@ -94,7 +95,7 @@ class LocalCluster:
                     if not self._announced and time.monotonic() - reminded >= REMIND_S:
                         reminded = time.monotonic()
                         self._remind()
-                    signals.wait(TICK_S)
+                    signals.wait(TICK_S if self._announced else STARTING_TICK_S)
                 return self._stop(signals)
             finally:
                 for member in reversed(self._all):
