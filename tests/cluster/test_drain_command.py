@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -34,47 +34,51 @@ async def tokens(running: Cluster, count: int) -> list[int]:
         return found
 
 
-async def test_a_drained_worker_leaves_and_is_not_started_again(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "m", arch="llama", max_position_embeddings=4096)
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    model = make_checkpoint(tmp_path_factory.mktemp("drain") / "m", arch="llama", max_position_embeddings=4096)
     # Without the prefix cache: requests for one prompt would all go to the worker that holds it.
     flags = {"decode": 2, "exact": True, "step_tokens": 64, "prefix_cache": False}
-    with cluster(model, **flags, served_model_name="m") as running:
-        expected = await tokens(running, 400)
-        streams = [asyncio.create_task(tokens(running, 400)) for _ in range(4)]
-        busy = lambda c: all(c.workers()[d]["running"] for d in ("decode-0", "decode-1"))  # noqa: E731
-        await asyncio.to_thread(running.wait_until, busy, "a stream on each decode worker")
-        pid = running.pids("decode-1")[0]
-
-        done = await asyncio.to_thread(baton_drain, "decode-1", running.url, "--timeout-s", "0.1")
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stdout.splitlines()[-1].split()[2:] == ["decode-1", "left"]
-        assert [await stream for stream in streams] == [expected] * 4  # what ran there went elsewhere
-        assert sorted(running.workers()) == ["decode-0", "prefill-0"]
-
-        report = lambda c: "decode-1      left" in c.output.read_text()  # noqa: E731
-        await asyncio.to_thread(running.wait_until, report, "word of the supervisor")
-        await asyncio.sleep(2 * Backoff().first_s)  # one that died would be back by now
-        lines = [line for line in running.output.read_text().splitlines() if " decode-1 " in line]
-        assert sum("starting" in line for line in lines) == 1 and not any("died" in line for line in lines)
-        assert pid not in running.processes() and sorted(running.workers()) == ["decode-0", "prefill-0"]
-        assert await tokens(running, 400) == expected
-
-        for words, said in (
-            (("decode-1", running.url), "decode-1"),
-            (("prefill-0", "http://127.0.0.1:9"), "no cluster answers at http://127.0.0.1:9"),
-        ):
-            refused = await asyncio.to_thread(baton_drain, *words)
-            assert refused.returncode == 3 and refused.stderr.startswith("error: ") and said in refused.stderr
-            assert len(refused.stderr.splitlines()) == 1
+    with cluster(model, **flags, served_model_name="m") as started:
+        yield started
 
 
-async def test_the_last_worker_of_a_role_may_leave_too(tmp_path: Path) -> None:
-    model = make_checkpoint(tmp_path / "m", arch="llama")
-    with cluster(model, exact=True, served_model_name="m") as running:
+async def test_a_drained_worker_leaves_and_is_not_started_again(running: Cluster) -> None:
+    expected = await tokens(running, 400)
+    streams = [asyncio.create_task(tokens(running, 400)) for _ in range(4)]
+    busy = lambda c: all(c.workers()[d]["running"] for d in ("decode-0", "decode-1"))  # noqa: E731
+    await asyncio.to_thread(running.wait_until, busy, "a stream on each decode worker")
+    pid = running.pids("decode-1")[0]
+
+    done = await asyncio.to_thread(baton_drain, "decode-1", running.url, "--timeout-s", "0.1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].split()[2:] == ["decode-1", "left"]
+    assert [await stream for stream in streams] == [expected] * 4  # what ran there went elsewhere
+    assert sorted(running.workers()) == ["decode-0", "prefill-0"]
+
+    report = lambda c: "decode-1      left" in c.output.read_text()  # noqa: E731
+    await asyncio.to_thread(running.wait_until, report, "word of the supervisor")
+    await asyncio.sleep(2 * Backoff().first_s)  # one that died would be back by now
+    lines = [line for line in running.output.read_text().splitlines() if " decode-1 " in line]
+    assert sum("starting" in line for line in lines) == 1 and not any("died" in line for line in lines)
+    assert pid not in running.processes() and sorted(running.workers()) == ["decode-0", "prefill-0"]
+    assert await tokens(running, 400) == expected
+
+    for words, said in (
+        (("decode-1", running.url), "decode-1"),
+        (("prefill-0", "http://127.0.0.1:9"), "no cluster answers at http://127.0.0.1:9"),
+    ):
+        refused = await asyncio.to_thread(baton_drain, *words)
+        assert refused.returncode == 3 and refused.stderr.startswith("error: ") and said in refused.stderr
+        assert len(refused.stderr.splitlines()) == 1
+
+
+async def test_the_last_worker_of_a_role_may_leave_too(running: Cluster) -> None:
+    for worker in sorted(w for w in running.workers() if w.startswith("decode")):  # one, after the test above
         began = time.monotonic()
-        done = await asyncio.to_thread(baton_drain, "decode-0", running.url)
+        done = await asyncio.to_thread(baton_drain, worker, running.url)
         assert done.returncode == 0 and "left" in done.stdout, done.stderr
         assert time.monotonic() - began < 30.0  # nothing ran there: its limit is not waited for
-        async with httpx.AsyncClient(base_url=running.url, timeout=30.0) as http:
-            answer = await http.post("/v1/completions", json=body(PROMPT, 4))
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_decode_worker")
+    async with httpx.AsyncClient(base_url=running.url, timeout=30.0) as http:
+        answer = await http.post("/v1/completions", json=body(PROMPT, 4))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_decode_worker")
