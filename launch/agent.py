@@ -10,6 +10,7 @@
    tier: the workers get PYTHONSAFEPATH.
 5. torchrun kills its workers 30 s after a SIGTERM and exits with 1. The agent hands the first SIGTERM, SIGINT or SIGHUP
    to the ranks, whose leader drains (`baton.worker_main`), and exits with 0 when they have; a second signal kills them.
+   While it waits for the job's other nodes (`launch.rendezvous`) there are no ranks: the first signal ends it, with 0.
 6. torchrun leaves a directory for its ranks' errors behind. Without `--log-dir` the agent makes it, and removes it.
 7. torchrun loads torch and keeps a store where a job's only rank has nobody to meet. The agent starts that rank itself
    (`launch.lone_rank`), with the first six repairs where they apply.
@@ -26,7 +27,6 @@ import socket
 import sys
 import tempfile
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any, NoReturn
 
 from baton.options import EXIT_STARTUP_ERROR
@@ -39,10 +39,9 @@ from baton.process import (
     lasting_imports,
     limit_name_lookups,
 )
-from launch import lone_rank
+from launch import job_flags, lone_rank, rendezvous
 from launch.failure import Failure, box
 
-_STORE_TIMEOUT_S = 600
 _DIRECTORY = "baton-ranks-"  # of the files that ranks leave their errors in
 _NO_ERROR_FILE = "<NONE>"  # torch's word for a rank that wrote none: it was killed
 _FOLLOWED = (EXIT_RANK_LOST, -signal.SIGTERM)  # how ranks end because another has: by themselves, or by torchrun
@@ -53,6 +52,10 @@ def main() -> NoReturn:
     limit_name_lookups()
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     os.environ["PYTHONSAFEPATH"] = "1"
+    wrong = job_flags.refusal(sys.argv[1:], os.environ)
+    if wrong:
+        print(f"error: {wrong}", file=sys.stderr)
+        sys.exit(EXIT_STARTUP_ERROR)
     stopping = _Stopping()
     stopping.listen()
     try:
@@ -85,7 +88,7 @@ def _torchrun(stopping: _Stopping) -> int:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic") and "LOGLEVEL" not in os.environ:
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    _register_rendezvous()
+    rendezvous.register()
     args = parse_args(_with_defaults(sys.argv[1:]))  # type: ignore[no-untyped-call]
     _name_the_store(args)
     args.signals_to_handle = "SIGQUIT"  # the others are ours
@@ -190,79 +193,6 @@ def _option(words: Sequence[str], name: str) -> str:
         if words[index] == name and index + 1 < len(words):
             return words[index + 1]
     return ""
-
-
-def _register_rendezvous() -> None:
-    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-    from torch.distributed.elastic.rendezvous import (
-        RendezvousHandler,
-        RendezvousInfo,
-        RendezvousParameters,
-        RendezvousStoreInfo,
-        rendezvous_handler_registry,
-    )
-
-    class NamedAddressRendezvous(RendezvousHandler):
-        """One store at one named address, kept by node 0; a job has one round, its workers reuse the agent's store."""
-
-        def __init__(self, host: str, port: int, rank: int, nodes: int, run_id: str) -> None:
-            self._address, self._rank, self._nodes, self._run_id = (host, port), rank, nodes, run_id
-            self._store: Store | None = None
-
-        def get_backend(self) -> str:
-            return "baton"
-
-        @property
-        def use_agent_store(self) -> bool:
-            return True
-
-        def next_rendezvous(self) -> RendezvousInfo:
-            if self._store is None:
-                self._store = self._open()
-            host, port = self._address
-            return RendezvousInfo(
-                PrefixStore(self._run_id, self._store), self._rank, self._nodes, RendezvousStoreInfo(host, port)
-            )
-
-        def _open(self) -> Store:
-            host, port = self._address
-            timeout = timedelta(seconds=_STORE_TIMEOUT_S)
-            if self._rank != 0:
-                return TCPStore(host, port, self._nodes, False, timeout)
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = socket.socket(family, socket.SOCK_STREAM)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((host, port))
-            listener.listen(128)
-            port = listener.getsockname()[1]
-            self._address = (host, port)
-            return TCPStore(
-                host, port, self._nodes, True, timeout, False, master_listen_fd=listener.detach(), use_libuv=True
-            )
-
-        def is_closed(self) -> bool:
-            return False
-
-        def set_closed(self) -> None:
-            pass
-
-        def num_nodes_waiting(self) -> int:
-            return 0
-
-        def get_run_id(self) -> str:
-            return self._run_id
-
-        def shutdown(self) -> bool:
-            return True
-
-    def create(parameters: RendezvousParameters) -> RendezvousHandler:
-        host, _, port = parameters.endpoint.strip().rpartition(":")
-        rank = int(parameters.config.get("rank", 0))
-        if parameters.max_nodes > 1 and not int(port):
-            raise OSError("a job over several nodes needs --master-addr and --master-port of node 0")
-        return NamedAddressRendezvous(host.strip("[]"), int(port), rank, parameters.max_nodes, parameters.run_id)
-
-    rendezvous_handler_registry.register("baton", create)
 
 
 if __name__ == "__main__":
