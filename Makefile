@@ -25,7 +25,7 @@ up: $(STAMP) ## start coordinator, one prefill and one decode worker on CPU with
 	@exec $(BIN)/baton up --device cpu $(ARGS)
 
 test: $(STAMP) ## the whole suite, 10 to 20 minutes on 2 cores (ARGS="-k name")
-	$(BIN)/python -m pytest -m "not long and not gpu" $(ARGS)
+	$(BIN)/python tools/run_tests.py $(ARGS)
 
 test-long: $(STAMP) ## every combination and repetition
 	$(BIN)/python tools/test_long.py $(ARGS)

@@ -1,14 +1,16 @@
 """One thread per library and Triton's interpreter where there is no GPU (both set before any test imports torch), and
-the same Hypothesis examples in every run."""
+the same Hypothesis examples in every run; and `--part`, for `make test`."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from baton.process import limit_name_lookups
+from tests.parts import runs_beside
 
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
@@ -22,3 +24,16 @@ settings.register_profile("ci", derandomize=True, deadline=None, max_examples=10
 # For a hunt by hand: HYPOTHESIS_PROFILE=deep, new examples each time.
 settings.register_profile("deep", deadline=None, max_examples=3000, suppress_health_check=SLOW)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "only the tests that may run beside others, or only those that run alone"
+    parser.addoption("--part", choices=("beside", "alone"), help=text)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part = config.getoption("--part")
+    if part is not None:
+        others = [item for item in items if runs_beside(item.path) != (part == "beside")]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if runs_beside(item.path) == (part == "beside")]

@@ -1,0 +1,73 @@
+"""`make test`: first the tests that mind nobody, side by side on all cores; then, one after the other, those that start
+processes or hold a time. `tests/parts.py` says which is which.
+
+Arguments go to pytest. The last lines repeat what failed in either part and add up the counts; the exit code is 0 only
+when both parts passed, and pytest's own for the first that did not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SELECTED = ("-m", "not long and not gpu")
+MOST_WORKERS = 8  # each loads torch and transformers: 0.5 GB
+PASSED, INTERRUPTED, NOTHING_SELECTED = 0, 2, 5
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed|warnings?)\b")
+
+
+def main() -> int:
+    workers = min(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1, MOST_WORKERS)
+    beside = ("-n", str(workers), "--dist", "loadfile") if workers > 1 else ()
+    started, codes, failed, counts = time.monotonic(), [], [], Counter[str]()
+    for part, flags in (("beside", beside), ("alone", ("-p", "no:xdist"))):
+        print(f"\n--- {part}: {'side by side' if flags == beside else 'one after the other'}", flush=True)
+        code, text = run(["--part", part, *flags, *SELECTED, *sys.argv[1:]])
+        codes.append(code)
+        lines = _COLOUR.sub("", text).splitlines()
+        failed += [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+        counts.update({name: int(count) for count, name in _COUNT.findall(lines[-1] if lines else "")})
+        if code == INTERRUPTED:
+            break
+    if set(codes) == {NOTHING_SELECTED}:
+        return NOTHING_SELECTED
+    code = next((code for code in codes if code not in (PASSED, NOTHING_SELECTED)), PASSED)
+    minutes, seconds = divmod(round(time.monotonic() - started), 60)
+    if failed:
+        print("\n--- what failed")
+        print("\n".join(failed))
+    told = ", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing was counted"
+    print(
+        f"\n{'passed' if code == PASSED else f'FAILED with exit code {code}'}: {told} in {minutes}:{seconds:02} minutes"
+    )
+    return code
+
+
+def run(arguments: list[str]) -> tuple[int, str]:
+    """pytest's exit code and what it printed, which is shown as it comes."""
+    colour = ["--color=yes"] if sys.stdout.isatty() else []
+    command = [sys.executable, "-m", "pytest", *colour, *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if process.stdout is None:
+        raise SystemExit("pytest has no output")
+    said = bytearray()
+    while True:
+        try:
+            if not (chunk := process.stdout.read1(1 << 16)):  # type: ignore[attr-defined]
+                return process.wait(), said.decode(errors="replace")
+        except KeyboardInterrupt:  # pytest has heard it too, and says so before it ends
+            continue
+        said += chunk
+        sys.stdout.buffer.write(chunk)
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
