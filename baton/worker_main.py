@@ -196,5 +196,6 @@ def _engine_options(config: WorkerConfig, ranks: Ranks) -> EngineOptions:
         max_num_tokens=max(config.step_tokens + 16 * config.max_running, 512),
         host=config.host,
         edge_kind=config.edge_kind,
+        version=code_version(),
         staging_bytes=round(config.staging_mib * (1 << 20)),
     )

@@ -107,14 +107,6 @@ class TPGroup:
     def barrier(self, what: str) -> None:
         self.minimum(0, what)
 
-    def agree(self, digest: str, what: str) -> None:
-        """Raises StartupError unless every rank has the same `digest` (hexadecimal)."""
-        mine = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8, device=self._device)
-        everyone = self._all_gather(mine, what, LOAD_TIMEOUT_S) if self.size > 1 else mine[None]
-        for rank in range(1, self.size):
-            if not torch.equal(everyone[rank], everyone[0]):
-                raise StartupError(f"{what}: rank {rank} has another one than rank 0")
-
     def close(self) -> None:
         """Drops the connections. Every rank is to have ended its last operation."""
         self._group = None

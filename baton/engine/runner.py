@@ -36,9 +36,10 @@ from baton.engine.layers import EXACT, FAST, Rotary
 from baton.engine.logprobs import sampled_rows, scored_rows
 from baton.engine.model import Model, shard_config
 from baton.engine.model_native import NativeModel
-from baton.engine.parallel import TPGroup, connect
+from baton.engine.parallel import LOAD_TIMEOUT_S, TPGroup, connect
 from baton.engine.processors import SeenTables
 from baton.engine.quantize import check_quantize
+from baton.engine.rank_options import agree, must_agree
 from baton.engine.sampler import Choose, sample
 from baton.engine.sampler_native import chooser
 from baton.engine.selftest import prove_row_invariance
@@ -60,7 +61,7 @@ class EngineOptions:
     goes to other workers, `staging_bytes` the most of it on its way at once, all ranks together. `kernels` is `auto`
     (the best compiled ones that this processor has, else torch's), `torch`, or the level of compiled ones. `quantize`
     is `none` or `int8` (weights of linear layers and head; CPU). torch's kernels keep int8 widened: then the memory
-    report says less than is used.
+    report says less than is used. `version` is the code's. What ranks must have alike: `rank_options`.
     """
 
     model_dir: Path
@@ -77,6 +78,7 @@ class EngineOptions:
     edge_kind: str = "auto"
     staging_bytes: int = 0
     quantize: str = "none"
+    version: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +227,6 @@ def load_runner(
         weights = WeightReader(Checkpoint.open(options.model_dir), config, share, torch_dtype, device, int8=int8)
         longest = _longest(config, options)
         digest = model_digest(options.model_dir)
-    with _stage("connect", on_stage if ranks.size > 1 else None):
-        group = connect(store, ranks, device, options.host)
-        group.agree(digest, "checkpoint digest")
     kernels, kernels_name = choose_kernels(options.kernels, device, torch_dtype)
     if int8 and kernels is None and options.kernels != "torch":
         raise StartupError(f"quantize int8 needs compiled kernels, and there is only {kernels_name}: leave it at none")
@@ -236,6 +235,11 @@ def load_runner(
             f"exact mode in {dtype} needs compiled kernels that multiply it, and there is only {kernels_name}:"
             " leave dtype at auto or float32"
         )
+    level = "torch" if kernels is None else kernels.level
+    agreed = must_agree(options, device=device, dtype=dtype, kernels=level, digest=digest, max_model_len=longest)
+    with _stage("connect", on_stage if ranks.size > 1 else None):
+        agree(store, ranks, agreed, LOAD_TIMEOUT_S)
+        group = connect(store, ranks, device, options.host)
     with _stage("load", on_stage), torch.no_grad():
         model: Model | NativeModel
         if kernels is not None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from baton.core.errors import InvariantError
+from baton.core.errors import InvariantError, StartupError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
+from baton.engine.kernels.native import choose_kernels
 from baton.engine.processors import Draw
 from baton.engine.sampler import sample
 from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
@@ -125,6 +126,49 @@ def test_sizes_that_do_not_divide_are_refused_with_the_numbers(
 def test_ranks_with_different_checkpoints_are_refused(checkpoint: Callable[..., Path], pool: RankPool) -> None:
     found = pool.start([checkpoint("llama"), checkpoint("llama", seed=1)], 2)  # type: ignore[arg-type]
     assert [str(error) for error in found] == ["checkpoint digest: rank 1 has another one than rank 0"] * 2
+
+
+@pytest.mark.parametrize(
+    ("differing", "message"),
+    [
+        ({"quantize": ["none", "int8"]}, "quantize: none on rank 0 and int8 on rank 1;"),
+        ({"dtype": ["float32", "bfloat16"]}, "dtype: float32 on rank 0 and bfloat16 on rank 1;"),
+        ({"exact": [True, False]}, "exact: on on rank 0 and off on rank 1;"),
+        ({"block_size": [16, 32]}, "block-size: 16 on rank 0 and 32 on rank 1;"),
+        ({"max_model_len": [None, 32]}, "max-model-len: 4096 on rank 0 and 32 on rank 1;"),
+        ({"max_num_tokens": [1536, 1024]}, "tokens of a step (from step-tokens and max-running): 1536 on rank 0 and"),
+        ({"edge_kind": ["auto", "gloo"]}, "edge-kind: auto on rank 0 and gloo on rank 1;"),
+        ({"version": ["0.1.0", "0.2.0"]}, "version: 0.1.0 on rank 0 and 0.2.0 on rank 1;"),
+        ({"exact": True, "kernels": ["torch", "auto"]}, "kernels: torch on rank 0 and "),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_ranks_with_different_options_are_refused(
+    checkpoint: Callable[..., Path], pool: RankPool, differing: dict[str, Any], message: str
+) -> None:
+    device = torch.device("cpu")
+    if ("int8" in str(differing) or "kernels" in differing) and choose_kernels("auto", device, torch.float32)[
+        0
+    ] is None:
+        pytest.skip("there are no compiled kernels here")
+    first, second = pool.start(checkpoint("llama"), 2, **differing)
+    assert isinstance(first, StartupError) and isinstance(second, StartupError)
+    assert str(first).startswith(message) and str(first) == str(second)
+
+
+def test_ranks_may_differ_in_kernels_and_in_what_each_has_for_itself(
+    checkpoint: Callable[..., Path], pool: RankPool
+) -> None:
+    """Also one that names the model's own limit with one that leaves it open."""
+    own = {
+        "kernels": ["torch", "auto"],
+        "threads": [1, 2],
+        "max_model_len": [4096, None],
+        "staging_bytes": [0, 1 << 20],
+    }
+    with pool.load(checkpoint("llama"), 2, **own) as runner:
+        row = Row(SequenceId("a"), 0, tuple(random_tokens(9)), (0,), SEEDED, num_sampled=1)
+        assert len(runner.step(StepPlan(1, (row,))).sampled[0]) == 1
 
 
 SEEDED = SamplingParams(temperature=0.8, seed=1234)

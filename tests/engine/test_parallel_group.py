@@ -91,9 +91,6 @@ def test_gathers_are_in_the_order_of_ranks(group: Group) -> None:
 
 def test_agreement(group: Group) -> None:
     assert group.each(lambda g: g.minimum(100 - g.rank, "blocks")) == [98] * SIZE
-    assert group.each(lambda g: g.agree("ab12", "digest")) == [None] * SIZE
-    for error in group.each(lambda g: g.agree("ab12" if g.rank < 2 else "ab13", "digest")):
-        assert str(error) == "digest: rank 2 has another one than rank 0"
 
 
 def test_two_threads_on_one_group_are_our_bug(group: Group) -> None:
@@ -127,7 +124,6 @@ def test_a_single_rank_needs_nobody() -> None:
     x = partial(0)
     assert alone.all_reduce(x) is x and alone.all_gather(x) is x and alone.gather(x) is x
     assert alone.minimum(5, "blocks") == 5
-    alone.agree("ab", "digest")
     assert connect(None, Ranks(), torch.device("cpu"), "nowhere").size == 1
 
 

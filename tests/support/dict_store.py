@@ -17,6 +17,10 @@ class DictStore:
             self._values[key] = value
             self._changed.notify_all()
 
+    def check(self, keys: list[str]) -> bool:
+        with self._changed:
+            return all(key in self._values for key in keys)
+
     def get(self, key: str) -> bytes:
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._values, 5.0):

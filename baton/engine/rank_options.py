@@ -1,0 +1,107 @@
+"""What the ranks of one worker must have alike, compared before they load.
+
+A rank that computes otherwise than its leader plans for says other tokens without a word, or is in the middle of a step
+with other shapes, and there the process group ends the process. So each rank leaves what it has resolved in the job's
+store, and the first difference ends them all by its name.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from baton.core.errors import RankLost, StartupError
+from baton.core.ranks import Ranks
+
+if TYPE_CHECKING:
+    from baton.engine.runner import EngineOptions
+
+_LOOK_S = 0.05
+_UNTOLD = ("checkpoint digest",)  # its digits say nothing
+_BY_MACHINE = ("device", "dtype", "kernels")  # `auto` finds them out, and another machine may be another one
+
+
+class Store(Protocol):
+    """What is needed of torchrun's store."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+
+def must_agree(
+    options: EngineOptions, *, device: torch.device, dtype: str, kernels: str, digest: str, max_model_len: int
+) -> dict[str, str]:
+    """The resolved options by name, first those that explain the ones behind them.
+
+    `kernels` (a level, or torch) count in exact mode alone: there a step of torch's has another shape, and the bits are
+    promised. Elsewhere nodes with other processors may share a worker. What each rank has for itself (threads, memory,
+    host, staging) is not here.
+    """
+    agreed = {
+        "version": options.version,
+        "device": device.type,
+        "exact": "on" if options.exact else "off",
+        "dtype": dtype,
+        "quantize": options.quantize,
+        "kernels": kernels,
+        "block-size": str(options.block_size),
+        "tokens of a step (from step-tokens and max-running)": str(options.max_num_tokens),
+        "edge-kind": options.edge_kind,
+        "checkpoint digest": digest,
+        "max-model-len": str(max_model_len),
+    }
+    if not options.exact:
+        del agreed["kernels"]
+    return agreed
+
+
+def agree(store: Store, ranks: Ranks, mine: Mapping[str, str], timeout_s: float) -> None:
+    """Returns when every rank has the same as this one.
+
+    Raises:
+        StartupError: the first difference, the same line at every rank; or a rank that says nothing for `timeout_s`.
+        RankLost: the store is gone, and with it the node that keeps it.
+    """
+    if ranks.size == 1:
+        return
+    deadline = time.monotonic() + timeout_s
+    try:
+        store.set(_key(ranks.rank), json.dumps(dict(mine)))
+        for rank in range(ranks.size):  # in short looks: a signal to end is heard between them
+            while not store.check([_key(rank)]):
+                if time.monotonic() > deadline:
+                    raise StartupError(f"rank {rank} has not said its options within {timeout_s:g} s")
+                time.sleep(_LOOK_S)
+        everyone = [json.loads(store.get(_key(rank))) for rank in range(ranks.size)]
+    except RuntimeError as error:
+        raise RankLost(f"the store of this worker's ranks is gone: {str(error).splitlines()[0]}") from None
+    found = difference(everyone)
+    if found:
+        raise StartupError(found)
+
+
+def difference(by_rank: Sequence[Mapping[str, str]]) -> str:
+    """One line about the first name whose values are not all those of rank 0; empty where all are. Pure."""
+    names = dict.fromkeys(name for options in by_rank for name in options)
+    for name in names:
+        first = by_rank[0].get(name, "none")
+        for rank, options in enumerate(by_rank):
+            other = options.get(name, "none")
+            if other == first:
+                continue
+            if name in _UNTOLD:
+                return f"{name}: rank {rank} has another one than rank 0"
+            where = "; auto decides by the machine: name one" if name in _BY_MACHINE else ""
+            return f"{name}: {first} on rank 0 and {other} on rank {rank}; a worker's ranks need the same{where}"
+    return ""
+
+
+def _key(rank: int) -> str:
+    return f"options/{rank}"

@@ -1,0 +1,80 @@
+"""What ranks say of their options, and what is said of a difference."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.core.errors import RankLost, StartupError
+from baton.core.ranks import Ranks
+from baton.engine.rank_options import agree, difference, must_agree
+from baton.engine.runner import EngineOptions
+from tests.support.dict_store import DictStore
+
+
+def said(**changed: Any) -> dict[str, str]:
+    facts = {"dtype": "float32", "kernels": "avx2", "digest": "ab12", "max_model_len": 256}
+    facts |= {name: changed.pop(name) for name in facts if name in changed}
+    options = EngineOptions(model_dir=Path("m"), **changed)
+    return must_agree(options, device=torch.device("cpu"), **facts)  # type: ignore[arg-type]
+
+
+def test_ranks_that_are_alike_find_no_difference() -> None:
+    assert difference([said(), said(kernels="amx", threads=7, host="::1", kv_memory_bytes=1, staging_bytes=9)]) == ""
+
+
+def test_the_line_names_option_values_and_ranks() -> None:
+    assert difference([said(), said(), said(quantize="int8")]) == (
+        "quantize: none on rank 0 and int8 on rank 2; a worker's ranks need the same"
+    )
+    assert difference([said(dtype="bfloat16"), said()]).endswith("; auto decides by the machine: name one")
+    assert difference([said(), said(digest="ab13")]) == "checkpoint digest: rank 1 has another one than rank 0"
+
+
+def test_the_first_difference_is_the_one_that_explains_the_others() -> None:
+    assert difference([said(exact=True), said(dtype="bfloat16")]).startswith("exact: on on rank 0 and off on rank 1;")
+    assert difference([said(), said(digest="ab13", max_model_len=512)]).startswith("checkpoint digest")
+
+
+def test_an_option_that_another_version_does_not_know_is_a_difference() -> None:
+    assert difference([said(), {**said(), "more": "1"}]).startswith("more: none on rank 0 and 1 on rank 1;")
+    assert difference([{**said(), "more": "1"}, said()]).startswith("more: 1 on rank 0 and none on rank 1;")
+
+
+def test_every_rank_hears_the_same() -> None:
+    store, heard = DictStore(), {}
+
+    def rank(number: int) -> None:
+        try:
+            agree(store, Ranks(number, 3, number, 3), said(block_size=16 if number < 2 else 32), 5.0)
+        except StartupError as error:
+            heard[number] = error.message
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert heard == dict.fromkeys(range(3), "block-size: 16 on rank 0 and 32 on rank 2; a worker's ranks need the same")
+
+
+def test_a_rank_that_says_nothing_is_named() -> None:
+    with pytest.raises(StartupError, match=r"rank 1 has not said its options within 0\.1 s"):
+        agree(DictStore(), Ranks(0, 2, 0, 2), said(), 0.1)
+
+
+def test_a_store_that_is_gone_is_a_lost_rank() -> None:
+    class Gone(DictStore):
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("Connection reset by peer\nand a stack")
+
+    with pytest.raises(RankLost, match=r"store of this worker's ranks is gone: Connection reset by peer$"):
+        agree(Gone(), Ranks(0, 2, 0, 2), said(), 1.0)
+
+
+def test_a_single_rank_needs_no_store() -> None:
+    agree(None, Ranks(), said(), 1.0)  # type: ignore[arg-type]
