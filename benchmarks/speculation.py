@@ -6,12 +6,21 @@
 Measures decode alone: scheduler and engine step by step, prompts computed beforehand, no links and no event loop. Runs
 with and without guesses alternate; figures are medians of the compute thread's own processor time, which other
 processes on the machine disturb less than the clock. Writes a report to `benchmarks/results/`.
+
+Beside what is gained stands what could be: the ideal is the largest (1 + p + ... + p^k) * step without guesses / step
+with k. In each pair the same requests also run with a fixed number of guesses, for each k in turn. These runs give the
+cost of a step with k guesses for every row, whatever became of them (mean over steps in which all clients took part and
+no prompt was filled into the draft; a ratio to plain steps of the same pair, median over pairs): nothing of it is what
+the policy believes. p is right guesses / guesses whose turn came, in all runs of a line that guess; with forced
+acceptance it is the rate that was forced. What the draft's prompts cost is in the gain and not in the ideal. "Best
+fixed" is what the best of those k gained as a whole run, prompts and all, known afterwards.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import random
 import statistics
 import subprocess
@@ -30,7 +39,10 @@ from baton.core.step import Row, StepPlan
 from baton.engine.runner import EngineOptions, Runner, load_runner
 from baton.model_source import resolve_model
 from benchmarks.exactness import cpu_name, prompts
+from benchmarks.speculation_ideal import acceptance_rate, ideal_gain
+from decode.draft_length import MAX_GUESSES
 from decode.draft_model import prepare
+from decode.drafts import ModelDrafts, NgramDrafts
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculation
 from decode.speculative_engine import SpeculativeEngine
@@ -41,15 +53,36 @@ SAMPLINGS = {"greedy": SamplingParams(temperature=0.0), "T = 0.8": SamplingParam
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one run: milliseconds of processor time per token and stream, guesses right, guesses made."""
+    """Of one run, in processor time: milliseconds per token and stream, and per step that guessed `length` tokens for
+    every client and filled no draft (nan where `length` says nothing). Guesses right, guesses made, and how often one
+    whose turn came was wrong."""
 
     tpot_ms: float
+    step_ms: float
     accepted: int
     drafted: int
+    wrong: int
+
+
+@dataclass
+class Pair:
+    """The same requests in every way: without guesses, as the policy guesses, and with k for each k."""
+
+    plain: Timing
+    guessed: Timing
+    fixed: dict[int, Timing]
+
+    @property
+    def gain(self) -> float:
+        return self.plain.tpot_ms / self.guessed.tpot_ms
 
 
 def measure(
-    runner: Runner, speculation: Speculation, engine: SpeculativeEngine, requests: Sequence[GenerateRequest]
+    runner: Runner,
+    speculation: Speculation,
+    engine: SpeculativeEngine,
+    requests: Sequence[GenerateRequest],
+    length: int = -1,
 ) -> Timing:
     """Decodes all requests in one batch. Tokens per second and stream count from the first step to the last."""
     scheduler = DecodeScheduler(runner.layout, runner.num_blocks, len(requests), speculation)
@@ -60,22 +93,78 @@ def measure(
             raise SystemExit(f"too many clients for the KV pool: {error.message}") from None
         row = Row(request.sequence_id, 0, request.prompt, blocks, request.sampling, 1, 0)
         scheduler.received(request.sequence_id, runner.step(StepPlan(0, (row,))).sampled[0][0], 0.0)
-    before, tokens = speculation.counters, 0
-    started = time.thread_time()
+    before, tokens, wrong = speculation.counters, 0, 0
+    steps_s: list[float] = []
+    started = ended = time.thread_time()
     while scheduler.num_sequences:
+        began = ended
         plan = scheduler.begin_step(time.perf_counter())
         if plan is None:
             continue
         outcome = engine.step(plan)
         result = scheduler.finish_step(outcome, time.perf_counter())
         tokens += sum(len(event.tokens) for event in result.tokens)
-    spent = time.thread_time() - started
+        ended = time.thread_time()
+        made = [row.num_sampled - 1 for row in plan.with_guesses(outcome.guesses).rows]
+        if made == [length] * len(requests) and all(draft.num_guesses for draft in plan.drafts):
+            steps_s.append(ended - began)
+        taken = {event.sequence: len(event.tokens) for event in result.tokens}
+        wrong += sum(taken[row.sequence_id] <= n for row, n in zip(plan.rows, made, strict=True))
     after = speculation.counters
     return Timing(
-        spent * 1e3 * len(requests) / tokens,
+        (ended - started) * 1e3 * len(requests) / tokens,
+        statistics.fmean(steps_s) * 1e3 if steps_s else math.nan,
         after.accepted_tokens - before.accepted_tokens,
         after.drafted_tokens - before.drafted_tokens,
+        wrong,
     )
+
+
+def measure_pair(
+    runner: Runner,
+    guessing: Speculation,
+    engine: SpeculativeEngine,
+    requests: Sequence[GenerateRequest],
+    lengths: Sequence[int],
+) -> Pair:
+    """Every way once, by turns."""
+    plain = measure(runner, Speculation(), SpeculativeEngine(runner, None), requests, 0)
+    guessed = measure(runner, guessing, engine, requests)
+    fixed: dict[int, Timing] = {}
+    for length in lengths:
+        drafts = guessing.drafts
+        if isinstance(drafts, ModelDrafts):
+            drafts = ModelDrafts(drafts.layout, drafts.blocks.num_blocks, drafts.max_positions)
+        elif drafts is not None:
+            drafts = NgramDrafts()
+        # With a price model of its own: what is chosen by the policy must not have learned from these runs.
+        always = Speculation(drafts, fixed_length=length, forced_rate=guessing.forced_rate)
+        fixed[length] = measure(runner, always, engine, requests, length)
+    return Pair(plain, guessed, fixed)
+
+
+def table_lines(name: str, clients: int, pairs: Sequence[Pair], forced_rate: float | None) -> tuple[str, str]:
+    """A line of what was gained and what could be, and one of what steps cost."""
+    gains = sorted(pair.gain for pair in pairs)
+    runs = [run for pair in pairs for run in (pair.guessed, *pair.fixed.values())]
+    rate = acceptance_rate(sum(run.accepted for run in runs), sum(run.wrong for run in runs))
+    rate = rate if forced_rate is None else forced_rate
+    lengths = [k for k in pairs[0].fixed if not any(math.isnan(pair.fixed[k].step_ms) for pair in pairs)]
+    dearer = {k: statistics.median(pair.fixed[k].step_ms / pair.plain.step_ms for pair in pairs) for k in lengths}
+    ideal, ideal_length = ideal_gain(rate, 1.0, dearer)
+    whole = {k: statistics.median(pair.plain.tpot_ms / pair.fixed[k].tpot_ms for pair in pairs) for k in lengths}
+    fixed_length, fixed_gain = max({0: 1.0, **whole}.items(), key=lambda item: item[1])
+    gain = statistics.median(gains)
+    accepted, drafted = sum(pair.guessed.accepted for pair in pairs), sum(pair.guessed.drafted for pair in pairs)
+    found = (
+        f"| {name} | {clients} | {statistics.median(pair.plain.tpot_ms for pair in pairs):.2f} ms "
+        f"| {statistics.median(pair.guessed.tpot_ms for pair in pairs):.2f} ms | **{gain:.2f}x** "
+        f"| {gains[0]:.2f}x, {gains[-1]:.2f}x | {accepted} of {drafted} | {rate:.3f} "
+        f"| {fixed_gain:.2f}x (k = {fixed_length}) | {ideal:.2f}x (k = {ideal_length}) | **{gain / ideal:.2f}** |"
+    )
+    plain_ms = statistics.median(pair.plain.step_ms for pair in pairs)
+    costs = " | ".join(f"{dearer[k]:.2f}" if k in dearer else "" for k in pairs[0].fixed)
+    return found, f"| {name} | {clients} | {plain_ms:.2f} ms | {costs} |"
 
 
 def main() -> int:
@@ -85,6 +174,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--lengths", type=int, nargs="*", default=list(range(1, MAX_GUESSES + 1)), metavar="K")
     parser.add_argument("--force-acceptance", type=float, default=-1.0)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "speculation.md")
     arguments = parser.parse_args()
@@ -100,12 +190,17 @@ def main() -> int:
     with_guesses, engine = prepare(config, runner)
     texts = prompts(resolve_model("builtin"), 64, min(runner.model_config.vocab_size, 4096))
     lines = [
-        "| sampling | clients | TPOT without | with | gain | worst, best pair | accepted |",
-        "|---" * 7 + "|",
+        "| sampling | clients | TPOT without | with | gain | worst, best pair | accepted | p | best fixed | ideal "
+        "| gain / ideal |",
+        "|---" * 11 + "|",
+    ]
+    costs = [
+        f"| sampling | clients | plain step | {' | '.join(f'k = {k}' for k in arguments.lengths)} |",
+        "|---" * (3 + len(arguments.lengths)) + "|",
     ]
     for name, sampling in SAMPLINGS.items():
         for clients in arguments.clients:
-            pairs: list[tuple[Timing, Timing]] = []
+            pairs: list[Pair] = []
             for pair in range(arguments.pairs):
                 chosen = random.Random(pair).sample(texts, clients)
                 batch = [
@@ -114,16 +209,12 @@ def main() -> int:
                     )
                     for i, text in enumerate(chosen)
                 ]
-                plain = measure(runner, Speculation(), SpeculativeEngine(runner, None), batch)
-                pairs.append((plain, measure(runner, with_guesses, engine, batch)))
-            gains = sorted(plain.tpot_ms / guessed.tpot_ms for plain, guessed in pairs)
-            accepted, drafted = sum(g.accepted for _, g in pairs), sum(g.drafted for _, g in pairs)
-            lines.append(
-                f"| {name} | {clients} | {statistics.median(p.tpot_ms for p, _ in pairs):.2f} ms "
-                f"| {statistics.median(g.tpot_ms for _, g in pairs):.2f} ms | **{statistics.median(gains):.2f}x** "
-                f"| {gains[0]:.2f}x, {gains[-1]:.2f}x | {accepted} of {drafted} |"
-            )
-            print(lines[-1], flush=True)
+                lengths = arguments.lengths[:: 1 if pair % 2 == 0 else -1]
+                pairs.append(measure_pair(runner, with_guesses, engine, batch, lengths))
+            found, cost = table_lines(name, clients, pairs, with_guesses.forced_rate)
+            lines.append(found)
+            costs.append(cost)
+            print(found, cost, sep="\n", flush=True)
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
     head = [
         "# What speculation gains",
@@ -135,6 +226,10 @@ def main() -> int:
         *(["Acceptance was forced: the output was not real."] if arguments.force_acceptance >= 0 else []),
         "",
         *lines,
+        "",
+        "A step with k guesses for every client, as a multiple of one without, measured in the same runs:",
+        "",
+        *costs,
         "",
     ]
     arguments.output.write_text("\n".join(head), encoding="utf-8")
