@@ -32,7 +32,8 @@ _SIZES = (1, 9, 32, 128, 4, 16, 64, 512, 2, 256)  # far apart first: a slow mode
 _REPEATS = 5
 _MANY = 6  # guesses in the longer of the two calls that a pass is timed by
 _PASS_ROWS = (1, 4, 16, 64)
-_GUESSES = 2  # in each row of the longer of the two steps that the price of a guess is taken from
+_TIMED_ROWS = (*_PASS_ROWS, 1, 4, 1, 1, 4, 1)  # short steps more often: a difference of two is soon lost in noise
+_GUESSES = 4  # in each row of the longer of the two steps that the price of a guess is taken from
 
 
 def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, SpeculativeEngine]:
@@ -46,7 +47,9 @@ def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, Speculat
     costs, first, later, rows, guess = [(1, 1e-6)], *(list[tuple[int, float]]() for _ in range(4))
     if draft is not None:
         drafts = ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len)
-        costs, (first, later) = measure_steps(draft, config.step_tokens), measure_passes(draft)
+        costs, (first, later) = measure_fills(draft, config.step_tokens), measure_passes(draft)
+        if not first:  # each guess is a step
+            first = later = measure_steps(draft, config.step_tokens)
     if drafts is not None:
         rows, guess = measure_rows(runner)
     model = StepModel(
@@ -103,20 +106,35 @@ def load_draft(config: WorkerConfig, runner: Runner) -> Runner | None:
 def measure_steps(runner: Runner, most: int) -> list[tuple[int, float]]:
     """Seconds of steps by their number of tokens, in short rows at a middling context. Leaves KV in blocks that nobody
     owns yet."""
-    size = runner.layout.block_size
     context = min(_CONTEXT, runner.max_model_len - _ROW - 1)
     if context < 1:
         return [(1, 1e-3)]
-    blocks = tuple(range(min(runner.num_blocks, -(-(context + _ROW + 1) // size))))
+    blocks = _blocks(runner, context + _ROW + 1)
+    return _by_size(runner, max(most, 9), lambda tokens: _rows(tokens, context, blocks))
+
+
+def measure_fills(draft: Runner, most: int) -> list[tuple[int, float]]:
+    """Seconds of steps that bring a draft nearer to its sequence, by their number of tokens: one row of which nothing
+    is sampled. Steps that sample at every token take three times as long. Leaves KV in blocks that nobody owns yet."""
+    longest = min(draft.max_model_len, draft.num_blocks * draft.layout.block_size)
+    most = min(max(most, 9), longest)
+    start = min(_CONTEXT // 2, longest - most)
+    blocks = _blocks(draft, start + most)
+
+    def plan(tokens: int) -> StepPlan:
+        return StepPlan(0, (Row(SequenceId("measure"), start, (0,) * tokens, blocks, SamplingParams(), 0),))
+
+    return _by_size(draft, most, plan)
+
+
+def _by_size(runner: Runner, most: int, plan: Callable[[int], StepPlan]) -> list[tuple[int, float]]:
     found: dict[int, float] = {}
     deadline = time.perf_counter() + MEASURING_S
     for _ in range(_REPEATS):  # all sizes in turn: what disturbs the machine for a while disturbs them alike
-        for tokens in (n for n in _SIZES if n <= max(most, 9)):
+        for tokens in (n for n in _SIZES if n <= most):
             if len(found) >= 2 and time.perf_counter() + found.get(tokens, max(found.values())) > deadline:
                 return sorted(found.items())
-            found[tokens] = min(
-                found.get(tokens, math.inf), _took(partial(runner.step, _rows(tokens, context, blocks)))
-            )
+            found[tokens] = min(found.get(tokens, math.inf), _took(partial(runner.step, plan(tokens))))
     return sorted(found.items())
 
 
@@ -126,11 +144,11 @@ def measure_rows(runner: Runner) -> tuple[list[tuple[int, float]], list[tuple[in
     context = min(_CONTEXT, runner.max_model_len - _GUESSES - 1)
     if context < 1:
         return [], []
-    blocks = tuple(range(min(runner.num_blocks, -(-(context + _GUESSES + 1) // runner.layout.block_size))))
+    blocks = _blocks(runner, context + _GUESSES + 1)
     found: dict[tuple[int, int], float] = {}
     deadline = time.perf_counter() + MEASURING_S
     for _ in range(_REPEATS):
-        for rows, tokens in ((n, tokens) for n in _PASS_ROWS for tokens in (1, 1 + _GUESSES)):
+        for rows, tokens in ((n, tokens) for n in _TIMED_ROWS for tokens in (1, 1 + _GUESSES)):
             if (1, 1 + _GUESSES) in found and time.perf_counter() > deadline:
                 break
             row = Row(SequenceId("measure"), context, (0,) * tokens, blocks, SamplingParams(temperature=0.0), tokens)
@@ -147,7 +165,7 @@ def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[i
     context = min(_CONTEXT, draft.max_model_len - _MANY - 1)
     if not draft.guesses_at_once or context < 1:
         return [], []
-    blocks = tuple(range(min(draft.num_blocks, -(-(context + _MANY + 1) // draft.layout.block_size))))
+    blocks = _blocks(draft, context + _MANY + 1)
     row = Row(SequenceId("measure"), context, (0,), blocks, SamplingParams(temperature=0.0), 1)
     first: list[tuple[int, float]] = []
     later: list[tuple[int, float]] = []
@@ -165,6 +183,10 @@ def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[i
         if time.perf_counter() > deadline:
             break
     return first, later
+
+
+def _blocks(runner: Runner, positions: int) -> tuple[int, ...]:
+    return tuple(range(min(runner.num_blocks, -(-positions // runner.layout.block_size))))
 
 
 def _rows(tokens: int, context: int, blocks: tuple[int, ...]) -> StepPlan:

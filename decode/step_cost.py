@@ -24,6 +24,7 @@ _WEIGHT = 0.1  # of a new observation in the scale
 _MORE_WEIGHT = 3.0  # times that in the price of a guess, for the part that guesses have in the step
 _FAR_LESS, _FAR_LESS_WEIGHT = 0.65, 0.5  # of one that took so much less: noise seldom does that, the end of a load does
 _OUTLIER = 2.0  # an observation counts as at most this many times what was expected: one stall is not a trend
+_LEAST_GUESS = 0.03  # of a step, that a token more in each of its rows costs at first, whatever was measured
 _FIRST_STEPS = 4  # whose least is where following what surrounds a step begins
 
 
@@ -107,7 +108,9 @@ class StepModel:
         """Points of curves: `target` by tokens of long rows, `rows` by rows of one token (by default the same), `guess`
         what one token more in each of so many rows costs (by default as the curve of rows goes on)."""
         self.short, self.long = StepCost(rows or target), StepCost(target)
-        self._guess = StepCost(guess) if guess else None
+        # On a busy machine the difference of two steps may come out as nothing, and nothing times `more` stays so.
+        least = [(n, max(seconds, _LEAST_GUESS * self.short.seconds(n))) for n, seconds in guess]
+        self._guess = StepCost(least) if guess else None
         self.more = 1.0
         self.draft = StepCost(draft)
         self.draft_next = StepCost(draft_next or draft)

@@ -60,6 +60,17 @@ def test_the_price_of_a_guess_is_learned_apart_from_that_of_a_row(wrong: float) 
     assert model.short_s(4, 8) == pytest.approx(3e-3 * (1 + 0.4 * wrong), rel=0.2)
 
 
+def test_a_guess_that_was_measured_as_free_gets_its_price_all_the_same() -> None:
+    model, noise = StepModel(rows=((1, 1e-3), (4, 2e-3)), guess=((1, 0.0), (4, 0.0))), random.Random(1)
+    assert model.short_s(1, 2) == pytest.approx(1.03e-3) and model.short_s(4, 8) == pytest.approx(2.06e-3)
+    for _ in range(600):
+        guesses = noise.choice((0, 1, 2, 4))
+        seconds = (1e-3 + 2e-4 * guesses) * math.exp(noise.gauss(0.0, 0.2))
+        model.observe(plan_of(1 + guesses), StepOutcome(1, (), seconds), seconds)
+    assert model.short_s(1, 1) == pytest.approx(1e-3, rel=0.15)
+    assert model.short_s(1, 5) == pytest.approx(1.8e-3, rel=0.15)
+
+
 def test_noise_alone_moves_no_price() -> None:
     model, noise = StepModel(rows=((1, 1e-3), (4, 2e-3)), guess=((1, 2e-4), (4, 8e-4))), random.Random(2)
     for _ in range(20_000):
@@ -100,3 +111,18 @@ def test_a_slow_draft_is_not_timed_for_ever(monkeypatch: pytest.MonkeyPatch) -> 
     assert rows == same == 1 and seconds > 0.01 and first_s > 0.01 and calls == [[1], [6]]
     draft.guesses_at_once = False
     assert draft_model.measure_passes(draft) == ([], [])
+
+
+def test_fills_are_timed_as_fills_and_in_the_blocks_that_are_there() -> None:
+    """A row that samples nothing costs a third of one that samples at every token."""
+    plans: list[StepPlan] = []
+    layout = SimpleNamespace(block_size=16)
+    draft: Any = SimpleNamespace(max_model_len=300, num_blocks=512, layout=layout, step=plans.append)
+    points = draft_model.measure_fills(draft, 512)
+    assert [tokens for tokens, _ in points] == [1, 2, 4, 9, 16, 32, 64, 128, 256]
+    rows = [plan.rows[0] for plan in plans]
+    assert {len(plan.rows) for plan in plans} == {1} and {row.num_sampled for row in rows} == {0}
+    assert {len(row.tokens) for row in rows} == {tokens for tokens, _ in points}
+    assert all(row.end <= 300 and row.end <= 16 * len(row.block_ids) for row in rows)
+    draft.num_blocks = 4
+    assert draft_model.measure_fills(draft, 512)[-1][0] == 64
