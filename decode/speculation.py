@@ -141,7 +141,10 @@ class Speculation:
         index = self._looked_at = (self._looked_at + 1) % len(sequences)  # one in each step is enough
         sequence = sequences[index]
         if not lengths[index] and most[index] >= TRIAL_GUESSES:
-            cost_s = self._fill_s(behind[index]) + TRIAL_GUESSES * price.guess_s(1)
+            each_s = price.guess_s(1)
+            if behind[index] <= CATCH_UP:  # it could go on at once: near the edge that is as good as free
+                each_s = max(each_s - self._rate(sequence) * price.plain_s / len(sequences), 0.0)
+            cost_s = self._fill_s(behind[index]) + TRIAL_GUESSES * each_s
             if self._pays_back(sequence) or self.trials.begin(sequence.id, cost_s):
                 self._wanted[sequence.id] = sequence
         for index, sequence in enumerate(sequences):

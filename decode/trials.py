@@ -2,8 +2,8 @@
 
 They cost time and seldom win any, so they have an allowance: a two-hundredth of the time of steps. A trial is a few
 guesses in a row for one sequence, one in each step, since its draft may first have to compute what it has missed. It
-begins when the allowance pays for all of it; so what trials can cost is bounded whatever a guess costs, and however
-many sequences run. The first trial needs none.
+begins when the allowance pays for all that it is expected to lose; so what trials can cost is bounded whatever a guess
+costs, and however many sequences run. The first trial needs none.
 """
 
 from __future__ import annotations
