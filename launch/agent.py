@@ -1,4 +1,4 @@
-"""`python -m launch.agent`: torchrun with seven repairs, the same flags otherwise.
+"""`python -m launch.agent`: torchrun with eight repairs, the same flags otherwise.
 
 1. torchrun's store listens on every address and anybody may write to it. `--rdzv-backend baton` (the default here)
    binds it to `--master-addr` only, and on one node to a port the kernel picks, so parallel jobs cannot collide.
@@ -14,6 +14,8 @@
 6. torchrun leaves a directory for its ranks' errors behind. Without `--log-dir` the agent makes it, and removes it.
 7. torchrun loads torch and keeps a store where a job's only rank has nobody to meet. The agent starts that rank itself
    (`launch.lone_rank`), with the first six repairs where they apply.
+8. torchrun gives a rank that hangs 30 s to end once another has failed, and reports it as killed. The agent gives it
+   5 s, and its box is about the rank that noticed (`launch.rank_failures`).
 """
 
 from __future__ import annotations
@@ -31,7 +33,6 @@ from typing import Any, NoReturn
 
 from baton.options import EXIT_STARTUP_ERROR
 from baton.process import (
-    EXIT_RANK_LOST,
     PARENT_VARIABLE,
     children,
     descendants,
@@ -41,10 +42,9 @@ from baton.process import (
 )
 from launch import job_flags, lone_rank, rendezvous
 from launch.failure import Failure, box
+from launch.rank_failures import FOLLOWED, first_failure, kill_soon, recorded
 
 _DIRECTORY = "baton-ranks-"  # of the files that ranks leave their errors in
-_NO_ERROR_FILE = "<NONE>"  # torch's word for a rank that wrote none: it was killed
-_FOLLOWED = (EXIT_RANK_LOST, -signal.SIGTERM)  # how ranks end because another has: by themselves, or by torchrun
 
 
 def main() -> NoReturn:
@@ -75,7 +75,7 @@ def _alone(rank: lone_rank.LoneRank, stopping: _Stopping) -> int:
     except OSError as error:
         print(f"error: {rank.module} cannot be started: {error}", file=sys.stderr)
         return EXIT_STARTUP_ERROR
-    if end.code == 0 or (stopping.asked and end.code in _FOLLOWED):
+    if end.code == 0 or (stopping.asked and end.code in FOLLOWED):
         return 0
     return _tell(rank.module, rank.arguments, "rank 0 of 1", end.pid, end.code, end.reason)
 
@@ -88,6 +88,7 @@ def _torchrun(stopping: _Stopping) -> int:
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic") and "LOGLEVEL" not in os.environ:
             logging.getLogger(name).setLevel(logging.CRITICAL)
+    kill_soon()
     rendezvous.register()
     args = parse_args(_with_defaults(sys.argv[1:]))  # type: ignore[no-untyped-call]
     _name_the_store(args)
@@ -97,7 +98,7 @@ def _torchrun(stopping: _Stopping) -> int:
             args.log_dir = stopping.made = tempfile.mkdtemp(prefix=_DIRECTORY)
         run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        drained = stopping.asked and all(f.exitcode in _FOLLOWED for f in error.failures.values())
+        drained = stopping.asked and all(f.exitcode in FOLLOWED for f in error.failures.values())
         return 0 if drained else _report(error, args)  # ranks that still loaded, or lost a leader that did
     except OSError as error:
         print(f"error: rendezvous at {args.rdzv_endpoint}: {error.strerror or error}", file=sys.stderr)
@@ -155,13 +156,12 @@ def _name_the_store(args: Any) -> None:
 
 def _report(error: Any, args: Any) -> int:
     """A box about the rank that failed first, not one that ended because of it; returns the exit code to pass on."""
-    own = {r: f for r, f in error.failures.items() if f.exitcode not in _FOLLOWED or _gave_a_reason(f)}
-    failures = own or error.failures
-    rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
+    rank = first_failure(error.failures)
+    failure = error.failures[rank]
     ranks = int(str(args.nnodes).rpartition(":")[2]) * int(args.nproc_per_node)
     which = f"rank {rank} of {ranks}"
     module, arguments = str(args.training_script), args.training_script_args
-    return _tell(module, arguments, which, int(failure.pid), int(failure.exitcode), _recorded(failure))
+    return _tell(module, arguments, which, int(failure.pid), int(failure.exitcode), recorded(failure))
 
 
 def _tell(module: str, arguments: Sequence[str], which: str, pid: int, code: int, reason: str) -> int:
@@ -171,18 +171,6 @@ def _tell(module: str, arguments: Sequence[str], which: str, pid: int, code: int
     lines = box(Failure(told, f"{module}, {which}, pid {pid}", socket.gethostname(), code, reason))
     print("\n".join(lines), file=sys.stderr, flush=True)
     return code if code > 0 else 128 - code
-
-
-def _gave_a_reason(failure: Any) -> bool:
-    """A rank that torchrun ended while it was ending by itself."""
-    return failure.exitcode != EXIT_RANK_LOST and bool(_recorded(failure))
-
-
-def _recorded(failure: Any) -> str:
-    """What the rank wrote into its error file (`baton.process.record_error`, or torch's own `record`)."""
-    message = failure.error_file_data.get("message", "")
-    text = str(message.get("message", "") if isinstance(message, dict) else message)
-    return "" if text == _NO_ERROR_FILE else text
 
 
 def _option(words: Sequence[str], name: str) -> str:

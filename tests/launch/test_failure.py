@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import signal
-from types import SimpleNamespace
 
 import pytest
 
 from baton.options import EXIT_STARTUP_ERROR
-from launch.agent import _recorded
 from launch.failure import Failure, box, describe_exit, find_box
 
 
@@ -49,8 +47,3 @@ def test_ends_in_words() -> None:
         "killed by SIGKILL",
         "exit code 128",
     ]
-
-
-def test_a_rank_that_was_killed_left_no_reason() -> None:
-    failures = [SimpleNamespace(error_file_data={"message": words}) for words in ("<NONE>", {"message": "it broke"})]
-    assert [_recorded(failure) for failure in failures] == ["", "it broke"]
