@@ -1,7 +1,7 @@
 """The plan of a topology as scripts: one for each node, or one for Slurm. Pure: the text is returned.
 
-They start the same commands as `baton up`, but supervise nothing: a member that died stays dead. A SIGTERM reaches the
-coordinator, which drains every worker; on a node without it, the agents of the workers.
+They start the same commands as `baton up`, but supervise nothing: a member that died is named and stays dead. A SIGTERM
+reaches the coordinator, which drains every worker; on a node without it, or when it has died, the workers' agents.
 """
 
 from __future__ import annotations
@@ -18,39 +18,69 @@ from launch.topology import Node
 _PYTHON = "@PYTHON@"
 _PROGRAMS = Programs((_PYTHON, "-m", "coordinator"), (_PYTHON, "-m", "launch.agent"))
 
+_FRONT = ['front="$!"', ""]
 _HEAD = """\
 set -euo pipefail
 PYTHON="${PYTHON:-python3}"
 LOGS="${LOGS:-logs}"
 mkdir -p "$LOGS"
 export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
-pids=()
+pids=() names=() front=""
+started() { pids+=("$!") names+=("$1"); }
 """
 
-_WAIT = """\
-# Ends when all have ended, with the code of one that failed.
-code=0
-for pid in "${pids[@]}"; do
-  wait "$pid" && status=0 || status=$?
-  while kill -0 "$pid" 2>/dev/null; do # a signal ended the wait, not the member
+WAIT = """\
+# A signal drains: through the coordinator while it lives here, else each worker by itself.
+stop() {
+  if [ -z "$front" ] || ! kill -TERM "$front" 2>/dev/null; then
+    kill -TERM "${pids[@]}" 2>/dev/null || true
+  fi
+}
+trap stop TERM INT HUP
+
+# Names whoever ends with an error. Ends when all have ended, with the code of one that failed. Workers that have lost
+# their coordinator would dial it for ever: they get a SIGTERM, after 10 s if it ended well, since it has drained them.
+code=0 deadline=""
+while [ "${#pids[@]}" -gt 0 ]; do
+  for index in "${!pids[@]}"; do
+    pid=${pids[index]} name=${names[index]}
+    if kill -0 "$pid" 2>/dev/null; then continue; fi
     wait "$pid" && status=0 || status=$?
+    unset "pids[index]"
+    if [ "$status" -ne 0 ]; then
+      code=$status
+      echo "error: $name ended with code $status; its log is $LOGS/$name.log" >&2
+    fi
+    if [ "$pid" = "$front" ]; then
+      front="" deadline=$((SECONDS + (status ? 0 : 10)))
+    fi
   done
-  if [ "$status" -ne 0 ]; then code=$status; fi
+  if [ -n "$deadline" ] && [ "$SECONDS" -ge "$deadline" ] && [ "${#pids[@]}" -gt 0 ]; then
+    deadline=""
+    stop
+  fi
+  sleep 0.2 || true # a signal may end it
 done
 exit "$code"
 """
+"""The end of every script."""
 
 _SLURM_STEP = """\
 # The i-th node of the topology is the i-th host of the allocation.
 mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-ADDRESS=()
-for host in "${HOSTS[@]}"; do
-  ADDRESS+=("$(getent ahostsv4 "$host" | awk 'NR == 1 { print $1 }')")
-done
-if [ "${#HOSTS[@]}" -lt NODES ] || [ -z "${ADDRESS[0]}" ]; then
-  echo "error: NODES hosts with addresses are needed, not ${HOSTS[*]}" >&2
+if [ "${#HOSTS[@]}" -lt NODES ]; then
+  echo "error: NODES hosts are needed, not ${#HOSTS[@]}: ${HOSTS[*]}" >&2
   exit 3
 fi
+ADDRESS=()
+for host in "${HOSTS[@]:0:NODES}"; do
+  address=$(getent ahostsv4 "$host" | awk 'NR == 1 { print $1 }') || address=""
+  if [ -z "$address" ]; then
+    echo "error: host $host of this allocation has no IPv4 address (getent ahostsv4 $host)" >&2
+    exit 3
+  fi
+  ADDRESS+=("$address")
+done
 
 # step INDEX_OF_HOST CPUS NAME COMMAND...: one task on one host, its output in a log. Steps of a host overlap; each
 # names its own GPUs in CUDA_VISIBLE_DEVICES.
@@ -59,7 +89,7 @@ step() {
   shift 3
   srun --overlap --nodes=1 --ntasks=1 --nodelist="$host" --cpus-per-task="$cpus" GRES \\
     --output="$LOGS/$name.log" --job-name="$name" "$@" &
-  pids+=("$!")
+  started "$name"
 }
 """
 
@@ -80,12 +110,10 @@ def emit_shell(plan: Plan, node: Node) -> str:
         "",
     ]
     if leads:
-        lines += _in_background(COORDINATOR, [*_PROGRAMS.coordinator, *plan.coordinator_command()])
+        lines += [*_in_background(COORDINATOR, [*_PROGRAMS.coordinator, *plan.coordinator_command()]), *_FRONT]
     for part in parts:
         lines += _in_background(part.name, [*_environment(part), *_pinned(part), *_PROGRAMS.worker(plan, part)])
-    targets = '"${pids[0]}"' if leads else '"${pids[@]}"'
-    lines += [f"trap 'kill -TERM {targets} 2>/dev/null || true' TERM INT HUP", ""]
-    return "\n".join(lines) + "\n" + _WAIT
+    return "\n".join(lines) + "\n" + WAIT
 
 
 def emit_slurm(plan: Plan) -> str:
@@ -114,12 +142,11 @@ def emit_slurm(plan: Plan) -> str:
         "",
     ]
     host = index[plan.topology.coordinator.node]
-    lines += _step(host, 1, COORDINATOR, [*_PROGRAMS.coordinator, *plan.coordinator_command()])
+    lines += [*_step(host, 1, COORDINATOR, [*_PROGRAMS.coordinator, *plan.coordinator_command()]), *_FRONT]
     for part in plan.parts:
         command = [*_environment(part), *_PROGRAMS.worker(plan, part)]
         lines += _step(index[part.node.name], _cpus(part), part.name, command)
-    lines += ["trap 'kill -TERM \"${pids[0]}\" 2>/dev/null || true' TERM INT", ""]
-    return "\n".join(lines) + "\n" + _WAIT
+    return "\n".join(lines) + "\n" + WAIT
 
 
 def _cpus(part: Part) -> int:
@@ -136,7 +163,7 @@ def _pinned(part: Part) -> list[str]:
 
 
 def _in_background(name: str, command: Sequence[str]) -> list[str]:
-    return [f"# {name}", f'{_words(command)} >"$LOGS/{name}.log" 2>&1 &', 'pids+=("$!")', ""]
+    return [f"# {name}", f'{_words(command)} >"$LOGS/{name}.log" 2>&1 &', f"started {name}", ""]
 
 
 def _step(host: int, cpus: int, name: str, command: Sequence[str]) -> list[str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -17,7 +18,7 @@ from click.testing import CliRunner
 
 import launch.agent
 from launch.cli import baton
-from launch.emit import emit_shell, emit_slurm
+from launch.emit import WAIT, emit_shell, emit_slurm
 from launch.plan import make_plan
 from launch.topology import parse_topology
 from tests.support.checkpoints import make_checkpoint
@@ -159,3 +160,110 @@ def test_the_slurm_script_beside_the_package_serves_a_request(
     assert job.wait(40) == 0, scripts.logs()
     wrong = scripts.start(script, **slurm, MODEL=str(model), PORT=str(port), PREFILL="3")
     assert wrong.wait(20) == 3 and "need --nodes=4, not 2" in scripts.logs()
+
+
+INTERPRETER = """#!/bin/bash
+# Python, played: a coordinator that ends with $FAKE_CODE once the workers are up, workers that end at a SIGTERM.
+if [[ "$*" == "-m coordinator "* ]]; then
+  until grep -qs up "$LOGS/prefill-0.log" && grep -qs up "$LOGS/decode-0.log"; do sleep 0.05; done
+  echo ends
+  exit "$FAKE_CODE"
+fi
+trap 'echo told; exit 0' TERM
+echo up
+for ((i = 0; i < 600; i++)); do sleep 0.1; done
+"""
+TOPOLOGY = """
+model = "/models/m"
+[coordinator]
+node = "a"
+[[nodes]]
+cores = 2
+name = "a"
+address = "127.0.0.1"
+[[nodes]]
+cores = 2
+name = "b"
+address = "127.0.0.2"
+[[prefill]]
+node = "a"
+[[decode]]
+node = "a"
+"""
+EMITTED = ["shell", "slurm", "slurm.sbatch"]
+
+
+@pytest.fixture
+def play(tmp_path: Path, slurm: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts one of `EMITTED` with a played interpreter, and a getent that knows 127.* only."""
+    for name, text in (
+        ("python", INTERPRETER),
+        ("getent", '#!/bin/bash\n[[ $2 == 127.* ]] && echo "$2 STREAM" || exit 2\n'),
+    ):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    plan = make_plan(parse_topology(tomllib.loads(TOPOLOGY)), "/models/m", "m")
+    scripts = {"shell": emit_shell(plan, plan.topology.node("a")), "slurm": emit_slurm(plan)}
+    started: list[subprocess.Popen[str]] = []
+
+    def start(which: str, code: int = 0) -> subprocess.Popen[str]:
+        package = Path(launch.agent.__file__).parent
+        script = tmp_path / which
+        text = scripts[which] if which in scripts else (package / which).read_text()
+        assert text.count("? 0 : 10") == 1
+        script.write_text(text.replace("? 0 : 10", "? 0 : 600"))  # so that the wait after a good end ends nothing here
+        mine = {"PYTHON": str(tmp_path / "bin" / "python"), "LOGS": str(tmp_path / "logs"), "FAKE_CODE": str(code)}
+        found = {**os.environ, **slurm, **mine, "BATON": str(package), "MODEL": "/models/m"}
+        process = subprocess.Popen(
+            ["bash", str(script)], stderr=subprocess.PIPE, text=True, env=found, start_new_session=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=10)
+
+
+@pytest.mark.parametrize("which", EMITTED)
+def test_when_the_coordinator_fails_it_is_named_and_its_workers_end(
+    which: str, tmp_path: Path, play: Callable[..., subprocess.Popen[str]]
+) -> None:
+    script, logs = play(which, code=3), tmp_path / "logs"
+    assert script.wait(30) == 3
+    assert script.stderr is not None
+    assert script.stderr.read() == f"error: coordinator ended with code 3; its log is {logs / 'coordinator.log'}\n"
+    assert all("told" in (logs / f"{role}-0.log").read_text() for role in ("prefill", "decode"))
+
+
+@pytest.mark.parametrize("which", EMITTED)
+def test_a_signal_reaches_the_workers_of_a_coordinator_that_has_ended(
+    which: str, tmp_path: Path, play: Callable[..., subprocess.Popen[str]]
+) -> None:
+    script, log, deadline = play(which), tmp_path / "logs" / "coordinator.log", time.monotonic() + 30
+    while not log.exists() or "ends" not in log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    while script.poll() is None:
+        script.send_signal(signal.SIGTERM)
+        assert time.monotonic() < deadline, "it waits for workers that nobody told to end"
+        time.sleep(0.3)
+    assert script.returncode == 0
+
+
+def test_one_loop_for_all_scripts() -> None:
+    """The one beside the package holds a copy."""
+    assert (Path(launch.agent.__file__).parent / "slurm.sbatch").read_text().endswith(WAIT)
+
+
+@pytest.mark.parametrize("which", EMITTED[1:])
+def test_a_host_without_an_address_is_named(
+    which: str, tmp_path: Path, play: Callable[..., subprocess.Popen[str]]
+) -> None:
+    (tmp_path / "bin" / "scontrol").write_text('#!/bin/bash\nprintf "127.0.0.1\\nnode7\\n"\n')
+    script = play(which)
+    assert script.wait(30) == 3 and not list((tmp_path / "logs").iterdir())
+    assert script.stderr is not None
+    assert "error: host node7 of this allocation has no IPv4 address" in script.stderr.read()
