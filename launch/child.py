@@ -14,6 +14,7 @@ from typing import Any
 
 from baton.core.errors import StartupError
 from baton.process import PARENT_VARIABLE, descendants, set_death_signal
+from launch.cores import ranges
 from launch.failure import find_box
 
 TAIL_LINES = 15
@@ -57,8 +58,7 @@ class Child:
                 log.write(f"$ {shlex.join(spec.command)}\n".encode())
             self._log_start = log.seek(0, os.SEEK_END)
             self._process = _popen(
-                spec.name,
-                spec.command,
+                spec,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -117,8 +117,10 @@ class Child:
             return []
 
 
-def _popen(name: str, command: tuple[str, ...], **options: Any) -> subprocess.Popen[bytes]:
+def _popen(spec: ChildSpec, **options: Any) -> subprocess.Popen[bytes]:
     try:
-        return subprocess.Popen(command, **options)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise StartupError(f"{name} cannot be started: {error}") from None
+        return subprocess.Popen(spec.command, **options)
+    except OSError as error:
+        raise StartupError(f"{spec.name} cannot be started: {error}") from None
+    except subprocess.SubprocessError:  # of what runs before exec; only pinning can fail there
+        raise StartupError(f"{spec.name} cannot be started: it may not run on cores {ranges(spec.cores)}") from None

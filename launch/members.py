@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from baton.core.errors import StartupError
 from launch.child import ChildSpec
+from launch.cores import ranges
 from launch.plan import COORDINATOR, Part, Plan
 from launch.topology import Topology
 
@@ -107,6 +109,20 @@ def nodes_here(topology: Topology, wanted: str = "") -> frozenset[str]:
         what = f"no node of the topology has an address of this host; --node says which it is: {', '.join(names)}"
         raise StartupError(what)
     return found
+
+
+def check_cores(plan: Plan, nodes: frozenset[str]) -> None:
+    """Finds a core that a node's workers are to be pinned to and this process may not use, before anything is started.
+
+    Raises:
+        StartupError: names the node, its key and the cores.
+    """
+    here = os.sched_getaffinity(0) if sys.platform == "linux" else set(range(os.cpu_count() or 1))
+    for name in sorted(nodes):
+        asked = {core for part in plan.parts if part.node.name == name for core in part.placement.cores}
+        if not asked <= here:
+            missing, may = ranges(tuple(sorted(asked - here))), ranges(tuple(sorted(here)))
+            raise StartupError(f"node {name}: 'cores' asks for {missing}, but this process may run on {may} only")
 
 
 def is_own(address: str) -> bool:

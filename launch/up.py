@@ -18,7 +18,7 @@ from baton.model_source import resolve_model, served_name
 from baton.options import EXIT_STARTUP_ERROR, read_config_file
 from launch.console import Console
 from launch.local import LocalCluster
-from launch.members import Members, Programs, nodes_here
+from launch.members import Members, Programs, check_cores, nodes_here
 from launch.plan import COORDINATOR, Plan, check_addresses, local_topology, make_plan, visible_gpus
 from launch.restart import Backoff
 from launch.supervisor import MemberFailed
@@ -42,6 +42,7 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
 
         return dry_run(plan, programs or Programs())
     nodes = nodes_here(plan.topology, config.node)
+    check_cores(plan, nodes)
     check_ports(plan, nodes)
     drain_s = plan.topology.coordinator.options.get("drain_timeout_s", config.drain_timeout_s)
     members = Members(

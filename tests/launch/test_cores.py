@@ -1,6 +1,16 @@
+import os
+import sys
+import tomllib
+from pathlib import Path
+
 import pytest
 
-from launch.cores import Placement, assign_gpus, place
+from baton.core.errors import StartupError
+from launch.child import Child, ChildSpec
+from launch.cores import Placement, assign_gpus, place, ranges
+from launch.members import check_cores
+from launch.plan import Plan, make_plan
+from launch.topology import parse_topology
 
 
 def test_two_cores_one_prefill_one_decode() -> None:
@@ -45,3 +55,28 @@ def test_gpus_in_turn() -> None:
     assert assign_gpus([1, 1, 1], ["0", "1"]) == ("0", "1", "0")
     assert assign_gpus([2, 1, 2], ["0", "1", "2"]) == ("0,1", "2", "0,1")
     assert assign_gpus([1, 1], []) == ("", "")
+
+
+def pinned(cores: str) -> Plan:
+    text = f"""
+model = "/models/m"
+nodes = [{{ name = "a", address = "127.0.0.1", cores = "{cores}" }}]
+prefill = [{{ node = "a" }}]
+decode = [{{ node = "a" }}]
+coordinator = {{ node = "a" }}
+"""
+    return make_plan(parse_topology(tomllib.loads(text)), "/models/m", "m")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are pinned on Linux only")
+def test_cores_that_this_machine_does_not_have_are_named(tmp_path: Path) -> None:
+    here = tuple(sorted(os.sched_getaffinity(0)))
+    check_cores(pinned(ranges(here)), frozenset({"a"}))
+    check_cores(pinned("3000-3001"), frozenset({"b"}))  # another host's
+    with pytest.raises(StartupError) as refused:
+        check_cores(pinned(f"{here[0]},3000-3001"), frozenset({"a"}))
+    assert refused.value.message == (
+        f"node a: 'cores' asks for 3000-3001, but this process may run on {ranges(here)} only"
+    )
+    with pytest.raises(StartupError, match=r"decode-0 cannot be started: it may not run on cores 3000-3001$"):
+        Child(ChildSpec("decode-0", ("true",), tmp_path / "log", cores=(3000, 3001)))
