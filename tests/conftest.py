@@ -31,6 +31,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", choices=("beside", "alone"), help=text)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The other part's files are not even imported, unless one is named."""
+    part = config.getoption("--part")
+    if part is None or not collection_path.match("test_*.py"):
+        return None
+    named = any((config.invocation_params.dir / arg.partition("::")[0]) == collection_path for arg in config.args)
+    return True if not named and runs_beside(collection_path) != (part == "beside") else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     part = config.getoption("--part")
     if part is not None:
