@@ -22,12 +22,14 @@ def dry_run(plan: Plan, programs: Programs, console: Console | None = None) -> i
     """
     console = console or Console(soft_wrap=True)
     place = plan.topology.coordinator
+    memory = _memory(plan)  # first: what it refuses shall not stand below half a plan
     console.print(f"model {plan.served_name}   {plan.model}")
-    for title, table in (("placement", _placement(plan)), ("ports", _ports(plan)), ("memory of each rank", None)):
+    for title, found in (("placement", _placement(plan)), ("ports", _ports(plan)), ("memory of each rank", memory)):
         console.print(f"\n[bold]{title}[/]")
-        if table is not None:
-            show(table, console)
-    _memory(plan, console)
+        if isinstance(found, str):
+            console.print(found, highlight=False)
+        else:
+            show(found, console)
     console.print("\n[bold]commands[/]")
     if not place.control_port:
         console.print("# workers get the control port that the coordinator takes in place of 0")
@@ -62,14 +64,14 @@ def _ports(plan: Plan) -> Table:
     return table
 
 
-def _memory(plan: Plan, console: Console) -> None:
+def _memory(plan: Plan) -> Table | str:
+    """The table, or why there is none."""
     from launch.memory import model_config, rank_memory
 
     try:
         config = model_config(resolve_model(plan.model))
     except StartupError as error:
-        console.print(f"not known here: {error.message}", highlight=False)
-        return
+        return f"not known here: {error.message}"
     table = make_table(("member", "parameters MiB", "KV MiB", "KV blocks", "edges", "edge buffers MiB", "staging MiB"))
     for part in plan.parts:
         found = rank_memory(plan, part, config)
@@ -82,7 +84,7 @@ def _memory(plan: Plan, console: Console) -> None:
             _mib(found.edge_bytes),
             _mib(found.staging_bytes),
         )
-    show(table, console)
+    return table
 
 
 def _mib(count: int) -> str:

@@ -22,6 +22,7 @@ from baton.engine.weights import EMBEDDING, HEAD, expected_tensors, stored_bytes
 from baton.transfer.edge_kinds import choose_edges
 from baton.transfer.staging_buffers import kept_limit
 from launch.plan import Part, Plan
+from launch.plan_checks import check_divides
 
 EDGE_CHANNELS = 4
 """The most channels NCCL may use for an edge, as baton/transfer/nccl.py caps them."""
@@ -90,9 +91,7 @@ def parameter_bytes(config: ModelConfig, size: int, rank: int, item_bytes: int, 
     Raises:
         StartupError: heads or columns cannot be divided over the ranks.
     """
-    for count, what in ((config.num_heads, "num_attention_heads"), (config.intermediate_size, "intermediate_size")):
-        if count % size:
-            raise StartupError(f"{what} {count} cannot be divided over {size} tensor-parallel ranks")
+    check_divides(config, size)
     kv_share = len(local_heads(config.num_kv_heads, size, rank)) / config.num_kv_heads
     shapes = expected_tensors(config)
     if config.tie_word_embeddings:

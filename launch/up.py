@@ -20,6 +20,7 @@ from launch.console import Console
 from launch.local import LocalCluster
 from launch.members import Members, Programs, check_cores, nodes_here
 from launch.plan import COORDINATOR, Plan, check_addresses, local_topology, make_plan, visible_gpus
+from launch.plan_checks import check_plan
 from launch.restart import Backoff
 from launch.supervisor import MemberFailed
 from launch.topology import parse_topology
@@ -37,6 +38,7 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
         StartupError: it cannot come up.
     """
     plan = plan_for(config)
+    check_plan(plan)
     if config.dry_run:
         from launch.dry_run import dry_run
 

@@ -52,6 +52,14 @@ class EdgePlan:
         return sum(replace(layout.layers[s.layer], num_kv_heads=s.count).bytes_per_token for s in self.slices)
 
 
+def even_share(total: int, tp: int, what: str) -> int:
+    """How many of `total` equal units each of `tp` ranks has. Raises StartupError when they do not divide evenly."""
+    share, rest = divmod(total, tp)
+    if rest:
+        raise StartupError(f"{what} {total} cannot be divided over {tp} tensor-parallel ranks")
+    return share
+
+
 def local_heads(num_heads: int, tp: int, rank: int) -> range:
     """The global indices of the KV heads that `rank` of `tp` keeps.
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from baton.core.errors import InvariantError, RankLost, StartupError
 from baton.core.ranks import Ranks
-from baton.core.reshard import local_heads
+from baton.core.reshard import even_share, local_heads
 
 CONNECT_TIMEOUT_S = 60.0
 OPERATION_TIMEOUT_S = 20.0
@@ -52,9 +52,7 @@ class TPGroup:
 
     def part(self, total: int, what: str) -> slice:
         """This rank's share of `total` equal units. Raises StartupError when they cannot be divided evenly."""
-        share, rest = divmod(total, self.size)
-        if rest:
-            raise StartupError(f"{what} {total} cannot be divided over {self.size} tensor-parallel ranks")
+        share = even_share(total, self.size, what)
         return slice(self.rank * share, (self.rank + 1) * share)
 
     def kv_part(self, num_kv_heads: int) -> slice:

@@ -1,0 +1,132 @@
+"""What a plan refuses before anything starts, in the words of the coordinator and of workers that load."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import launch.up
+from baton.core.commands import Join
+from baton.core.errors import JoinRefused, StartupError
+from coordinator.policy.registry import Registry
+from launch.dry_run import dry_run
+from launch.members import Programs
+from launch.plan import Plan, local_topology, make_plan
+from launch.plan_checks import check_plan
+from launch.up_config import UpConfig
+from tests.support.builders import make_facts
+from tests.support.model_dirs import model_config
+
+SIX_OVER_TWO: dict[str, object] = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
+
+
+def model_dir(where: Path, **changes: object) -> Path:
+    (where / "config.json").write_text(json.dumps(model_config(**changes)))
+    return where
+
+
+def plan(model: Path, first: dict[str, object], last: dict[str, object], **options: object) -> Plan:
+    """Two prefill workers and a decode worker on one node. The first and the last have nothing but these options, and
+    the one between says nothing."""
+    config = UpConfig(prefill=2, device="cpu", **options)
+    topology = local_topology(config, [0, 1], ())
+    told: list[dict[str, object]] = [first, {}, last]
+    workers = tuple(replace(w, options=given) for w, given in zip(topology.workers, told, strict=True))
+    return make_plan(replace(topology, workers=workers), str(model), "m")
+
+
+@pytest.mark.parametrize("model_is_here", [True, False])
+@pytest.mark.parametrize(
+    ("first", "last", "difference"),
+    [
+        ({"block_size": 32}, {"block_size": 24}, "block_size: 32 and 24, of which neither divides the other"),
+        ({"dtype": "float32"}, {"dtype": "bfloat16"}, "dtype: float32 and bfloat16"),
+        ({"exact": True}, {"exact": True, "dtype": "bfloat16"}, "dtype: float32 and bfloat16"),
+        ({"max_model_len": 64}, {"max_model_len": 32}, "max_model_len: 64 and 32"),
+    ],
+)
+def test_workers_that_differ_are_refused_in_the_words_of_a_join(
+    first: dict[str, object], last: dict[str, object], difference: str, model_is_here: bool, tmp_path: Path
+) -> None:
+    model = model_dir(tmp_path) if model_is_here else tmp_path / "elsewhere"
+    environment = {"BATON_EXACT": "1"} if "exact" in first else {}
+    if "max_model_len" in first:
+        environment = {"BATON_MAX_MODEL_LEN": "64"}
+    with pytest.raises(StartupError) as caught:
+        check_plan(plan(model, first, last), environment)
+    assert caught.value.message == f"decode worker decode-0 refused: {difference}"
+
+
+@pytest.mark.parametrize(
+    ("last", "difference"),
+    [({"exact": True}, "exact: False and True"), ({"quantize": "int8"}, "quantize: none and int8")],
+)
+def test_what_nobody_set_counts_as_its_default(last: dict[str, object], difference: str, tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match=f"decode worker decode-0 refused: {difference}"):
+        check_plan(plan(model_dir(tmp_path), {}, last), {})
+
+
+def test_it_is_the_sentence_of_the_coordinator(tmp_path: Path) -> None:
+    facts = make_facts()
+    other = replace(facts, layout=replace(facts.layout, block_size=facts.layout.block_size * 3 // 2))
+    registry = Registry(3.0)
+    registry.join(Join("prefill-0", "prefill", 1, facts, blocks_total=8), 0.0)
+    with pytest.raises(JoinRefused) as at_join:
+        registry.join(Join("decode-0", "decode", 1, other, link_address="a:1", blocks_total=8), 0.0)
+    sizes = ({"block_size": f.layout.block_size} for f in (facts, other))
+    with pytest.raises(StartupError) as before:
+        check_plan(plan(model_dir(tmp_path), *sizes), {})
+    assert before.value.message == at_join.value.message
+
+
+def test_what_only_the_host_of_a_worker_tells_is_left_to_it(tmp_path: Path) -> None:
+    model = model_dir(tmp_path)
+    check_plan(plan(model, {"block_size": 8}, {"block_size": 32, "dtype": "bfloat16"}), {})  # auto may be bfloat16
+    check_plan(plan(model, {"max_model_len": 128}, {}), {})  # the model's own limit
+    check_plan(plan(tmp_path / "elsewhere", {}, {"max_model_len": 64}), {})
+    check_plan(plan(tmp_path / "elsewhere", {}, {}, decode_tp=3), {})
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "error"),
+    [
+        ({}, 3, "num_attention_heads 2 cannot be divided over 3 tensor-parallel ranks"),
+        (
+            SIX_OVER_TWO,
+            3,
+            "2 KV heads cannot be divided over 3 tensor-parallel ranks",
+        ),
+        ({"intermediate_size": 31}, 2, "intermediate_size 31 cannot be divided over 2 tensor-parallel ranks"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_with_the_numbers(
+    changes: dict[str, object], ranks: int, error: str, tmp_path: Path
+) -> None:
+    with pytest.raises(StartupError) as caught:
+        check_plan(plan(model_dir(tmp_path, **changes), {}, {}, decode_tp=ranks), {})
+    assert caught.value.message == f"decode-0: {error}"
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_up_refuses_before_it_prints_or_makes_anything(
+    dry: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(*_: object, **__: object) -> None:
+        raise AssertionError("it went on")
+
+    for name in ("check_ports", "open_run_dir", "LocalCluster"):
+        monkeypatch.setattr(launch.up, name, nothing)
+    config = UpConfig(model=str(model_dir(tmp_path)), device="cpu", decode_tp=3, dry_run=dry)
+    with pytest.raises(StartupError, match="decode-0: num_attention_heads 2 cannot be divided over 3"):
+        launch.up.up(config)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_dry_run_that_is_refused_prints_no_half_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = plan(model_dir(tmp_path), {"kv_memory_gib": 1e-8}, {})
+    with pytest.raises(StartupError, match="too small for one sequence"):
+        dry_run(made, Programs())
+    assert capsys.readouterr().out == ""
