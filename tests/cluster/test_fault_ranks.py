@@ -1,4 +1,4 @@
-"""Faults at the other ranks of a worker: prefill over two ranks, decode over one."""
+"""Faults at the other ranks of a worker: prefill and decode over two ranks each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KILL_SEEN_S = 0.5
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultCluster]:
     model = make_checkpoint(tmp_path_factory.mktemp("ranks") / "m", "llama", max_position_embeddings=4096)
     flags = {"exact": True, "step_tokens": 64, "kv_memory_gib": 0.02, "prefix_cache": False, "served_model_name": "m"}
-    with fault_cluster(model, prefill=1, decode=1, prefill_tp=2, **flags) as started:
+    with fault_cluster(model, prefill=1, decode=1, prefill_tp=2, decode_tp=2, **flags) as started:
         yield started
 
 
@@ -44,20 +44,45 @@ async def test_a_follower_killed(running: FaultCluster, when: str, times: int) -
                 await running.held("prefill-0.1")
             else:
                 await asyncio.wait_for(request.decoding.wait(), 60)
-            leader, follower = running.cluster.pids("prefill-0")
-            end = os.pidfd_open(leader)
-            with Stall() as stall:
-                running.cluster.kill(follower, signal.SIGKILL)
-                ended, *_ = await asyncio.to_thread(select.select, [end], [], [], HANG_S)
-            os.close(end)
-            assert ended, f"the leader lives on\n{running.cluster.logs()}"
-            assert stall.took_s < stall.allows(KILL_SEEN_S)
+            await kill_follower(running, "prefill-0")
             running.release("prefill-0.1", "hold_send")
             told = await request.end()
             assert told.error == ("worker_lost" if when == "during" else ""), running.cluster.logs()
             assert told.tokens == answer[: len(told.tokens)] and (when == "during" or len(told.tokens) == 300)
             await running.settle()
             assert await expected(client, count=300) == answer
+
+
+@pytest.mark.parametrize("times", TIMES)
+async def test_a_decode_follower_killed_in_mid_transfer(running: FaultCluster, times: int) -> None:
+    """Its part of a chunk is posted and on its way: its worker ends whole, the prefill worker lives and keeps nothing
+    of it, and the request ends, for there is no other decode worker to go to."""
+    async with Client(running.cluster, timeout_s=120.0) as client:
+        answer, senders = await expected(client), running.cluster.pids("prefill-0")
+        for _ in range(times):
+            running.ask("prefill-0.1", "hold_send")
+            request = start(client)
+            await running.held("prefill-0.1")
+            await kill_follower(running, "decode-0")
+            running.release("prefill-0.1", "hold_send")
+            told = await request.end()
+            assert told.error in ("worker_lost", "no_decode_worker"), running.cluster.logs()
+            assert told.tokens == answer[: len(told.tokens)] and len(told.tokens) < 2
+            await running.settle()
+            assert running.cluster.pids("prefill-0") == senders
+            assert await expected(client) == answer
+
+
+async def kill_follower(running: FaultCluster, worker: str) -> None:
+    """Its leader ends at once."""
+    leader, follower = running.cluster.pids(worker)
+    end = os.pidfd_open(leader)
+    with Stall() as stall:
+        running.cluster.kill(follower, signal.SIGKILL)
+        ended, *_ = await asyncio.to_thread(select.select, [end], [], [], HANG_S)
+    os.close(end)
+    assert ended, f"the leader lives on\n{running.cluster.logs()}"
+    assert stall.took_s < stall.allows(KILL_SEEN_S)
 
 
 @pytest.mark.parametrize("times", TIMES)
