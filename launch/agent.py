@@ -11,7 +11,8 @@
 5. torchrun kills its workers 30 s after a SIGTERM and exits with 1. The agent hands the first SIGTERM, SIGINT or SIGHUP
    to the ranks, whose leader drains (`baton.worker_main`), and exits with 0 when they have; a second signal kills them.
    While it waits for the job's other nodes (`launch.rendezvous`) there are no ranks: the first signal ends it, with 0.
-6. torchrun leaves a directory for its ranks' errors behind. Without `--log-dir` the agent makes it, and removes it.
+6. torchrun leaves a directory for its ranks' errors behind. Without `--log-dir` the agent makes it, and removes it;
+   what a killed agent left, the next one removes (`launch.rank_directory`).
 7. torchrun loads torch and keeps a store where a job's only rank has nobody to meet. The agent starts that rank itself
    (`launch.lone_rank`), with the first six repairs where they apply.
 8. torchrun gives a rank that hangs 30 s to end once another has failed, and reports it as killed. The agent gives it
@@ -27,7 +28,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -42,9 +42,8 @@ from baton.process import (
 )
 from launch import job_flags, lone_rank, rendezvous
 from launch.failure import Failure, box
+from launch.rank_directory import make_rank_directory
 from launch.rank_failures import FOLLOWED, first_failure, kill_soon, recorded
-
-_DIRECTORY = "baton-ranks-"  # of the files that ranks leave their errors in
 
 
 def main() -> NoReturn:
@@ -70,7 +69,7 @@ def main() -> NoReturn:
 
 def _alone(rank: lone_rank.LoneRank, stopping: _Stopping) -> int:
     try:
-        stopping.made = tempfile.mkdtemp(prefix=_DIRECTORY)
+        stopping.made = make_rank_directory()
         end = lone_rank.run(rank, stopping.made)
     except OSError as error:
         print(f"error: {rank.module} cannot be started: {error}", file=sys.stderr)
@@ -95,7 +94,7 @@ def _torchrun(stopping: _Stopping) -> int:
     args.signals_to_handle = "SIGQUIT"  # the others are ours
     try:
         if not args.log_dir:
-            args.log_dir = stopping.made = tempfile.mkdtemp(prefix=_DIRECTORY)
+            args.log_dir = stopping.made = make_rank_directory()
         run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         drained = stopping.asked and all(f.exitcode in FOLLOWED for f in error.failures.values())
