@@ -7,12 +7,14 @@ probes leave there, and prints the verdict; the doctors of other nodes wait for 
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,14 +23,16 @@ from baton.model_source import resolve_model
 from launch.board import Board, BoardClient
 from launch.child import Child, ChildSpec
 from launch.doctor_checks import Finding, check_node, compare
+from launch.doctor_probes import LocalProbes
 from launch.doctor_report import Verdict, print_verdict, read_results
 from launch.plan import Plan
-from launch.probes import STEPS, Task, make_tasks, plan_digest
+from launch.probes import STEPS, Task, gone_key, make_tasks, plan_digest
 
 LIMIT_S = 10.0
 WAIT_S = 60.0
 _GRACE_S = 3.0
 _POLL_S = 0.05
+_TELL_S = 0.5
 
 PROBE = (sys.executable, "-m", "launch.probe")
 
@@ -60,18 +64,27 @@ def doctor(plan: Plan, nodes: frozenset[str], settings: Settings) -> int:
         board = None
         port = place.control_port
         if place.node in nodes:
-            board = stack.enter_context(Board(host, port, digest))
+            try:
+                board = stack.enter_context(Board(host, port, digest))
+            except StartupError as error:
+                print_verdict(Verdict(tuple(_without_board(place.node, error.message, plan.url, local)), ()))
+                return 1
             port = board.address[1]
         client = BoardClient(host, port, digest)
         _announce(client, local, plan, settings)
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-doctor-")))
-        stack.enter_context(_probes(mine, settings, {"host": host, "port": port, "digest": digest}, logs))
+        told_all = {"host": host, "port": port, "digest": digest}
+        local_probes = stack.enter_context(_probes(mine, settings, told_all, logs))
         if board is not None:
-            verdict = _collect(board, plan, tasks, settings)
+            verdict = _collect(board, plan, tasks, settings, local_probes)
             board.values["report"] = verdict.as_json()
             time.sleep(_GRACE_S if set(tasks) - nodes else 0)  # the doctors of other nodes read it
         else:
-            told = client.wait("report", settings.wait_s + _longest_s(tasks, settings))
+            told, deadline = None, time.monotonic() + settings.wait_s + _longest_s(tasks, settings)
+            while told is None and time.monotonic() < deadline:
+                with suppress(OSError):  # the board may be late, and is asked again
+                    local_probes.tell_gone(client.put)
+                told = client.wait("report", _TELL_S)
             if told is None:
                 raise StartupError(f"the doctor of node {place.node} at {host}:{port} gave no verdict")
             verdict = Verdict.from_json(told)
@@ -106,28 +119,32 @@ def _announce(
 
 
 @contextmanager
-def _probes(tasks: Sequence[Task], settings: Settings, board: dict[str, object], logs: Path) -> Iterator[None]:
+def _probes(tasks: Sequence[Task], settings: Settings, board: dict[str, object], logs: Path) -> Iterator[LocalProbes]:
     """The probes of this host; they are ended with the block, whatever they do."""
-    running: list[Child] = []
+    running: dict[str, Child] = {}
     try:
         for task in tasks:
             told = logs / f"{task.me.key}.json"
             told.write_text(json.dumps({"task": task.as_json(), **board}))
             command = ("/bin/sh", "-c", 'exec "$@" < "$0"', str(told), *settings.probe)
-            running.append(Child(ChildSpec(task.me.key, command, logs / f"{task.me.key}.log")))
-        yield
+            running[task.me.key] = Child(ChildSpec(task.me.key, command, logs / f"{task.me.key}.log"))
+        yield LocalProbes(running, settings.limit_s)
     finally:
-        for child in running:
+        for child in running.values():
             child.kill()
 
 
-def _collect(board: Board, plan: Plan, tasks: dict[str, list[Task]], settings: Settings) -> Verdict:
+def _collect(
+    board: Board, plan: Plan, tasks: dict[str, list[Task]], settings: Settings, local_probes: LocalProbes
+) -> Verdict:
     """Opens the steps one by one and waits for the results of each, as long as they may take."""
     everyone = [task for of_node in tasks.values() for task in of_node]
-    _until(board, [*(f"here/{t.me.key}" for t in everyone), *(f"node/{n}" for n in tasks)], settings.wait_s)
+    awaited = {f"here/{t.me.key}": t.me.key for t in everyone} | {f"node/{n}": "" for n in tasks}
+    _until(board, awaited, settings.wait_s, local_probes)
     for step in STEPS:
         board.values[f"step/{step}"] = True
-        _until(board, [name for task in everyone for name in task.expected(step)], _step_s(everyone, step, settings))
+        awaited = {name: task.me.key for task in everyone for name in task.expected(step)}
+        _until(board, awaited, _step_s(everyone, step, settings), local_probes)
     heard = {name: board.values[f"node/{name}"] for name in tasks if f"node/{name}" in board.values}
     findings = [Finding(**finding) for told in heard.values() for finding in told["findings"]]
     for name in tasks:
@@ -141,10 +158,23 @@ def _collect(board: Board, plan: Plan, tasks: dict[str, list[Task]], settings: S
     return Verdict(tuple(findings), read_results(dict(board.values), everyone, settings.limit_s))
 
 
-def _until(board: Board, names: Sequence[str], timeout_s: float) -> None:
+def _until(board: Board, names: Mapping[str, str], timeout_s: float, local_probes: LocalProbes) -> None:
+    """Until all `names` are there, but for those of a probe (its key is the value) of which nothing will come."""
     deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and not all(name in board.values for name in names):
+    while time.monotonic() < deadline:
+        local_probes.tell_gone(board.values.__setitem__)
+        if all(name in board.values or gone_key(probe) in board.values for name, probe in names.items()):
+            return
         time.sleep(_POLL_S)
+
+
+def _without_board(
+    node: str, error: str, url: str, local: dict[str, tuple[list[Finding], dict[str, str]]]
+) -> list[Finding]:
+    """What was found on this host all the same, and why nothing was tried between ranks."""
+    if os.strerror(errno.EADDRINUSE) in error:
+        error += f"; a cluster may be running there, see `baton ps {url}`: the doctor looks before one is started"
+    return [*(found for findings, _ in local.values() for found in findings), Finding("doctor", node, False, error)]
 
 
 def _step_s(tasks: Sequence[Task], step: str, settings: Settings) -> float:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from launch.doctor_checks import Finding
-from launch.probes import Rank, Task, edge_key
+from launch.probes import Rank, Task, edge_key, gone_key
 from launch.tables import make_table, show
 
 _ADVICE = {
@@ -21,16 +21,20 @@ _ADVICE = {
     "interface that the address belongs to, MTU where small transfers pass and large ones do not",
 }
 
+_UNTRIED = "why the probe is missing; nothing was tried between these, so this says nothing about the network"
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One check between ranks. `seconds` and `bytes_per_s` are 0 where nothing was measured."""
+    """One check between ranks. `seconds` and `bytes_per_s` are 0 where nothing was measured; `untried` where a probe
+    was missing, so that nothing is known about the way between them."""
 
     check: str
     between: str
     error: str = ""
     seconds: float = 0.0
     bytes_per_s: float = 0.0
+    untried: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,29 +59,40 @@ def read_results(values: Mapping[str, Any], tasks: Sequence[Task], limit_s: floa
     """What the probes left on the board, in the order of the steps; a result that never came is an error too."""
     came = {task.me.key for task in tasks if f"here/{task.me.key}" in values}
 
-    def missing(*ranks: Rank) -> str:
+    def missing(*ranks: Rank) -> dict[str, Any]:
+        gone = [f"the probe of {rank} {values[gone_key(rank.key)]}" for rank in ranks if gone_key(rank.key) in values]
+        if gone:
+            return {"error": "; ".join(gone), "untried": True}
         away = [str(rank) for rank in ranks if rank.key not in came]
-        return f"no probe came up for {', '.join(away)}" if away else f"no result within {limit_s:g} s"
+        if away:
+            return {"error": f"no probe came up for {', '.join(away)}", "untried": True}
+        return {"error": f"no result within {limit_s:g} s"}
 
     found: list[Measured] = []
     for check in ("rendezvous", "all-reduce"):
         for task in tasks:
             if len(task.ranks) > 1:
-                told = values.get(f"{check}/{task.me.key}") or {"error": missing(task.me)}
+                told = values.get(f"{check}/{task.me.key}") or missing(task.me)
+                away = [rank for rank in task.ranks if rank.key not in came or gone_key(rank.key) in values]
+                if told.get("error") and away:
+                    told = missing(*away)
                 found.append(Measured(check, str(task.me), **told))
     senders = [task for task in tasks if task.role == "prefill"]
     for task in senders:
         for name in task.links:
-            told = values.get(f"link/{task.me.worker}/{name}") or {"error": missing(task.me)}
+            told = values.get(f"link/{task.me.worker}/{name}") or missing(task.me)
+            leader = next((t.me for t in tasks if t.me.worker == name and t.leads), task.me)
+            if told.get("error") and (leader.key not in came or gone_key(leader.key) in values):
+                told = missing(leader)
             found.append(Measured("link", f"{task.me} → {name}", **told))
     for task in senders:
         for peer in sorted(task.peers, key=lambda rank: (rank.worker, rank.rank)):
-            told = dict(values.get(edge_key(task.me, peer)) or {"error": missing(task.me, peer)})
+            told = dict(values.get(edge_key(task.me, peer)) or missing(task.me, peer))
             other = values.get(f"end/{peer.key}/{task.me.key}")
             if other:
                 told["error"] = "; ".join(filter(None, (told.get("error"), f"at the other end: {other['error']}")))
-            if told.get("error") and peer.key not in came:
-                told["error"] = missing(peer)
+            if told.get("error") and (peer.key not in came or gone_key(peer.key) in values):
+                told = missing(peer)
             found.append(Measured("edge", f"{task.me} → {peer}", **told))
     return tuple(found)
 
@@ -100,7 +115,8 @@ def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
     for found in verdict.measured:
         if found.error:
             console.print(f"\n[red]{found.check} {escape(found.between)}[/]: {escape(found.error)}", soft_wrap=True)
-            console.print(f"  check: {_ADVICE[found.check]}", soft_wrap=True)
+            advice = _UNTRIED if found.untried else _ADVICE[found.check]
+            console.print(f"  check: {advice}", soft_wrap=True)
     failed = sum(not finding.ok for finding in verdict.findings) + sum(bool(found.error) for found in verdict.measured)
     total = len(verdict.findings) + len(verdict.measured)
     console.print(f"\n{failed} of {total} checks failed" if failed else f"\nall {total} checks passed")

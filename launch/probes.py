@@ -88,6 +88,11 @@ def edge_key(prefill: Rank, decode: Rank) -> str:
     return f"edge/{prefill.key}/{decode.key}"
 
 
+def gone_key(probe: str) -> str:
+    """The name under which a doctor says why nothing more will come of one of its probes."""
+    return f"gone/{probe}"
+
+
 def make_tasks(plan: Plan, heads_per_layer: tuple[int, ...], limit_s: float) -> dict[str, list[Task]]:
     """The tasks of each node. Without `heads_per_layer` (no model here) every prefill rank gets an edge to every decode
     rank."""

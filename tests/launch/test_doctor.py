@@ -21,6 +21,7 @@ from rich.console import Console
 from baton.core.errors import StartupError
 from baton.options import read_config_file
 from launch.board import Board, BoardClient
+from launch.doctor import Settings, doctor
 from launch.doctor_checks import Finding, compare
 from launch.doctor_report import Measured, Verdict, print_verdict, read_results
 from launch.plan import Plan, make_plan
@@ -110,6 +111,46 @@ def test_a_probe_that_never_came_up_is_named(tmp_path: Path) -> None:
     errors = {found.error for found in read_results(values, tasks, 10.0) if found.error}
     assert errors == {"no probe came up for decode-0 rank 0 (127.0.0.2)"}
     assert Measured("edge", "x", "e").error
+
+
+def test_a_rank_that_waited_for_a_probe_that_is_gone_blames_the_probe(tmp_path: Path) -> None:
+    values, tasks = results(tmp_path)
+    values["rendezvous/prefill-0.0"] = {"error": "prefill-0 rank 1 did not come"}
+    values["gone/prefill-0.1"] = "ended with exit code 1: x"
+    (failed,) = (found for found in read_results(values, tasks, 10.0) if found.error)
+    assert failed.error == "the probe of prefill-0 rank 1 (127.0.0.2) ended with exit code 1: x" and failed.untried
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("echo noise; echo no such library >&2; exit 7", "has ended (exit code 7): no such library"),
+        ("kill -STOP $$", "has been stopped for 1 s"),
+    ],
+)
+def test_a_probe_that_is_gone_ends_the_wait_and_is_no_firewall(
+    script: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_of(loopback_topology(tmp_path / "t.toml", "absent", tensor_parallel=2))
+    began = time.monotonic()
+    settings = Settings(limit_s=1, wait_s=100, probe=("/bin/sh", "-c", script))
+    assert doctor(plan, frozenset({"a", "b"}), settings) == 1
+    assert time.monotonic() - began < settings.wait_s  # it did not wait for what cannot come
+    shown = capsys.readouterr().out
+    assert f"the probe of prefill-0 rank 1 (127.0.0.2) {why}" in shown
+    assert f"the probe of decode-0 rank 0 (127.0.0.2) {why}" in shown
+    assert "firewall" not in shown and "says nothing about the network" in shown
+
+
+def test_a_port_in_use_points_at_a_running_cluster_beside_the_other_findings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_of(loopback_topology(tmp_path / "t.toml", "absent"))
+    with socket.create_server(("127.0.0.1", plan.topology.coordinator.control_port)):
+        assert doctor(plan, frozenset({"a", "b"}), Settings(limit_s=1, wait_s=1)) == 1
+    shown = capsys.readouterr().out
+    assert f"a cluster may be running there, see `baton ps {plan.url}`" in shown
+    assert "versions" in shown and "model directory m does not exist" in shown
 
 
 @pytest.mark.cluster
