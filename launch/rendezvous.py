@@ -1,8 +1,9 @@
 """Where the agents of a job over several nodes meet: one store at one named address, kept by the agent of node 0.
 
 torch waits in native code, where no signal's handler runs: up to ten minutes in which SIGTERM and Ctrl-C do nothing and
-nothing is said. So what may take long is waited for here, in short naps: node 0 until it answers, then all others.
-Whoever loses node 0 meanwhile begins again with the same limit.
+nothing is said. So what may take long is waited for here, in short naps: node 0 until it answers, then all others, then
+that each has seen all: one that left while it waited is not taken for present. Whoever loses node 0 meanwhile begins
+again with the same limit.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ MEET_TIMEOUT_S = 600.0  # for all nodes of a job to meet, and for each answer of
 TRY_S = 2.0  # one attempt to connect
 STORE_TRY_S = 10.0  # one attempt to speak to the store behind an address that accepts; torch takes no signal here
 PAUSE_S = 0.2
+_ANSWER_S = 3.0  # within which a node that has come is expected to have seen the last one; nothing is said before
 
 
 class Marks(Protocol):
@@ -50,24 +52,18 @@ def await_address(host: str, port: int, deadline: float, say: Callable[[str], No
 
 
 def await_nodes(store: Marks, rank: int, nodes: int, deadline: float, say: Callable[[str], None]) -> None:
-    """Returns once the agents of all nodes have come to the store, this one, `rank`, included; says for whom it waits,
-    again when they are fewer.
+    """Returns once the agents of all nodes have come to the store, this one, `rank`, included, and each has seen that
+    all have: a node that came and left again sees nothing. Says for whom it waits, again when they are fewer.
 
     Raises:
-        OSError: one did not come until the deadline.
+        OSError: one did not come until the deadline, or left.
         RuntimeError: the store is gone.
     """
-    store.set(_mark(rank), "here")
-    told: list[int] = []
-    missing = list(range(nodes))
-    while missing := [node for node in missing if not store.check([_mark(node)])]:
-        whom = f"NODE_RANK {', '.join(map(str, missing))} of this job of {nodes} nodes"
-        if time.monotonic() >= deadline:
-            raise OSError(f"waited in vain for {whom}")
-        if missing != told:
-            told = missing
-            say(f"waiting up to {deadline - time.monotonic():.0f} s for {whom}")
-        time.sleep(PAUSE_S)
+    store.set(_mark("node", rank), "here")
+    _await_marks(store, "node", nodes, "", 0.0, deadline, say)
+    store.set(_mark("ready", rank), "here")
+    left = ", which came and then left or stood still: start it again if it ended"
+    _await_marks(store, "ready", nodes, left, _ANSWER_S, deadline, say)
 
 
 def open_store(host: str, port: int, rank: int, nodes: int) -> tuple[TCPStore, int]:
@@ -151,6 +147,23 @@ def register() -> None:
     rendezvous_handler_registry.register("baton", create)
 
 
+def _await_marks(
+    store: Marks, kind: str, nodes: int, why: str, quiet_s: float, deadline: float, say: Callable[[str], None]
+) -> None:
+    """Until every node has set this mark; says whose are missing, and `why`, after `quiet_s`."""
+    told: list[int] = []
+    missing = list(range(nodes))
+    loud = time.monotonic() + quiet_s
+    while missing := [node for node in missing if not store.check([_mark(kind, node)])]:
+        whom = f"NODE_RANK {', '.join(map(str, missing))} of this job of {nodes} nodes{why}"
+        if time.monotonic() >= deadline:
+            raise OSError(f"waited in vain for {whom}")
+        if missing != told and time.monotonic() >= loud:
+            told = missing
+            say(f"waiting up to {deadline - time.monotonic():.0f} s for {whom}")
+        time.sleep(PAUSE_S)
+
+
 def _keep(host: str, port: int, nodes: int) -> tuple[TCPStore, int]:
     """Bound to the address only: the socket is ours."""
     from torch._C._distributed_c10d import TCPStore
@@ -183,8 +196,8 @@ def _refusal(host: str, port: int) -> str | None:
         return error.strerror or str(error)
 
 
-def _mark(node: int) -> str:
-    return f"baton/node-{node}"
+def _mark(kind: str, node: int) -> str:
+    return f"baton/{kind}-{node}"
 
 
 def _say(line: str) -> None:
