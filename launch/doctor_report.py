@@ -27,7 +27,7 @@ _UNTRIED = "why the probe is missing; nothing was tried between these, so this s
 @dataclass(frozen=True, slots=True)
 class Measured:
     """One check between ranks. `seconds` and `bytes_per_s` are 0 where nothing was measured; `untried` where a probe
-    was missing, so that nothing is known about the way between them."""
+    was missing and no result came, so that nothing is known about the way between them."""
 
     check: str
     between: str
@@ -56,43 +56,41 @@ class Verdict:
 
 
 def read_results(values: Mapping[str, Any], tasks: Sequence[Task], limit_s: float) -> tuple[Measured, ...]:
-    """What the probes left on the board, in the order of the steps; a result that never came is an error too."""
+    """What the probes left on the board, in the order of the steps; a result that never came is an error too.
+
+    What a probe measured stands, whatever became of the others: beside an error their ends are told as well.
+    """
     came = {task.me.key for task in tasks if f"here/{task.me.key}" in values}
 
-    def missing(*ranks: Rank) -> dict[str, Any]:
+    def missing(ranks: Sequence[Rank]) -> str:
         gone = [f"the probe of {rank} {values[gone_key(rank.key)]}" for rank in ranks if gone_key(rank.key) in values]
-        if gone:
-            return {"error": "; ".join(gone), "untried": True}
-        away = [str(rank) for rank in ranks if rank.key not in came]
-        if away:
-            return {"error": f"no probe came up for {', '.join(away)}", "untried": True}
-        return {"error": f"no result within {limit_s:g} s"}
+        away = [str(rank) for rank in ranks if rank.key not in came and gone_key(rank.key) not in values]
+        return "; ".join(gone + ([f"no probe came up for {', '.join(away)}"] if away else []))
+
+    def result(name: str, ranks: Sequence[Rank], other_end: str = "") -> dict[str, Any]:
+        absent = missing(ranks)
+        if name not in values:
+            error = absent or f"no result within {limit_s:g} s"
+            return {"error": "; ".join(filter(None, (error, other_end))), "untried": bool(absent)}
+        error = "; ".join(filter(None, (values[name].get("error"), other_end)))
+        return {**values[name], "error": "; ".join(filter(None, (error, absent))) if error else ""}
 
     found: list[Measured] = []
     for check in ("rendezvous", "all-reduce"):
         for task in tasks:
             if len(task.ranks) > 1:
-                told = values.get(f"{check}/{task.me.key}") or missing(task.me)
-                away = [rank for rank in task.ranks if rank.key not in came or gone_key(rank.key) in values]
-                if told.get("error") and away:
-                    told = missing(*away)
-                found.append(Measured(check, str(task.me), **told))
+                found.append(Measured(check, str(task.me), **result(f"{check}/{task.me.key}", task.ranks)))
     senders = [task for task in tasks if task.role == "prefill"]
     for task in senders:
         for name in task.links:
-            told = values.get(f"link/{task.me.worker}/{name}") or missing(task.me)
-            leader = next((t.me for t in tasks if t.me.worker == name and t.leads), task.me)
-            if told.get("error") and (leader.key not in came or gone_key(leader.key) in values):
-                told = missing(leader)
+            leaders = [t.me for t in tasks if t.me.worker == name and t.leads]
+            told = result(f"link/{task.me.worker}/{name}", (task.me, *leaders))
             found.append(Measured("link", f"{task.me} → {name}", **told))
     for task in senders:
         for peer in sorted(task.peers, key=lambda rank: (rank.worker, rank.rank)):
-            told = dict(values.get(edge_key(task.me, peer)) or missing(task.me, peer))
             other = values.get(f"end/{peer.key}/{task.me.key}")
-            if other:
-                told["error"] = "; ".join(filter(None, (told.get("error"), f"at the other end: {other['error']}")))
-            if told.get("error") and (peer.key not in came or gone_key(peer.key) in values):
-                told = missing(peer)
+            other_end = f"at the other end: {other['error']}" if other else ""
+            told = result(edge_key(task.me, peer), (task.me, peer), other_end)
             found.append(Measured("edge", f"{task.me} → {peer}", **told))
     return tuple(found)
 

@@ -113,12 +113,44 @@ def test_a_probe_that_never_came_up_is_named(tmp_path: Path) -> None:
     assert Measured("edge", "x", "e").error
 
 
-def test_a_rank_that_waited_for_a_probe_that_is_gone_blames_the_probe(tmp_path: Path) -> None:
+def test_without_a_result_the_missing_probe_is_blamed_and_not_the_network(tmp_path: Path) -> None:
     values, tasks = results(tmp_path)
-    values["rendezvous/prefill-0.0"] = {"error": "prefill-0 rank 1 did not come"}
+    del values["rendezvous/prefill-0.0"]
     values["gone/prefill-0.1"] = "ended with exit code 1: x"
     (failed,) = (found for found in read_results(values, tasks, 10.0) if found.error)
     assert failed.error == "the probe of prefill-0 rank 1 (127.0.0.2) ended with exit code 1: x" and failed.untried
+
+
+@pytest.mark.parametrize(
+    ("name", "gone"),
+    [
+        ("rendezvous/prefill-0.0", "prefill-0.1"),
+        ("all-reduce/prefill-0.0", "prefill-0.1"),
+        ("link/prefill-0/decode-0", "decode-0.0"),
+        ("edge/prefill-0.0/decode-0.0", "decode-0.0"),
+    ],
+)
+def test_an_error_that_was_measured_outlives_the_other_probe(name: str, gone: str, tmp_path: Path) -> None:
+    values, tasks = results(tmp_path)
+    values[name] = {"error": "cannot reach 127.0.0.2: No route to host"}
+    values[f"gone/{gone}"] = "has ended (killed)"
+    verdict = Verdict((), read_results(values, tasks, 10.0))
+    (failed,) = (found for found in verdict.measured if found.error)
+    other = f"{gone.replace('.', ' rank ')} (127.0.0.2)"
+    assert failed.error == f"cannot reach 127.0.0.2: No route to host; the probe of {other} has ended (killed)"
+    assert not failed.untried
+    out = io.StringIO()
+    print_verdict(verdict, Console(file=out, width=150))
+    assert "firewall" in out.getvalue() and "says nothing about the network" not in out.getvalue()
+
+
+def test_what_the_other_end_measured_outlives_its_probe(tmp_path: Path) -> None:
+    values, tasks = results(tmp_path)
+    values["end/decode-0.0/prefill-0.1"] = {"error": "the bytes that came are not those that were sent"}
+    values["gone/decode-0.0"] = "has ended (killed)"
+    (failed,) = (found for found in read_results(values, tasks, 10.0) if found.error)
+    assert failed.error.startswith("at the other end: the bytes that came are not those that were sent; the probe of ")
+    assert failed.seconds and not failed.untried
 
 
 @pytest.mark.parametrize(
