@@ -92,9 +92,13 @@ def _torchrun(stopping: _Stopping) -> int:
     args = parse_args(_with_defaults(sys.argv[1:]))  # type: ignore[no-untyped-call]
     _name_the_store(args)
     args.signals_to_handle = "SIGQUIT"  # the others are ours
-    try:
-        if not args.log_dir:
+    if not args.log_dir:
+        try:
             args.log_dir = stopping.made = make_rank_directory()
+        except OSError as error:
+            print(f"error: {args.training_script} cannot be started: {error}", file=sys.stderr)
+            return EXIT_STARTUP_ERROR
+    try:
         run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         drained = stopping.asked and all(f.exitcode in FOLLOWED for f in error.failures.values())

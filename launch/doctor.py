@@ -52,7 +52,7 @@ def doctor(plan: Plan, nodes: frozenset[str], settings: Settings) -> int:
     """Runs this host's part; returns 0 when all is well everywhere, else 1.
 
     Raises:
-        StartupError: the collector cannot be reached, or its address not be used here.
+        StartupError: the collector cannot be reached.
     """
     local = {name: check_node(plan, name, settings.full_digest) for name in sorted(nodes)}
     tasks = make_tasks(plan, _heads(plan), settings.limit_s)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -20,19 +21,21 @@ SELECTED = ("-m", "not long and not gpu")
 MOST_WORKERS = 8  # each loads torch and transformers: 0.5 GB
 PASSED, INTERRUPTED, NOTHING_SELECTED = 0, 2, 5
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_FAILED = re.compile(r"(FAILED|ERROR) tests/")
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed|warnings?)\b")
 
 
 def main() -> int:
     workers = min(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1, MOST_WORKERS)
     beside = ("-n", str(workers), "--dist", "loadfile") if workers > 1 else ()
+    signal.signal(signal.SIGINT, lambda *_: None)  # pytest hears it too, and says so before it ends
     started, codes, failed, counts = time.monotonic(), [], [], Counter[str]()
     for part, flags in (("beside", beside), ("alone", ("-p", "no:xdist"))):
-        print(f"\n--- {part}: {'side by side' if flags == beside else 'one after the other'}", flush=True)
+        print(f"\n--- {part}: {'side by side' if '-n' in flags else 'one after the other'}", flush=True)
         code, text = run(["--part", part, *flags, *SELECTED, *sys.argv[1:]])
         codes.append(code)
         lines = _COLOUR.sub("", text).splitlines()
-        failed += [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
+        failed += filter(_FAILED.match, lines)
         counts.update({name: int(count) for count, name in _COUNT.findall(lines[-1] if lines else "")})
         if code == INTERRUPTED:
             break
@@ -58,15 +61,11 @@ def run(arguments: list[str]) -> tuple[int, str]:
     if process.stdout is None:
         raise SystemExit("pytest has no output")
     said = bytearray()
-    while True:
-        try:
-            if not (chunk := process.stdout.read1(1 << 16)):  # type: ignore[attr-defined]
-                return process.wait(), said.decode(errors="replace")
-        except KeyboardInterrupt:  # pytest has heard it too, and says so before it ends
-            continue
+    while chunk := process.stdout.read1(1 << 16):  # type: ignore[attr-defined]
         said += chunk
         sys.stdout.buffer.write(chunk)
         sys.stdout.buffer.flush()
+    return process.wait(), said.decode(errors="replace")
 
 
 if __name__ == "__main__":

@@ -40,9 +40,10 @@ def must_agree(
 ) -> dict[str, str]:
     """The resolved options by name, first those that explain the ones behind them.
 
-    `kernels` (a level, or torch) count in exact mode alone: there a step of torch's has another shape, and the bits are
-    promised. Elsewhere nodes with other processors may share a worker. What each rank has for itself (threads, memory,
-    host, staging) is not here.
+    `kernels` are a level, or torch. In exact mode they count, since bits are promised; in bfloat16 whether they are
+    torch's does, whose ranks exchange bfloat16 where compiled ones exchange float32. Otherwise nodes with other
+    processors may share a worker. The edge kind is compared as it was given. What each rank has for itself (threads,
+    memory, host, staging) is not here.
     """
     agreed = {
         "version": options.version,
@@ -58,7 +59,9 @@ def must_agree(
         "max-model-len": str(max_model_len),
     }
     if not options.exact:
-        del agreed["kernels"]
+        agreed["kernels"] = "torch" if kernels == "torch" else "compiled"
+        if dtype != "bfloat16":
+            del agreed["kernels"]
     return agreed
 
 

@@ -140,6 +140,7 @@ def test_ranks_with_different_checkpoints_are_refused(checkpoint: Callable[..., 
         ({"edge_kind": ["auto", "gloo"]}, "edge-kind: auto on rank 0 and gloo on rank 1;"),
         ({"version": ["0.1.0", "0.2.0"]}, "version: 0.1.0 on rank 0 and 0.2.0 on rank 1;"),
         ({"exact": True, "kernels": ["torch", "auto"]}, "kernels: torch on rank 0 and "),
+        ({"dtype": "bfloat16", "kernels": ["auto", "torch"]}, "kernels: compiled on rank 0 and torch on rank 1;"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -35,6 +35,13 @@ def test_the_line_names_option_values_and_ranks() -> None:
     assert difference([said(), said(digest="ab13")]) == "checkpoint digest: rank 1 has another one than rank 0"
 
 
+def test_in_bfloat16_kernels_are_all_torchs_or_all_compiled() -> None:
+    """Torch's ranks exchange bfloat16, compiled ones float32."""
+    amx, avx2, torchs = (said(dtype="bfloat16", kernels=kernels) for kernels in ("amx", "avx2", "torch"))
+    assert difference([amx, avx2]) == "" and difference([said(kernels="torch"), said()]) == ""
+    assert difference([amx, torchs]).startswith("kernels: compiled on rank 0 and torch on rank 1;")
+
+
 def test_the_first_difference_is_the_one_that_explains_the_others() -> None:
     assert difference([said(exact=True), said(dtype="bfloat16")]).startswith("exact: on on rank 0 and off on rank 1;")
     assert difference([said(), said(digest="ab13", max_model_len=512)]).startswith("checkpoint digest")
