@@ -222,7 +222,7 @@ def main() -> int:
         f"Commit {commit.strip()}, {datetime.date.today()}, {cpu_name()}, 1 thread, bf16, kernels {runner.kernels}. "
         f"`python benchmarks/speculation.py {' '.join(sys.argv[1:])}`".rstrip(),
         f"{arguments.pairs} pairs, {arguments.tokens} tokens each after prompts of up to 200. Decode alone: scheduler "
-        "and engine, no links, no event loop. Times are processor time; the machine was busy.",
+        "and engine, no links, no event loop. Times are processor time.",
         *(["Acceptance was forced: the output was not real."] if arguments.force_acceptance >= 0 else []),
         "",
         *lines,

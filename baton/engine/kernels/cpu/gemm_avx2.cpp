@@ -21,7 +21,7 @@ namespace {
 constexpr int64_t GROUPS_PER_UNIT = 8;
 constexpr int64_t AHEAD = 4096;  // bytes that weights are fetched ahead of their use, where they are used once
 constexpr int MOST_ROWS = 6;     // of a product: 12 sums of 8 lanes, and 4 registers for the factors
-constexpr int64_t FEW = 24;      // rows that are not worth blocks
+constexpr int64_t FEW = 24;      // rows for which k stays whole
 constexpr int64_t BLOCK = 96;    // rows
 constexpr int64_t PIECE = 640;   // of k, at most
 constexpr int64_t SUMS = 2 * MOST_ROWS * 16;  // of a product's rows and one group
