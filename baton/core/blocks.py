@@ -102,7 +102,7 @@ class BlockTable:
             holders = self._holders[block]
             if not holders:
                 raise InvariantError(f"block {block} is free and cannot be held by {holder}")
-            if holder.kind == "receiving" or any(h.kind == "receiving" for h in holders):
+            if holder.kind == "receiving" or _being_received(holders):
                 raise InvariantError(f"block {block} is held by {sorted(holders)}; receiving is exclusive")
             if holder in holders:
                 raise InvariantError(f"block {block} is already held by {holder}")
@@ -152,11 +152,10 @@ class BlockTable:
 
     def _settle(self, block: int) -> None:
         """Puts a block among the idle ones, last, or takes it out, after its holders changed."""
-        holders = self._holders[block]
-        if not holders or any(h.kind != "cache" for h in holders):
-            self._idle.pop(block, None)
-        else:
+        if _idle(self._holders[block]):
             self._idle.setdefault(block)
+        else:
+            self._idle.pop(block, None)
 
     def _distinct(self, blocks: Iterable[int]) -> tuple[int, ...]:
         blocks = tuple(blocks)
@@ -202,3 +201,15 @@ class BlockTable:
             raise InvariantError(
                 f"held and not expected: {sorted(held - expected)}; not held: {sorted(expected - held)}"
             )
+
+
+def _being_received(holders: set[Holder]) -> bool:
+    return len(holders) == 1 and next(iter(holders)).kind == "receiving"
+
+
+def _idle(holders: set[Holder]) -> bool:
+    """A plain loop: for a long sequence that arrives this is asked of hundreds of blocks before its first step."""
+    for holder in holders:
+        if holder.kind != "cache":
+            return False
+    return bool(holders)

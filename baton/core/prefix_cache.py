@@ -56,10 +56,12 @@ class PrefixCache:
     def store(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
         """Keeps blocks whose KV is complete: `block_ids[i]` holds the tokens that `keys[i]` names. Where another block
         holds the same already, that one stays."""
+        new: dict[bytes, int] = {}
         for key, block in zip(keys, block_ids, strict=True):
-            if key in self._block_of:
-                continue
-            self.blocks.hold((block,), CACHE)
+            if key not in self._block_of:
+                new.setdefault(key, block)
+        self.blocks.hold(new.values(), CACHE)
+        for key, block in new.items():
             self._block_of[key] = block
             self._key_of[block] = key
             self._count(key, 1)
