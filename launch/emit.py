@@ -16,6 +16,8 @@ from launch.plan import COORDINATOR, Part, Plan, make_plan, with_addresses
 from launch.topology import Node
 
 _PYTHON = "@PYTHON@"
+_HOST = re.compile(r"@(\d+)@")
+_PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]+")  # needs no quotes
 _PROGRAMS = Programs((_PYTHON, "-m", "coordinator"), (_PYTHON, "-m", "launch.agent"))
 
 _FRONT = ['front="$!"', ""]
@@ -178,6 +180,7 @@ def _word(word: str) -> str:
     """Quoted for a shell; `@PYTHON@` and `@0@` become its variables."""
     if word == _PYTHON:
         return '"$PYTHON"'
-    quoted = shlex.quote(word)
-    filled = re.sub(r"@(\d+)@", r"${ADDRESS[\1]}", quoted)
-    return quoted if filled == quoted else f'"{filled}"'
+    if _PLAIN.fullmatch(word) is None:
+        return shlex.quote(word)
+    filled = _HOST.sub(r"${ADDRESS[\1]}", word)
+    return word if filled == word else f'"{filled}"'

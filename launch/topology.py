@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, fields
 from baton.core.commands import Role
 from baton.core.config import CoordinatorConfig, WorkerConfig, from_table, nearest, option
 from baton.core.errors import StartupError
-from baton.core.names import name_error
+from baton.core.names import address_error, name_error
 from baton.core.reshard import MAX_TENSOR_PARALLEL
 from launch.cores import parse_cores
 
@@ -163,6 +163,8 @@ def parse_topology(file: Mapping[str, object]) -> Topology:
 def _node(table: Mapping[str, object], where: str) -> Node:
     found = from_table(_NodeTable, table, where)
     _check_name(found.name, where)
+    if found.address:  # one that is missing may be filled in later
+        _check_address(found.address, f"{where}: 'address'")
     cores = parse_cores(found.cores, f"{where}: 'cores'") if isinstance(found.cores, str) else ()
     count = len(cores) or int(found.cores or 0)
     if isinstance(found.gpus, str):
@@ -186,6 +188,8 @@ def _coordinator(
         if getattr(found, key) == 0:
             raise StartupError(f"coordinator: {key!r} must be a fixed port; others have to know it")
     host = found.host if "host" in table else node.address
+    if "host" in table:
+        _check_address(host, "coordinator: 'host'")
     options = {key: value for key, value in table.items() if key not in _PORTS}
     return CoordinatorPlace(name, host, found.port, found.grpc_port, found.control_port, options)
 
@@ -268,6 +272,11 @@ def part_name(worker: str, node_rank: int) -> str:
 def _check_name(name: str, where: str) -> None:
     if wrong := name_error(name):
         raise StartupError(f"{where}: 'name' {wrong}")
+
+
+def _check_address(address: str, where: str) -> None:
+    if wrong := address_error(address):
+        raise StartupError(f"{where} {wrong}")
 
 
 def _refuse_twice(names: list[str] | tuple[str, ...], what: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -43,6 +44,27 @@ def test_shell_scripts_are_bash_and_name_no_interpreter_of_this_machine(tmp_path
         (tmp_path / "s").write_text(text)
         subprocess.run(["bash", "-n", str(tmp_path / "s")], check=True, timeout=20)
         assert sys.executable not in text
+
+
+@pytest.mark.parametrize("form", ["shell", "slurm"])
+def test_emit_refuses_what_up_refuses_and_writes_nothing(form: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "m", "llama")
+    topology = loopback_topology(tmp_path / "t.toml", model)
+    topology.write_text(topology.read_text() + "tensor_parallel = 3\n")
+    out = ["--out", str(tmp_path / "nodes")] if form == "shell" else []
+    done = CliRunner().invoke(baton, ["emit", form, str(topology), *out])
+    assert "decode-0" in str(done.exception) and "cannot be divided over 3" in str(done.exception)
+    assert not (tmp_path / "nodes").exists() and "#!" not in done.output
+
+
+def test_what_a_shell_would_read_is_quoted_beside_addresses_that_slurm_fills_in() -> None:
+    tables = tomllib.loads((GOLDEN / "cluster.toml").read_text())
+    plan = make_plan(parse_topology(tables), "/models/m", "$(id) @0@ 'x'")
+    text = emit_slurm(plan)
+    line = next(line for line in text.splitlines() if "-m coordinator" in line)
+    words = shlex.split(line)
+    assert words[words.index("--served-model-name") + 1] == "$(id) @0@ 'x'"
+    assert '--control-host "${ADDRESS[0]}"' in line
 
 
 class Scripts:
