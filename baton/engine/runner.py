@@ -273,7 +273,7 @@ def load_runner(
         kv,
         options,
         kernels=kernels_name,
-        choose=None if kernels is None else chooser(kernels),
+        choose=None if kernels is None else chooser(kernels, options.threads),
         guess=partial(model.guess, kv=kv) if isinstance(model, NativeModel) and group.size == 1 else None,
         max_model_len=min(longest, kv.num_blocks * options.block_size),
         digest=digest,

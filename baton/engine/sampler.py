@@ -20,6 +20,7 @@ token id & 3 of the four: x. v = (x + 0.5) * 2**-32, g = -log(-log1p(-v)); v is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -32,8 +33,8 @@ from baton.engine.processors import Draw, SeenTables, process
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
-Choose = Callable[[NDArray[np.float32], Draw], int | None]
-"""Processed logits [vocab] and a draw that is not greedy -> its token, or None: undecided."""
+Choose = Callable[[Tensor, Sequence[Draw]], list[int | None]]
+"""Processed logits [S, vocab] and their draws -> the token of each, or None: undecided."""
 
 _FIRST_GUESS = 64  # candidates looked at first by top-p; most distributions have their mass in fewer
 _GROWTH = 8
@@ -48,16 +49,22 @@ def sample(
     if not draws:
         return []
     logits = process(logits, draws, tables)
+    tokens: list[int | None] = [None] * len(draws) if choose is None else choose(logits, draws)
+    if None in tokens:
+        left = [index for index, token in enumerate(tokens) if token is None]
+        rows = logits if len(left) == len(draws) else logits[left]
+        for index, token in zip(left, _plain(rows, [draws[index] for index in left]), strict=True):
+            tokens[index] = token
+    return cast(list[int], tokens)
+
+
+def _plain(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     tokens: list[int] = torch.argmax(logits, dim=-1).tolist()
     noisy = [index for index, draw in enumerate(draws) if not draw.sampling.greedy]
     if noisy:
-        rows = logits[noisy].cpu().numpy()
-        for index, row in zip(noisy, rows, strict=True):
-            token = choose(row, draws[index]) if choose is not None else None
-            if token is None:
-                ids, values = noised_logits(row, draws[index])
-                token = int(ids[np.argmax(values)])
-            tokens[index] = token
+        for index, row in zip(noisy, logits[noisy].cpu().numpy(), strict=True):
+            ids, values = noised_logits(row, draws[index])
+            tokens[index] = int(ids[np.argmax(values)])
     return tokens
 
 

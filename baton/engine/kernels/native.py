@@ -7,7 +7,7 @@ alive.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass
 from functools import cache
 
@@ -109,7 +109,7 @@ _FUNCTIONS = {
         *(c_int, POINTER(AttentionShape), c_void_p, c_int64, c_void_p, c_int64),
         *(c_void_p, c_void_p, c_void_p, c_int64, c_int),
     ),
-    "baton_choose": (c_void_p, c_int64, POINTER(Draw), POINTER(c_int64), c_int64),
+    "baton_choose": (c_void_p, c_int64, c_int64, c_char_p, c_int64, c_int, c_void_p),
     "baton_guess": (POINTER(Model), POINTER(Step), c_void_p, c_int64, c_int64, c_void_p),
     "baton_linear": (c_int, POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int, c_int),
 }
@@ -128,7 +128,6 @@ class Kernels:
             function = getattr(self._library, name)
             function.argtypes, function.restype = arguments, None
             setattr(self, name.removeprefix("baton_"), function)
-        self.choose.restype = c_int64
         if self._library.baton_level() != LEVELS.index(level):
             raise CannotBuild(f"the compiled kernels are not those of {level}")
         if self._library.baton_init() != 0:

@@ -17,21 +17,12 @@ struct Wanted {
 
 namespace {
 
-constexpr int64_t MOST_CANDIDATES = 4;
-
-// The lowest id of the largest logit.
-int64_t largest(const float* logits, int64_t vocab) {
-  int64_t best = 0;
-  for (int64_t i = 1; i < vocab; ++i)
-    if (logits[i] > logits[best]) best = i;
-  return best;
-}
-
-int64_t choose(const float* logits, int64_t vocab, Draw draw, int64_t depth) {
-  if (draw.temperature == 0.0) return largest(logits, vocab);
+int64_t guess(const float* logits, int64_t vocab, Draw draw, int64_t depth) {
   draw.output_index += uint32_t(depth);
-  int64_t ids[MOST_CANDIDATES];
-  return baton_choose(logits, vocab, &draw, ids, MOST_CANDIDATES) == 1 ? ids[0] : largest(logits, vocab);
+  const int64_t token = choose_token(logits, vocab, draw);
+  if (token != UNDECIDED) return token;
+  draw.temperature = 0.0;
+  return std::max<int64_t>(choose_token(logits, vocab, draw), 0);
 }
 
 }  // namespace
@@ -58,7 +49,7 @@ extern "C" void baton_guess(
     int64_t left = 0;
     for (size_t i = 0; i < going.size(); ++i) {
       const int64_t at = going[i];
-      const int64_t token = choose(step->logits + int64_t(i) * vocab, vocab, wanted[at].draw, depth);
+      const int64_t token = guess(step->logits + int64_t(i) * vocab, vocab, wanted[at].draw, depth);
       guesses[at * most + depth] = token;
       if (depth + 1 == wanted[at].count) continue;
       Row next = rows[i];

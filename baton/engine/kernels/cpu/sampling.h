@@ -1,4 +1,4 @@
-// One draw from processed logits (sampling.cpp).
+// Draws from processed logits (sampling.cpp).
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,14 @@ struct Draw {
   uint32_t key_low, key_high, output_index, choice;
 };
 
+constexpr int64_t UNDECIDED = -1;
+
+// The draw's token from logits [vocab]; UNDECIDED where it is too close to say, or where some are not finite numbers.
+int64_t choose_token(const float* logits, int64_t vocab, const Draw& draw);
+
 }  // namespace baton
 
-// Ids that may be the draw's token, at most `most`; their number, nearly always 1. Negative: undecided.
-extern "C" int64_t baton_choose(
-    const float* logits, int64_t vocab, const baton::Draw* draw, int64_t* ids, int64_t most);
+// tokens[i] is that of draws[i] from row i of logits, `stride` floats behind the row before it.
+extern "C" void baton_choose(
+    const float* logits, int64_t stride, int64_t vocab, const baton::Draw* draws, int64_t count, int threads,
+    int64_t* tokens);
