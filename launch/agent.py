@@ -16,7 +16,8 @@
 7. torchrun loads torch and keeps a store where a job's only rank has nobody to meet. The agent starts that rank itself
    (`launch.lone_rank`), with the first six repairs where they apply.
 8. torchrun gives a rank that hangs 30 s to end once another has failed, and reports it as killed. The agent gives it
-   5 s, and its box is about the rank that noticed (`launch.rank_failures`).
+   5 s, and its box is about the rank that noticed (`launch.rank_failures`). One that hangs alone on its node is killed
+   when its job is over on another (`launch.node_watch`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from baton.options import EXIT_STARTUP_ERROR
@@ -42,6 +44,7 @@ from baton.process import (
 )
 from launch import job_flags, lone_rank, rendezvous
 from launch.failure import Failure, box
+from launch.node_watch import NodeWatch
 from launch.rank_directory import make_rank_directory
 from launch.rank_failures import FOLLOWED, first_failure, kill_soon, recorded
 
@@ -88,7 +91,16 @@ def _torchrun(stopping: _Stopping) -> int:
         if name.startswith("torch.distributed.elastic") and "LOGLEVEL" not in os.environ:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     kill_soon()
-    rendezvous.register()
+    watch: NodeWatch | None = None
+
+    def watch_nodes(host: str, port: int, rank: int, nodes: int) -> None:
+        nonlocal watch
+        if nodes > 1:
+            connect = partial(rendezvous.watch_store, host, port, nodes)
+            watch = NodeWatch(connect, rank, nodes, partial(children, os.getpid()), rendezvous.say)
+            watch.start()
+
+    rendezvous.register(watch_nodes)
     args = parse_args(_with_defaults(sys.argv[1:]))  # type: ignore[no-untyped-call]
     _name_the_store(args)
     args.signals_to_handle = "SIGQUIT"  # the others are ours
@@ -102,10 +114,13 @@ def _torchrun(stopping: _Stopping) -> int:
         run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         drained = stopping.asked and all(f.exitcode in FOLLOWED for f in error.failures.values())
-        return 0 if drained else _report(error, args)  # ranks that still loaded, or lost a leader that did
+        return 0 if drained else _report(error, args, watch)  # ranks that still loaded, or lost a leader that did
     except OSError as error:
         print(f"error: rendezvous at {args.rdzv_endpoint}: {error.strerror or error}", file=sys.stderr)
         return EXIT_STARTUP_ERROR
+    finally:
+        if watch is not None:
+            watch.leave()
     return 0
 
 
@@ -157,14 +172,15 @@ def _name_the_store(args: Any) -> None:
     args.node_rank = 0
 
 
-def _report(error: Any, args: Any) -> int:
+def _report(error: Any, args: Any, watch: NodeWatch | None) -> int:
     """A box about the rank that failed first, not one that ended because of it; returns the exit code to pass on."""
     rank = first_failure(error.failures)
     failure = error.failures[rank]
     ranks = int(str(args.nnodes).rpartition(":")[2]) * int(args.nproc_per_node)
     which = f"rank {rank} of {ranks}"
+    reason = (watch.reason(int(failure.pid)) if watch is not None else "") or recorded(failure)
     module, arguments = str(args.training_script), args.training_script_args
-    return _tell(module, arguments, which, int(failure.pid), int(failure.exitcode), recorded(failure))
+    return _tell(module, arguments, which, int(failure.pid), int(failure.exitcode), reason)
 
 
 def _tell(module: str, arguments: Sequence[str], which: str, pid: int, code: int, reason: str) -> int:

@@ -3,7 +3,8 @@
 torch waits in native code, where no signal's handler runs: up to ten minutes in which SIGTERM and Ctrl-C do nothing and
 nothing is said. So what may take long is waited for here, in short naps: node 0 until it answers, then all others, then
 that each has seen all: one that left while it waited is not taken for present. Whoever loses node 0 meanwhile begins
-again with the same limit.
+again with the same limit; so does who comes back to a job that has begun, once node 0 has ended it
+(`launch.node_watch`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 MEET_TIMEOUT_S = 600.0  # for all nodes of a job to meet, and for each answer of the store afterwards
 TRY_S = 2.0  # one attempt to connect
 STORE_TRY_S = 10.0  # one attempt to speak to the store behind an address that accepts; torch takes no signal here
+WATCH_ANSWER_S = 30.0  # after which the store counts as gone while the job runs
 PAUSE_S = 0.2
 _ANSWER_S = 3.0  # within which a node that has come is expected to have seen the last one; nothing is said before
 
@@ -59,9 +61,9 @@ def await_nodes(store: Marks, rank: int, nodes: int, deadline: float, say: Calla
         OSError: one did not come until the deadline, or left.
         RuntimeError: the store is gone.
     """
-    store.set(_mark("node", rank), "here")
+    store.set(mark("node", rank), "here")
     _await_marks(store, "node", nodes, "", 0.0, deadline, say)
-    store.set(_mark("ready", rank), "here")
+    store.set(mark("ready", rank), "here")
     left = ", which came and then left or stood still: start it again if it ended"
     _await_marks(store, "ready", nodes, left, _ANSWER_S, deadline, say)
 
@@ -75,21 +77,34 @@ def open_store(host: str, port: int, rank: int, nodes: int) -> tuple[TCPStore, i
     deadline = time.monotonic() + MEET_TIMEOUT_S
     if rank == 0:
         store, port = _keep(host, port, nodes)
-        await_nodes(store, rank, nodes, deadline, _say)
+        await_nodes(store, rank, nodes, deadline, say)
         return store, port
     while True:
-        await_address(host, port, deadline, _say)
+        await_address(host, port, deadline, say)
         with contextlib.suppress(RuntimeError):  # torch's own: node 0 ended meanwhile, or speaks otherwise
             store = _join(host, port, nodes)
-            await_nodes(store, rank, nodes, deadline, _say)
+            if store.check([mark("begun", rank)]):
+                _await_end(store, rank, deadline, say)
+            await_nodes(store, rank, nodes, deadline, say)
+            store.set(mark("begun", rank), "here")
             return store, port
         if time.monotonic() >= deadline:
             raise OSError(f"what answers at {host} port {port} is not node 0 of this job, or went away")
         time.sleep(PAUSE_S)
 
 
-def register() -> None:
-    """Makes `--rdzv-backend baton` known to torchrun."""
+def watch_store(host: str, port: int, nodes: int) -> TCPStore:
+    """A second connection to the job's store: one thread that waits in the other would hold up all.
+
+    Raises:
+        RuntimeError: nobody keeps a store there, or it does not answer.
+    """
+    return _join(host, port, nodes, WATCH_ANSWER_S)
+
+
+def register(on_met: Callable[[str, int, int, int], None]) -> None:
+    """Makes `--rdzv-backend baton` known to torchrun. `on_met` hears when all nodes have met: the host and port of the
+    store, this node's number and how many there are."""
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.elastic.rendezvous import (
         RendezvousHandler,
@@ -118,6 +133,7 @@ def register() -> None:
                 host, port = self._address
                 self._store, port = open_store(host, port, self._rank, self._nodes)
                 self._address = (host, port)
+                on_met(host, port, self._rank, self._nodes)
             return RendezvousInfo(
                 PrefixStore(self._run_id, self._store), self._rank, self._nodes, RendezvousStoreInfo(*self._address)
             )
@@ -154,7 +170,7 @@ def _await_marks(
     told: list[int] = []
     missing = list(range(nodes))
     loud = time.monotonic() + quiet_s
-    while missing := [node for node in missing if not store.check([_mark(kind, node)])]:
+    while missing := [node for node in missing if not store.check([mark(kind, node)])]:
         whom = f"NODE_RANK {', '.join(map(str, missing))} of this job of {nodes} nodes{why}"
         if time.monotonic() >= deadline:
             raise OSError(f"waited in vain for {whom}")
@@ -178,12 +194,24 @@ def _keep(host: str, port: int, nodes: int) -> tuple[TCPStore, int]:
     return TCPStore(host, port, nodes, True, timeout, False, master_listen_fd=descriptor, use_libuv=True), port
 
 
-def _join(host: str, port: int, nodes: int) -> TCPStore:
+def _join(host: str, port: int, nodes: int, answer_s: float = MEET_TIMEOUT_S) -> TCPStore:
     from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore(host, port, nodes, False, timedelta(seconds=STORE_TRY_S))
-    store.set_timeout(timedelta(seconds=MEET_TIMEOUT_S))
+    store.set_timeout(timedelta(seconds=answer_s))
     return store
+
+
+def _await_end(store: Marks, rank: int, deadline: float, say: Callable[[str], None]) -> None:
+    """Tells a job that began with this node that its ranks here have ended, and waits until it is over: then the store
+    ends, which raises RuntimeError. Raises OSError when it does not until the deadline."""
+    store.set(mark("left", rank), "here")
+    what = "node 0 of this job to end what it began before this node came again"
+    say(f"waiting up to {deadline - time.monotonic():.0f} s for {what}")
+    while time.monotonic() < deadline:
+        store.check([mark("left", rank)])
+        time.sleep(PAUSE_S)
+    raise OSError(f"waited in vain for {what}")
 
 
 def _refusal(host: str, port: int) -> str | None:
@@ -196,9 +224,10 @@ def _refusal(host: str, port: int) -> str | None:
         return error.strerror or str(error)
 
 
-def _mark(kind: str, node: int) -> str:
+def mark(kind: str, node: int) -> str:
+    """The key of what one node has said: it is there, sees all others, has begun, or has left."""
     return f"baton/{kind}-{node}"
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

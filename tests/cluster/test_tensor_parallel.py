@@ -211,3 +211,25 @@ def test_one_worker_on_two_nodes(jobs: Jobs) -> None:
     assert len(jobs.await_state("prefill", "ready")["pids"]) == 2
     jobs.coordinator.terminate()
     assert (first.wait(30), second.wait(30)) == (0, 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_hangs_alone_on_its_node_is_killed_when_the_other_node_has_left(jobs: Jobs, victim: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    nodes = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--node-rank")
+    agents = []
+    for node in ("0", "1"):
+        agents.append(jobs.start("prefill", 1, (*AGENT, *nodes, node)))
+        jobs.running[node] = agents[-1]
+        (jobs.where / "prefill.log").rename(jobs.where / f"{node}.log")
+    del jobs.running["prefill"]
+    pids = jobs.await_state("prefill", "ready")["pids"]
+    os.kill(pids[victim], signal.SIGSTOP)
+    assert agents[1 - victim].wait(30) not in (0, None)
+    assert agents[victim].wait(30) == 128 + signal.SIGKILL
+    assert gone(pids[victim])
+    shown = " ".join(find_box(jobs.log(str(victim)).splitlines()))
+    assert f"pid {pids[victim]}" in shown and "it hung: it did not end within 10 s after" in shown, shown

@@ -13,21 +13,8 @@ import pytest
 
 from launch import rendezvous
 from launch.rendezvous import await_address, await_nodes
+from tests.support.fake_store import FakeStore, Gone
 from tests.support.topologies import free_ports
-
-
-class FakeStore:
-    """The marks that nodes set."""
-
-    def __init__(self, *marks: str) -> None:
-        self.marks, self.looks = list(marks), 0
-
-    def set(self, key: str, value: str, /) -> None:
-        self.marks.append(key)
-
-    def check(self, keys: list[str], /) -> bool:
-        self.looks += 1
-        return all(key in self.marks for key in keys)
 
 
 def test_an_address_is_awaited_and_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,10 +134,6 @@ def test_a_node_that_leaves_while_it_waits_is_named_and_the_others_keep_hearing_
 
 
 def test_whoever_loses_node_0_waits_for_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Gone(FakeStore):
-        def check(self, keys: list[str], /) -> bool:
-            raise RuntimeError("connection was closed")
-
     stores = iter([Gone(), FakeStore("baton/node-0", "baton/ready-0")])
     awaited: list[int] = []
     monkeypatch.setattr(rendezvous, "await_address", lambda host, port, *_: awaited.append(port))
