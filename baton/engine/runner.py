@@ -30,7 +30,7 @@ from baton.engine.attention_exact import KEY_STEP, ExactAttention
 from baton.engine.batch import Batch, Limits, make_batch
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
 from baton.engine.device import choose_device, choose_dtype, default_kv_bytes
-from baton.engine.kernels.native import choose_kernels, row_invariant
+from baton.engine.kernels.native import Kernels, choose_kernels, row_invariant
 from baton.engine.kv_pool import KVPool, plan_blocks
 from baton.engine.layers import EXACT, FAST, Rotary
 from baton.engine.logprobs import sampled_rows, scored_rows
@@ -41,6 +41,7 @@ from baton.engine.processors import SeenTables
 from baton.engine.quantize import check_quantize
 from baton.engine.rank_options import agree, must_agree
 from baton.engine.sampler import Choose, sample
+from baton.engine.sampler_device import choose_on_device
 from baton.engine.sampler_native import chooser
 from baton.engine.selftest import prove_row_invariance
 from baton.engine.weights import WeightReader
@@ -273,7 +274,7 @@ def load_runner(
         kv,
         options,
         kernels=kernels_name,
-        choose=None if kernels is None else chooser(kernels, options.threads),
+        choose=_chooser(kernels, options.threads, device),
         guess=partial(model.guess, kv=kv) if isinstance(model, NativeModel) and group.size == 1 else None,
         max_model_len=min(longest, kv.num_blocks * options.block_size),
         digest=digest,
@@ -289,6 +290,12 @@ def load_runner(
             prove_row_invariance(runner.step_logits, kv, *limits)
     group.barrier("end of loading")
     return runner
+
+
+def _chooser(kernels: Kernels | None, threads: int, device: torch.device) -> Choose | None:
+    if kernels is not None:
+        return chooser(kernels, threads)
+    return choose_on_device if device.type == "cuda" else None
 
 
 def _attention(

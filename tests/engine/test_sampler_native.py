@@ -7,63 +7,22 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from baton.core.request import SamplingParams
 from baton.engine.kernels import native
 from baton.engine.kernels.build import processor_levels
 from baton.engine.processors import Draw
-from baton.engine.sampler import noised_logits, sample
+from baton.engine.sampler import sample
 from baton.engine.sampler_native import Choose, chooser
 from tests.engine.driver import float32_levels
+from tests.engine.sampler_cases import PARAMS, plain, rows
 
 pytestmark = pytest.mark.skipif(not processor_levels(), reason="no AVX2")
-
-PARAMS = [
-    {},
-    {"temperature": 0.1},
-    {"temperature": 5.0},
-    {"temperature": 1e-5},
-    {"top_k": 1},
-    {"top_k": 40},
-    {"top_k": 100_000},
-    {"top_p": 0.95},
-    {"top_p": 0.3, "temperature": 0.5},
-    {"top_p": 1e-9},
-    {"top_p": 0.999999},
-    {"min_p": 0.05},
-    {"min_p": 1.0},
-    {"top_k": 50, "top_p": 0.9},
-    {"top_k": 50, "top_p": 0.9, "min_p": 0.02, "temperature": 1.7},
-]
 
 
 @pytest.fixture(params=float32_levels())
 def choose(request: pytest.FixtureRequest) -> Choose:
     return chooser(native.load(request.param))
-
-
-def rows(vocab: int) -> dict[str, NDArray[np.float32]]:
-    generator = np.random.default_rng(vocab)
-    normal = generator.normal(size=vocab)
-    masked = (normal * 3).astype(np.float32)
-    masked[generator.random(vocab) < 0.5] = -np.inf
-    masked[vocab // 2] = 1.0
-    made = {
-        "usual": normal * 3,
-        "flat": normal * 1e-3,
-        "equal": np.zeros(vocab),
-        "few values": np.round(normal),
-        "one far above": np.where(np.arange(vocab) == vocab // 3, 60.0, normal),
-        "long tail": -np.exp(np.abs(normal) * 2),
-        "masked": masked,
-    }
-    return {name: row.astype(np.float32) for name, row in made.items()}
-
-
-def plain(row: NDArray[np.float32], draw: Draw) -> int:
-    ids, values = noised_logits(row, draw)
-    return int(ids[np.argmax(values)])
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
