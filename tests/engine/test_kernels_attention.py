@@ -114,11 +114,11 @@ def test_equals_the_reference(level: str, dtype: torch.dtype, shape: dict[str, A
 def test_bits_do_not_depend_on_chunks_batch_or_threads(level: str, dtype: torch.dtype, shape: dict[str, Any]) -> None:
     case = Case(dtype, **shape)
     whole = case.attend(level, case.whole())
-    for chunk in (1, 5, 47):
+    for chunk, threads in ((1, 1), (5, 1), (47, 1), (2, 3)):
         pieces: list[list[Tensor]] = [[] for _ in case.lengths]
         for start in range(0, max(case.lengths), chunk):
             rows = [(s, start, min(start + chunk, n)) for s, n in enumerate(case.lengths) if start < n]
-            for (sequence, _, _), piece in zip(rows, case.attend(level, rows), strict=True):
+            for (sequence, _, _), piece in zip(rows, case.attend(level, rows, threads), strict=True):
                 pieces[sequence].append(piece)
         for sequence, expected in enumerate(whole):
             assert torch.equal(torch.cat(pieces[sequence]), expected), (chunk, sequence)

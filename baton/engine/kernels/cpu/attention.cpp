@@ -169,14 +169,21 @@ void attend(
     const AttentionShape& shape, const Row* rows, int64_t num_rows, const E* queries, int64_t query_stride,
     const E* keys, const E* values, E* output, int64_t output_stride, int threads) {
   const Plan<E> plan(shape);
+#if BATON_LEVEL == 0
+  // KV heads of a row with few queries that one unit takes: all, where rows are enough for the threads.
+  const int64_t together = threads == 1 || num_rows >= 4 * threads ? shape.kv_heads : 1;
+#endif
   // Rows of few tiles: a unit is a row and a KV head, its blocks are packed as they come.
   parallel(num_rows * shape.kv_heads, threads, [&](int64_t unit) {
     const Row& row = rows[unit / shape.kv_heads];
     const int64_t head = unit % shape.kv_heads, tiles = plan.tiles_of(row);
     if (tiles > TILES_PER_UNIT) return;
 #if BATON_LEVEL == 0
-    if (tiles == 1)
-      return attend_few(plan, row, head, queries, query_stride, keys, values, output, output_stride);
+    if (tiles == 1) {
+      if (head % together == 0)
+        attend_few(plan, row, head, head + together, queries, query_stride, keys, values, output, output_stride);
+      return;
+    }
 #endif
     char* block_at = block_memory.get(plan.block_bytes);
     attend_tiles<E>(plan, row, head, 0, tiles, queries, query_stride, output, output_stride, [&](int64_t block) {

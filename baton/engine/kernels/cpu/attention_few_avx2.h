@@ -3,6 +3,9 @@
 // So few columns fill no registers. So lanes are keys where scores are summed, from keys turned over eight at a time, and
 // elements where values are. A column's bits are those that it has in a tile: scores are summed over elements and values
 // over keys front to back, the weights of a block in four sums, by key modulo 4.
+//
+// Keys and values mostly come from memory. So the values of a block are fetched while its keys are turned over, and the
+// next keys while values are added: many lines at once only wait for each other, and memory would be idle until the next.
 #pragma once
 
 #include "attention_plan.h"
@@ -15,36 +18,64 @@ constexpr int64_t MOST_COLUMNS = 3;  // of a product: 12 registers of sums
 
 thread_local Scratch few_memory;
 
+template <class E>
+BATON_LANES void fetch(const E* line) { _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T0); }
+
 BATON_LANES __m256i eight_dwords(const void* from, int64_t there) {
   if (there >= 8) return _mm256_loadu_si256(integers(from));
   return _mm256_maskload_epi32(static_cast<const int*>(from), spread(first_lanes(there)));
 }
 
-BATON_LANES __m256 eight(const float* from, int64_t there) { return _mm256_castsi256_ps(eight_dwords(from, there)); }
-BATON_LANES __m256 eight(const bf16* from, int64_t there) {
-  alignas(16) bf16 some[8] = {};
-  if (there >= 8) return widen(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  for (int64_t i = 0; i < there; ++i) some[i] = from[i];
-  return widen(_mm_load_si128(reinterpret_cast<const __m128i*>(some)));
+// Element `n` of each of 8 dwords as a float.
+template <class E>
+BATON_LANES __m256 element(__m256i dwords, int n) {
+  if (sizeof(E) == 4) return _mm256_castsi256_ps(dwords);
+  if (n == 0) return _mm256_castsi256_ps(_mm256_slli_epi32(dwords, 16));
+  return _mm256_castsi256_ps(_mm256_and_si256(dwords, _mm256_set1_epi32(int32_t(0xffff0000))));
 }
 
-// 32 keys of `size` elements -> [elements][32] in float32.
+// The same from memory. The upper element by assembler, in one register: compilers keep the mask in another, or the dwords
+// for both elements, and then a sum in memory.
 template <class E>
-void turn_over(const E* const* keys, int64_t size, float* to) {
+BATON_LANES __m256 element(const __m256i_u* dwords, int n) {
+  alignas(32) static constexpr uint32_t UPPER[8] = {0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
+                                                    0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000};
+  if (sizeof(E) == 4 || n == 0) return element<E>(_mm256_loadu_si256(dwords), n);
+  __m256 upper;
+  asm("vmovaps %1, %0\n\tvandps %2, %0, %0" : "=x"(upper) : "m"(UPPER), "m"(*dwords));
+  return upper;
+}
+
+// Where the positions of a block are in a pool, in elements. A block that ends early is filled up with its last position,
+// which is hidden then; behind the row's end there are none.
+struct Places {
+  int64_t at[KEYS];
+  int64_t count;
+
+  Places(const AttentionShape& s, const Row& row, int64_t block) {
+    count = std::clamp<int64_t>(row.start + row.length - block * KEYS, 0, KEYS);
+    int64_t table = block * KEYS / s.block_size, slot = block * KEYS % s.block_size;
+    for (int64_t key = 0; key < count; ++key) {
+      at[key] = (row.blocks[table] * s.block_size + slot) * s.kv_heads * s.head_dim;
+      if (++slot == s.block_size) ++table, slot = 0;
+    }
+    for (int64_t key = count; count > 0 && key < KEYS; ++key) at[key] = at[count - 1];
+  }
+};
+
+// 32 keys of `size` elements -> [elements][32] in float32. Fetches what `ahead` has at the same places.
+template <class E>
+void turn_over(const E* keys, const int64_t* at, int64_t size, float* to, const E* ahead) {
   for (int64_t key = 0; key < HALF; key += 8)
     for (int64_t first = 0; first < size; first += 8 * PER_DWORD<E>) {
       __m256i rows[8];
-      for (int i = 0; i < 8; ++i) rows[i] = eight_dwords(keys[key + i] + first, (size - first) / PER_DWORD<E>);
+      for (int i = 0; i < 8; ++i) rows[i] = eight_dwords(keys + at[key + i] + first, (size - first) / PER_DWORD<E>);
       transpose(rows);
-      for (int i = 0; i < 8; ++i) {
-        float* at = to + (first + i * PER_DWORD<E>) * HALF + key;
-        if constexpr (sizeof(E) == 4) {
-          _mm256_store_si256(integers(at), rows[i]);
-        } else {  // a dword is two elements of a key
-          _mm256_store_si256(integers(at), _mm256_slli_epi32(rows[i], 16));
-          _mm256_store_si256(integers(at + HALF), _mm256_and_si256(rows[i], _mm256_set1_epi32(int32_t(0xffff0000))));
-        }
-      }
+      float* column = to + first * HALF + key;
+      for (int i = 0; i < 8; ++i)
+        for (int n = 0; n < PER_DWORD<E>; ++n, column += HALF) _mm256_store_ps(column, element<E>(rows[i], n));
+      if (first * sizeof(E) % 64 == 0)
+        for (int i = 0; i < 8; ++i) fetch(ahead + at[key + i] + first);
     }
 }
 
@@ -52,47 +83,76 @@ void turn_over(const E* const* keys, int64_t size, float* to) {
 template <int COLUMNS>
 void score_few(const float* keys, int64_t size, const float* queries, int64_t width, float* scores) {
   __m256 sums[COLUMNS][4];
-  for (auto& column : sums)
-    for (__m256& sum : column) sum = _mm256_setzero_ps();
-  for (int64_t element = 0; element < size; ++element) {
-    __m256 key[4];
-    for (int i = 0; i < 4; ++i) key[i] = _mm256_load_ps(keys + element * HALF + 8 * i);
-    for (int c = 0; c < COLUMNS; ++c) {
-      const __m256 query = _mm256_broadcast_ss(queries + c * width + element);
-      for (int i = 0; i < 4; ++i) sums[c][i] = _mm256_fmadd_ps(key[i], query, sums[c][i]);
+#pragma GCC unroll 3
+  for (int c = 0; c < COLUMNS; ++c)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) sums[c][i] = _mm256_setzero_ps();
+  for (int64_t element = 0; element < size; ++element, keys += HALF) {
+    __m256 query[COLUMNS];
+#pragma GCC unroll 3
+    for (int c = 0; c < COLUMNS; ++c) query[c] = _mm256_broadcast_ss(queries + c * width + element);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const __m256 key = _mm256_load_ps(keys + 8 * i);
+#pragma GCC unroll 3
+      for (int c = 0; c < COLUMNS; ++c) sums[c][i] = _mm256_fmadd_ps(key, query[c], sums[c][i]);
     }
   }
+#pragma GCC unroll 3
   for (int c = 0; c < COLUMNS; ++c)
+#pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) _mm256_store_ps(scores + c * KEYS + 8 * i, sums[c][i]);
 }
 
-// output [COLUMNS][width] += weights [COLUMNS][64] times `count` values, of the elements [first, first + 8 * EIGHTS).
-template <int COLUMNS, int EIGHTS, class V>
+// output [COLUMNS][width] += weights [COLUMNS][64] times `count` values, of the elements in CHUNKS times 8 dwords from
+// `first` on. In bf16 the output's elements lie by turns: of each 16 the even ones and then the odd ones. Fetches the same
+// elements of `ahead`.
+template <int COLUMNS, int CHUNKS, class E>
 BATON_LANES void add_elements(
-    const V* const* values, int64_t count, int64_t first, int64_t size, const float* weights, float* output,
-    int64_t width) {
-  __m256 sums[COLUMNS][EIGHTS];
+    const E* values, const int64_t* at, int64_t count, int64_t first, int64_t size, const float* weights, float* output,
+    int64_t width, const E* ahead, const int64_t* ahead_at) {
+  constexpr int PER = PER_DWORD<E>, REGISTERS = CHUNKS * PER;
+  __m256 sums[COLUMNS][REGISTERS];
+#pragma GCC unroll 8
   for (int c = 0; c < COLUMNS; ++c)
-    for (int i = 0; i < EIGHTS; ++i) sums[c][i] = _mm256_load_ps(output + c * width + first + 8 * i);
+#pragma GCC unroll 8
+    for (int i = 0; i < REGISTERS; ++i) sums[c][i] = _mm256_load_ps(output + c * width + first + 8 * i);
   for (int64_t key = 0; key < count; ++key) {
     __m256 weight[COLUMNS];
+#pragma GCC unroll 8
     for (int c = 0; c < COLUMNS; ++c) weight[c] = _mm256_broadcast_ss(weights + c * KEYS + key);
-    for (int i = 0; i < EIGHTS; ++i) {
-      const int64_t there = EIGHTS > 1 ? 8 : size - first;
-      const __m256 value = eight(values[key] + first + 8 * i, there);
-      for (int c = 0; c < COLUMNS; ++c) sums[c][i] = _mm256_fmadd_ps(value, weight[c], sums[c][i]);
+#pragma GCC unroll 8
+    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+      const E* from = values + at[key] + first + chunk * 8 * PER;
+      const __m256i_u* dwords = reinterpret_cast<const __m256i_u*>(from);
+      __m256i some;
+      if (CHUNKS == 1) dwords = &some, some = eight_dwords(from, (size - first) / PER);
+#pragma GCC unroll 8
+      for (int n = 0; n < PER; ++n) {
+        const __m256 value = element<E>(dwords, n);
+#pragma GCC unroll 8
+        for (int c = 0; c < COLUMNS; ++c)
+          sums[c][chunk * PER + n] = _mm256_fmadd_ps(value, weight[c], sums[c][chunk * PER + n]);
+      }
     }
+    for (int i = 0; i < REGISTERS * 8; i += 64 / sizeof(E)) fetch(ahead + ahead_at[key] + first + i);
   }
+#pragma GCC unroll 8
   for (int c = 0; c < COLUMNS; ++c)
-    for (int i = 0; i < EIGHTS; ++i) _mm256_store_ps(output + c * width + first + 8 * i, sums[c][i]);
+#pragma GCC unroll 8
+    for (int i = 0; i < REGISTERS; ++i) _mm256_store_ps(output + c * width + first + 8 * i, sums[c][i]);
 }
 
-template <int COLUMNS, class V>
+template <int COLUMNS, class E>
 void add_few(
-    const V* const* values, int64_t count, int64_t size, const float* weights, float* output, int64_t width) {
+    const E* values, const int64_t* at, int64_t count, int64_t size, const float* weights, float* output, int64_t width,
+    const E* ahead, const int64_t* ahead_at) {
+  constexpr int64_t CHUNK = 8 * PER_DWORD<E>;
   int64_t first = 0;
-  for (; first + 32 <= size; first += 32) add_elements<COLUMNS, 4>(values, count, first, size, weights, output, width);
-  for (; first < size; first += 8) add_elements<COLUMNS, 1>(values, count, first, size, weights, output, width);
+  for (; first + 32 <= size; first += 32)
+    add_elements<COLUMNS, 32 / CHUNK>(values, at, count, first, size, weights, output, width, ahead, ahead_at);
+  for (; first < size; first += CHUNK)
+    add_elements<COLUMNS, 1>(values, at, count, first, size, weights, output, width, ahead, ahead_at);
 }
 
 // Calls work(first, std::integral_constant<int, count>) for columns in turns of up to MOST_COLUMNS, alike in size.
@@ -107,30 +167,6 @@ void in_turns(int64_t columns, Work work) {
     first += count;
   }
 }
-
-// Where the keys and values of a block are. A block that ends early is filled up with its last key, which is hidden then.
-template <class E>
-struct Places {
-  const E *keys[KEYS], *values[KEYS];
-  int64_t count;
-
-  // Fetches them as well, for the next block's turn.
-  Places(const Plan<E>& plan, const Row& row, int64_t kv_head, int64_t block, const E* key_pool, const E* value_pool) {
-    const AttentionShape& s = plan.shape;
-    count = std::clamp<int64_t>(row.start + row.length - block * KEYS, 0, KEYS);
-    for (int64_t key = 0; key < count; ++key) {
-      const int64_t position = block * KEYS + key, slot = position % s.block_size;
-      const int64_t at = ((row.blocks[position / s.block_size] * s.block_size + slot) * s.kv_heads + kv_head) * s.head_dim;
-      keys[key] = key_pool + at;
-      values[key] = value_pool + at;
-      for (int64_t byte = 0; byte < s.head_dim * int64_t(sizeof(E)); byte += 64) {
-        _mm_prefetch(reinterpret_cast<const char*>(keys[key]) + byte, _MM_HINT_T0);
-        _mm_prefetch(reinterpret_cast<const char*>(values[key]) + byte, _MM_HINT_T0);
-      }
-    }
-    for (int64_t key = count; count > 0 && key < KEYS; ++key) keys[key] = keys[count - 1];
-  }
-};
 
 // What a column has seen so far.
 struct Column {
@@ -169,63 +205,76 @@ struct Column {
   }
 };
 
-// A row of up to 16 columns (token, head) of one KV head.
+// 16 elements of a column's output in their own order.
+template <class E>
+BATON_LANES Floats in_order(Floats x) {
+  if (sizeof(E) == 4) return x;
+  const __m256 low = _mm256_unpacklo_ps(x.low, x.high), high = _mm256_unpackhi_ps(x.low, x.high);
+  return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+}
+
+// A row of up to 16 columns (token, head) for each of the KV heads [first_head, last_head). Heads take turns at each block,
+// because they lie together in memory.
 template <class E>
 void attend_few(
-    const Plan<E>& plan, const Row& row, int64_t kv_head, const E* queries, int64_t stride, const E* keys,
-    const E* values, E* to, int64_t to_stride) {
+    const Plan<E>& plan, const Row& row, int64_t first_head, int64_t last_head, const E* queries, int64_t stride,
+    const E* keys, const E* values, E* to, int64_t to_stride) {
   const AttentionShape& s = plan.shape;
   const int64_t columns = row.length * plan.group, size = s.head_dim, width = round_up(size, 16);
-  const bool widened = sizeof(E) == 2 && columns > MOST_COLUMNS;  // values, once for all turns
-  const int64_t floats_needed = width * HALF + columns * (2 * width + KEYS) + (widened ? KEYS * width : 0);
-  float* turned = reinterpret_cast<float*>(few_memory.get(floats_needed * sizeof(float)));
-  float *query = turned + width * HALF, *output = query + columns * width, *scores = output + columns * width;
-  float* wide = scores + columns * KEYS;
-  Column state[TILE];
-  for (int64_t c = 0; c < columns; ++c) {
-    const E* from = queries + (row.first + c / plan.group) * stride + (kv_head * plan.group + c % plan.group) * size;
-    for (int64_t i = 0; i < width; i += 16) {
-      store_aligned(query + c * width + i, load(from + i, first_lanes(size - i)));
-      store_aligned(output + c * width + i, zero());
+  const int64_t heads = last_head - first_head, all = heads * columns;
+  const int64_t floats_needed = width * HALF + columns * KEYS + all * 2 * width;
+  float* turned = reinterpret_cast<float*>(few_memory.get(floats_needed * sizeof(float) + all * sizeof(Column)));
+  float *scores = turned + width * HALF, *query = scores + columns * KEYS, *output = query + all * width;
+  Column* state = reinterpret_cast<Column*>(output + all * width);
+  const auto place = [&](int64_t i, int64_t apart) {  // of column i of all heads' together
+    const int64_t c = i % columns, head = first_head + i / columns;
+    return (row.first + c / plan.group) * apart + (head * plan.group + c % plan.group) * size;
+  };
+  for (int64_t i = 0; i < all; ++i) {
+    const E* from = queries + place(i, stride);
+    for (int64_t at = 0; at < width; at += 16) {
+      store_aligned(query + i * width + at, load(from + at, first_lanes(size - at)));
+      store_aligned(output + i * width + at, zero());
     }
-    state[c] = {NO_SCORE, 0.0f, output + c * width};
+    state[i] = {NO_SCORE, 0.0f, output + i * width};
   }
-  const float* wide_at[KEYS];
   const int64_t end = row.start + row.length;
   int64_t block = plan.first_block(row.start);
-  Places<E> now(plan, row, kv_head, block, keys, values);
+  Places now(s, row, block);
   for (; block * KEYS < end; ++block) {
-    const Places<E> next(plan, row, kv_head, block + 1, keys, values);
+    const Places next(s, row, block + 1);
     const int64_t first = block * KEYS, halves = (now.count + HALF - 1) / HALF;
-    for (int64_t half = 0; half < halves; ++half) {
-      turn_over(now.keys + half * HALF, size, turned);
+    for (int64_t head = 0; head < heads; ++head) {
+      const E *own_keys = keys + (first_head + head) * size, *own_values = values + (first_head + head) * size;
+      const float* own_query = query + head * columns * width;
+      float* own_output = output + head * columns * width;
+      for (int64_t half = 0; half < halves; ++half) {
+        turn_over(own_keys, now.at + half * HALF, size, turned, own_values);
+        in_turns(columns, [&](int64_t c, auto number) {
+          score_few<number>(turned, size, own_query + c * width, width, scores + c * KEYS + half * HALF);
+        });
+      }
+      // After the last there is nothing to fetch but what is there.
+      const bool same = head + 1 < heads, nothing = !same && next.count == 0;
+      const E* ahead = nothing ? own_values : same ? own_keys + size : keys + first_head * size;
+      const int64_t* ahead_at = same || nothing ? now.at : next.at;
+      for (int64_t c = 0; c < columns; ++c) {
+        const int64_t last = row.start + c / plan.group - first;  // the key at the column's own position
+        state[head * columns + c].template weigh<E>(
+            scores + c * KEYS, now.count, s.window ? last - s.window + 1 : 0, last + 1, plan.scale, width);
+      }
       in_turns(columns, [&](int64_t c, auto number) {
-        score_few<number>(turned, size, query + c * width, width, scores + c * KEYS + half * HALF);
+        add_few<number>(
+            own_values, now.at, now.count, size, scores + c * KEYS, own_output + c * width, width, ahead, ahead_at);
       });
     }
-    for (int64_t c = 0; c < columns; ++c) {
-      const int64_t last = row.start + c / plan.group - first;  // the key at the column's own position
-      state[c].template weigh<E>(
-          scores + c * KEYS, now.count, s.window ? last - s.window + 1 : 0, last + 1, plan.scale, width);
-    }
-    if (widened)
-      for (int64_t key = 0; key < now.count; ++key) {
-        wide_at[key] = wide + key * width;
-        for (int64_t i = 0; i < width; i += 16)
-          store_aligned(wide + key * width + i, load(now.values[key] + i, first_lanes(size - i)));
-      }
-    in_turns(columns, [&](int64_t c, auto number) {
-      const float* weights = scores + c * KEYS;
-      if (widened) return add_few<number>(wide_at, now.count, size, weights, output + c * width, width);
-      add_few<number>(now.values, now.count, size, weights, output + c * width, width);
-    });
     now = next;
   }
-  for (int64_t c = 0; c < columns; ++c) {
-    E* at = to + (row.first + c / plan.group) * to_stride + (kv_head * plan.group + c % plan.group) * size;
-    const Floats share = floats(1.0f) / floats(state[c].sum);
-    for (int64_t i = 0; i < size; i += 16)
-      store(at + i, load_aligned(output + c * width + i) * share, first_lanes(size - i));
+  for (int64_t i = 0; i < all; ++i) {
+    E* into = to + place(i, to_stride);
+    const Floats share = floats(1.0f) / floats(state[i].sum);
+    for (int64_t at = 0; at < size; at += 16)
+      store(into + at, in_order<E>(load_aligned(output + i * width + at)) * share, first_lanes(size - at));
   }
 }
 
