@@ -7,7 +7,6 @@ sequence's draft is brought up to date where that will be paid back, or for a tr
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from baton.core.errors import InvariantError
 from baton.core.events import SpeculationCounters
@@ -94,7 +93,8 @@ class Speculation:
             if guess.draft is not None:
                 drafts.append(guess.draft)
             row = rows[index]
-            rows[index] = sequence.row(row.start, row.end, num_sampled=1 + len(guess.tokens), drafts=guess.tokens)
+            if guess.tokens or row.block_ids is not sequence.block_ids:
+                rows[index] = sequence.row(row.start, row.end, num_sampled=1 + len(guess.tokens), drafts=guess.tokens)
         drafts += self._fills(idle=not rows)
         return StepPlan(plan.step_id, tuple(rows), tuple(drafts))
 
@@ -157,7 +157,7 @@ class Speculation:
 
     def _price(self, rows: int, tokens: int) -> StepPrice:
         model = self.model
-        target = model.long.seconds if tokens > rows else partial(model.short_s, rows)
+        target = model.long.seconds if tokens > rows else model.short_by_tokens(rows)
         return StepPrice(target, model.draft_first.seconds, model.draft_next.seconds, tokens, model.fixed_s)
 
     def _fill_s(self, behind: int) -> float:
@@ -177,7 +177,7 @@ class Speculation:
     def _fills(self, idle: bool) -> list[DraftRow]:
         """Brings drafts up to date that are wanted, where that pays."""
         rows: list[DraftRow] = []
-        tokens = self.model.fill_tokens(idle)
+        tokens = self.model.fill_tokens(idle) if self._wanted else 0
         for sequence_id, sequence in list(self._wanted.items()):
             if tokens <= 0 or self.drafts is None:
                 break

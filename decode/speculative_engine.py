@@ -31,10 +31,11 @@ class SpeculativeEngine:
         started = time.perf_counter()
         guesses = self._guess(plan)
         drafted = time.perf_counter() - started
-        outcome = StepOutcome(plan.step_id, ())
+        made = StepOutcome(plan.step_id, ())
         if plan.rows:
-            outcome = self._target.step(replace(plan.with_guesses(guesses), drafts=()))
-        return replace(outcome, guesses=guesses, draft_s=drafted, elapsed_s=time.perf_counter() - started)
+            made = self._target.step(StepPlan(plan.step_id, plan.with_guesses(guesses).rows))
+        took = time.perf_counter() - started
+        return StepOutcome(plan.step_id, made.sampled, took, made.logprobs, made.scored, guesses, drafted)
 
     def _guess(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
         """The guesses for each row of the plan: in one call where the draft can do that."""

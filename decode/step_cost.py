@@ -13,7 +13,8 @@ Everything that prices are compared of is followed in the same way, so that nois
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from baton.core.step import StepOutcome, StepPlan
 
@@ -25,6 +26,7 @@ _MORE_WEIGHT = 3.0  # times that in the price of a guess, for the part that gues
 _FAR_LESS, _FAR_LESS_WEIGHT = 0.65, 0.5  # of one that took so much less: noise seldom does that, the end of a load does
 _OUTLIER = 2.0  # an observation counts as at most this many times what was expected: one stall is not a trend
 _LEAST_GUESS = 0.03  # of a step, that a token more in each of its rows costs at first, whatever was measured
+_KNOWN = 4096  # points that a curve remembers
 _FIRST_STEPS = 4  # whose least is where following what surrounds a step begins
 
 
@@ -46,6 +48,7 @@ class StepCost:
             self._seconds.append(max(seconds, self._seconds[-1] if self._seconds else 0.0, 1e-6))
         if self._tokens != sorted(set(self._tokens)):
             raise ValueError(f"points of a cost curve do not rise: {self._tokens}")
+        self._known: dict[int, float] = {}  # of the curve, what was asked for: steps ask for the same again and again
         self.scale = 1.0
 
     def __repr__(self) -> str:
@@ -54,7 +57,14 @@ class StepCost:
 
     def seconds(self, tokens: int) -> float:
         """What a step of that many tokens is expected to take; 0 for an empty one."""
-        return self._curve(tokens) * self.scale if tokens > 0 else 0.0
+        if tokens <= 0:
+            return 0.0
+        curve = self._known.get(tokens)
+        if curve is None:
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            curve = self._known[tokens] = self._curve(tokens)
+        return curve * self.scale
 
     def observe(self, tokens: int, seconds: float) -> None:
         """A step has taken that long."""
@@ -129,6 +139,13 @@ class StepModel:
         """What a target pass over `rows` rows is expected to take, whose tokens behind the first are guesses."""
         return self.short.seconds(rows) + self._guesses_s(rows, tokens)
 
+    def short_by_tokens(self, rows: int) -> Callable[[int], float]:
+        """`short_s` of these rows, for many numbers of tokens at once."""
+        if self._guess is None:
+            return partial(self.short_s, rows)
+        first, each = self.short.seconds(rows), self._guesses_s(rows, rows + 1)
+        return lambda tokens: first + each * (tokens - rows)
+
     def _guesses_s(self, rows: int, tokens: int) -> float:
         if self._guess is None:
             return self.more * (self.short.seconds(tokens) - self.short.seconds(rows))
@@ -159,10 +176,11 @@ class StepModel:
         if long:
             self.long.observe(plan.num_tokens, target_s)
         elif plan.rows and target_s > 0.0:  # both follow the same moves, or noise would part them
-            rows = len(plan.rows)
-            expected = self.short_s(rows, plan.num_tokens)
-            part = self._guesses_s(rows, plan.num_tokens) / expected
-            self.more *= followed(1.0, target_s / expected) ** (_MORE_WEIGHT * part)
+            rows, tokens = len(plan.rows), plan.num_tokens
+            guesses_s = self._guesses_s(rows, tokens)
+            expected = self.short.seconds(rows) + guesses_s
+            if guesses_s > 0.0:
+                self.more *= followed(1.0, target_s / expected) ** (_MORE_WEIGHT * guesses_s / expected)
             self.short.correct(target_s, expected)
         if plan.drafts and all(row.num_guesses for row in plan.drafts):  # long rows have another price
             expected = self.draft_s(plan)

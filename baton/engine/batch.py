@@ -1,11 +1,16 @@
-"""A step plan as arrays: all rows packed one after the other."""
+"""A step plan as arrays: all rows packed one after the other.
+
+Rows are walked in Python, and what compiled kernels read are arrays of the standard library: a step has few rows, and
+an operation of numpy or torch takes longer than a few numbers do, above all when the weights of the last step have
+driven its code out of the caches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
 import numpy as np
 import torch
@@ -17,6 +22,8 @@ from baton.core.step import Row, StepPlan
 from baton.engine.processors import Draw
 
 Ints = NDArray[np.int64]
+
+_FEW = 100  # numbers that Python compares as soon as numpy
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +45,43 @@ class Batch:
     """T tokens of R rows; logits are wanted at packed indexes `sampled` [S]: first the `num_scored` that score a known
     token, then those a token is sampled from, as `draws` says.
 
-    Row r has packed indexes `firsts[r]` and on, positions `starts[r]` and on, `lengths[r]` of them, and the blocks
-    `block_ids[first_block_ids[r]]` and on. What only some models need is made when it is asked for. `tokens` and
-    `positions` may be longer than `slots`: then by padding, whose results nobody reads and whose KV is not stored.
+    `table` has four numbers of each row: its first packed index, its first position, how many of both, and where in
+    `block_ids` its blocks begin. What only some models need is made when it is asked for. `token_ids` and `positions`
+    may be longer than `slots`: then by padding, whose results nobody reads and whose KV is not stored.
     """
 
     rows: tuple[Row, ...]
-    tokens: Tensor
-    sampled: Tensor
+    token_ids: array[int]
+    sampled_at: array[int]
     draws: tuple[Draw, ...]
-    firsts: Ints
-    starts: Ints
-    lengths: Ints
-    block_ids: Ints
-    first_block_ids: Ints
+    table: array[int]
+    block_ids: array[int]
     block_size: int
+    device: torch.device
     num_scored: int = 0
+
+    @cached_property
+    def tokens(self) -> Tensor:
+        """[T]"""
+        return self._tensor(self.token_ids)
+
+    @cached_property
+    def sampled(self) -> Tensor:
+        """[S]"""
+        return self._tensor(self.sampled_at)
+
+    @cached_property
+    def firsts(self) -> Ints:
+        """[R] packed indexes, and so on."""
+        return self._column(0)
+
+    @cached_property
+    def starts(self) -> Ints:
+        return self._column(1)
+
+    @cached_property
+    def lengths(self) -> Ints:
+        return self._column(2)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
@@ -65,21 +93,28 @@ class Batch:
     @cached_property
     def positions(self) -> Tensor:
         """[T] absolute positions."""
-        positions = np.zeros(len(self.tokens), dtype=np.int64)
+        positions = np.zeros(len(self.token_ids), dtype=np.int64)
         stored = self._positions
         positions[: len(stored)] = stored
-        return torch.from_numpy(positions).to(self.tokens.device)
+        return torch.from_numpy(positions).to(self.device)
 
     @cached_property
     def slots(self) -> Tensor:
         """[T] where the KV of each token goes: block id * block_size + offset."""
         positions = self._positions
-        blocks = self.block_ids[np.repeat(self.first_block_ids, self.lengths) + positions // self.block_size]
-        return torch.from_numpy(blocks * self.block_size + positions % self.block_size).to(self.tokens.device)
+        indexes = np.repeat(self._column(3), self.lengths) + positions // self.block_size
+        blocks = np.asarray(self.block_ids)[indexes]
+        return torch.from_numpy(blocks * self.block_size + positions % self.block_size).to(self.device)
 
     @property
     def _positions(self) -> Ints:
         return _ranges(self.starts, self.lengths)
+
+    def _column(self, number: int) -> Ints:
+        return np.asarray(self.table).reshape(-1, 4)[:, number]
+
+    def _tensor(self, numbers: array[int]) -> Tensor:
+        return torch.from_numpy(np.asarray(numbers)).to(self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,29 +130,36 @@ class Limits:
 def make_batch(plan: StepPlan, limits: Limits, device: torch.device, min_tokens: int = 1) -> Batch:
     """Packs a plan. Raises InvariantError if a row does not fit the model (the scheduler's bug, not the client's)."""
     rows = plan.rows
-    tokens = _flat([row.tokens for row in rows])
-    block_ids = _flat([row.block_ids for row in rows])
-    starts, lengths, tables, num_sampled = _ints(
-        [(row.start, len(row.tokens), len(row.block_ids), row.num_sampled) for row in rows]
-    )
-    _check(rows, tokens, block_ids, starts, lengths, tables, num_sampled, limits)
-    ends = np.cumsum(lengths)
-    num_scored = np.array([len(row.scored) for row in rows], dtype=np.int64)
-    wanted = np.concatenate([_ranges(ends - lengths, num_scored), _ranges(ends - num_sampled, num_sampled)])
-    if len(tokens) < min_tokens and rows:
-        tokens = np.pad(tokens, (0, min_tokens - len(tokens)))
+    tokens: list[int] = []
+    block_ids: list[int] = []
+    table: list[int] = []
+    scored: list[int] = []
+    sampled: list[int] = []
+    for row in rows:
+        if row.scored or not _fits(row, limits):
+            _check_row(row, limits)
+        first = len(tokens)
+        table += first, row.start, len(row.tokens), len(block_ids)
+        tokens += row.tokens
+        block_ids += row.block_ids
+        scored += range(first, first + len(row.scored))
+        sampled += range(len(tokens) - row.num_sampled, len(tokens))
+    if rows and len(tokens) < min_tokens:
+        tokens += [0] * (min_tokens - len(tokens))
+    packed, blocks = array("q", tokens), array("q", block_ids)
+    if _beyond(packed, limits.vocab_size) or _beyond(blocks, limits.num_blocks):
+        for row in rows:
+            _check_row(row, limits)
     return Batch(
         rows=rows,
-        tokens=torch.from_numpy(tokens).to(device),
-        sampled=torch.from_numpy(wanted).to(device),
+        token_ids=packed,
+        sampled_at=array("q", scored + sampled),
         draws=_draws(rows),
-        firsts=ends - lengths,
-        starts=starts,
-        lengths=lengths,
-        block_ids=block_ids,
-        first_block_ids=np.cumsum(tables) - tables,
+        table=array("q", table),
+        block_ids=blocks,
         block_size=limits.block_size,
-        num_scored=len(wanted) - int(num_sampled.sum()),
+        device=device,
+        num_scored=len(scored),
     )
 
 
@@ -131,43 +173,30 @@ def _draws(rows: Sequence[Row]) -> tuple[Draw, ...]:
     return tuple(draws)
 
 
-def _flat(parts: Sequence[Sequence[int]]) -> Ints:
-    return np.fromiter(chain.from_iterable(parts), dtype=np.int64, count=sum(map(len, parts)))
-
-
-def _ints(records: Iterable[tuple[int, int, int, int]]) -> Ints:
-    """One array for each field of the records."""
-    return np.array(list(records), dtype=np.int64).reshape(-1, 4).T.copy()
-
-
 def _ranges(starts: Ints, lengths: Ints) -> Ints:
     """start, start + 1, … for each start, `length` numbers each, one after the other."""
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
 
 
-def _check(
-    rows: Sequence[Row],
-    tokens: Ints,
-    block_ids: Ints,
-    starts: Ints,
-    lengths: Ints,
-    tables: Ints,
-    num_sampled: Ints,
-    limits: Limits,
-) -> None:
-    ends = starts + lengths
-    outside = (lengths == 0) | (starts < 0) | (ends > limits.max_model_len)
-    sampling = (num_sampled < 0) | (num_sampled > lengths)
-    short = tables * limits.block_size < ends
-    unknown = _beyond(block_ids, limits.num_blocks) or _beyond(tokens, limits.vocab_size)
-    if unknown or any(row.scored for row in rows) or (outside | sampling | short).any():
-        for row in rows:
-            _check_row(row, limits)
+def _fits(row: Row, limits: Limits) -> bool:
+    """But for its ids."""
+    length = len(row.tokens)
+    end = row.start + length
+    return (
+        length > 0
+        and 0 <= row.num_sampled <= length
+        and row.start >= 0
+        and end <= limits.max_model_len
+        and end <= len(row.block_ids) * limits.block_size
+    )
 
 
-def _beyond(numbers: Ints, limit: int) -> bool:
-    return len(numbers) > 0 and bool(numbers.min() < 0 or numbers.max() >= limit)
+def _beyond(numbers: array[int], limit: int) -> bool:
+    if len(numbers) <= _FEW:
+        return len(numbers) > 0 and (min(numbers) < 0 or max(numbers) >= limit)
+    many = np.asarray(numbers)
+    return bool(many.min() < 0 or many.max() >= limit)
 
 
 def _check_row(row: Row, limits: Limits) -> None:

@@ -8,15 +8,15 @@ cpu/attention.h), in float32 and in bf16 alike.
 from __future__ import annotations
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from baton.core.model_config import ModelConfig
-from baton.engine.batch import Batch, Ints
+from baton.engine.batch import Batch
 from baton.engine.kernels import native
 from baton.engine.kernels.native import Arena, Kernels, PackedWeight
 from baton.engine.kv_pool import KVPool
@@ -25,6 +25,8 @@ from baton.engine.model import Embedding, shard_config
 from baton.engine.parallel import TPGroup
 from baton.engine.sampler_native import as_struct
 from baton.engine.weights import LayerWeights, Projection, WeightReader
+
+_FEW_TOKENS = 64  # of a step whose memory is kept for the next
 
 
 class NativeModel:
@@ -57,6 +59,7 @@ class NativeModel:
         )
         head = self._pack(weights.head())
         self._head_rows = head.n
+        self._few = torch.empty((_FEW_TOKENS, config.hidden_size), dtype=dtype)
         self._model = native.Model(
             hidden=config.hidden_size,
             heads=local.num_heads,
@@ -74,66 +77,68 @@ class NativeModel:
             threads=threads,
         )
 
-    @torch.no_grad()
     def forward(self, batch: Batch, kv: KVPool) -> Tensor:
         """Computes all rows, writes their KV, and returns logits [S, vocab] in float32 at the sampled positions; on
         followers none: [0, vocab]."""
-        count = len(batch.sampled)
-        x, logits = self._room(len(batch.tokens), count)
+        x, logits = self._room(len(batch.token_ids), len(batch.sampled_at))
         rows = _rows(batch)
         step = self._step(batch, kv, rows, x, logits)
         model, reference = ctypes.byref(self._model), ctypes.byref(step)
         if self._group.size == 1:
             self._kernels.forward(model, reference)
-        else:
-            self._forward_on_ranks(batch, x, model, step)
-            if count:
-                self._kernels.head(model, reference)
-        gathered = self._group.gather(logits) if count else None
+            return logits
+        self._forward_on_ranks(batch, x, model, step)
+        if not batch.sampled_at:
+            return torch.empty((0, self._vocab_size), dtype=torch.float32)
+        self._kernels.head(model, reference)
+        gathered = self._group.gather(logits)
         if gathered is None:
             return torch.empty((0, self._vocab_size), dtype=torch.float32)
         return gathered[:, : self._vocab_size]
 
-    @torch.no_grad()
     def guess(self, batch: Batch, counts: Sequence[int], kv: KVPool) -> list[list[int]]:
         """Computes all rows and the `counts[i]` tokens, at least one, that follow sampled position i, each from those
-        before it, but the last of them. One rank; draws that change no logits."""
+        before it, but the last of them. One rank; draws that change no logits; no row samples twice."""
         most, number = max(counts), len(counts)
-        x, logits = self._room(max(len(batch.tokens), number), number)
-        rows, guesses = _rows(batch), np.empty((number, most), dtype=np.int64)
-        row_of = np.searchsorted(batch.firsts, batch.sampled.numpy(), side="right") - 1
+        x, logits = self._room(max(len(batch.token_ids), number), number)
+        rows, guesses = _rows(batch), (ctypes.c_int64 * (number * most))()
+        row_of = [index for index, row in enumerate(batch.rows) if row.num_sampled]
         wanted = (native.Wanted * number)(
             *(
-                native.Wanted(as_struct(draw), int(row), count)
+                native.Wanted(as_struct(draw), row, count)
                 for draw, row, count in zip(batch.draws, row_of, counts, strict=True)
             )
         )
         step = self._step(batch, kv, rows, x, logits)
         model, reference = ctypes.byref(self._model), ctypes.byref(step)
-        self._kernels.guess(model, reference, wanted, number, most, guesses.ctypes.data)
-        return [row[:count] for row, count in zip(guesses.tolist(), counts, strict=True)]
+        self._kernels.guess(model, reference, wanted, number, most, ctypes.byref(guesses))
+        return [guesses[most * index : most * index + count] for index, count in enumerate(counts)]
 
     def _room(self, tokens: int, sampled: int) -> tuple[Tensor, Tensor]:
-        """x [tokens, hidden] and logits [sampled, vocab of this rank], not filled."""
-        x = torch.empty((tokens, self._hidden), dtype=self._dtype)
+        """x [at least tokens, hidden] and logits [sampled, vocab of this rank], not filled. x of a short step is used
+        again."""
+        x = self._few
+        if tokens > len(x):
+            x = torch.empty((tokens, self._hidden), dtype=self._dtype)
         return x, torch.empty((sampled, self._head_rows), dtype=torch.float32)
 
-    def _step(self, batch: Batch, kv: KVPool, rows: Ints, x: Tensor, logits: Tensor) -> native.Step:
+    def _step(self, batch: Batch, kv: KVPool, rows: array[int], x: Tensor, logits: Tensor) -> native.Step:
         """A struct that points into all of these."""
         if self._kv is not kv:
             self._bind(kv)
         return native.Step(
-            num_tokens=len(batch.tokens),
-            num_rows=len(rows),
-            num_sampled=len(batch.sampled),
-            tokens=batch.tokens.data_ptr(),
-            sampled=batch.sampled.data_ptr(),
-            rows=rows.ctypes.data,
-            x=x.data_ptr(),
-            logits=logits.data_ptr(),
+            len(batch.token_ids),
+            len(batch.rows),
+            len(batch.sampled_at),
+            batch.token_ids.buffer_info()[0],
+            batch.sampled_at.buffer_info()[0],
+            rows.buffer_info()[0],
+            x.data_ptr(),
+            logits.data_ptr(),
         )
 
     def _forward_on_ranks(self, batch: Batch, x: Tensor, model: object, step: native.Step) -> None:
+        x = x[: len(batch.token_ids)]
         x.copy_(self._embedding(batch.tokens))
         partial = torch.empty_like(x)
         for index in range(len(self._layers)):
@@ -175,13 +180,11 @@ class NativeModel:
         return tensor.data_ptr()
 
 
-def _rows(batch: Batch) -> Ints:
+def _rows(batch: Batch) -> array[int]:
     """[R, 4] native.Row by row; the last column points into the batch's block ids."""
-    rows = np.zeros((len(batch.firsts), 4), dtype=np.int64)
-    rows[:, 0] = batch.firsts
-    rows[:, 1] = batch.starts
-    rows[:, 2] = batch.lengths
-    rows[:, 3] = batch.block_ids.ctypes.data + 8 * batch.first_block_ids
+    rows, blocks = batch.table[:], batch.block_ids.buffer_info()[0]
+    for last in range(3, len(rows), 4):
+        rows[last] = blocks + 8 * rows[last]
     return rows
 
 

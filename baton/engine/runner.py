@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from baton.core.errors import InvariantError, StartupError
 from baton.core.kv_layout import KVLayout
 from baton.core.model_config import ModelConfig
 from baton.core.ranks import Ranks
-from baton.core.request import SamplingParams, SequenceId
+from baton.core.request import SamplingParams, SequenceId, TokenLogprob
 from baton.core.reshard import local_layout
 from baton.core.step import Row, StepOutcome, StepPlan
 from baton.engine.attention import Attention, FastAttention
@@ -151,10 +152,12 @@ class Runner:
         logits = self._forward(batch, plan)
         if not self.group.leads:
             return StepOutcome(plan.step_id, (), time.perf_counter() - started)
-        scores, logits = logits[: batch.num_scored], logits[batch.num_scored :]
+        scored: tuple[tuple[TokenLogprob, ...], ...] = ()
+        if batch.num_scored:
+            scored, logits = scored_rows(plan, logits[: batch.num_scored]), logits[batch.num_scored :]
         tokens = iter(sample(logits, batch.draws, self._seen, self._choose))
-        sampled = tuple(tuple(next(tokens) for _ in range(row.num_sampled)) for row in plan.rows)
-        logprobs, scored = sampled_rows(plan, logits, sampled), scored_rows(plan, scores)
+        sampled = tuple([tuple(islice(tokens, row.num_sampled)) for row in plan.rows])
+        logprobs = sampled_rows(plan, logits, sampled)
         return StepOutcome(plan.step_id, sampled, time.perf_counter() - started, logprobs, scored)
 
     @property
@@ -193,7 +196,6 @@ class Runner:
             raise InvariantError(f"step {plan.step_id}: {plan.num_tokens} tokens, more than {self._max_num_tokens}")
         return make_batch(plan, self._limits, self._device, self._min_tokens)
 
-    @torch.no_grad()
     def _forward(self, batch: Batch, plan: StepPlan) -> Tensor:
         if self._announce is not None:
             self._announce(plan.to_compute())
@@ -268,6 +270,7 @@ def load_runner(
             from baton.engine.decode_graphs import DecodeGraphs
 
             compute = DecodeGraphs(model, kv, attention, longest).compute
+        compute = torch.no_grad()(compute)  # compiled kernels make no graph: it would cost their steps time
     runner = Runner(
         compute,
         config,

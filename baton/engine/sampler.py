@@ -40,7 +40,6 @@ _FIRST_GUESS = 64  # candidates looked at first by top-p; most distributions hav
 _GROWTH = 8
 
 
-@torch.no_grad()
 def sample(
     logits: Tensor, draws: Sequence[Draw], tables: SeenTables | None = None, choose: Choose | None = None
 ) -> list[int]:
