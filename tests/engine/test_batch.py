@@ -68,4 +68,4 @@ def test_a_row_that_does_not_fit_is_refused(change: dict[str, object], what: str
     packed(*others, FITS)
     with pytest.raises(InvariantError, match=what) as error:
         packed(*others, replace(FITS, **change))  # type: ignore[arg-type]
-    assert str(error.value).startswith("a#1: ")
+    assert str(error.value).startswith("a/0#1: ")
