@@ -88,3 +88,7 @@ def test_the_front_never_loads_torch(package: str) -> None:
 @pytest.mark.parametrize("tier", ["prefill", "decode"])
 def test_help_of_a_worker_loads_no_torch(tier: str) -> None:
     assert "torch" not in loaded_by([f"{tier}.__main__"])
+
+
+def test_help_of_the_coordinator_loads_no_server() -> None:
+    assert not loaded_by(["coordinator.__main__"]) & {"fastapi", "grpc", "tokenizers", "uvicorn"}

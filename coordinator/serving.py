@@ -1,0 +1,105 @@
+"""What the coordinator process opens, runs until it is told to stop, and closes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import signal
+from pathlib import Path
+
+from baton.core.cluster_token import check_listening
+from baton.core.config import CoordinatorConfig
+from baton.core.errors import StartupError
+from baton.model_source import resolve_model, served_name
+from baton.token_file import read_token
+from coordinator.cluster import Cluster
+from coordinator.control import serve_control
+from coordinator.grpc_service import PublicServer
+from coordinator.http import HttpSettings, create_app
+from coordinator.http_server import allow_connections, serve
+from coordinator.pipeline import Pipeline
+from coordinator.text import TextModel
+from coordinator.translate import Translator
+
+log = logging.getLogger("baton.coordinator")
+
+
+async def run_coordinator(config: CoordinatorConfig) -> None:
+    """Until SIGTERM or SIGINT.
+
+    Raises:
+        StartupError: it cannot start, or a part of it has failed.
+    """
+    token = read_token(config.cluster_token_file)
+    check_listening("--control-host", config.control_host, token)
+    model_dir = resolve_model(config.model)
+    name = config.served_model_name or served_name(config.model)
+    text = TextModel.load(model_dir, max_model_len=config.max_model_len or None)
+    if text.ignored_defaults:
+        log.warning("generation_config asks for what is not served, so it is ignored: %s", text.ignored_defaults)
+    digest = hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest()
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # one line per malformed request is for its sender
+    cluster = Cluster(config.lease_s, config.max_queued_requests, config.max_queued_tokens, digest, token)
+    pipeline = Pipeline(cluster, text.vocabulary)
+    max_body_bytes = round(config.max_body_mib * (1 << 20))
+
+    app = create_app(
+        pipeline,
+        text,
+        HttpSettings(model_name=name, request_timeout_s=config.request_timeout_s, max_body_bytes=max_body_bytes),
+    )
+    allow_connections()
+    http = serve(app, config.host, config.port, grace_s=2.0)
+    public = PublicServer(pipeline, Translator(text, deadline_s=config.request_timeout_s), name, max_body_bytes)
+    control, control_port = await serve_control(cluster, config.control_host, config.control_port)
+    background: list[asyncio.Task[None]] = []
+    try:
+        grpc_port = await public.start(config.host, config.grpc_port)
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        serving = asyncio.create_task(http.serve(), name="HTTP server")
+        background += [
+            serving,
+            asyncio.create_task(cluster.tick(), name="cluster tick"),
+            asyncio.create_task(public.watch_health(), name="gRPC health"),
+        ]
+        for task in background:
+            task.add_done_callback(lambda t: _end_on_failure(t, stop))
+        addresses = {
+            "http": f"{config.host}:{http.address[1]}",
+            "grpc": f"{config.host}:{grpc_port}",
+            "control": f"{config.control_host}:{control_port}",
+        }
+        log.info("serving %s: %s", name, addresses)
+        if config.ready_file:
+            _write_atomically(Path(config.ready_file), json.dumps(addresses))
+
+        await stop.wait()  # until SIGTERM or SIGINT, or a background task fails
+        await cluster.drain(config.drain_timeout_s)
+        http.shutdown()
+        await asyncio.wait({serving}, timeout=5.0)
+    finally:
+        await public.stop(grace_s=2.0)
+        await control.stop(1.0)
+        for task in background:
+            task.cancel()
+        text.close()
+    failed = [t for t in background if t.done() and not t.cancelled() and t.exception() is not None]
+    if failed:
+        raise StartupError(f"{failed[0].get_name()} failed: {failed[0].exception()}")
+
+
+def _end_on_failure(task: asyncio.Task[None], stop: asyncio.Event) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("%s failed", task.get_name(), exc_info=task.exception())
+        stop.set()
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
