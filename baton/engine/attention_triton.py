@@ -14,6 +14,7 @@ from torch import Tensor
 
 from baton.core.model_config import ModelConfig
 from baton.engine.batch import Span
+from baton.engine.device import to_device
 from baton.engine.kernels.paged_attention import SPLIT_TOKENS, Tiles, paged_attention
 
 _TILE_ROWS = 64  # queries x heads of a group in a tile of a long row
@@ -62,9 +63,7 @@ class TritonAttention:
             table += [*used, *[0] * (width - len(used))]
         columns = [[span.first for span in spans], [span.start for span in spans], [span.length for span in spans]]
         parts = [rows, offsets, *columns, table]
-        packed = torch.tensor([value for part in parts for value in part], dtype=torch.int32)
-        if self._device.type == "cuda":
-            packed = packed.pin_memory().to(self._device, non_blocking=True)
+        packed = to_device(torch.tensor([value for part in parts for value in part], dtype=torch.int32), self._device)
         row, offset, first, start, length, blocks = torch.split(packed, [len(part) for part in parts])
         splits = -(-max(span.end for span in spans) // SPLIT_TOKENS)
         return Tiles(row, offset, first, start, length, blocks.view(len(spans), width), splits, queries)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from baton.core.errors import InvariantError
 from baton.core.step import Row, StepPlan
+from baton.engine.device import to_device
 from baton.engine.processors import Draw
 
 Ints = NDArray[np.int64]
@@ -47,7 +48,8 @@ class Batch:
 
     `table` has four numbers of each row: its first packed index, its first position, how many of both, and where in
     `block_ids` its blocks begin. What only some models need is made when it is asked for. `token_ids` and `positions`
-    may be longer than `slots`: then by padding, whose results nobody reads and whose KV is not stored.
+    may be longer than `slots`: then by padding, whose results nobody reads and whose KV is not stored. `fed` [T] are
+    the tokens where only the device knows them: `token_ids` and the rows' own say nothing then.
     """
 
     rows: tuple[Row, ...]
@@ -59,11 +61,12 @@ class Batch:
     block_size: int
     device: torch.device
     num_scored: int = 0
+    fed: Tensor | None = None
 
     @cached_property
     def tokens(self) -> Tensor:
         """[T]"""
-        return self._tensor(self.token_ids)
+        return self._tensor(self.token_ids) if self.fed is None else self.fed
 
     @cached_property
     def sampled(self) -> Tensor:
@@ -96,7 +99,7 @@ class Batch:
         positions = np.zeros(len(self.token_ids), dtype=np.int64)
         stored = self._positions
         positions[: len(stored)] = stored
-        return torch.from_numpy(positions).to(self.device)
+        return to_device(torch.from_numpy(positions), self.device)
 
     @cached_property
     def slots(self) -> Tensor:
@@ -104,7 +107,8 @@ class Batch:
         positions = self._positions
         indexes = np.repeat(self._column(3), self.lengths) + positions // self.block_size
         blocks = np.asarray(self.block_ids)[indexes]
-        return torch.from_numpy(blocks * self.block_size + positions % self.block_size).to(self.device)
+        slots = blocks * self.block_size + positions % self.block_size
+        return to_device(torch.from_numpy(slots), self.device)
 
     @property
     def _positions(self) -> Ints:
@@ -114,7 +118,7 @@ class Batch:
         return np.asarray(self.table).reshape(-1, 4)[:, number]
 
     def _tensor(self, numbers: array[int]) -> Tensor:
-        return torch.from_numpy(np.asarray(numbers)).to(self.device)
+        return to_device(torch.from_numpy(np.asarray(numbers)), self.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,8 @@ class DecodeGraphs:
             used = row.block_ids[: table.shape[1]]
             table[number, : len(used)] = used
         captured.on_device.copy_(captured.inputs, non_blocking=True)
+        if batch.fed is not None:
+            captured.on_device[: rows * shape.length] = batch.fed
         if self._copied is not None:
             self._copied.record()
 

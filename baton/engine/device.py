@@ -6,6 +6,7 @@ import os
 from typing import Literal, cast
 
 import torch
+from torch import Tensor
 
 from baton.core.errors import StartupError
 from baton.engine.kernels.build import can_compile, processor_levels
@@ -55,6 +56,12 @@ def kernels_widen_bfloat16(kernels: str) -> bool:
     levels = processor_levels()
     chosen = levels[-1] if kernels == "auto" and levels else kernels
     return chosen == "avx2" and can_compile(chosen)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device, its copy queued behind what is computed there: from pageable memory the host would
+    wait for that first. On CPU the tensor itself."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def default_kv_bytes(device: torch.device, local_size: int = 1) -> int:

@@ -31,7 +31,8 @@ from baton.engine.attention_exact import KEY_STEP, ExactAttention
 from baton.engine.batch import Batch, Limits, make_batch
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
 from baton.engine.device import choose_device, choose_dtype, default_kv_bytes
-from baton.engine.kernels.native import Kernels, choose_kernels, row_invariant
+from baton.engine.guesses_device import DeviceGuesses
+from baton.engine.kernels.native import choose_kernels, row_invariant
 from baton.engine.kv_pool import KVPool, plan_blocks
 from baton.engine.layers import EXACT, FAST, Rotary
 from baton.engine.logprobs import sampled_rows, scored_rows
@@ -48,6 +49,7 @@ from baton.engine.selftest import prove_row_invariance
 from baton.engine.weights import WeightReader
 
 OnStage = Callable[[str, float], None]
+Guess = Callable[[Batch, Sequence[int]], list[list[int]]]
 
 DEFAULT_SEQUENCES = 256  # without a given KV memory, no more than this many sequences of full length
 
@@ -57,13 +59,13 @@ class EngineOptions:
     """How to bring up a model. None means: decide from the machine and the checkpoint.
 
     `exact` makes the bits of a row's logits independent of its batch (CPU; float32, or bfloat16 where compiled kernels
-    multiply it), and proves it at start. `threads` is the number
-    of compute threads of this process. `kv_memory_bytes` is the worker's, all ranks together. `max_num_tokens` bounds
-    the tokens of one step. `host` is this machine's address for the worker's other ranks, `edge_kind` how KV
-    goes to other workers, `staging_bytes` the most of it on its way at once, all ranks together. `kernels` is `auto`
-    (the best compiled ones that this processor has, else torch's), `torch`, or the level of compiled ones. `quantize`
-    is `none` or `int8` (weights of linear layers and head; CPU). torch's kernels keep int8 widened: then the memory
-    report says less than is used. `version` is the code's. What ranks must have alike: `rank_options`.
+    multiply it), and proves it at start. `threads` is the number of compute threads of this process. `kv_memory_bytes`
+    is the worker's, all ranks together. `max_num_tokens` bounds the tokens of one step. `host` is this machine's
+    address for the worker's other ranks, `edge_kind` how KV goes to other workers, `staging_bytes` the most of it on
+    its way at once, all ranks together. `kernels` is `auto` (the best compiled ones that this processor has, else
+    torch's), `torch`, or the level of compiled ones. `quantize` is `none` or `int8` (weights of linear layers and head;
+    CPU). torch's kernels keep int8 widened: then the memory report says less than is used. `version` is the code's.
+    What ranks must have alike: `rank_options`.
     """
 
     model_dir: Path
@@ -98,8 +100,7 @@ class MemoryReport:
 class Runner:
     """A loaded model with its KV pool. Facts that others read: `model_config`, `layout` (the whole model's),
     `local_layout` (this rank's part of it, which `kv` has), `num_blocks`, `max_model_len` (positions per sequence),
-    `dtype_name`, `threads`, `digest` (of the checkpoint), `kv`, `group`, `memory`, `kernels` (which
-    compute, and why)."""
+    `dtype_name`, `threads`, `digest` (of the checkpoint), `kv`, `group`, `memory`, `kernels` (which, and why)."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class Runner:
         *,
         kernels: str,
         choose: Choose | None,
-        guess: Callable[[Batch, Sequence[int]], list[list[int]]] | None = None,
+        guess: Guess | None = None,
         max_model_len: int,
         digest: str,
         device: torch.device,
@@ -162,7 +163,7 @@ class Runner:
 
     @property
     def guesses_at_once(self) -> bool:
-        """Whether `guess` is there: compiled kernels on one rank."""
+        """Whether `guess` is there: compiled kernels, or a GPU, on one rank."""
         return self._guess is not None
 
     def guess(self, plan: StepPlan, counts: Sequence[int]) -> list[tuple[int, ...]]:
@@ -261,15 +262,22 @@ def load_runner(
         num_blocks = group.minimum(plan_blocks(mine, budget, options.max_model_len), "KV blocks")
         kv = KVPool(mine, num_blocks, device)
     compute: Callable[[Batch], Tensor]
+    choose = None if kernels is None else chooser(kernels, options.threads)
+    guess: Guess | None = None
+    max_model_len = min(longest, kv.num_blocks * options.block_size)
     if isinstance(model, NativeModel):
         compute = partial(model.forward, kv=kv)
+        guess = partial(model.guess, kv=kv) if group.size == 1 else None
     else:
         attention = _attention(options, config, group, kv, torch_dtype)
         compute = partial(model.forward, kv=kv, attention=attention)
+        choose = choose_on_device if device.type == "cuda" else None
         if device.type == "cuda" and group.size == 1:
             from baton.engine.decode_graphs import DecodeGraphs
 
             compute = DecodeGraphs(model, kv, attention, longest).compute
+            bounds = Limits(options.block_size, kv.num_blocks, config.vocab_size, max_model_len)
+            guess = DeviceGuesses(compute, bounds, device)
         compute = torch.no_grad()(compute)  # compiled kernels make no graph: it would cost their steps time
     runner = Runner(
         compute,
@@ -277,9 +285,9 @@ def load_runner(
         kv,
         options,
         kernels=kernels_name,
-        choose=_chooser(kernels, options.threads, device),
-        guess=partial(model.guess, kv=kv) if isinstance(model, NativeModel) and group.size == 1 else None,
-        max_model_len=min(longest, kv.num_blocks * options.block_size),
+        choose=choose,
+        guess=guess,
+        max_model_len=max_model_len,
         digest=digest,
         device=device,
         group=group,
@@ -293,12 +301,6 @@ def load_runner(
             prove_row_invariance(runner.step_logits, kv, *limits)
     group.barrier("end of loading")
     return runner
-
-
-def _chooser(kernels: Kernels | None, threads: int, device: torch.device) -> Choose | None:
-    if kernels is not None:
-        return chooser(kernels, threads)
-    return choose_on_device if device.type == "cuda" else None
 
 
 def _attention(
@@ -333,8 +335,7 @@ def _longest(config: ModelConfig, options: EngineOptions) -> int:
 
 
 def _warm_up(runner: Runner) -> None:
-    """One prefill and one decode step, so that kernels are compiled before the first request. Leaves KV in block 0,
-    which nobody owns yet."""
+    """One prefill and one decode step, so that kernels are compiled. Leaves KV in block 0, which nobody owns yet."""
     length = min(runner.layout.block_size, runner.max_model_len)
     for start, tokens in ((0, (0,) * length), (length - 1, (0,))):
         row = Row(SequenceId("warm-up"), start, tokens, (0,), SamplingParams(temperature=0.0), num_sampled=1)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from baton.engine.device import to_device
 from baton.engine.philox import MULTIPLIERS, ROUNDS, WEYL
 from baton.engine.processors import Draw
 
@@ -21,9 +22,14 @@ _PART = 1e-9  # of a noised logit, or of 1: the logarithms of two libraries diff
 _AT_ONCE = 1 << 22  # elements of a float64 temporary, of which there are some ten: 32 MiB each
 
 
-@torch.no_grad()
 def choose_on_device(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
     """See sampler.Choose: from processed logits [S, vocab] in float32 the token of each draw, None where undecided."""
+    return [token if token >= 0 else None for token in decide(logits, draws).tolist()]
+
+
+@torch.no_grad()
+def decide(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """The same as int64 [S] on the device, -1 where undecided; nothing waits for it."""
     vocab, device = logits.shape[1], logits.device
     ids = torch.arange(vocab, device=device)
     peaks = logits.amax(1, keepdim=True)
@@ -39,7 +45,7 @@ def choose_on_device(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
         values = logits[rows].double() + 0.0  # no -0.0: a sort may tell them apart
         drawn = _drawn(values, table, ids, ranked)
         tokens[rows] = torch.where(tokens[rows] < 0, -1, drawn)
-    return [token if token >= 0 else None for token in tokens.tolist()]
+    return tokens
 
 
 def _table(draws: Sequence[Draw], rows: Sequence[int], device: torch.device) -> Tensor:
@@ -49,8 +55,7 @@ def _table(draws: Sequence[Draw], rows: Sequence[int], device: torch.device) -> 
         s = draw.sampling
         key = (s.seed & _LOW, s.seed >> 32 & _LOW)
         lines.append([s.temperature, s.top_p, s.min_p, s.top_k, *key, draw.output_index, draw.choice, row])
-    table = torch.tensor(lines, dtype=torch.float64)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    return to_device(torch.tensor(lines, dtype=torch.float64), device)
 
 
 def _drawn(values: Tensor, table: Tensor, ids: Tensor, ranked: bool) -> Tensor:

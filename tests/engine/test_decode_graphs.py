@@ -4,6 +4,7 @@ captured: the same function runs each time, on the arrays that a graph would rea
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,13 @@ def test_shapes_are_rounded_up_and_only_for_rows_of_one_short_length(twins: Twin
     assert shape(row(0, 1, [1], 1), row(1, 1, [1, 2], 2)) is None
     assert shape(row(0, 0, list(range(17)), 1)) is None
     assert shape() is None
+
+
+def test_tokens_that_only_the_device_knows_are_computed(twins: Twins) -> None:
+    twins.compute(*(row(n, 0, random_tokens(20, seed=n), 1) for n in range(3)))
+    known = [row(n, 20, [7 + n], 1) for n in range(3)]
+    batch = make_batch(StepPlan(1, tuple(replace(r, tokens=(0,)) for r in known)), twins.limits, CPU)
+    replayed = twins.graphs.replayed
+    with torch.no_grad():
+        found = twins.graphs.compute(replace(batch, fed=torch.tensor([7, 8, 9])))
+    assert torch.equal(found, twins.compute(*known)[0]) and twins.graphs.replayed == replayed + 2

@@ -12,12 +12,11 @@ from torch import Tensor
 from baton.core.errors import InvariantError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import DraftRow, History, Row, StepPlan
-from baton.engine.kernels.build import processor_levels
+from baton.engine.guesses_device import DeviceGuesses
 from baton.engine.runner import Runner
 from decode.speculative_engine import SpeculativeEngine, guess_pass_by_pass
 from tests.engine.driver import random_tokens, tiny_runner
 
-pytestmark = pytest.mark.skipif(not processor_levels(), reason="no compiled kernels for this processor")
 GREEDY, WARM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=7)
 NUCLEUS = SamplingParams(temperature=0.9, top_p=0.9, min_p=0.02, seed=1 << 63)
 PENALTY = SamplingParams(temperature=0.0, repetition_penalty=1.3)
@@ -56,10 +55,14 @@ def written(runner: Runner, work: tuple[tuple[SamplingParams, int, int, int], ..
     return torch.cat(parts)
 
 
-@pytest.fixture(params=["float32", "bfloat16"])
+@pytest.fixture(params=["float32", "bfloat16", "as on a GPU"])
 def pair(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> tuple[Runner, Runner]:
-    model_dir = checkpoint("llama", dtype=request.param)
-    fast, slow = (tiny_runner(model_dir, dtype=request.param) for _ in range(2))
+    on_gpu = request.param == "as on a GPU"
+    dtype, kernels = ("float32", "torch") if on_gpu else (request.param, "auto")
+    model_dir = checkpoint("llama", dtype=dtype)
+    fast, slow = (tiny_runner(model_dir, dtype=dtype, kernels=kernels) for _ in range(2))
+    if on_gpu:
+        fast._guess = DeviceGuesses(fast._compute, fast._limits, torch.device("cpu"))
     if not fast.guesses_at_once:
         pytest.skip(f"{fast.kernels} computes {request.param}")
     slow._guess = None
@@ -71,7 +74,9 @@ def test_guesses_and_kv_are_those_of_a_step_for_each(pair: tuple[Runner, Runner]
     fast, slow = pair
     found, expected = (guesses(runner, draft_rows(runner, work)) for runner in pair)
     assert found == expected and [len(g) for g in found] == [count for *_, count in work if count]
-    assert torch.equal(written(fast, work), written(slow, work))
+    # torch's kernels sum otherwise in batches of other rows, as where one is guessed pass by pass beside the others.
+    near = 1e-5 if fast.kernels.startswith("torch") else 0.0
+    assert torch.allclose(written(fast, work), written(slow, work), rtol=0, atol=near)
     assert (fast.guessed_at_once, slow.guessed_at_once) == (1, 0)
 
 

@@ -12,6 +12,7 @@ from baton.engine.processors import Draw
 from baton.engine.sampler_device import choose_on_device
 from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
 from tests.engine.sampler_cases import PARAMS, plain, rows
+from tests.engine.test_guess_at_once import WORK, draft_rows, guesses
 from tests.support.checkpoints import ARCHS, Arch, make_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -49,3 +50,13 @@ def test_tokens_chosen_on_the_device_are_those_of_the_plain_sampler(params: dict
             expected = [plain(row, draw) for draw in draws]
             assert all(token in (None, right) for token, right in zip(tokens, expected, strict=True)), name
             assert tokens == expected or (name == "equal" and params.get("top_k") == 50), name
+
+
+def test_guesses_made_at_once_are_those_of_a_step_for_each(tmp_path: Path) -> None:
+    """In float32, where passes of other rows differ by too little to change a token of these."""
+    model_dir = make_checkpoint(tmp_path, "llama")
+    fast, slow = (tiny_runner(model_dir, device="cuda") for _ in range(2))
+    assert fast.guesses_at_once
+    slow._guess = None
+    found, expected = (guesses(runner, draft_rows(runner, WORK)) for runner in (fast, slow))
+    assert found == expected and (fast.guessed_at_once, slow.guessed_at_once) == (1, 0)
