@@ -136,6 +136,7 @@ def measure(kind: str, streams: int, window_s: float) -> Run:
         run_dir, events = Path(directory) / "run", Path(directory) / "events"
         up = ["up", "--prefill", "2", "--decode", "2", "--draft", "none", "--port", "0", "--grpc-port", "0"]
         environment = {**os.environ, "BATON_EVENT_LOG_DIR": str(events)}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed worker compiles nothing as it starts
         process = subprocess.Popen(
             [*BATON, *up, "--run-dir", str(run_dir)], cwd=ROOT, stdout=subprocess.DEVNULL, env=environment
         )
