@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import Client
 from tests.support.cluster import Cluster, cluster
-from tests.support.oracle import greedy
+from tests.support.oracle import Greedy, greedy
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -26,8 +28,22 @@ def prompts() -> list[list[int]]:
     return [[(11 * n + 17 * i * i + 3 * i) % 256 for i in range(n)] for n in range(3, 3 + 5 * REQUESTS, 5)]
 
 
-def checkpoint(where: Path, kv_heads: int) -> Path:
-    return make_checkpoint(where, "llama", num_heads=8, num_kv_heads=kv_heads, hidden_size=64, head_dim=8)
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """The model with so many KV heads, one directory for all tests."""
+    where = tmp_path_factory.mktemp("any-to-any")
+
+    @cache
+    def make(kv_heads: int) -> Path:
+        shape = {"num_heads": 8, "num_kv_heads": kv_heads, "hidden_size": 64, "head_dim": 8}
+        return make_checkpoint(where / str(kv_heads), "llama", **shape)
+
+    return make
+
+
+@cache
+def one_rank(model: Path) -> list[Greedy]:
+    return [greedy(model, prompt, COUNT) for prompt in prompts()]
 
 
 async def same_tokens_as_one_rank(model: Path, **flags: Any) -> dict[str, Any]:
@@ -39,8 +55,7 @@ async def same_tokens_as_one_rank(model: Path, **flags: Any) -> dict[str, Any]:
         async with Client(running) as client:
             answers = await asyncio.gather(*(client.complete(p, COUNT) for p in prompts()))
             await client.idle(running)
-        for prompt, answer in zip(prompts(), answers, strict=True):
-            expected = greedy(model, prompt, COUNT)
+        for expected, answer in zip(one_rank(model), answers, strict=True):
             got = tuple(answer["choices"][0]["token_ids"])
             assert got[: expected.decided] == expected.tokens[: expected.decided]
             undecided += expected.decided < COUNT
@@ -62,21 +77,23 @@ def check_bytes(running: Cluster, model: Path) -> None:
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp", "kv_heads"), PAIRWISE)
-async def test_tokens_are_those_of_one_rank(prefill_tp: int, decode_tp: int, kv_heads: int, tmp_path: Path) -> None:
-    model = checkpoint(tmp_path / "m", kv_heads)
-    await same_tokens_as_one_rank(model, prefill_tp=prefill_tp, decode_tp=decode_tp)
+async def test_tokens_are_those_of_one_rank(
+    prefill_tp: int, decode_tp: int, kv_heads: int, checkpoint: Callable[[int], Path]
+) -> None:
+    await same_tokens_as_one_rank(checkpoint(kv_heads), prefill_tp=prefill_tp, decode_tp=decode_tp)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("prefill_tp", "decode_tp", "kv_heads"), [g for g in GRID if g not in PAIRWISE])
-async def test_the_whole_grid(prefill_tp: int, decode_tp: int, kv_heads: int, tmp_path: Path) -> None:
-    model = checkpoint(tmp_path / "m", kv_heads)
-    await same_tokens_as_one_rank(model, prefill_tp=prefill_tp, decode_tp=decode_tp)
+async def test_the_whole_grid(
+    prefill_tp: int, decode_tp: int, kv_heads: int, checkpoint: Callable[[int], Path]
+) -> None:
+    await same_tokens_as_one_rank(checkpoint(kv_heads), prefill_tp=prefill_tp, decode_tp=decode_tp)
 
 
-async def test_a_decode_pool_of_two_ranks_verifies_guesses(tmp_path: Path) -> None:
+async def test_a_decode_pool_of_two_ranks_verifies_guesses(checkpoint: Callable[[int], Path]) -> None:
     """The draft is the model itself, whole on the leader; only near ties part the two."""
-    model = checkpoint(tmp_path / "m", 2)
+    model = checkpoint(2)
     running = await same_tokens_as_one_rank(model, decode_tp=2, draft=str(model), draft_tokens=4)
     counts = running["decode-0"]["speculation"]
     assert counts["accepted_tokens"] > 0.9 * counts["drafted_tokens"] > 0
@@ -84,7 +101,6 @@ async def test_a_decode_pool_of_two_ranks_verifies_guesses(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(16, 32), (32, 16)])
-async def test_blocks_of_two_sizes(prefill: int, decode: int, tmp_path: Path) -> None:
-    model = checkpoint(tmp_path / "m", 4)
+async def test_blocks_of_two_sizes(prefill: int, decode: int, checkpoint: Callable[[int], Path]) -> None:
     sizes = {"prefill_block_size": prefill, "decode_block_size": decode}
-    await same_tokens_as_one_rank(model, prefill_tp=2 if prefill < decode else 1, **sizes)
+    await same_tokens_as_one_rank(checkpoint(4), prefill_tp=2 if prefill < decode else 1, **sizes)
