@@ -72,14 +72,15 @@ class AcceptanceBook:
 @dataclass(frozen=True, slots=True)
 class StepPrice:
     """What a step costs. `target(tokens)`, `draft(rows)` and `draft_next(rows)` are seconds of one pass, the last of
-    those behind a draft's first; `fixed_s` is what surrounds them; `tokens` is what the step computes without any
-    guess."""
+    those behind a draft's first; `fixed_s` is what surrounds them, `planning_s` what guesses add to that; `tokens` is
+    what the step computes without any guess."""
 
     target: Callable[[int], float]
     draft: Callable[[int], float]
     draft_next: Callable[[int], float]
     tokens: int
     fixed_s: float = 0.0
+    planning_s: float = 0.0
 
     @property
     def plain_s(self) -> float:
@@ -89,13 +90,13 @@ class StepPrice:
     def guess_s(self, rows: int) -> float:
         """Seconds that one guess for one of `rows` sequences costs when all of them get one."""
         more = self.target(self.tokens + rows) - self.target(self.tokens)
-        return max(more + self.draft(rows), 0.0) / max(rows, 1)
+        return max(more + self.draft(rows) + self.planning_s, 0.0) / max(rows, 1)
 
 
 def saved_per_token(rate: float, rows: int, price: StepPrice) -> float:
     """Seconds that guessing saves for each token of a sequence, when all `rows` guess as it does; 0 if none."""
     token_s = max(price.target(price.tokens + rows) - price.target(price.tokens), 0.0) / rows
-    step_s, cost_s, gained, chance, best = price.plain_s / rows, 0.0, 1.0, 1.0, 0.0
+    step_s, cost_s, gained, chance, best = price.plain_s / rows, price.planning_s / rows, 1.0, 1.0, 0.0
     for depth in range(1, MAX_GUESSES + 1):
         chance *= rate
         gained += chance
@@ -130,7 +131,7 @@ def _deepen(
 ) -> tuple[float, list[int] | None]:
     """The best that comes of guessing for the `chosen`, if it is faster than `speed`, and how fast it is."""
     lengths, chances, best = [0] * len(rates), dict.fromkeys(chosen, 1.0), None
-    computed, gained, drafted_s = price.tokens, float(len(rates)), price.fixed_s
+    computed, gained, drafted_s = price.tokens, float(len(rates)), price.fixed_s + price.planning_s
     target_s = price.target(computed)
     for depth in range(1, max(limits[i] for i in chosen) + 1):
         one_pass = price.draft if depth == 1 else price.draft_next

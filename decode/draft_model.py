@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from baton.core.config import WorkerConfig
-from baton.core.errors import StartupError
-from baton.core.request import SamplingParams, SequenceId
-from baton.core.step import Row, StepPlan
+from baton.core.errors import InvariantError, StartupError
+from baton.core.kv_layout import KVLayout
+from baton.core.request import GenerateRequest, SamplingParams, SequenceId
+from baton.core.step import Row, StepOutcome, StepPlan
 from baton.engine.checkpoint import read_model_config
 from baton.engine.runner import EngineOptions, Runner, load_runner
 from baton.model_source import resolve_draft, resolve_model
 from decode.drafts import CATCH_UP, Drafts, ModelDrafts, NgramDrafts
+from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculation
 from decode.speculative_engine import SpeculativeEngine
 from decode.step_cost import StepModel
@@ -33,6 +36,7 @@ _REPEATS = 5
 _MANY = 6  # guesses in the longer of the two calls that a pass is timed by
 _PASS_ROWS = (1, 4, 16, 64)
 _TIMED_ROWS = (*_PASS_ROWS, 1, 4, 1, 1, 4, 1)  # short steps more often: a difference of two is soon lost in noise
+_PLANNED_TOKENS = 24  # of the sequence that planning is timed with
 _GUESSES = 4  # in each row of the longer of the two steps that the price of a guess is taken from
 
 
@@ -52,6 +56,7 @@ def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, Speculat
             first = later = measure_steps(draft, config.step_tokens)
     if drafts is not None:
         rows, guess = measure_rows(runner)
+    planning_s = measure_planning(runner) if drafts is not None else 0.0
     model = StepModel(
         measure_steps(runner, config.step_tokens),
         costs,
@@ -59,6 +64,7 @@ def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, Speculat
         first,
         rows=rows,
         guess=guess,
+        planning_s=planning_s,
         budget_s=config.step_budget_ms / 1e3,
         step_tokens=config.step_tokens,
     )
@@ -183,6 +189,49 @@ def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[i
         if time.perf_counter() > deadline:
             break
     return first, later
+
+
+def measure_planning(runner: Runner) -> float:
+    """Seconds that planning and settling guesses takes beyond what a step without any does: a scheduler of one sequence
+    that guesses (always wrong) beside one that never does, each with the model's own step between plan and outcome,
+    which drives their code out of the caches as it does in work. Of a slow model few steps only."""
+    context = min(_CONTEXT // 2, runner.max_model_len - _PLANNED_TOKENS)
+    if context < 1:
+        return 0.0
+    request = GenerateRequest("measure", (0,) * context, _PLANNED_TOKENS, SamplingParams(temperature=0.0))
+    between = StepPlan(0, (Row(request.sequence_id, 0, (0,), (0,), request.sampling, 1),))
+    deadline = time.perf_counter() + MEASURING_S / 4
+    took: tuple[list[float], list[float]] = [], []
+    schedulers = [_scheduler_of_one(runner.layout, request, guesses) for guesses in (False, True)]
+    while all(scheduler.num_sequences for scheduler in schedulers):
+        for scheduler in schedulers:
+            began = time.perf_counter()
+            plan = scheduler.begin_step(0.0)
+            planned = time.perf_counter()
+            if plan is None:
+                raise InvariantError("nothing to plan for a sequence that has not ended")
+            runner.step(between)
+            made = tuple((1,) * draft.num_guesses for draft in plan.drafts if draft.num_guesses)
+            sampled = tuple((0,) * row.num_sampled for row in plan.with_guesses(made).rows)
+            outcome = StepOutcome(plan.step_id, sampled, 1e-3, guesses=made)
+            settling = time.perf_counter()
+            scheduler.finish_step(outcome, 1e-3)
+            if bool(made) == (scheduler is schedulers[1]):
+                took[bool(made)].append(time.perf_counter() - settling + planned - began)
+        if time.perf_counter() > deadline:
+            break
+    return max(statistics.median(took[1]) - statistics.median(took[0]), 0.0) if all(took) else 0.0
+
+
+def _scheduler_of_one(layout: KVLayout, request: GenerateRequest, guesses: bool) -> DecodeScheduler:
+    """A decode scheduler with one sequence whose KV is there; guesses cost it nothing."""
+    most = layout.blocks_for(request.max_total_tokens)
+    drafts = ModelDrafts(layout, most, request.max_total_tokens) if guesses else None
+    speculation = Speculation(drafts, StepModel(((1, 1e-3), (64, 1e-3)), ((1, 1e-6),)))
+    scheduler = DecodeScheduler(layout, most, 1, speculation, prefix_cache=False)
+    scheduler.reserve(request, 0.0)
+    scheduler.received(request.sequence_id, 0, 0.0)
+    return scheduler
 
 
 def _blocks(runner: Runner, positions: int) -> tuple[int, ...]:

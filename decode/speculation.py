@@ -158,7 +158,8 @@ class Speculation:
     def _price(self, rows: int, tokens: int) -> StepPrice:
         model = self.model
         target = model.long.seconds if tokens > rows else model.short_by_tokens(rows)
-        return StepPrice(target, model.draft_first.seconds, model.draft_next.seconds, tokens, model.fixed_s)
+        draft, draft_next = model.draft_first.seconds, model.draft_next.seconds
+        return StepPrice(target, draft, draft_next, tokens, model.fixed_s, model.planning_s)
 
     def _fill_s(self, behind: int) -> float:
         """What it costs to bring a draft so near to its sequence that it can guess."""

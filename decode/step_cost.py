@@ -112,11 +112,13 @@ class StepModel:
         *,
         rows: Sequence[tuple[int, float]] = (),
         guess: Sequence[tuple[int, float]] = (),
+        planning_s: float = 0.0,
         budget_s: float = 0.05,
         step_tokens: int = 512,
     ) -> None:
         """Points of curves: `target` by tokens of long rows, `rows` by rows of one token (by default the same), `guess`
-        what one token more in each of so many rows costs (by default as the curve of rows goes on)."""
+        what one token more in each of so many rows costs (by default as the curve of rows goes on), `planning_s` what
+        planning and settling guesses adds to what surrounds a step."""
         self.short, self.long = StepCost(rows or target), StepCost(target)
         # On a busy machine the difference of two steps may come out as nothing, and nothing times `more` stays so.
         least = [(n, max(seconds, _LEAST_GUESS * self.short.seconds(n))) for n, seconds in guess]
@@ -127,6 +129,7 @@ class StepModel:
         self.draft_first = StepCost(draft_first) if draft_first else self.draft
         self.budget_s, self.step_tokens = budget_s, step_tokens
         self.fixed_s = 0.0
+        self._planning_s = planning_s
         self._steps = 0
 
     def __repr__(self) -> str:
@@ -156,6 +159,12 @@ class StepModel:
         LEAST_LONG_TOKENS."""
         fits = self.long.tokens_within(self.budget_s, self.step_tokens)
         return max(min(fits, self.step_tokens) - running, LEAST_LONG_TOKENS)
+
+    @property
+    def planning_s(self) -> float:
+        """What planning and settling guesses takes now. It follows the load as short steps do, and nothing that is seen
+        of itself: beside what surrounds a step it is less than noise."""
+        return self._planning_s * self.short.scale
 
     def fill_tokens(self, idle: bool) -> int:
         """Tokens of prompts for which the draft has time in the next step, all of it when nothing else runs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -76,6 +77,15 @@ def test_the_surest_alone_get_guesses_where_not_all_of_them_pay() -> None:
     paid = StepPrice(lambda tokens: 1.0 + 0.05 * tokens, lambda rows: 0.05 * rows, lambda rows: 0.05 * rows, 8)
     found = choose_lengths(rates, [8] * 8, paid)
     assert [i for i, length in enumerate(found) if length] == [1, 4]
+
+
+def test_what_guesses_add_around_a_step_is_paid_once_for_all_of_them() -> None:
+    free = price(rows=2)
+    paid = replace(free, planning_s=1.2)
+    assert choose_lengths([0.6, 0.6], [8, 8], free) != [0, 0] == choose_lengths([0.6, 0.6], [8, 8], paid)
+    assert choose_lengths([0.9, 0.9], [8, 8], paid) != [0, 0]
+    assert saved_per_token(0.6, 2, free) > saved_per_token(0.6, 2, paid) == 0.0
+    assert paid.guess_s(2) == pytest.approx(free.guess_s(2) + 0.6)
 
 
 def test_what_guessing_saves_is_the_difference_of_two_speeds() -> None:

@@ -89,6 +89,18 @@ def test_where_no_guess_pays_a_draft_costs_hardly_more_than_none(
     assert found.speed > 0.985 * plain.speed
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_what_planning_guesses_takes_is_part_of_their_price(seed: int) -> None:
+    """Here two guesses are worth their passes, but not what they add to what surrounds a step."""
+    prices = Prices(around_s=0.1e-3, around_guesses_s=0.3e-3, behind_s=0.016e-3)
+    text = alike(0.5, 16)
+    plain = serve(text, prices, length=0)
+    free = replace(prices, around_guesses_s=0.0)
+    assert serve(text, free, length=2).speed > 1.05 * plain.speed
+    assert max(serve(text, prices, length=k).speed for k in (1, 2, 3, 4)) < plain.speed
+    assert serve(text, prices, seed=seed).speed > 0.96 * plain.speed
+
+
 def test_text_that_turns_easy_is_found_out() -> None:
     text = alike(0.05, 6) + alike(0.9, 48, seed=1)
     best = max(serve(text[10:], SERVED, length=length).speed for length in (4, 6, 8))

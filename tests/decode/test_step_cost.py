@@ -14,6 +14,7 @@ from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepOutcome, StepPlan
 from decode import draft_model
 from decode.step_cost import StepCost, StepModel
+from tests.support.builders import make_layout
 
 CURVE = [(1, 0.010), (8, 0.010), (64, 0.038)]
 
@@ -126,3 +127,33 @@ def test_fills_are_timed_as_fills_and_in_the_blocks_that_are_there() -> None:
     assert all(row.end <= 300 and row.end <= 16 * len(row.block_ids) for row in rows)
     draft.num_blocks = 4
     assert draft_model.measure_fills(draft, 512)[-1][0] == 64
+
+
+def test_planning_guesses_is_timed_beside_planning_none() -> None:
+    plans: list[StepPlan] = []
+    runner: Any = SimpleNamespace(max_model_len=2048, layout=make_layout(16), step=plans.append)
+    assert 0.0 < draft_model.measure_planning(runner) < 0.1
+    assert len(plans) > 40, "a step lies between every plan and its outcome"
+    runner.max_model_len = 20
+    assert draft_model.measure_planning(runner) == 0.0, "a model too short for it"
+
+
+def test_planning_beside_a_slow_model_is_not_timed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_model, "MEASURING_S", 0.4)
+    plans: list[StepPlan] = []
+
+    def step(plan: StepPlan) -> None:
+        plans.append(plan)
+        time.sleep(0.03)
+
+    runner: Any = SimpleNamespace(max_model_len=2048, layout=make_layout(16), step=step)
+    assert draft_model.measure_planning(runner) >= 0.0
+    assert len(plans) == 4
+
+
+def test_the_price_of_planning_follows_the_load() -> None:
+    model = StepModel(rows=((1, 1e-3), (4, 2e-3)), guess=((1, 2e-4), (4, 8e-4)), planning_s=1e-4)
+    assert model.planning_s == 1e-4
+    for _ in range(200):
+        model.observe(plan_of(1), StepOutcome(1, (), 2e-3), 2e-3)
+    assert model.planning_s == pytest.approx(2e-4, rel=0.05)

@@ -24,7 +24,8 @@ _RIGHT, _WRONG = 7, 8
 class Prices:
     """Seconds of what a step consists of. A target pass takes `target_s`, `sequence_s` for each row and `token_s` for
     each guess in it; guesses take `first_s`, `next_s` for each further pass, both `row_s` more for each row beyond the
-    first; `behind_s` for each token that the draft computes before it can guess; `around_s` is what surrounds a step.
+    first; `behind_s` for each token that the draft computes before it can guess; `around_s` is what surrounds a step,
+    `around_guesses_s` what guesses add to that.
 
     Of each part `noise` is the deviation of its logarithm; one in `one_in` takes `stall_s` longer. `load(now)`
     multiplies everything."""
@@ -37,6 +38,7 @@ class Prices:
     row_s: float = 0.09e-3
     behind_s: float = 0.045e-3
     around_s: float = 1.2e-3
+    around_guesses_s: float = 0.0
     noise: float = 0.25
     one_in: int = 50
     stall_s: float = 8e-3
@@ -55,6 +57,9 @@ class Prices:
         behind = sum(len(row.tokens) - 1 for row in plan.drafts)
         return passes + self.row_s * more_rows + self.behind_s * behind
 
+    def around(self, plan: StepPlan) -> float:
+        return self.around_s + self.around_guesses_s * any(row.num_guesses for row in plan.drafts)
+
     def model(self, wrong: float = 1.0) -> StepModel:
         """What a worker measures of this at its start; `wrong` makes the price of one token more so many times what it
         is, as a busy machine does."""
@@ -65,7 +70,7 @@ class Prices:
         fills = [(n, self.first_s + self.behind_s * (n - 1)) for n in (1, 4, 9, 16, 32, 64, 128, 512)]
         first = [(n, self.first_s + self.row_s * (n - 1)) for n in (1, 4, 16, 64)]
         later = [(n, self.next_s + self.row_s * (n - 1)) for n in (1, 4, 16, 64)]
-        return StepModel(long, fills, later, first, rows=plain, guess=guess)
+        return StepModel(long, fills, later, first, rows=plain, guess=guess, planning_s=self.around_guesses_s)
 
 
 @dataclass
@@ -129,10 +134,11 @@ def serve(
             draft_s, target_s = prices.draft(plan) * load, prices.target(plan.with_guesses(outcome.guesses)) * load
             seen_draft, seen_target = noisy(draft_s), noisy(target_s)
             outcome = replace(outcome, draft_s=seen_draft, elapsed_s=seen_draft + seen_target)
+            around_s = prices.around(plan) * load
             if plan.rows:
-                found.seconds += (draft_s + target_s + prices.around_s * load) / load
+                found.seconds += (draft_s + target_s + around_s) / load
             _count(found, plan)
-            now += outcome.elapsed_s + noisy(prices.around_s * load)
+            now += outcome.elapsed_s + noisy(around_s)
             result = scheduler.finish_step(outcome, now)
             found.tokens += sum(len(event.tokens) for event in result.tokens)
         for sequence_id in arriving:
