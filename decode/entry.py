@@ -30,20 +30,22 @@ class Times:
 @dataclass(slots=True)
 class Entry:
     """`untold` is the output index from which tokens are still to be told: the first event repeats the token that
-    prefill sampled. `in_flight`: KV is still being written into the blocks of an aborted sequence."""
+    prefill sampled. `in_flight`: KV is still being written into the blocks of an aborted sequence. `heard_at`: when the
+    last token came, or its KV. `favoured`: it has the turn of its priority."""
 
     sequence: Sequence
     prefix: PrefixUse
-    turn: int
+    number: int
     times: Times
     untold: int
     in_flight: bool = False
-    preempted_at: float = 0.0
+    heard_at: float = 0.0
+    favoured: bool = False
     speculation: SpeculationCounters = field(default_factory=SpeculationCounters)
 
     @property
-    def rank(self) -> tuple[int, int]:
-        return self.sequence.request.priority, self.turn
+    def rank(self) -> tuple[int, bool, int]:
+        return self.sequence.request.priority, not self.favoured, self.number
 
     def stamps(self, now: float | None) -> StageStamps:
         received, running = self.times.received_at, self.times.running_at

@@ -7,8 +7,10 @@ are added as tokens come. When none is free, whoever ranks last gives its blocks
 cached any more is computed again, as long rows in chunks that fit the step's time. Full blocks stay cached after use,
 those with generated tokens too: the next turn of a conversation begins with this one.
 
-Rank is the `priority` number, lower first, then the turn, older first. Who ranks first always gets what it needs, so it
-finishes; and one that has waited for PATIENCE_S is given the first turn of its priority, so each ranks first in time.
+Rank is the `priority` number, lower first, then who has the turn (`turns.py`), then age, older first. Whoever runs
+takes what it needs from those behind it, so who ranks first goes on. A preempted sequence comes back into free blocks
+or those of a lower priority, and at its turn into whatever its own priority holds, too. A turn ends after a few tokens
+and the next one is for who has been silent longest. So each has one in time, goes on by a token at least, and ends.
 """
 
 from __future__ import annotations
@@ -25,9 +27,8 @@ from baton.core.step import Row, StepOutcome, StepPlan, check_outcome
 from decode.entry import Entry, Times
 from decode.holdings import Holdings
 from decode.speculation import Speculation
+from decode.turns import TURN_TOKENS, Turns, full_pace, rest
 
-PATIENCE_S = 1.0
-TURN_TOKENS = 16  # who was given the first turn keeps it at least until it has generated that many more
 _ROOM_TOKENS = 64  # a preempted sequence comes back when there is room for that many new tokens, too
 _HOLDING = (State.READY, State.RUNNING)
 
@@ -39,9 +40,8 @@ class DecodeResult:
 
 
 class DecodeScheduler:
-    """Complete state: `_entries`, whose states say who is where, their `_holdings`, `speculation`, `_favoured` (for
-    each priority who was given the first turn, and its output then), and the one outstanding `_plan` with its
-    beginning."""
+    """Complete state: `_entries`, whose states say who is where, their `_holdings`, `speculation`, `_turns`, and the
+    one outstanding `_plan` with its beginning."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class DecodeScheduler:
         self.max_running = max_running
         self.speculation = speculation or Speculation()
         self._entries: dict[SequenceId, Entry] = {}
-        self._favoured: dict[int, tuple[SequenceId, int]] = {}
+        self._turns = Turns()
         self._plan: StepPlan | None = None
         self._began_at = 0.0
         self._next_step = 1
-        self._next_turn = 1
+        self._next_number = 1
         self.prompt_tokens_computed = 0
         self.tokens_generated = 0
         self.tokens_reused = 0
@@ -111,13 +111,13 @@ class DecodeScheduler:
         waiting, here = self.num_preempted, len(self._entries)
         sequence = Sequence(request, State.RECEIVING, now)
         prefix = PrefixUse(self.cache, sequence)
-        entry = Entry(sequence, prefix, self._next_turn, Times(now), untold=len(request.output))
+        entry = Entry(sequence, prefix, self._next_number, Times(now), untold=len(request.output))
         if waiting or not self._holdings.reserve(entry, leave=here):
             needed = self.layout.blocks_for(sequence.num_tokens)
             what = f"{self.blocks.num_free} free, {here} sequences growing, {waiting} preempted"
             raise Unavailable(f"{needed} KV blocks needed, {what}", code="no_free_blocks")
         self._entries[sequence_id] = entry
-        self._next_turn += 1
+        self._next_number += 1
         self.tokens_reused += prefix.cached
         self.speculation.open(sequence)
         return sequence.block_ids
@@ -133,7 +133,7 @@ class DecodeScheduler:
         sequence = entry.sequence
         self._holdings.landed(entry)
         sequence.move(State.READY)
-        entry.times.received_at = now
+        entry.times.received_at = entry.heard_at = now
         reason = sequence.append(first_token, first_logprob)
         if sequence.ending is not None or reason is not None:
             ended = SequenceEnded(sequence_id, sequence.ending or reason or "aborted", stamps=self.stamps(sequence_id))
@@ -145,23 +145,25 @@ class DecodeScheduler:
         """The next step, or None when there is nothing to compute (or the last step is still out)."""
         if self._plan is not None:
             return None
-        self._give_turns(now)
+        waiting = self._in(State.PREEMPTED)
+        self._turns.give(waiting, now, self.speculation.model.again_s() if waiting else 0.0)
         self._admit(now)
         rows: list[Row] = []
         sequences: list[Sequence] = []
         running = self._ranked(State.RUNNING)
+        resting = self._resting(running, now)
         budget: int | None = None  # of long rows, of which there are seldom any
         for entry in running:
             sequence = entry.sequence
-            if sequence.state is not State.RUNNING:
-                continue  # preempted for one before it
+            if sequence.state is not State.RUNNING or sequence.id in resting:
+                continue  # preempted for one before it, or not its time
             count = sequence.num_uncomputed
             if count > 1:
-                budget = self.speculation.model.long_tokens(len(running)) if budget is None else budget
+                budget = self.speculation.model.long_tokens(len(running) - len(resting)) if budget is None else budget
                 count = min(count, budget)
                 budget -= count
             start, end = sequence.num_computed, sequence.num_computed + count
-            if count == 0 or not self._grow(entry, end, now):
+            if count == 0 or not self._grow(entry, end):
                 continue
             rows.append(sequence.row(start, end, num_sampled=int(end == sequence.num_tokens)))
             sequences.append(sequence)
@@ -204,7 +206,7 @@ class DecodeScheduler:
                 if reason is not None:
                     break
             tokens.append(sequence.told(entry.untold, entry.speculation if entry.speculation.steps else None))
-            entry.untold = len(sequence.output)
+            entry.untold, entry.heard_at = len(sequence.output), now
             if reason is not None:
                 ended.append(SequenceEnded(sequence.id, reason, stamps=entry.stamps(now)))
                 self._leave(entry)
@@ -265,17 +267,12 @@ class DecodeScheduler:
     def _ranked(self, *states: State) -> list[Entry]:
         return sorted(self._in(*states), key=lambda entry: entry.rank)
 
-    def _give_turns(self, now: float) -> None:
-        """Puts who has waited too long first in its priority, one after the other."""
-        for entry in sorted(self._in(State.PREEMPTED), key=lambda entry: entry.preempted_at):
-            priority = entry.sequence.request.priority
-            favoured, output = self._favoured.get(priority, (entry.sequence.id, 0))
-            holder = self._entries.get(favoured)
-            if holder is not None and holder is not entry and len(holder.sequence.output) < output + TURN_TOKENS:
-                continue
-            if now - entry.preempted_at >= PATIENCE_S and self._favoured.get(priority, ("", 0))[0] != entry.sequence.id:
-                entry.turn = min(e.turn for e in self._entries.values()) - 1
-                self._favoured[priority] = entry.sequence.id, len(entry.sequence.output)
+    def _resting(self, running: list[Entry], now: float) -> set[SequenceId]:
+        """Those of the running, ranked, that keep their blocks and have no row now: none while blocks are not short."""
+        if 2 * self.blocks.num_free >= len(running):
+            return set()
+        most = full_pace(self._in(State.PREEMPTED, *_HOLDING), self.speculation.model.again_s())
+        return rest(running, most, now)
 
     def _admit(self, now: float) -> None:
         """Lets sequences into the batch by rank: ready ones have their blocks, preempted ones need them again."""
@@ -286,8 +283,9 @@ class DecodeScheduler:
             if room <= 0:
                 return
             if sequence.state is State.PREEMPTED:
-                wanted = min(sequence.num_tokens + _ROOM_TOKENS, sequence.request.max_total_tokens)
-                if blocked or not self._return(entry, wanted, now):
+                room_tokens = TURN_TOKENS if entry.favoured else _ROOM_TOKENS
+                wanted = min(sequence.num_tokens + room_tokens, sequence.request.max_total_tokens)
+                if blocked or not self._return(entry, wanted):
                     blocked = True
                     continue
             elif sequence.state is not State.READY:
@@ -297,24 +295,27 @@ class DecodeScheduler:
             if entry.times.running_at is None:
                 entry.times.running_at = now
 
-    def _return(self, entry: Entry, end: int, now: float) -> bool:
+    def _return(self, entry: Entry, end: int) -> bool:
         """Gives a preempted sequence the blocks of positions [0, end): its own, as far as they are cached still."""
         self._holdings.take_cached(entry)
-        if not self._grow(entry, end, now):
+        if not self._grow(entry, end):
             self._holdings.give_up(entry)
             return False
         return True
 
-    def _grow(self, entry: Entry, end: int, now: float) -> bool:
-        """Gives a sequence the blocks of positions [0, end), if need be those of sequences that rank behind it."""
+    def _grow(self, entry: Entry, end: int) -> bool:
+        """Gives a sequence the blocks of positions [0, end), if need be those of sequences that rank behind it. One
+        that comes back without a turn takes none from its own priority: that one would have to be computed again."""
         sequence = entry.sequence
         needed = self.layout.blocks_for(end) - len(sequence.block_ids)
         if needed > self.blocks.num_free:
-            behind = [e for e in self._ranked(*_HOLDING) if e.rank > entry.rank and e.sequence.step_id is None]
+            whole = entry.favoured or sequence.state is not State.PREEMPTED
+            before = entry.rank if whole else (entry.rank[0] + 1, False, 0)
+            behind = [e for e in self._ranked(*_HOLDING) if e.rank > before and e.sequence.step_id is None]
             if needed > self._holdings.num_free_without(behind):
                 return False
             while needed > self.blocks.num_free:
-                self._preempt(behind.pop(), now)
+                self._preempt(behind.pop())
         self._holdings.extend(entry, needed)
         return True
 
@@ -324,10 +325,9 @@ class DecodeScheduler:
         self._holdings.extend(self._entries[sequence.id], min(needed, self.blocks.num_free))
         return min(count, len(sequence.block_ids) * self.layout.block_size - sequence.num_tokens)
 
-    def _preempt(self, entry: Entry, now: float) -> None:
+    def _preempt(self, entry: Entry) -> None:
         self._holdings.give_up(entry)
         entry.sequence.move(State.PREEMPTED)
-        entry.preempted_at = now
         self.preemptions += 1
 
     def _leave(self, entry: Entry) -> None:

@@ -166,6 +166,11 @@ class StepModel:
         of itself: beside what surrounds a step it is less than noise."""
         return self._planning_s * self.short.scale
 
+    def again_s(self) -> float:
+        """What a token of a long row adds to a step, where that has as many as its time allows."""
+        tokens = max(self.long.tokens_within(self.budget_s, self.step_tokens), LEAST_LONG_TOKENS)
+        return (self.long.seconds(tokens) - self.long.seconds(1)) / (tokens - 1)
+
     def fill_tokens(self, idle: bool) -> int:
         """Tokens of prompts for which the draft has time in the next step, all of it when nothing else runs."""
         share = 1.0 if idle else FILL_SHARE

@@ -26,6 +26,7 @@ PURE_DECODE = tuple(
         "ngram",
         "step_cost",
         "trials",
+        "turns",
     )
 )
 PURE = ("baton/core/*", "prefill/scheduler.py", *PURE_DECODE, "coordinator/policy/*")

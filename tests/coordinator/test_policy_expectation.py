@@ -71,7 +71,7 @@ def test_what_runs_is_left_room_to_grow_and_what_ends_gives_it_back() -> None:
     dispatcher.check()
 
 
-def flooded(expectation: OutputExpectation | None, count: int = 120) -> Overload:
+def flooded(expectation: OutputExpectation | None, count: int = 200) -> Overload:
     """Requests of up to 2,000 tokens, whose answers are of 200 on average, on a decode worker that has room for
     about sixteen whole sequences of that length."""
     generator = random.Random(4)

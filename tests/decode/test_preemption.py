@@ -7,9 +7,10 @@ import pytest
 from baton.core.errors import Unavailable
 from baton.core.request import SequenceId
 from baton.core.step import StepPlan
-from decode.scheduler import PATIENCE_S, TURN_TOKENS, DecodeScheduler
+from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculation
 from decode.step_cost import StepModel
+from decode.turns import SILENCE_S, TURN_TOKENS
 from tests.support.builders import make_decode, make_outcome, make_request
 from tests.support.overload_sim import make_worker
 
@@ -89,12 +90,12 @@ def test_who_waits_too_long_has_its_turn_and_keeps_it_for_a_while() -> None:
     ready(scheduler, "a", max_tokens=60)
     ready(scheduler, "b", max_tokens=60)
     until_preempted(scheduler)
-    plan = step(scheduler, PATIENCE_S)
+    plan = step(scheduler, SILENCE_S)
     assert names(plan) == ["b"], "it came back, and the blocks it needs are those of who ran until now"
     for _ in range(TURN_TOKENS - 2):
-        assert names(step(scheduler, 3 * PATIENCE_S)) == ["b"]
-    step(scheduler, 3 * PATIENCE_S)
-    assert names(step(scheduler, 3 * PATIENCE_S)) == ["a"]
+        assert names(step(scheduler, 3 * SILENCE_S)) == ["b"]
+    step(scheduler, 3 * SILENCE_S)
+    assert names(step(scheduler, 3 * SILENCE_S)) == ["a"]
 
 
 def test_recomputation_is_cut_into_chunks_that_fit_the_budget() -> None:
@@ -126,7 +127,7 @@ def test_every_stream_progresses_in_half_the_pool() -> None:
             if row.num_sampled:
                 last[row.sequence_id.request_id] = now
         waiting = {i.request_id for i in scheduler.sequence_ids()}
-        assert all(now - last[name] < 8 * PATIENCE_S for name in waiting)
+        assert all(now - last[name] < 2.0 for name in waiting)
     assert scheduler.preemptions > 0
     assert scheduler.blocks.num_free == 24
 
@@ -157,29 +158,3 @@ def test_no_stream_is_silent_for_two_seconds_in_half_the_pool() -> None:
     assert scheduler.blocks.num_free == 80
     assert scheduler.preemptions > 0 and recomputed > 0, "blocks must have been short"
     assert silence_s < 2.0 and silent_steps < 128
-
-
-@pytest.mark.parametrize(("streams", "most_s", "most_recomputed"), [(16, 2.6, 4_500), (32, 4.3, 5_600)])
-def test_with_more_streams_in_half_the_pool_silence_is_bounded_and_so_is_recomputation(
-    streams: int, most_s: float, most_recomputed: int
-) -> None:
-    """As above. Twice as many wait, so either twice as much is computed again in each second or they wait for twice as
-    long: decision 0022 has the arithmetic. This holds where the policy stands between the two."""
-    scheduler = make_worker(num_blocks=10 * streams)
-    heard = {f"s{index}": 0.0 for index in range(streams)}
-    for name in heard:
-        ready(scheduler, name, prompt=64, max_tokens=256)
-    now, recomputed, silence_s, tokens = 0.0, 0, 0.0, 0
-    while scheduler.num_sequences:
-        plan = scheduler.begin_step(now)
-        assert plan is not None
-        now += scheduler.speculation.model.long.seconds(plan.num_tokens)
-        recomputed += plan.num_tokens - sum(row.num_sampled for row in plan.rows)
-        for event in scheduler.finish_step(make_outcome(plan), now).tokens:
-            name = event.sequence.request_id
-            silence_s, heard[name] = max(silence_s, now - heard[name]), now
-            tokens = max(tokens, event.first_index + len(event.tokens))
-        scheduler.check()
-    assert tokens == 256 and scheduler.blocks.num_free == 10 * streams
-    assert scheduler.preemptions > 0 and 0 < recomputed < most_recomputed
-    assert silence_s < most_s

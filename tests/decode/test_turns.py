@@ -1,0 +1,157 @@
+"""How long streams are silent where the pool is too small, in virtual time; and whose turn it is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.core.prefix_use import PrefixUse
+from baton.core.sequence import Sequence, State
+from decode.entry import Entry, Times
+from decode.holdings import Holdings
+from decode.step_cost import StepModel
+from decode.turns import PACE_S, RECOMPUTE_SHARE, SILENCE_S, TURN_TOKENS, Turns, full_pace, rest
+from tests.support.builders import make_layout, make_request
+from tests.support.half_pool import FAST, Stream, drive, half_pool
+from tests.support.overload_sim import COSTS
+
+HOLDINGS = Holdings(make_layout(16), 1, "", False)
+
+
+@pytest.mark.parametrize(("count", "most_s", "most_recomputed"), [(8, 5.6, 1_600), (16, 6.7, 2_600), (32, 9.9, 3_300)])
+def test_no_stream_is_silent_for_two_seconds_in_half_the_pool(count: int, most_s: float, most_recomputed: int) -> None:
+    streams = [Stream()] * count
+    found = drive(streams, half_pool(streams))
+    assert set(found.tokens.values()) == {256}
+    assert found.preemptions > 0 and 0 < found.recomputed < most_recomputed
+    assert found.longest_silence_s < 2.0
+    assert found.end_s < most_s
+
+
+@pytest.mark.parametrize("count", [8, 16, 32, 64])
+def test_nor_where_steps_are_fast(count: int) -> None:
+    streams = [Stream()] * count
+    found = drive(streams, half_pool(streams), costs=FAST)
+    assert found.preemptions > 0 and found.longest_silence_s < 2.0
+    assert found.recompute_share < 0.2
+
+
+@pytest.mark.parametrize("count", [8, 16, 32])
+@pytest.mark.parametrize("seed", range(3))
+def test_nor_with_answers_of_all_lengths(count: int, seed: int) -> None:
+    generator = random.Random(seed)
+    streams = [Stream(64, generator.randint(32, 480)) for _ in range(count)]
+    found = drive(streams, half_pool(streams))
+    assert found.preemptions > 0 and found.longest_silence_s < 2.0
+
+
+def test_what_cannot_be_heard_in_time_waits_longer_and_costs_no_more() -> None:
+    """Sixteen streams of a thousand tokens: that those who wait are heard every 2 s would take 0.38 ms a token of
+    some 7,000, again and again: more than all time."""
+    streams = [Stream(64, 1000)] * 16
+    found = drive(streams, half_pool(streams))
+    assert 2.0 < found.longest_silence_s < 7.0
+    assert found.recompute_share < 0.3
+
+
+def test_who_came_first_is_never_kept_waiting_for_blocks() -> None:
+    streams = [Stream()] * 16
+    found = drive(streams, half_pool(streams))
+    ended = list(found.ended_at)
+    assert found.resting_steps > 0, "some must have rested"
+    assert ended.index("s0") < 4 and found.silence_s["s0"] < found.longest_silence_s
+
+
+def test_nobody_of_a_higher_priority_rests_or_waits_while_a_lower_one_has_blocks() -> None:
+    streams = [Stream(priority=index % 2) for index in range(16)]
+    found = drive(streams, half_pool(streams))
+    assert found.preemptions > 0 and found.resting_steps > 0
+    high = [found.silence_s[f"s{index}"] for index in range(0, 16, 2)]
+    assert max(high) < 2 * PACE_S
+    assert found.longest_silence_s < 2.5
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 300), st.integers(2, 400)), min_size=2, max_size=12),
+    part=st.floats(0.2, 0.9),
+    costs=st.sampled_from([COSTS, FAST, ((1, 0.01), (512, 0.012))]),
+)
+def test_whatever_the_pool_all_end_and_each_waits_for_a_round_of_turns_at_most(
+    shapes: list[tuple[int, int]], part: float, costs: tuple[tuple[int, float], ...]
+) -> None:
+    streams = [Stream(prompt, output) for prompt, output in shapes]
+    prompts = sum(Stream(s.prompt, 0).blocks for s in streams) + len(streams)  # or not all are let in
+    blocks = max(round(part * sum(s.blocks for s in streams)), max(s.blocks for s in streams), prompts)
+    found = drive(streams, blocks, costs=costs)
+    token_s = StepModel(costs, budget_s=0.05).again_s()
+    round_s = sum((s.prompt + s.output) * token_s / RECOMPUTE_SHARE for s in streams)
+    assert list(found.tokens.values()).count(0) == 0 and len(found.ended_at) == len(streams)
+    assert found.longest_silence_s < SILENCE_S + PACE_S + 0.7 * round_s
+
+
+def waiting(name: str, tokens: int, heard_at: float, priority: int = 0) -> Entry:
+    sequence = Sequence(make_request(name, tokens, 100, priority=priority), State.PREEMPTED, 0.0)
+    number = int(name[1:])
+    return Entry(sequence, PrefixUse(HOLDINGS.cache, sequence), number, Times(0.0), 0, heard_at=heard_at)
+
+
+def favoured(entries: list[Entry]) -> list[str]:
+    return [entry.sequence.id.request_id for entry in entries if entry.favoured]
+
+
+def test_a_turn_is_given_as_late_as_all_can_be_heard_in_time() -> None:
+    """Ten milliseconds a token and a share of three tenths: a turn over 9 tokens takes 0.3 s."""
+    turns, entries = Turns(), [waiting("s1", 9, 0.1), waiting("s2", 9, 0.0), waiting("s3", 9, 0.05)]
+    turns.give(entries, 0.6, 0.01)
+    assert favoured(entries) == []
+    turns.give(entries, 0.71, 0.01)
+    assert favoured(entries) == ["s2"], "who has been silent longest; the third would be heard at 1.5 s"
+    turns.give(entries, 5.0, 0.01)
+    assert favoured(entries) == ["s2"], "one at a time"
+
+
+def test_a_turn_ends_after_some_tokens_and_the_next_comes_when_the_share_allows() -> None:
+    turns, entries = Turns(), [waiting("s1", 9, 0.0), waiting("s2", 9, 0.1)]
+    turns.give(entries, 2.0, 0.01)
+    first = entries[0]
+    first.sequence.output.extend([7] * (TURN_TOKENS - 1))
+    turns.give(entries[1:], 2.1, 0.01)
+    assert favoured(entries) == ["s1"]
+    first.sequence.output.append(7)
+    turns.give(entries[1:], 2.2, 0.01)
+    assert favoured(entries) == []
+    turns.give(entries[1:], 2.31, 0.01)
+    assert favoured(entries) == ["s2"]
+
+
+def test_who_has_ended_gives_its_turn_back_and_each_priority_has_its_own() -> None:
+    turns, entries = Turns(), [waiting("s1", 9, 0.0, priority=1), waiting("s2", 9, 1.9), waiting("s3", 9, 1.9)]
+    turns.give(entries, 2.0, 0.01)
+    assert favoured(entries) == ["s1"]
+    turns.give(entries, 4.0, 0.01)
+    assert favoured(entries) == ["s1", "s2"]
+    entries[1].sequence.move(State.FINISHED)
+    turns.give([entries[0], entries[2]], 6.0, 0.01)
+    assert favoured(entries) == ["s1", "s3"]
+
+
+def test_as_many_go_on_as_could_be_kept_heard_but_a_quarter_at_least() -> None:
+    entries = [waiting(f"s{index}", 100, 0.0) for index in range(32)]
+    assert full_pace(entries, 1e-3) == 8
+    assert full_pace(entries, RECOMPUTE_SHARE * SILENCE_S / 100 / 20.5) == 20
+    assert full_pace(entries[:1], 1.0) == 1
+
+
+def test_who_was_heard_just_now_rests_unless_it_is_of_a_higher_priority_or_has_the_turn() -> None:
+    entries = [waiting(f"s{index}", 8, 0.0, priority=int(index > 1)) for index in range(6)]
+    for entry in entries:
+        entry.sequence.num_computed = 7
+    entries[3].favoured = True
+    entries[4].sequence.num_computed = 3
+    running = sorted(entries, key=lambda entry: entry.rank)
+    assert {found.request_id for found in rest(running, 1, PACE_S / 2)} == {"s2", "s5"}
+    assert rest(running, 1, PACE_S) == set() and rest(running, 6, 0.0) == set()

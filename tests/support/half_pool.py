@@ -1,0 +1,91 @@
+"""Streams in a decode pool that is too small for them, in virtual time: a step takes what a cost curve says, and so
+does recomputation. What a busy machine does to the clock says nothing here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from decode.speculation import Speculation
+from decode.step_cost import StepModel
+from tests.support.builders import make_decode, make_outcome, make_request
+from tests.support.overload_sim import COSTS
+
+BLOCK = 16
+FAST = ((1, 0.0010), (4, 0.0014), (8, 0.0033), (16, 0.0060), (32, 0.0107), (64, 0.018), (512, 0.110))
+"""Seconds of a step by its tokens: the built-in pair with compiled kernels on one core of a processor with AVX2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    prompt: int = 64
+    output: int = 256
+    priority: int = 0
+
+    @property
+    def blocks(self) -> int:
+        return -(-(self.prompt + self.output) // BLOCK)
+
+
+@dataclass
+class Progress:
+    """What became of it: the longest time without a token of each stream, tokens by stream, when each ended, how many
+    tokens were computed again and what part of the time that took, steps in which somebody rested."""
+
+    silence_s: dict[str, float] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    ended_at: dict[str, float] = field(default_factory=dict)
+    recomputed: int = 0
+    recompute_share: float = 0.0
+    resting_steps: int = 0
+    preemptions: int = 0
+
+    @property
+    def longest_silence_s(self) -> float:
+        return max(self.silence_s.values())
+
+    @property
+    def end_s(self) -> float:
+        return max(self.ended_at.values())
+
+
+def half_pool(streams: Sequence[Stream]) -> int:
+    return sum(stream.blocks for stream in streams) // 2
+
+
+def drive(streams: Sequence[Stream], num_blocks: int, *, costs: Sequence[tuple[int, float]] = COSTS) -> Progress:
+    """All streams at once, their prompts computed, to the end of the last. Every block must be free then."""
+    speculation = Speculation(model=StepModel(costs, budget_s=0.05))
+    worker = make_decode(num_blocks, block_size=BLOCK, max_running=64, speculation=speculation, prefix_cache=False)
+    result, heard = Progress(), dict[str, float]()
+    for index, stream in enumerate(streams):
+        request = make_request(f"s{index}", stream.prompt, stream.output, eos=(), priority=stream.priority)
+        worker.reserve(request, 0.0)
+        worker.received(request.sequence_id, 5, 0.0)
+        heard[request.request_id] = result.silence_s[request.request_id] = 0.0
+    now, steps, step_s = 0.0, 0, speculation.model.long.seconds
+    while worker.num_sequences:
+        plan = worker.begin_step(now)
+        assert plan is not None, f"nobody goes on: {worker!r}"
+        again = plan.num_tokens - sum(row.num_sampled for row in plan.rows)
+        took_s = step_s(plan.num_tokens)
+        result.recomputed += again
+        result.recompute_share += took_s - step_s(plan.num_tokens - again)
+        result.resting_steps += len(plan.rows) < worker.num_running
+        now += took_s
+        events = worker.finish_step(make_outcome(plan), now)
+        for event in events.tokens:
+            name = event.sequence.request_id
+            result.silence_s[name] = max(result.silence_s[name], now - heard[name])
+            heard[name] = now
+            result.tokens[name] = event.first_index + len(event.tokens)
+        for ended in events.ended:
+            result.ended_at[ended.sequence.request_id] = now
+        steps += 1
+        if steps % 8 == 0:
+            worker.check()
+    worker.check()
+    assert worker.blocks.num_free == num_blocks
+    result.recompute_share /= now
+    result.preemptions = worker.preemptions
+    return result
