@@ -180,9 +180,12 @@ void attend(
     if (tiles > TILES_PER_UNIT) return;
 #if BATON_LEVEL == 0
     if (tiles == 1) {
-      if (head % together == 0)
-        attend_few(plan, row, head, head + together, queries, query_stride, keys, values, output, output_stride);
-      return;
+      if (head % together != 0) return;
+      const bool by_turns = threads == 1;  // rows come one after the other
+      const Row* after = by_turns && &row + 1 < rows + num_rows ? &row + 1 : nullptr;
+      return attend_few(
+          plan, row, by_turns && &row > rows, after, head, head + together, queries, query_stride, keys, values, output,
+          output_stride);
     }
 #endif
     char* block_at = block_memory.get(plan.block_bytes);

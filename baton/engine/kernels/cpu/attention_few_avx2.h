@@ -4,11 +4,10 @@
 // elements where values are. A column's bits are those that it has in a tile: scores are summed over elements and values
 // over keys front to back, the weights of a block in four sums, by key modulo 4.
 //
-// Keys and values mostly come from memory. So the values of a block are fetched while its keys are turned over, and the
-// next keys while values are added: many lines at once only wait for each other, and memory would be idle until the next.
+// Keys and values mostly come from memory, and those of the next block are fetched on the way through this one.
 #pragma once
 
-#include "attention_plan.h"
+#include "attention_ahead_avx2.h"
 
 namespace baton {
 namespace {
@@ -17,9 +16,6 @@ constexpr int64_t HALF = KEYS / 2;  // keys that are turned over at a time, so t
 constexpr int64_t MOST_COLUMNS = 3;  // of a product: 12 registers of sums
 
 thread_local Scratch few_memory;
-
-template <class E>
-BATON_LANES void fetch(const E* line) { _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T0); }
 
 BATON_LANES __m256i eight_dwords(const void* from, int64_t there) {
   if (there >= 8) return _mm256_loadu_si256(integers(from));
@@ -46,26 +42,10 @@ BATON_LANES __m256 element(const __m256i_u* dwords, int n) {
   return upper;
 }
 
-// Where the positions of a block are in a pool, in elements. A block that ends early is filled up with its last position,
-// which is hidden then; behind the row's end there are none.
-struct Places {
-  int64_t at[KEYS];
-  int64_t count;
-
-  Places(const AttentionShape& s, const Row& row, int64_t block) {
-    count = std::clamp<int64_t>(row.start + row.length - block * KEYS, 0, KEYS);
-    int64_t table = block * KEYS / s.block_size, slot = block * KEYS % s.block_size;
-    for (int64_t key = 0; key < count; ++key) {
-      at[key] = (row.blocks[table] * s.block_size + slot) * s.kv_heads * s.head_dim;
-      if (++slot == s.block_size) ++table, slot = 0;
-    }
-    for (int64_t key = count; count > 0 && key < KEYS; ++key) at[key] = at[count - 1];
-  }
-};
-
-// 32 keys of `size` elements -> [elements][32] in float32. Fetches what `ahead` has at the same places.
+// 32 keys of `size` elements -> [elements][32] in float32. Fetches as many bytes as they have.
 template <class E>
-void turn_over(const E* keys, const int64_t* at, int64_t size, float* to, const E* ahead) {
+void turn_over(const E* keys, const int64_t* at, int64_t size, float* to, Ahead& shared) {
+  Ahead ahead = shared;
   for (int64_t key = 0; key < HALF; key += 8)
     for (int64_t first = 0; first < size; first += 8 * PER_DWORD<E>) {
       __m256i rows[8];
@@ -74,9 +54,9 @@ void turn_over(const E* keys, const int64_t* at, int64_t size, float* to, const 
       float* column = to + first * HALF + key;
       for (int i = 0; i < 8; ++i)
         for (int n = 0; n < PER_DWORD<E>; ++n, column += HALF) _mm256_store_ps(column, element<E>(rows[i], n));
-      if (first * sizeof(E) % 64 == 0)
-        for (int i = 0; i < 8; ++i) fetch(ahead + at[key + i] + first);
+      ahead.lines(4);
     }
+  shared = ahead;
 }
 
 // scores [COLUMNS][64], 32 of each, of keys that are turned over and queries [COLUMNS][width].
@@ -105,12 +85,13 @@ void score_few(const float* keys, int64_t size, const float* queries, int64_t wi
 }
 
 // output [COLUMNS][width] += weights [COLUMNS][64] times `count` values, of the elements in CHUNKS times 8 dwords from
-// `first` on. In bf16 the output's elements lie by turns: of each 16 the even ones and then the odd ones. Fetches the same
-// elements of `ahead`.
+// `first` on. In bf16 the output's elements lie by turns: of each 16 the even ones and then the odd ones. Fetches as many bytes as it
+// reads.
 template <int COLUMNS, int CHUNKS, class E>
 BATON_LANES void add_elements(
     const E* values, const int64_t* at, int64_t count, int64_t first, int64_t size, const float* weights, float* output,
-    int64_t width, const E* ahead, const int64_t* ahead_at) {
+    int64_t width, Ahead& shared) {
+  Ahead ahead = shared;
   constexpr int PER = PER_DWORD<E>, REGISTERS = CHUNKS * PER;
   __m256 sums[COLUMNS][REGISTERS];
 #pragma GCC unroll 8
@@ -135,24 +116,25 @@ BATON_LANES void add_elements(
           sums[c][chunk * PER + n] = _mm256_fmadd_ps(value, weight[c], sums[c][chunk * PER + n]);
       }
     }
-    for (int i = 0; i < REGISTERS * 8; i += 64 / sizeof(E)) fetch(ahead + ahead_at[key] + first + i);
+    ahead.lines(sizeof(E) / 2);
   }
 #pragma GCC unroll 8
   for (int c = 0; c < COLUMNS; ++c)
 #pragma GCC unroll 8
     for (int i = 0; i < REGISTERS; ++i) _mm256_store_ps(output + c * width + first + 8 * i, sums[c][i]);
+  shared = ahead;
 }
 
 template <int COLUMNS, class E>
 void add_few(
     const E* values, const int64_t* at, int64_t count, int64_t size, const float* weights, float* output, int64_t width,
-    const E* ahead, const int64_t* ahead_at) {
+    Ahead& ahead) {
   constexpr int64_t CHUNK = 8 * PER_DWORD<E>;
   int64_t first = 0;
   for (; first + 32 <= size; first += 32)
-    add_elements<COLUMNS, 32 / CHUNK>(values, at, count, first, size, weights, output, width, ahead, ahead_at);
+    add_elements<COLUMNS, 32 / CHUNK>(values, at, count, first, size, weights, output, width, ahead);
   for (; first < size; first += CHUNK)
-    add_elements<COLUMNS, 1>(values, at, count, first, size, weights, output, width, ahead, ahead_at);
+    add_elements<COLUMNS, 1>(values, at, count, first, size, weights, output, width, ahead);
 }
 
 // Calls work(first, std::integral_constant<int, count>) for columns in turns of up to MOST_COLUMNS, alike in size.
@@ -214,11 +196,11 @@ BATON_LANES Floats in_order(Floats x) {
 }
 
 // A row of up to 16 columns (token, head) for each of the KV heads [first_head, last_head). Heads take turns at each block,
-// because they lie together in memory.
+// because they lie together in memory. `fetched` says that the first block is; that of the row `after`, if any, is then.
 template <class E>
 void attend_few(
-    const Plan<E>& plan, const Row& row, int64_t first_head, int64_t last_head, const E* queries, int64_t stride,
-    const E* keys, const E* values, E* to, int64_t to_stride) {
+    const Plan<E>& plan, const Row& row, bool fetched, const Row* after, int64_t first_head, int64_t last_head,
+    const E* queries, int64_t stride, const E* keys, const E* values, E* to, int64_t to_stride) {
   const AttentionShape& s = plan.shape;
   const int64_t columns = row.length * plan.group, size = s.head_dim, width = round_up(size, 16);
   const int64_t heads = last_head - first_head, all = heads * columns;
@@ -240,24 +222,29 @@ void attend_few(
   }
   const int64_t end = row.start + row.length;
   int64_t block = plan.first_block(row.start);
+  const E *first_keys = keys + first_head * size, *first_values = values + first_head * size;
   Places now(s, row, block);
+  if (!fetched) {
+    Runs runs(s, now, first_keys, first_values, heads);
+    for (Run run = runs.next(); run.step > 0; run = runs.next())
+      for (; run.line < run.end; run.line += run.step) _mm_prefetch(run.line, _MM_HINT_T0);
+  }
   for (; block * KEYS < end; ++block) {
-    const Places next(s, row, block + 1);
+    const bool over = (block + 1) * KEYS >= end && after != nullptr;
+    const Places next(s, over ? *after : row, over ? plan.first_block(after->start) : block + 1);
     const int64_t first = block * KEYS, halves = (now.count + HALF - 1) / HALF;
+    Runs runs(s, next, first_keys, first_values, heads);
+    Ahead ahead(&runs), nothing(scores);
     for (int64_t head = 0; head < heads; ++head) {
-      const E *own_keys = keys + (first_head + head) * size, *own_values = values + (first_head + head) * size;
+      const E *own_keys = first_keys + head * size, *own_values = first_values + head * size;
       const float* own_query = query + head * columns * width;
       float* own_output = output + head * columns * width;
       for (int64_t half = 0; half < halves; ++half) {
-        turn_over(own_keys, now.at + half * HALF, size, turned, own_values);
+        turn_over(own_keys, now.at + half * HALF, size, turned, ahead);
         in_turns(columns, [&](int64_t c, auto number) {
           score_few<number>(turned, size, own_query + c * width, width, scores + c * KEYS + half * HALF);
         });
       }
-      // After the last there is nothing to fetch but what is there.
-      const bool same = head + 1 < heads, nothing = !same && next.count == 0;
-      const E* ahead = nothing ? own_values : same ? own_keys + size : keys + first_head * size;
-      const int64_t* ahead_at = same || nothing ? now.at : next.at;
       for (int64_t c = 0; c < columns; ++c) {
         const int64_t last = row.start + c / plan.group - first;  // the key at the column's own position
         state[head * columns + c].template weigh<E>(
@@ -265,7 +252,8 @@ void attend_few(
       }
       in_turns(columns, [&](int64_t c, auto number) {
         add_few<number>(
-            own_values, now.at, now.count, size, scores + c * KEYS, own_output + c * width, width, ahead, ahead_at);
+            own_values, now.at, now.count, size, scores + c * KEYS, own_output + c * width, width,
+            c == 0 ? ahead : nothing);
       });
     }
     now = next;
