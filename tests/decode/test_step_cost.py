@@ -129,6 +129,21 @@ def test_fills_are_timed_as_fills_and_in_the_blocks_that_are_there() -> None:
     assert draft_model.measure_fills(draft, 512)[-1][0] == 64
 
 
+def test_short_steps_are_timed_behind_others_of_their_kind() -> None:
+    """A step takes longer behind one of another size, and a plain one is what all guesses are compared with."""
+    last: list[StepPlan] = []
+
+    def step(plan: StepPlan) -> None:
+        alike = bool(last) and last[-1] == plan
+        last.append(plan)
+        time.sleep(0.0005 if alike else 0.004)
+
+    runner: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=make_layout(16), step=step)
+    rows, guess = draft_model.measure_rows(runner)
+    assert [n for n, _ in rows] == [n for n, _ in guess] == [1, 4, 16, 64]
+    assert rows[0][1] < 0.003 and rows[1][1] < 0.003 < rows[2][1]
+
+
 def test_planning_guesses_is_timed_beside_planning_none() -> None:
     plans: list[StepPlan] = []
     runner: Any = SimpleNamespace(max_model_len=2048, layout=make_layout(16), step=plans.append)
