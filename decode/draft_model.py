@@ -181,6 +181,8 @@ def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[i
     deadline = time.perf_counter() + MEASURING_S
     for rows in _PASS_ROWS:
         plan = StepPlan(0, (row,) * rows)
+        if draft.kernels.startswith("torch"):  # on a GPU the first call of a shape makes its graphs
+            draft.guess(plan, [_MANY] * rows)
         one = many = math.inf
         for _ in range(_REPEATS):
             one = min(one, _took(partial(draft.guess, plan, [1] * rows)))

@@ -2,8 +2,8 @@
 
 Ranks end by themselves, within seconds, when one of their worker has ended or is silent. One that hangs does not, and
 where no other rank runs beside it nobody on its node would see: its agent would wait for it for ever, and the worker
-with it. So every agent leaves word in the job's store when it ends, or when it comes again and the job has begun; the
-store itself ends with node 0. Ranks that are still there a while after that are killed.
+with it. So every agent says in the job's store, kept by node 0, that it lives, and when it ends. Ranks that are still
+there a while after another node has left, or has said nothing for as long as the store may take to answer, are killed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from launch.rendezvous import Marks, mark
+from launch.bounded_store import BoundedStore
+from launch.rendezvous import SILENCE_S, mark
 
 GRACE_S = 10.0
 """From the end of a job on another node to the end of the ranks here. One that lives needs 4.5 s (`baton.worker_ranks`)
 unless it is loading; it would only load for nobody."""
 LOOK_S = 1.0
+LEAVE_S = 5.0  # for telling the others at the end
 
 
 class NodeWatch:
-    """A thread of the agent. Complete state: the job's store once it is connected, why the job is over (empty: it is
-    not, as far as is known here), and which ranks were killed because of it.
+    """A thread of the agent. Complete state: the job's store once it is connected, what the other nodes said last and
+    when, why the job is over (empty: it is not, as far as is known here), and which ranks were killed because of it.
 
     `connect` opens a connection to the store for this thread alone, or raises RuntimeError. `ranks` are the processes
     of this node's ranks, asked for when they are needed.
@@ -33,7 +35,7 @@ class NodeWatch:
 
     def __init__(
         self,
-        connect: Callable[[], Marks],
+        connect: Callable[[], BoundedStore],
         rank: int,
         nodes: int,
         ranks: Callable[[], Sequence[int]],
@@ -42,8 +44,9 @@ class NodeWatch:
         self.over = ""
         self.killed: frozenset[int] = frozenset()
         self._connect, self._rank = connect, rank
-        self._store: Marks | None = None
+        self._store: BoundedStore | None = None
         self._others = [node for node in range(nodes) if node != rank]
+        self._heard: dict[int, tuple[str, float]] = {}
         self._ranks, self._say = ranks, say
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="node watch", daemon=True)
@@ -54,10 +57,14 @@ class NodeWatch:
     def leave(self) -> None:
         """This node's ranks have ended: the others hear of it, and nothing is killed here any more."""
         self._ended.set()
-        self._thread.join(LOOK_S)
-        if not self._thread.is_alive() and self._store is not None:  # else it does not answer, and nobody would hear
-            with contextlib.suppress(RuntimeError):
-                self._store.set(mark("left", self._rank), "here")
+        self._thread.join(LEAVE_S)
+        if self.over or self._store is None:
+            return
+        if self._thread.is_alive():
+            self._say(f"the other nodes of this job were not told that this one has left: no answer in {LEAVE_S:g} s")
+            return
+        with contextlib.suppress(RuntimeError):  # node 0 was quicker
+            self._store.set(mark("left", self._rank), "here")
 
     def reason(self, pid: int) -> str:
         """Why that rank was killed; empty when it was not, here."""
@@ -67,22 +74,31 @@ class NodeWatch:
 
     def _run(self) -> None:
         try:
-            self._store = self._connect()
-            left: list[int] = []
-            while not left:
+            store = self._store = self._connect()
+            looks = 0
+            while not self.over:
+                store.set(mark("alive", self._rank), str(looks := looks + 1))
+                self.over = self._who_left(store, time.monotonic())
                 if self._ended.wait(LOOK_S):
                     return
-                left = [node for node in self._others if self._store.check([mark("left", node)])]
-            self.over = f"NODE_RANK {left[0]} had left the job"
-        except RuntimeError:  # torch's own
+        except RuntimeError:  # torch's own, or no answer
             self.over = "the store of the job, kept by NODE_RANK 0, was gone"
         self._clear()
 
+    def _who_left(self, store: BoundedStore, now: float) -> str:
+        for node in self._others:
+            if store.check([mark("left", node)]):
+                return f"NODE_RANK {node} had left the job"
+            said = store.read(mark("alive", node))
+            if node not in self._heard or said != self._heard[node][0]:
+                self._heard[node] = said, now
+            elif now - self._heard[node][1] >= SILENCE_S:
+                return f"the agent of NODE_RANK {node} had been silent for {SILENCE_S:g} s"
+        return ""
+
     def _clear(self) -> None:
-        deadline = time.monotonic() + GRACE_S
-        while time.monotonic() < deadline:
-            if self._ended.wait(LOOK_S) or not self._ranks():
-                return
+        if self._ended.wait(GRACE_S):
+            return
         self.killed = frozenset(self._ranks())
         for pid in self.killed:
             with contextlib.suppress(ProcessLookupError):

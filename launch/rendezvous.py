@@ -17,13 +17,16 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
+from launch.bounded_store import BoundedStore
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 MEET_TIMEOUT_S = 600.0  # for all nodes of a job to meet, and for each answer of the store afterwards
 TRY_S = 2.0  # one attempt to connect
 STORE_TRY_S = 10.0  # one attempt to speak to the store behind an address that accepts; torch takes no signal here
-WATCH_ANSWER_S = 30.0  # after which the store counts as gone while the job runs
+SILENCE_S = 30.0  # after which a store that was there counts as gone, and an agent as having left
+STILL_S = 5.0  # an agent that has said nothing new for so long is not there: it says something each second
 PAUSE_S = 0.2
 _ANSWER_S = 3.0  # within which a node that has come is expected to have seen the last one; nothing is said before
 
@@ -83,23 +86,24 @@ def open_store(host: str, port: int, rank: int, nodes: int) -> tuple[TCPStore, i
         await_address(host, port, deadline, say)
         with contextlib.suppress(RuntimeError):  # torch's own: node 0 ended meanwhile, or speaks otherwise
             store = _join(host, port, nodes)
-            if store.check([mark("begun", rank)]):
-                _await_end(store, rank, deadline, say)
-            await_nodes(store, rank, nodes, deadline, say)
-            store.set(mark("begun", rank), "here")
+            bounded = BoundedStore(store, SILENCE_S)
+            if bounded.check([mark("begun", rank)]):
+                _await_end(bounded, rank, deadline, say)
+            await_nodes(bounded, rank, nodes, deadline, say)
+            bounded.set(mark("begun", rank), "here")
             return store, port
         if time.monotonic() >= deadline:
             raise OSError(f"what answers at {host} port {port} is not node 0 of this job, or went away")
         time.sleep(PAUSE_S)
 
 
-def watch_store(host: str, port: int, nodes: int) -> TCPStore:
+def watch_store(host: str, port: int, nodes: int) -> BoundedStore:
     """A second connection to the job's store: one thread that waits in the other would hold up all.
 
     Raises:
         RuntimeError: nobody keeps a store there, or it does not answer.
     """
-    return _join(host, port, nodes, WATCH_ANSWER_S)
+    return BoundedStore(_join(host, port, nodes), SILENCE_S)
 
 
 def register(on_met: Callable[[str, int, int, int], None]) -> None:
@@ -194,17 +198,23 @@ def _keep(host: str, port: int, nodes: int) -> tuple[TCPStore, int]:
     return TCPStore(host, port, nodes, True, timeout, False, master_listen_fd=descriptor, use_libuv=True), port
 
 
-def _join(host: str, port: int, nodes: int, answer_s: float = MEET_TIMEOUT_S) -> TCPStore:
+def _join(host: str, port: int, nodes: int) -> TCPStore:
     from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore(host, port, nodes, False, timedelta(seconds=STORE_TRY_S))
-    store.set_timeout(timedelta(seconds=answer_s))
+    store.set_timeout(timedelta(seconds=MEET_TIMEOUT_S))
     return store
 
 
-def _await_end(store: Marks, rank: int, deadline: float, say: Callable[[str], None]) -> None:
+def _await_end(store: BoundedStore, rank: int, deadline: float, say: Callable[[str], None]) -> None:
     """Tells a job that began with this node that its ranks here have ended, and waits until it is over: then the store
-    ends, which raises RuntimeError. Raises OSError when it does not until the deadline."""
+    ends, which raises RuntimeError. Raises OSError when it does not until the deadline, or this node's agent of then
+    still lives."""
+    alive, until = store.read(mark("alive", rank)), time.monotonic() + STILL_S
+    while time.monotonic() < until:
+        time.sleep(PAUSE_S)
+        if store.read(mark("alive", rank)) != alive:
+            raise OSError(f"NODE_RANK {rank} of this job runs already: end its agent first, or give this one another")
     store.set(mark("left", rank), "here")
     what = "node 0 of this job to end what it began before this node came again"
     say(f"waiting up to {deadline - time.monotonic():.0f} s for {what}")
@@ -225,7 +235,7 @@ def _refusal(host: str, port: int) -> str | None:
 
 
 def mark(kind: str, node: int) -> str:
-    """The key of what one node has said: it is there, sees all others, has begun, or has left."""
+    """The key of what one node has said: it is there, sees all others, has begun, lives, or has left."""
     return f"baton/{kind}-{node}"
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_ADDRESS = re.compile(r"\[?[A-Za-z0-9._:%-]{1,253}\]?")
+_ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9._:%-]{0,252}|\[[A-Fa-f0-9:][A-Za-z0-9.:%_-]{1,60}\]")
 
 
 def name_error(name: str) -> str | None:

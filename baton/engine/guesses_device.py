@@ -1,8 +1,8 @@
 """A draft model's guesses on its own device, for a GPU: each pass takes the tokens of the one before from there.
 
 Which rows go on, where, and into which blocks is known beforehand; only the tokens are not, and they never leave the
-device until all are made. So the host is ahead of the device by a pass, and waits once. The plain twin is
-decode/speculative_engine.py `guess_pass_by_pass`, a step and a wait for each guess.
+device until all are made. So the host prepares a pass while the device computes the one before. The plain twin is
+decode/speculative_engine.py `guess_pass_by_pass`, a step and its answer for each guess.
 """
 
 from __future__ import annotations

@@ -112,6 +112,8 @@ def put(*path: str | int, value: object) -> Callable[[dict[str, Any]], None]:
         (put("nodes", 1, "name", value="../../x"), r"nodes\[1\]: 'name' '../../x' is not 1 to 128 of A-Z"),
         (put("nodes", 1, "address", value="10.0.0.1\nrm -r x #"), r"nodes\[1\]: 'address' '10.* is no host name"),
         (put("nodes", 1, "address", value="$(id)"), r"nodes\[1\]: 'address' '\$\(id\)' is no host name"),
+        (put("nodes", 1, "address", value="-x"), r"nodes\[1\]: 'address' '-x' is no host name"),
+        (put("nodes", 1, "address", value="[::1"), r"nodes\[1\]: 'address' '\[::1' is no host name"),
         (put("coordinator", "host", value=""), "coordinator: 'host' '' is no host name and no IP address"),
         (put("nodes", 1, "name", value=""), r"nodes\[1\]: 'name' '' is not 1 to 128"),
         (put("decode", 0, "name", value="../../../tmp/evil"), r"decode\[0\]: 'name' '../../../tmp/evil' is not 1 to"),

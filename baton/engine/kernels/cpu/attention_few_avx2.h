@@ -85,8 +85,8 @@ void score_few(const float* keys, int64_t size, const float* queries, int64_t wi
 }
 
 // output [COLUMNS][width] += weights [COLUMNS][64] times `count` values, of the elements in CHUNKS times 8 dwords from
-// `first` on. In bf16 the output's elements lie by turns: of each 16 the even ones and then the odd ones. Fetches as many bytes as it
-// reads.
+// `first` on. In bf16 the output's elements lie by turns: of each 16 the even ones and then the odd ones. Fetches as many
+// bytes as it reads.
 template <int COLUMNS, int CHUNKS, class E>
 BATON_LANES void add_elements(
     const E* values, const int64_t* at, int64_t count, int64_t first, int64_t size, const float* weights, float* output,
