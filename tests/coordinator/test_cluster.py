@@ -203,6 +203,7 @@ async def test_a_lost_worker_comes_back_empty_handed() -> None:
         assert isinstance(await reader.failed(), WorkerLost)
         d.wire.refuses = False
         await until(lambda: b.state("d0") == "ready")
+        await until(lambda: len(d.welcomes) == 2)  # it may have dropped what it had before, when its own lease ran out
         await until(lambda: not d.here)
         again = b.submit("again")
         run_out(p, d, (await p.told(Prefill, 2)).request.sequence_id)

@@ -14,7 +14,7 @@ from baton.engine.kv_pool import KVPool
 from baton.engine.pages_ahead import PagesAhead
 
 BLOCK = 64 << 10
-MANY = 1024  # blocks: 64 MiB for each tensor, which malloc takes from the system for it alone
+MANY = 1024  # blocks
 
 
 def resident(tensor: torch.Tensor, blocks: range) -> float:
@@ -29,7 +29,11 @@ def resident(tensor: torch.Tensor, blocks: range) -> float:
 
 
 def tensors() -> list[torch.Tensor]:
-    return [torch.empty((MANY, BLOCK), dtype=torch.uint8) for _ in range(2)]
+    """Memory that is mapped for them alone: malloc's may have its pages from whoever had it before."""
+    maps = [mmap.mmap(-1, MANY * BLOCK) for _ in range(2)]
+    for memory in maps:
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return [torch.frombuffer(memory, dtype=torch.uint8).view(MANY, BLOCK) for memory in maps]
 
 
 def test_a_head_start_and_no_more() -> None:
