@@ -73,6 +73,10 @@ class OutputLog:
             for sequence in done_first[: len(self._records) - self._limit]:
                 del self._records[sequence]
 
+    def sequences(self) -> tuple[SequenceId, ...]:
+        """Those of which something is kept."""
+        return tuple(self._records)
+
     def done(self, sequence: SequenceId) -> bool:
         """Whether the end of a sequence here has been said, and is kept."""
         record = self._records.get(sequence)

@@ -22,6 +22,7 @@ from baton.core.commands import (
     Command,
     Drain,
     Drained,
+    Following,
     Heartbeat,
     HeartbeatAck,
     Join,
@@ -141,6 +142,7 @@ class WorkerSession:
 
     async def _one_session(self) -> str:
         """Runs one session to its end and returns why it ended."""
+        known = self._known()
         channel, stream, welcome = await dial(
             self._address,
             lambda c: worker_pb2_grpc.WorkerControlStub(c).Session,
@@ -152,7 +154,7 @@ class WorkerSession:
             if not isinstance(welcome, Welcome):
                 raise InvariantError(f"{self._address} answered a join with {type(welcome).__name__}")
             self._stream = stream
-            self._begin(welcome)
+            self._begin(welcome, known)
             async with asyncio.TaskGroup() as group:
                 sender = group.create_task(self._send(stream), name="session sender")
                 beat = group.create_task(self._beat(stream, welcome.heartbeat_s), name="session heartbeat")
@@ -169,7 +171,12 @@ class WorkerSession:
             await channel.close()
         return stream.ended or ""
 
-    def _begin(self, welcome: Welcome) -> None:
+    def _known(self) -> set[SequenceId]:
+        return {*self._owner.sequence_ids(), *self.log.sequences()}
+
+    def _begin(self, welcome: Welcome, known: Collection[SequenceId]) -> None:
+        """`known` are the sequences from before the join. Later ones the coordinator can have given us since, as it has
+        reckoned with us from the join on; the welcome may have been written before, and says nothing of them."""
         self._last_heard = self._clock()
         self._lease_s = welcome.lease_s
         if self.run_id and self.run_id != welcome.run_id:
@@ -178,14 +185,15 @@ class WorkerSession:
         self.run_id = welcome.run_id
         while not self._outgoing.empty():
             self._outgoing.get_nowait()
-        again = self.log.since(welcome.following)
+        new = self._known().difference(known, (f.sequence for f in welcome.following))
+        again = self.log.since((*welcome.following, *(Following(sequence, 0) for sequence in sorted(new))))
         here = set(self._owner.sequence_ids())
         gone = [f.sequence for f in welcome.following if f.sequence not in here and not self.log.done(f.sequence)]
         lost = tuple(
             SequenceEnded(s, "error", "unknown_sequence", "this worker does not know the sequence") for s in gone
         )
         self._owner.welcome(welcome)
-        self._owner.abandon("the coordinator no longer follows them", {f.sequence for f in welcome.following})
+        self._owner.abandon("the coordinator no longer follows them", {*new, *(f.sequence for f in welcome.following)})
         self._connected = True
         if self._leaves_by is not None:
             self._outgoing.put_nowait(Leave(max(self._leaves_by - self._clock(), 0.0)))

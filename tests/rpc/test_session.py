@@ -1,0 +1,73 @@
+"""What a worker takes up at the welcome: what it had, and what it was given between its join and then."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from baton.core.commands import Command, Following, Join, Welcome
+from baton.core.events import Load, SequenceEnded, StepEvents, TokenEvent
+from baton.core.request import SequenceId
+from baton.rpc.session import WorkerSession
+
+OLD, DROPPED, NEW, SHORT = (SequenceId(name) for name in ("old", "dropped", "new", "short"))
+
+
+class Owner:
+    """A worker with these sequences."""
+
+    def __init__(self, *here: SequenceId) -> None:
+        self.here = list(here)
+
+    def join(self, run_id: str) -> Join:
+        raise NotImplementedError
+
+    def load(self) -> Load:
+        raise NotImplementedError
+
+    def welcome(self, welcome: Welcome) -> None: ...
+
+    def command(self, command: Command) -> None: ...
+
+    def sequence_ids(self) -> Collection[SequenceId]:
+        return tuple(self.here)
+
+    def abandon(self, reason: str, keep: Collection[SequenceId] = ()) -> None:
+        self.here = [sequence for sequence in self.here if sequence in keep]
+
+
+def said(session: WorkerSession) -> list[StepEvents]:
+    found = []
+    while not session._outgoing.empty():
+        events = session._outgoing.get_nowait()
+        assert isinstance(events, StepEvents)
+        found.append(events)
+    return found
+
+
+async def test_what_came_between_the_join_and_the_welcome_is_kept_and_told() -> None:
+    """A decode worker hears of a sequence from the prefill worker, which may be quicker than its own welcome."""
+    owner = Owner(OLD, DROPPED)
+    session = WorkerSession("nowhere:1", owner)
+    session.post(StepEvents(tokens=(TokenEvent(OLD, 0, (1, 2, 3)), TokenEvent(DROPPED, 0, (4,)))))
+    known = session._known()
+    owner.here.append(NEW)
+    session.post(StepEvents(tokens=(TokenEvent(NEW, 0, (5,)), TokenEvent(SHORT, 0, (6,)))))
+    session.post(StepEvents(ended=(SequenceEnded(SHORT, "stop"),)))
+
+    session._begin(Welcome("run", 3.0, 1.0, b"", following=(Following(OLD, 2),)), known)
+
+    (again,) = said(session)
+    assert again.tokens == (TokenEvent(OLD, 2, (3,)), TokenEvent(NEW, 0, (5,)), TokenEvent(SHORT, 0, (6,)))
+    assert again.ended == (SequenceEnded(SHORT, "stop"),)
+    assert owner.here == [OLD, NEW]
+
+
+async def test_another_run_of_the_coordinator_wants_nothing_of_all_that() -> None:
+    owner = Owner(OLD)
+    session = WorkerSession("nowhere:1", owner)
+    session.run_id = "run before"
+    known = session._known()
+    owner.here.append(NEW)
+    session.post(StepEvents(tokens=(TokenEvent(NEW, 0, (5,)),)))
+    session._begin(Welcome("run", 3.0, 1.0, b""), known)
+    assert owner.here == [] and said(session) == [StepEvents()]
