@@ -152,7 +152,7 @@ class BlockTable:
 
     def _settle(self, block: int) -> None:
         """Puts a block among the idle ones, last, or takes it out, after its holders changed."""
-        if _idle(self._holders[block]):
+        if _only_cached(self._holders[block]):
             self._idle.setdefault(block)
         else:
             self._idle.pop(block, None)
@@ -207,7 +207,7 @@ def _being_received(holders: set[Holder]) -> bool:
     return len(holders) == 1 and next(iter(holders)).kind == "receiving"
 
 
-def _idle(holders: set[Holder]) -> bool:
+def _only_cached(holders: set[Holder]) -> bool:
     """A plain loop: for a long sequence that arrives this is asked of hundreds of blocks before its first step."""
     for holder in holders:
         if holder.kind != "cache":
