@@ -65,7 +65,7 @@ class IncomingOwner(Protocol):
 
     def receiving(self, sequence: SequenceId) -> bool: ...
 
-    def received(self, sequence: SequenceId, first_token: int, first_logprob: TokenLogprob | None) -> None: ...
+    def received(self, sequence: SequenceId, first_token: int, logprob: TokenLogprob | None, cached: int) -> None: ...
 
     def transfer_lost(self, sequence: SequenceId, reason: str) -> None:
         """The link broke before all KV had arrived."""
@@ -228,7 +228,7 @@ class IncomingLink:
         self._incoming.events.write("chunk_received", sequence=sequence, index=chunk.index, end=chunk.end_token)
         if complete and chunk.first_token is not None:
             self._transfers.pop(sequence, None)
-            self._owner.received(sequence, chunk.first_token, chunk.first_logprob)
+            self._owner.received(sequence, chunk.first_token, chunk.first_logprob, chunk.cached_tokens)
         await self._send(Ack(sequence, chunk.index, intact, complete, *key))
 
     async def _refuse(self, sequence: SequenceId, reason: str) -> None:

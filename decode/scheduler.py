@@ -123,9 +123,10 @@ class DecodeScheduler:
         return sequence.block_ids
 
     def received(
-        self, sequence_id: SequenceId, first_token: int, now: float, first_logprob: TokenLogprob | None = None
+        self, sequence_id: SequenceId, first_token: int, now: float, score: TokenLogprob | None = None, cached: int = 0
     ) -> SequenceEnded | None:
-        """All KV up to the first token has arrived: the sequence joins the batch at the next step.
+        """All KV up to the first token has arrived, `cached` tokens of it not computed for this: the sequence joins the
+        batch at the next step.
 
         Returns its end when there is nothing left to generate (the abort came first, or the token ends it).
         """
@@ -134,7 +135,8 @@ class DecodeScheduler:
         self._holdings.landed(entry)
         sequence.move(State.READY)
         entry.times.received_at = entry.heard_at = now
-        reason = sequence.append(first_token, first_logprob)
+        reason = sequence.append(first_token, score)
+        sequence.cached_tokens = cached
         if sequence.ending is not None or reason is not None:
             ended = SequenceEnded(sequence_id, sequence.ending or reason or "aborted", stamps=self.stamps(sequence_id))
             self._leave(entry)

@@ -246,8 +246,8 @@ class DecodeWorker:
     def receiving(self, sequence: SequenceId) -> bool:
         return self.scheduler.receiving(sequence)
 
-    def received(self, sequence: SequenceId, first_token: int, first_logprob: TokenLogprob | None) -> None:
-        ended = self.scheduler.received(sequence, first_token, time.monotonic(), first_logprob)
+    def received(self, sequence: SequenceId, first_token: int, logprob: TokenLogprob | None, cached: int) -> None:
+        ended = self.scheduler.received(sequence, first_token, time.monotonic(), logprob, cached)
         if ended is not None:
             self.shell.deadlines.forget(sequence)
             self.shell.session.post(StepEvents(ended=(ended,), load=self.load()))

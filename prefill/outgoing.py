@@ -110,12 +110,13 @@ class Outgoing:
         first_token: int | None,
         step: int,
         first_logprob: TokenLogprob | None = None,
+        cached_tokens: int = 0,
     ) -> None:
         """KV of the first `computed` positions is complete at every rank that has computed `step`."""
         over = self._hand_overs.get(sequence)
         if over is not None:
             over.computed, over.first_token, over.step = computed, first_token, step
-            over.first_logprob = first_logprob
+            over.first_logprob, over.cached_tokens = first_logprob, cached_tokens
             over.progress.set()
 
     def assign(self, sequence: SequenceId, targets: Sequence[Target], attempt: int) -> bool:

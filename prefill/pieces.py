@@ -42,6 +42,7 @@ class HandOver:
     step: int = 0
     first_token: int | None = None
     first_logprob: TokenLogprob | None = None
+    cached_tokens: int = 0
     progress: asyncio.Event = field(default_factory=asyncio.Event)
     assigned: asyncio.Event = field(default_factory=asyncio.Event)
     abort_reason: str | None = None
@@ -167,6 +168,7 @@ class PieceSender:
             decode_rank=plan.decode_rank,
             first_token=over.first_token if last else None,
             first_logprob=over.first_logprob if last else None,
+            cached_tokens=over.cached_tokens if last else 0,
             last=last,
             resend=piece.resend,
         )

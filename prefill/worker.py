@@ -129,7 +129,8 @@ class PrefillWorker:
             if p.sequence_id in ended:
                 self.outgoing.abort(p.sequence_id, "it ended with its first token")
             else:
-                self.outgoing.advance(p.sequence_id, p.computed, p.first_token, plan.step_id, p.first_logprob)
+                reached = (p.computed, p.first_token, plan.step_id, p.first_logprob, p.cached)
+                self.outgoing.advance(p.sequence_id, *reached)
         news = self.scheduler.cache.take_news() if self.shell.session.connected else None
         return StepEvents(plan.step_id, tuple(tokens), told, load=self.load(), block_news=news)
 

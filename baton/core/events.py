@@ -49,7 +49,8 @@ class TokenEvent:
     """`tokens[i]` is output `first_index + i`, `logprobs[i]` its log-probability where the request asks for them.
 
     Two come with the first token that a prefill worker samples: `prompt_logprobs`, if asked for (entry i is that of
-    prompt token i + 1; the first has none), and `cached_tokens`, how many tokens before it were not computed.
+    prompt token i + 1; the first has none), and `cached_tokens`, how many tokens before it were not computed. Decode
+    says the latter too: it may be heard first.
     `speculation` is the sequence's so far, where something was guessed for it."""
 
     sequence: SequenceId

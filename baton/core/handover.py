@@ -93,8 +93,9 @@ class Refuse:
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """Announces KV of layers [start_layer, end_layer) and tokens [start_token, end_token), `num_bytes` in one
-    contiguous buffer. `first_token` is set on the last chunk, and `first_logprob` where it is asked for.
-    `resend` counts earlier sends of the same chunk."""
+    contiguous buffer. `first_token` is set on the last chunk, with `cached_tokens`, how many tokens before it
+    prefill did not compute, and `first_logprob` where it is asked for. `resend` counts earlier sends.
+    """
 
     sequence: SequenceId
     index: int
@@ -110,6 +111,7 @@ class Chunk:
     last: bool = False
     resend: int = 0
     first_logprob: TokenLogprob | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ class Sequence:
 
     `output` starts as what earlier attempts produced; `logprobs` are of the tokens appended since, where the request
     asks for them. `num_computed` counts positions whose KV is in the blocks.
+    `cached_tokens` is how many tokens the prefill worker did not compute, where that was told.
     `step_id` is the outstanding step that computes a row of it, or None. `ending` is why it ends once that step is in.
     """
 
@@ -60,6 +61,7 @@ class Sequence:
     block_ids: tuple[int, ...] = ()
     step_id: int | None = None
     ending: str | None = None
+    cached_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.id = self.request.sequence_id
@@ -129,7 +131,7 @@ class Sequence:
         """The output from `first_index` on, as an event."""
         logprobs = self.logprobs[first_index - len(self.request.output) :] if self.logprobs else ()
         tokens = tuple(self.output[first_index:])
-        return TokenEvent(self.id, first_index, tokens, tuple(logprobs), speculation=speculation)
+        return TokenEvent(self.id, first_index, tokens, tuple(logprobs), (), self.cached_tokens, speculation)
 
     def move(self, state: State) -> None:
         """Goes to `state`.

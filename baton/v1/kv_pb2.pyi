@@ -150,7 +150,7 @@ class Refuse(_message.Message):
     def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("sequence", "index", "start_token", "end_token", "start_layer", "end_layer", "num_bytes", "edge_generation", "prefill_rank", "decode_rank", "first_token", "last", "resend", "first_logprob")
+    __slots__ = ("sequence", "index", "start_token", "end_token", "start_layer", "end_layer", "num_bytes", "edge_generation", "prefill_rank", "decode_rank", "first_token", "last", "resend", "first_logprob", "cached_tokens")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     START_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +165,7 @@ class Chunk(_message.Message):
     LAST_FIELD_NUMBER: _ClassVar[int]
     RESEND_FIELD_NUMBER: _ClassVar[int]
     FIRST_LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence: _types_pb2.SequenceId
     index: int
     start_token: int
@@ -179,7 +180,8 @@ class Chunk(_message.Message):
     last: bool
     resend: int
     first_logprob: _types_pb2.TokenLogprob
-    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., index: _Optional[int] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ..., start_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., num_bytes: _Optional[int] = ..., edge_generation: _Optional[int] = ..., prefill_rank: _Optional[int] = ..., decode_rank: _Optional[int] = ..., first_token: _Optional[int] = ..., last: _Optional[bool] = ..., resend: _Optional[int] = ..., first_logprob: _Optional[_Union[_types_pb2.TokenLogprob, _Mapping]] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., index: _Optional[int] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ..., start_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., num_bytes: _Optional[int] = ..., edge_generation: _Optional[int] = ..., prefill_rank: _Optional[int] = ..., decode_rank: _Optional[int] = ..., first_token: _Optional[int] = ..., last: _Optional[bool] = ..., resend: _Optional[int] = ..., first_logprob: _Optional[_Union[_types_pb2.TokenLogprob, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Posted(_message.Message):
     __slots__ = ("sequence", "index", "edge_generation", "prefill_rank", "decode_rank")

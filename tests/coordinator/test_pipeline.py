@@ -155,16 +155,21 @@ async def test_closing_the_generator_is_leaving() -> None:
         assert (await d.told(Abort)).reason == (await p.told(Abort)).reason == "the client left"
 
 
-async def test_usage_tells_how_much_of_the_prompt_prefill_did_not_compute() -> None:
+@pytest.mark.parametrize("speaks", ["prefill", "decode"])
+async def test_usage_tells_how_much_of_the_prompt_prefill_did_not_compute(speaks: str) -> None:
+    """Whichever of the two is heard before the end."""
     async with bench("p0", "d0") as b:
         p, d = b.workers
         for name, cached in (("a", 2), ("b", 5), ("c", 0)):  # 5: an earlier attempt's output counts at prefill only
             reader = b.submit(name, max_tokens=2)
             await until(lambda name=name: any(c.request.request_id == name for c in p.all(Prefill)), timeout_s=3)
             s = p.all(Prefill)[-1].request.sequence_id
-            p.session.post(StepEvents(tokens=(TokenEvent(s, 0, (7,), cached_tokens=cached),)))
-            p.hand_over(s, "d0")
+            d.here.add(s)
+            told = StepEvents(tokens=(TokenEvent(s, 0, (7,), cached_tokens=cached),))
+            (p if speaks == "prefill" else d).session.post(told)
+            await until(lambda reader=reader: reader.deltas, timeout_s=3)
             d.say(s, 0, 7, 8, ended="length")
+            p.hand_over(s, "d0")
             await reader.done()
             usage = reader.deltas[-1].usage
             assert usage is not None and (usage.prompt_tokens, usage.cached_tokens) == (3, min(cached, 3))

@@ -108,6 +108,20 @@ async def test_many_at_once_share_one_link_and_one_edge() -> None:
         assert len(links(source)) == 1
 
 
+async def test_decode_too_says_how_much_of_the_prompt_was_not_computed() -> None:
+    """It may be heard before the prefill worker is."""
+    async with pair() as (source, [decode]):
+        prompt = list(range(1000, 1019))
+        for name in ("first", "second"):
+            source.submit(make_request(name, prompt, max_tokens=3), decode)
+            source.compute()
+            await until(lambda name=name: name in {o.sequence.request_id for o in source.told.handed_over})
+            decode.compute()
+        said = {side: {e.sequence.request_id: e.cached_tokens for e in side.told.tokens} for side in (source, decode)}
+        assert said[source] == said[decode] == {"first": 0, "second": source.worker.scheduler.prompt_tokens_cached}
+        assert said[decode]["second"] > 0
+
+
 async def test_a_request_that_ends_at_its_first_token_leaves_nothing_at_decode() -> None:
     async with pair() as (source, [decode]):
         first = oracle(range(1000, 1012), 1)[0]
