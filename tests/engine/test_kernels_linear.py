@@ -19,7 +19,7 @@ KINDS = [(level, torch.float32) for level in float32_levels()] + [
 ]
 kinds = pytest.mark.parametrize(("level", "dtype"), KINDS, ids=str)
 sizes = pytest.mark.parametrize(("n", "k"), [(32, 32), (40, 24), (333, 100), (96, 576), (64, 1536)], ids=str)
-ROWS = (1, 2, 11, 16, 17, 31, 32, 33, 50, 100)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 11, 16, 17, 31, 32, 33, 50, 100)
 
 
 def randn(*size: int, seed: int = 0) -> Tensor:

@@ -70,20 +70,22 @@ void product(const W* weight, const float* x, int64_t stride, int64_t k, float* 
       const Floats w = weights(weight + 16 * h);
 #pragma GCC unroll 6
       for (int r = 0; r < ROWS; ++r) sum[h][r] = fma(floats(x[r * stride + i]), w, sum[h][r]);
+      // Three rows of both halves fill the registers: the factors are loaded again for the second half, else the compiler
+      // keeps them and puts sums into memory instead.
+      if constexpr (ROWS == 3 && HALVES == 2) asm volatile("" ::: "memory");
     }
   }
   for (int h = 0; h < HALVES; ++h)
     for (int r = 0; r < ROWS; ++r) store_aligned(sums + (h * MOST_ROWS + r) * 16, sum[h][r]);
 }
 
-// Few rows take a whole group at a time, more of them one half and then the other. (Three rows of a whole group leave too
-// few registers to widen weights in.)
-template <class W>
-constexpr int AT_ONCE = sizeof(W) == 4 ? 3 : 2;
+// Few rows take a whole group at a time, more of them one half and then the other. (Three rows one half at a time would
+// wait for their six sums: a multiplication takes four cycles, and two begin in each.)
+constexpr int AT_ONCE = 3;
 
 template <int ROWS, class W>
 void both_halves(const W* weight, const float* x, int64_t stride, int64_t k, float* sums, bool go_on, Fetch fetch) {
-  if constexpr (ROWS <= AT_ONCE<W>) return product<ROWS, 2>(weight, x, stride, k, sums, go_on, fetch);
+  if constexpr (ROWS <= AT_ONCE) return product<ROWS, 2>(weight, x, stride, k, sums, go_on, fetch);
   fetch.step = (fetch.step + 1) / 2;
   product<ROWS, 1>(weight, x, stride, k, sums, go_on, fetch);
   fetch.next += k * fetch.step;
@@ -113,7 +115,7 @@ void all_rows(
     const W* weight, const W* next, const float* x, int64_t stride, int64_t rows, int64_t k, float* sums, bool go_on) {
   const int64_t turns = (rows + MOST_ROWS - 1) / MOST_ROWS, bytes = GROUP * sizeof(W);
   Fetch fetch{reinterpret_cast<const char*>(next), (bytes + turns - 1) / turns};
-  if (rows <= AT_ONCE<W>) fetch = {reinterpret_cast<const char*>(weight) + AHEAD, bytes};
+  if (rows <= AT_ONCE) fetch = {reinterpret_cast<const char*>(weight) + AHEAD, bytes};
   for (int64_t row = 0, count; row < rows; row += count, sums += SUMS, fetch.next += k * fetch.step) {
     count = next_rows(rows - row);
     BY_ROWS<W>[count - 1](weight, x + row * stride, stride, k, sums, go_on, fetch);
