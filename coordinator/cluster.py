@@ -217,11 +217,11 @@ class Cluster:
             return
         live.add_stamps(ended.stamps)
         if ended.reason == "error":
-            here = worker == (live.decode_worker if live.handed_over else live.prefill_worker)
-            if ended.code == "draining":
-                self._again(live, ended.message)
-            elif ended.code == "unknown_sequence" and here and live.stage == "prefill":
+            here = live.is_at(worker)
+            if ended.code == "unknown_sequence" and here and live.stage == "prefill":
                 self._start(live)  # its session broke before the command had arrived
+            elif ended.code in ("draining", "abandoned") or (ended.code == "unknown_sequence" and here):
+                self._again(live, ended.message)
             elif here or ended.code not in ("unknown_sequence", "worker_lost"):
                 self._fail(live, live.error_of(ended))
             elif ended.code == "worker_lost" and not self.members.connected(live.prefill_worker):
@@ -261,7 +261,7 @@ class Cluster:
     def following(self, worker: str) -> tuple[Following, ...]:
         """The sequences that are followed at a worker, and the next output index of each."""
         here = (v for v in self._live.values() if v.dispatched_at and not v.settled and worker in v.workers())
-        return tuple(Following(live.sequence, live.journal.next_index) for live in here)
+        return tuple(Following(live.sequence, live.journal.next_index, live.is_at(worker)) for live in here)
 
     def gone(self, worker: str, why: str, *, drained: bool) -> None:
         """A worker is not there any more: what needed it ends, or goes elsewhere when the worker gave it back."""

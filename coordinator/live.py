@@ -20,7 +20,6 @@ _WORKER_ERRORS: dict[str, type[BatonError]] = {
     "deadline_exceeded": DeadlineExceeded,
     "kv_corrupt": KVCorrupt,
     "worker_lost": WorkerLost,
-    "unknown_sequence": WorkerLost,
     "handoff_failed": HandoffError,
     "draining": Unavailable,
     "prompt_exceeds_pool": Unavailable,
@@ -72,6 +71,10 @@ class Live:
     @property
     def over(self) -> bool:
         return self.error is not None or self.journal.finish is not None
+
+    def is_at(self, worker: str) -> bool:
+        """Whether that worker has what there is of it, as far as that has been told."""
+        return worker == (self.decode_worker if self.handed_over else self.prefill_worker)
 
     def dispatch(self, now: float) -> None:
         self.dispatched_at, self.stage = now, "prefill"

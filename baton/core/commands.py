@@ -65,8 +65,11 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Following:
+    """`here`: as far as the coordinator knows, the worker has it; else it may still be on its way to it."""
+
     sequence: SequenceId
     next_index: int
+    here: bool = True
 
 
 @dataclass(frozen=True, slots=True)

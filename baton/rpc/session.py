@@ -188,9 +188,11 @@ class WorkerSession:
         new = self._known().difference(known, (f.sequence for f in welcome.following))
         again = self.log.since((*welcome.following, *(Following(sequence, 0) for sequence in sorted(new))))
         here = set(self._owner.sequence_ids())
-        gone = [f.sequence for f in welcome.following if f.sequence not in here and not self.log.done(f.sequence)]
+        gone = [f.sequence for f in welcome.following if f.here and f.sequence not in here]
         lost = tuple(
-            SequenceEnded(s, "error", "unknown_sequence", "this worker does not know the sequence") for s in gone
+            SequenceEnded(s, "error", "unknown_sequence", "this worker does not know the sequence")
+            for s in gone
+            if not self.log.done(s)
         )
         self._owner.welcome(welcome)
         self._owner.abandon("the coordinator no longer follows them", {*new, *(f.sequence for f in welcome.following)})

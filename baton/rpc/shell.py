@@ -164,7 +164,7 @@ class WorkerShell:
             log.warning("ending %d sequences: %s", len(sequences), reason)
         for sequence in sequences:
             self._tier.end(sequence, reason)
-            self.deadlines.forget(sequence)
+            self.say_ended(sequence, "abandoned", f"ended here: {reason}")
         self.wake()
 
     # The loops.

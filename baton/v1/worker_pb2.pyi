@@ -136,12 +136,14 @@ class Welcome(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., lease_ms: _Optional[int] = ..., heartbeat_ms: _Optional[int] = ..., handle_key: _Optional[bytes] = ..., following: _Optional[_Iterable[_Union[Following, _Mapping]]] = ..., now_ms: _Optional[int] = ...) -> None: ...
 
 class Following(_message.Message):
-    __slots__ = ("sequence", "next_index")
+    __slots__ = ("sequence", "next_index", "here")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NEXT_INDEX_FIELD_NUMBER: _ClassVar[int]
+    HERE_FIELD_NUMBER: _ClassVar[int]
     sequence: _types_pb2.SequenceId
     next_index: int
-    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., next_index: _Optional[int] = ...) -> None: ...
+    here: bool
+    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., next_index: _Optional[int] = ..., here: _Optional[bool] = ...) -> None: ...
 
 class Target(_message.Message):
     __slots__ = ("worker_id", "incarnation", "link_address", "handle")

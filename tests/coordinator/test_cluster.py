@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from baton.core.commands import Abort, Assign, Drain, Prefill
+from baton.core.commands import Abort, Assign, Drain, Following, Prefill
 from baton.core.errors import (
     DeadlineExceeded,
     DuplicateRequest,
@@ -370,7 +370,7 @@ async def test_a_prefill_worker_that_dies_before_it_told_of_the_hand_over_is_not
         assert await reader.done() == [5, 6, 7, 8]
 
 
-async def test_a_worker_that_gave_up_says_so() -> None:
+async def test_a_worker_that_gave_up_says_so_and_the_request_goes_on() -> None:
     """It heard nothing for a lease; the coordinator may have heard it all the while, and its clients must not wait."""
     async with bench("p0", "d0", lease_s=2.0) as b:
         reader = b.submit()
@@ -380,10 +380,36 @@ async def test_a_worker_that_gave_up_says_so() -> None:
         d.say(s, 0, 5, 6)
         await reader.got(2)
         d.session._lease_s = 0.05  # shorter than the heartbeat: it seems to hear nothing
-        error = await reader.failed()
-        assert isinstance(error, WorkerLost) and "does not know" in error.message
+        resumed = (await p.told(Prefill, 2)).request
         assert d.abandoned == ["the coordinator was silent for 0.05 s"]
-        await until(lambda: b.state("d0") == "ready")
+        assert resumed.output == (5, 6) and resumed.attempt > s.attempt
+        p.say(resumed.sequence_id, 2, 7)
+        p.hand_over(resumed.sequence_id, "d0")
+        d.here.add(resumed.sequence_id)
+        d.say(resumed.sequence_id, 2, 7, 8, ended="length")
+        assert await reader.done() == [5, 6, 7, 8]
+
+
+async def test_a_decode_worker_is_not_asked_for_what_may_be_on_its_way() -> None:
+    """It would say that it does not know the sequence, and could be heard after it has taken the KV."""
+    async with bench("p0", "d0") as b:
+        reader = b.submit(max_tokens=4)
+        p, d, s = await begun(b)
+        for handed_over in (False, True):
+            if handed_over:
+                p.say(s, 0, 5)
+                p.hand_over(s, "d0")
+                await reader.got(1)
+                await until(lambda: b.cluster._live[s.choice_id].handed_over)
+                d.here.add(s)
+            welcomes = {w.name: len(w.welcomes) for w in (p, d)}
+            for worker in (p, d):
+                worker.cut()
+            await until(lambda seen=welcomes: all(len(w.welcomes) > seen[w.name] for w in (p, d)), timeout_s=3)
+            assert d.welcomes[-1].following == (Following(s, int(handed_over), handed_over),)
+            assert p.welcomes[-1].following == (Following(s, int(handed_over), not handed_over),)
+        d.say(s, 0, 5, 6, 7, 8, ended="length")
+        assert await reader.done() == [5, 6, 7, 8]
 
 
 async def test_a_process_that_stood_still_reads_first_what_came_meanwhile() -> None:

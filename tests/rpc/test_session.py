@@ -62,6 +62,14 @@ async def test_what_came_between_the_join_and_the_welcome_is_kept_and_told() -> 
     assert owner.here == [OLD, NEW]
 
 
+async def test_what_the_coordinator_believes_here_and_is_not_is_said() -> None:
+    session = WorkerSession("nowhere:1", Owner())
+    following = (Following(OLD, 0), Following(NEW, 0, here=False))
+    session._begin(Welcome("run", 3.0, 1.0, b"", following=following), session._known())
+    _, lost = said(session)
+    assert [(e.sequence, e.code) for e in lost.ended] == [(OLD, "unknown_sequence")]
+
+
 async def test_another_run_of_the_coordinator_wants_nothing_of_all_that() -> None:
     owner = Owner(OLD)
     session = WorkerSession("nowhere:1", owner)

@@ -212,3 +212,14 @@ async def test_a_drain_does_not_wait_for_ever(running: Running) -> None:
     running.shell.command(Drain(0.1))
     assert await running.outcome() is None
     assert running.tier.ended == [(R, "the drain timeout has passed")]
+    (told,) = [e for said in running.said for e in said.ended]
+    assert (told.sequence, told.code) == (R, "abandoned")
+
+
+async def test_what_is_given_up_is_said_since_the_coordinator_may_count_on_it(running: Running) -> None:
+    kept = SequenceId("kept")
+    running.tier.here |= {R, kept}
+    running.shell.abandon("nobody asked for it", keep=(kept,))
+    ((told,),) = [said.ended for said in running.said]
+    assert (told.sequence, told.reason, told.code) == (R, "error", "abandoned") and "nobody asked" in told.message
+    assert running.tier.here == {kept}

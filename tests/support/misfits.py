@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from baton.core.commands import PROTOCOL_VERSION
 from baton.core.handover import LinkHello
 from baton.core.kv_layout import KVLayout
 
@@ -18,7 +19,7 @@ def _layers(**changes: Any) -> Callable[[KVLayout], KVLayout]:
 
 
 MISFITS: list[tuple[str, dict[str, Any]]] = [
-    ("protocol_version: 9 is not 2", {"protocol_version": 9}),
+    (f"protocol_version: 9 is not {PROTOCOL_VERSION}", {"protocol_version": 9}),
     ("code_version: '9.9' is not '0.1.0'", {"code_version": "9.9"}),
     ("code_version: '' is not '0.1.0'", {"code_version": ""}),
     ("run_id: 'other' is not 'run'", {"run_id": "other"}),
