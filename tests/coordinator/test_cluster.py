@@ -651,8 +651,8 @@ async def test_second_request_goes_to_the_worker_that_says_it_holds_its_prefix()
         hints = tuple(k[:HINT_BYTES] for k in chain.grow(lambda start, end: prompt[start:end], 12))
         for name in ("p1", "d1"):
             b.worker(name).session.post(StepEvents(block_news=BlockNews(stored=hints)))
-        await until(lambda: b.cluster.dispatcher.held_block_sizes, what="the news", timeout_s=3)
-        await asyncio.sleep(0.05)
+        held = b.cluster.dispatcher._workers
+        await until(lambda: len(held["p1"].held) and len(held["d1"].held), what="the news", timeout_s=3)
         reader = b.submit("a", prompt=prompt)
         command = await b.worker("p1").told(Prefill)
         assert [t.worker_id for t in command.targets] == ["d1", "d0"]

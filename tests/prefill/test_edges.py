@@ -304,6 +304,7 @@ async def test_a_rank_that_cannot_pack_what_was_announced_ends_its_edge(
                     time.sleep(0.001)
                 failed.set()
                 raise edge_end.HandoffError("the test")
+            failed.wait(10.0)  # or the other would be done before this one is announced
             return packed(layers, *where)
 
         monkeypatch.setattr(sections, "pack", failing)
