@@ -32,12 +32,18 @@ class Holdings:
             needed, Holder("sequence", sequence.id), Holder("receiving", sequence.id), leave=leave
         )
 
-    def landed(self, entry: Entry) -> None:
-        """All KV has arrived."""
-        sequence, own = entry.sequence, self._own(entry)
-        self.blocks.convert(own, Holder("receiving", sequence.id), Holder("sequence", sequence.id))
-        sequence.num_computed = sequence.num_tokens
-        entry.prefix.store()
+    def landed(self, entry: Entry, num_tokens: int) -> None:
+        """KV of the first `num_tokens` positions is there. The blocks that are full with it are written no more: they
+        are held, and found by others, like any. All at the end of a long sequence would hold up its first step."""
+        sequence = entry.sequence
+        size, own = self.layout.block_size, self._own(entry)
+        if num_tokens < sequence.num_tokens:
+            num_tokens -= num_tokens % size
+            own = own[: max(num_tokens - sequence.num_computed, 0) // size]
+        if own:
+            self.blocks.convert(own, Holder("receiving", sequence.id), Holder("sequence", sequence.id))
+            sequence.num_computed = num_tokens
+            entry.prefix.store()
 
     def extend(self, entry: Entry, count: int) -> None:
         if count > 0:
@@ -68,7 +74,7 @@ class Holdings:
 
     def _own(self, entry: Entry) -> tuple[int, ...]:
         """The blocks of a receiving sequence that KV is to come into."""
-        return entry.sequence.block_ids[entry.prefix.cached // self.layout.block_size :]
+        return entry.sequence.block_ids[entry.sequence.num_computed // self.layout.block_size :]
 
     def check(self, entries: Iterable[Entry]) -> None:
         """Raises InvariantError when a block is not held by exactly the sequences that have it, as they should."""

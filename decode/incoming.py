@@ -65,6 +65,8 @@ class IncomingOwner(Protocol):
 
     def receiving(self, sequence: SequenceId) -> bool: ...
 
+    def landed(self, sequence: SequenceId, num_tokens: int) -> None: ...
+
     def received(self, sequence: SequenceId, first_token: int, logprob: TokenLogprob | None, cached: int) -> None: ...
 
     def transfer_lost(self, sequence: SequenceId, reason: str) -> None:
@@ -198,7 +200,7 @@ class IncomingLink:
         intact, failure, writing = False, "", self._incoming.writing
         writing[sequence] += 1
         try:
-            intact = await end.take(part, lambda: self._spawn(self._send(posted), "posted"))
+            intact = await end.take(part, lambda: self._spawn(self._send(posted, spawned=True), "posted"))
             self._incoming.bytes_received += chunk.num_bytes
         except Exception as e:
             if not isinstance(e, HandoffError):
@@ -229,6 +231,9 @@ class IncomingLink:
         if complete and chunk.first_token is not None:
             self._transfers.pop(sequence, None)
             self._owner.received(sequence, chunk.first_token, chunk.first_logprob, chunk.cached_tokens)
+            await asyncio.sleep(0)  # its first step begins before anything else is done
+        elif intact:
+            self._owner.landed(sequence, transfer.landed)
         await self._send(Ack(sequence, chunk.index, intact, complete, *key))
 
     async def _refuse(self, sequence: SequenceId, reason: str) -> None:
@@ -254,9 +259,10 @@ class IncomingLink:
         if self._transfers.pop(sequence, None) is not None and sequence not in self._incoming.writing:
             self._spawn(self._send(AbortTransfer(sequence, reason, 0.0)), "abort")
 
-    async def _send(self, message: FromDecode) -> None:
+    async def _send(self, message: FromDecode, *, spawned: bool = False) -> None:
+        """`spawned`: in a task that nobody cancels."""
         try:
-            await self._stream.send(message)
+            await (self._stream.send_to_the_end(message) if spawned else self._stream.send(message))
         except LinkLost as e:
             log.info("%s not sent: %s", type(message).__name__, e.message)
 

@@ -101,13 +101,10 @@ class DecodeScheduler:
         sequence_id = request.sequence_id
         if sequence_id in self._entries:
             raise DuplicateRequest(f"sequence {sequence_id} is already on this worker")
-        most = self.layout.blocks_for(request.max_total_tokens)
-        if most > self.blocks.num_blocks:
-            raise Unavailable(
-                f"{request.max_total_tokens} tokens need {most} KV blocks; this decode worker has"
-                f" {self.blocks.num_blocks}",
-                code="exceeds_pool",
-            )
+        most, total = self.layout.blocks_for(request.max_total_tokens), self.blocks.num_blocks
+        if most > total:
+            what = f"{request.max_total_tokens} tokens need {most} KV blocks; this decode worker has {total}"
+            raise Unavailable(what, code="exceeds_pool")
         waiting, here = self.num_preempted, len(self._entries)
         sequence = Sequence(request, State.RECEIVING, now)
         prefix = PrefixUse(self.cache, sequence)
@@ -122,17 +119,20 @@ class DecodeScheduler:
         self.speculation.open(sequence)
         return sequence.block_ids
 
+    def landed(self, sequence_id: SequenceId, num_tokens: int) -> None:
+        """KV of the first `num_tokens` positions of a receiving sequence has arrived, not yet of all."""
+        self._holdings.landed(self._entries[sequence_id], num_tokens)
+
     def received(
         self, sequence_id: SequenceId, first_token: int, now: float, score: TokenLogprob | None = None, cached: int = 0
     ) -> SequenceEnded | None:
-        """All KV up to the first token has arrived, `cached` tokens of it not computed for this: the sequence joins the
-        batch at the next step.
+        """All KV up to the first token is here, `cached` tokens of it not computed for this: it joins the next step.
 
         Returns its end when there is nothing left to generate (the abort came first, or the token ends it).
         """
         entry = self._entries[sequence_id]
         sequence = entry.sequence
-        self._holdings.landed(entry)
+        self._holdings.landed(entry, sequence.num_tokens)
         sequence.move(State.READY)
         entry.times.received_at = entry.heard_at = now
         reason = sequence.append(first_token, score)

@@ -23,6 +23,11 @@ class Transfer:
     def complete(self) -> bool:
         return all(tokens == self.num_tokens for tokens in self.arrived.values())
 
+    @property
+    def landed(self) -> int:
+        """Tokens that every edge has brought."""
+        return min(self.arrived.values())
+
     def check(self, chunk: Chunk, plan: EdgePlan, layout: KVLayout) -> None:
         """Raises HandoffError unless this is the next part of the sequence on its edge, whole and of the right size."""
         arrived, tokens = self.arrived[plan.key], chunk.end_token - chunk.start_token

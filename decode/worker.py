@@ -246,6 +246,9 @@ class DecodeWorker:
     def receiving(self, sequence: SequenceId) -> bool:
         return self.scheduler.receiving(sequence)
 
+    def landed(self, sequence: SequenceId, num_tokens: int) -> None:
+        self.scheduler.landed(sequence, num_tokens)
+
     def received(self, sequence: SequenceId, first_token: int, logprob: TokenLogprob | None, cached: int) -> None:
         ended = self.scheduler.received(sequence, first_token, time.monotonic(), logprob, cached)
         if ended is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from baton.core.errors import BatonError, HandoffError, InvalidRequest, LayoutMismatch, StartupError
@@ -97,10 +97,15 @@ class Link:
         answer: Accept | Refuse = await self._ask(offer, key, timeout_s, "an answer to an offer")
         return answer
 
-    async def announce(self, chunk: Chunk, timeout_s: float) -> Posted:
-        key = ("posted", chunk.sequence, chunk.index, (chunk.prefill_rank, chunk.decode_rank))
-        posted: Posted = await self._ask(chunk, key, timeout_s, f"chunk {chunk.index} to be posted")
-        return posted
+    async def announce(self, chunk: Chunk, timeout_s: float) -> Coroutine[Any, Any, Posted]:
+        """Returns when the chunk is announced, with the wait for its Posted. For a task that nobody cancels."""
+        posted = self._expect(("posted", chunk.sequence, chunk.index, (chunk.prefill_rank, chunk.decode_rank)))
+        try:
+            await self._stream.send_to_the_end(chunk)
+        except BaseException:
+            posted.cancel()
+            raise
+        return self._within(posted, timeout_s, f"chunk {chunk.index} to be posted")
 
     def expect_ack(self, sequence: SequenceId, index: int, edge: EdgeKey) -> asyncio.Future[Ack]:
         """To be called before the chunk is announced, so that no answer can be missed."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from baton.core.commands import Target
 from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError, KVCorrupt
-from baton.core.handover import Chunk, chunk_identity
+from baton.core.handover import Chunk, Posted, chunk_identity
 from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, TokenLogprob
 from baton.core.reshard import EdgePlan
@@ -82,9 +82,6 @@ class PieceSender:
             raise HandoffError(f"{link.decode_worker} accepted {total} tokens and says that it holds {sent} of them")
         index = 0
         while sent < total:
-            while over.computed <= sent:
-                over.progress.clear()
-                await over.progress.wait()  # ended by the step loop, abort, or the request's deadline
             sent = await self._send_piece(over, link, index, sent, total)
             index += 1
 
@@ -97,7 +94,7 @@ class PieceSender:
                 # Shielded: once posted, the peer waits for these bytes whatever becomes of the sequence.
                 over.holds_edge = False
                 over.on_edge = asyncio.create_task(
-                    self._put_on_edges(over, link, plans, _Piece(index, start, end, total, resend)),
+                    self._when_computed(over, link, plans, _Piece(index, start, end, total, resend)),
                     name=f"piece {index}",
                 )
                 over.on_edge.add_done_callback(_seen)  # after an abort nobody may come to wait for it
@@ -116,6 +113,13 @@ class PieceSender:
             self.chunks_resent += len(plans)
             log.warning("chunk %d of %s arrived damaged at %s", index, sequence, link.decode_worker)
         raise KVCorrupt(f"chunk {index} of {sequence} arrived damaged twice at {link.decode_worker}")
+
+    async def _when_computed(self, over: HandOver, link: Link, plans: Sequence[EdgePlan], piece: _Piece) -> int:
+        """Waits here, where a piece that nobody is before is announced without another turn of the event loop."""
+        while over.computed <= piece.start:
+            over.progress.clear()
+            await over.progress.wait()  # ended by the step loop, abort, or the request's deadline
+        return await self._put_on_edges(over, link, plans, piece)
 
     async def _put_on_edges(self, over: HandOver, link: Link, plans: Sequence[EdgePlan], piece: _Piece) -> int:
         """Sends one piece on the edges of `plans` and returns its end. Where that is 0, all that is computed by the
@@ -140,14 +144,17 @@ class PieceSender:
     async def _send_on_edges(self, over: HandOver, link: Link, plans: Sequence[EdgePlan], piece: _Piece) -> int:
         seen = {"sequence": over.request.sequence_id, "index": piece.index, "start": piece.start, "end": piece.end}
         self._events.write("chunk_send", **seen, resend=piece.resend)
-        # Each to its end, whatever becomes of the others: what was posted is sent, or its edge torn down.
-        results = await asyncio.gather(
-            *(self._put_on_edge(over, link, plan, piece) for plan in plans), return_exceptions=True
-        )
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        total = sum(result for result in results if isinstance(result, int))
+        if len(plans) == 1:
+            total = await self._put_on_edge(over, link, plans[0], piece)
+        else:
+            # Each to its end, whatever becomes of the others: what was posted is sent, or its edge torn down.
+            results = await asyncio.gather(
+                *(self._put_on_edge(over, link, plan, piece) for plan in plans), return_exceptions=True
+            )
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+            total = sum(result for result in results if isinstance(result, int))
         self._events.write("chunk_sent", **seen, bytes=total)
         return piece.end
 
@@ -175,14 +182,17 @@ class PieceSender:
         part = Part(over.block_ids, piece.start, piece.end, chunk.num_bytes, chunk_identity(chunk))
         begun = asyncio.Event()
 
-        async def send() -> None:
-            await link.announce(chunk, self._edge_timeout_s)
+        async def send(posted: Coroutine[Any, Any, Posted]) -> None:
+            await posted
             await begun.wait()  # ended by the packing, or below where it fails
             await end.send()
 
-        sending = asyncio.create_task(send(), name=f"send {piece.index}")  # first: the peer's answer takes longest
-        packing = asyncio.create_task(end.fill(part, over.step, begun.set), name=f"pack {piece.index}")
+        packing = sending = None
         try:
+            # Written before packing begins, which keeps the core busy: the peer's answer takes longest.
+            posted = await link.announce(chunk, self._edge_timeout_s)
+            sending = asyncio.create_task(send(posted), name=f"send {piece.index}")
+            packing = asyncio.create_task(end.fill(part, over.step, begun.set), name=f"pack {piece.index}")
             await asyncio.wait({packing, sending}, return_when=asyncio.FIRST_EXCEPTION)
             await packing  # to its end, even where the peer refuses meanwhile
             await sending
@@ -192,7 +202,7 @@ class PieceSender:
             end.drop()
             raise
         finally:
-            for task in (packing, sending):
+            for task in filter(None, (packing, sending)):
                 task.cancel()
                 task.add_done_callback(_seen)
         over.bytes_sent += chunk.num_bytes

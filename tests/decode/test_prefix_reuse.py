@@ -67,6 +67,32 @@ def test_prompt_that_is_still_on_its_way_is_not_shared() -> None:
     assert [offered(scheduler, make_request(name, 9)) for name in "ab"] == [0, 0]
 
 
+def test_what_has_landed_of_a_prompt_on_its_way_is_shared_and_its_blocks_are_held_like_any() -> None:
+    scheduler = make_decode(num_blocks=16)
+    a = make_request("a", 15)
+    assert offered(scheduler, a) == 0
+    for landed, receiving, cached in ((3, 4, 0), (7, 3, 4), (12, 1, 12), (14, 1, 12)):
+        scheduler.landed(a.sequence_id, landed)
+        assert scheduler.blocks.counts().receiving == receiving
+        later = make_request(f"at {landed}", 15)
+        assert offered(scheduler, later) == cached
+        scheduler.abort(later.sequence_id)
+    assert scheduler.received(a.sequence_id, 5, 0.0) is None
+    assert scheduler.blocks.counts().receiving == 0
+    assert step(scheduler) == ()
+
+
+def test_what_had_landed_of_an_aborted_prompt_is_found_and_free() -> None:
+    scheduler = make_decode(num_blocks=8)
+    a = make_request("a", 15)
+    offered(scheduler, a)
+    scheduler.landed(a.sequence_id, 9)
+    scheduler.abort(a.sequence_id)
+    scheduler.check()
+    assert scheduler.blocks.num_free == 8
+    assert offered(scheduler, make_request("b", 15)) == 8
+
+
 def test_aborted_receiving_sequence_lets_go_of_what_it_shares() -> None:
     scheduler = make_decode(num_blocks=8)
     finish(scheduler, make_request("a", 8, 2))

@@ -30,7 +30,8 @@ KV = dict[tuple[int, int], tuple[str, tuple[int, ...]]]
 
 @dataclass
 class Life:
-    """What the contract says about one reserved sequence. `writing`: KV may be landing in its blocks."""
+    """What the contract says about one reserved sequence. `writing`: KV may be landing in its blocks. `landed`: so many
+    positions have KV while more is to come."""
 
     request: GenerateRequest
     output: list[int] = field(default_factory=list)
@@ -38,6 +39,7 @@ class Life:
     phase: str = "receiving"
     writing: bool = False
     aborted: bool = False
+    landed: int = 0
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -150,6 +152,17 @@ class DecodeMachine(RuleBasedStateMachine):
         if self.lives[sequence].aborted:
             del self.lives[sequence]
 
+    @precondition(lambda self: self.some("receiving", aborted=False))
+    @rule(data=st.data())
+    def chunk_arrives(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(self.some("receiving", aborted=False)))
+        life = self.lives[sequence]
+        start = max(life.landed, self.scheduler.num_cached(sequence))
+        end = data.draw(st.integers(start, len(life.tokens) - 1))
+        self.write(self.kv, sequence, self.scheduler.block_ids(sequence), start, life.tokens[start:end])
+        self.scheduler.landed(sequence, end)
+        life.landed = end
+
     @precondition(lambda self: self.some("receiving"))
     @rule(data=st.data(), token=sampled_tokens)
     def last_chunk_arrives(self, data: st.DataObject, token: int) -> None:
@@ -157,8 +170,8 @@ class DecodeMachine(RuleBasedStateMachine):
 
     def arrive(self, sequence: SequenceId, token: int) -> None:
         life = self.lives[sequence]
-        cached = self.scheduler.num_cached(sequence)
-        self.write(self.kv, sequence, self.scheduler.block_ids(sequence), cached, life.tokens[cached:])
+        start = max(life.landed, self.scheduler.num_cached(sequence))
+        self.write(self.kv, sequence, self.scheduler.block_ids(sequence), start, life.tokens[start:])
         ended = self.scheduler.received(sequence, token, self.now)
         life.output.append(token)
         reason = "aborted" if life.aborted else finish_reason(life.request, len(life.output), token)
@@ -316,7 +329,7 @@ class DecodeMachine(RuleBasedStateMachine):
         used: list[int] = []
         for sequence, life in getattr(self, "lives", {}).items():
             blocks, receiving = self.scheduler.block_ids(sequence), life.phase == "receiving"
-            first = self.scheduler.num_cached(sequence) // self.size if receiving else 0
+            first = max(life.landed, self.scheduler.num_cached(sequence)) // self.size if receiving else 0
             for index, block in enumerate(blocks):
                 holders = self.scheduler.blocks.holders(block)
                 assert Holder("receiving" if receiving and index >= first else "sequence", sequence) in holders

@@ -14,8 +14,10 @@ from baton.core.commands import Abort
 from baton.core.errors import StaleHandle
 from baton.core.handover import AbortTransfer, Accept, Ack, Offer
 from baton.core.request import SequenceId
+from baton.rpc.streams import MessageStream
 from baton.transfer.edge_end import LocalEnd, LocalEnds
 from baton.transfer.gloo import GlooEdge
+from baton.transfer.sections import Packing
 from prefill.link import Link
 from prefill.outgoing import Outgoing
 from tests.support.builders import make_request
@@ -266,6 +268,65 @@ async def test_the_receive_is_open_before_the_chunk_is_packed(monkeypatch: pytes
         await until(lambda: decode.worker.incoming.writing[R] == 1, what="an open receive")
         gate.opened.set()
         await until(lambda: source.told.handed_over)
+        decode.compute()
+
+
+async def test_nothing_is_packed_before_its_chunk_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing keeps the core busy: an announcement that is not written by then waits for it."""
+    async with pair() as (source, [decode]):
+        write, order = MessageStream.send_to_the_end, []
+
+        async def written(stream: Any, message: Any, *limits: float) -> None:
+            await write(stream, message, *limits)
+            order.append(type(message).__name__)
+
+        begin = Packing.begin
+        monkeypatch.setattr(MessageStream, "send_to_the_end", written)
+        monkeypatch.setattr(Packing, "begin", lambda packing: (order.append("packed"), begin(packing)))
+        source.submit(make_request("r", 8, max_tokens=4), decode)
+        source.compute()
+        await until(lambda: source.told.handed_over)
+        decode.compute()
+        assert [what for what in order if what != "Posted"] == ["Chunk", "packed"]
+
+
+async def test_a_piece_that_nobody_is_before_is_announced_in_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair() as (source, [decode]):
+        announced: list[int] = []
+        announce = Link.announce
+
+        async def noted(link: Link, chunk: Any, timeout_s: float) -> Any:
+            announced.append(chunk.index)
+            return await announce(link, chunk, timeout_s)
+
+        monkeypatch.setattr(Link, "announce", noted)
+        source.submit(make_request("r", 16, max_tokens=4), decode)
+        source.step()
+        await until(lambda: source.worker.outgoing.bytes_sent and announced == [0])
+        await asyncio.sleep(0.05)  # the piece is acknowledged and the next one waits for the step
+        source.step()
+        assert announced == [0]
+        await asyncio.sleep(0)
+        assert announced == [0, 1]
+        await until(lambda: source.told.handed_over)
+        decode.compute()
+
+
+async def test_blocks_are_the_sequences_own_as_they_become_full() -> None:
+    async with pair() as (source, [decode]):
+        source.submit(make_request("r", 30, max_tokens=4), decode)
+        counts = []
+        for computed in (8, 16, 24):
+            source.step()
+            await until(
+                lambda n=computed: source.worker.outgoing.bytes_sent == n * source.runner.layout.bytes_per_token
+            )
+            await until(lambda: R not in decode.worker.incoming.writing)
+            counts.append(decode.worker.scheduler.blocks.counts().receiving)
+        assert counts == [6, 4, 2]
+        source.step()
+        await until(lambda: source.told.handed_over)
+        assert decode.worker.scheduler.blocks.counts().receiving == 0
         decode.compute()
 
 

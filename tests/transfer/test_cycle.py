@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -144,9 +144,12 @@ def one_thread_for_all_edges(monkeypatch: pytest.MonkeyPatch) -> None:
 def launch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sender does not wait until its receiver has posted."""
 
-    async def announce(link: Link, chunk: Any, timeout_s: float) -> Posted:
+    async def announce(link: Link, chunk: Any, timeout_s: float) -> Coroutine[Any, Any, Posted]:
+        async def at_once() -> Posted:
+            return Posted(chunk.sequence, chunk.index, chunk.edge_generation, chunk.prefill_rank, chunk.decode_rank)
+
         await link._stream.send(chunk)
-        return Posted(chunk.sequence, chunk.index, chunk.edge_generation, chunk.prefill_rank, chunk.decode_rank)
+        return at_once()
 
     monkeypatch.setattr(Link, "announce", announce)
 
