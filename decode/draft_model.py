@@ -232,7 +232,8 @@ def _scheduler_of_one(layout: KVLayout, request: GenerateRequest, guesses: bool)
     """A decode scheduler with one sequence whose KV is there; guesses cost it nothing."""
     most = layout.blocks_for(request.max_total_tokens)
     drafts = ModelDrafts(layout, most, request.max_total_tokens) if guesses else None
-    speculation = Speculation(drafts, StepModel(((1, 1e-3), (64, 1e-3)), ((1, 1e-6),)))
+    model = StepModel(((1, 1e-3), (64, 1e-3)), ((1, 1e-6),), rows=((1, 1e-3),), guess=((1, 1e-6),))
+    speculation = Speculation(drafts, model)
     scheduler = DecodeScheduler(layout, most, 1, speculation, prefix_cache=False)
     scheduler.reserve(request, 0.0)
     scheduler.received(request.sequence_id, 0, 0.0)

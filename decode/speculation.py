@@ -14,13 +14,22 @@ from baton.core.request import SequenceId
 from baton.core.sequence import Sequence
 from baton.core.step import DraftRow, Row, StepPlan
 from decode.acceptance import accepted_length, forced_length
-from decode.draft_length import MAX_GUESSES, Acceptance, AcceptanceBook, StepPrice, choose_lengths, saved_per_token
+from decode.draft_length import (
+    MAX_GUESSES,
+    Acceptance,
+    AcceptanceBook,
+    StepPrice,
+    choose_length,
+    choose_lengths,
+    saved_per_token,
+)
 from decode.drafts import CATCH_UP, Drafts
 from decode.step_cost import StepModel
 from decode.trials import GUESSES as TRIAL_GUESSES
 from decode.trials import Trials
 
 _MARGIN = 1.5  # times its cost that bringing a draft up to date must be expected to save
+_LOOKS = 8  # steps between two looks at a sequence alone for which nothing is guessed
 _USUAL_TOKENS = 128.0  # of an answer, until some have ended
 _USUAL_WEIGHT = 0.1  # of one in their average
 
@@ -31,7 +40,7 @@ Room = Callable[[Sequence, int], int]
 class Speculation:
     """Complete state: `model`, the source of guesses, the book of how they fare, each sequence with its acceptance,
     those whose draft is wanted, `trials`, how long answers are (`_usual_tokens`), whose turn it is to be looked at
-    (`_looked_at`), and `counters`. Without `drafts` nothing is ever guessed.
+    (`_looked_at`, at which of the `_steps`), and `counters`. Without `drafts` nothing is ever guessed.
 
     `fixed_length` guesses every time that many (0: as many as pay). `forced_rate` is for benchmarks alone: guesses
     count as right with that probability, and the output is not real.
@@ -55,7 +64,7 @@ class Speculation:
         self._open: dict[SequenceId, tuple[Sequence, Acceptance]] = {}
         self._wanted: dict[SequenceId, Sequence] = {}
         self._usual_tokens = _USUAL_TOKENS
-        self._looked_at = 0
+        self._looked_at = self._steps = 0
 
     def open(self, sequence: Sequence) -> None:
         """A sequence whose KV is to come."""
@@ -134,23 +143,36 @@ class Speculation:
             return [max(0, min(self.fixed_length, limit)) for limit in most]
         if not sequences:
             return []
-        price = self._price(len(plan.rows), plan.num_tokens)
         limits = [limit if n <= CATCH_UP else 0 for limit, n in zip(most, behind, strict=True)]
-        lengths = choose_lengths([self._rate(s) for s in sequences], limits, price)
-        self.trials.stepped(price.plain_s)
-        index = self._looked_at = (self._looked_at + 1) % len(sequences)  # one in each step is enough
-        sequence = sequences[index]
-        if not lengths[index] and most[index] >= TRIAL_GUESSES:
-            each_s = price.guess_s(1)
-            if behind[index] <= CATCH_UP:  # it could go on at once: near the edge that is as good as free
-                each_s = max(each_s - self._rate(sequence) * price.plain_s / len(sequences), 0.0)
-            cost_s = self._fill_s(behind[index]) + TRIAL_GUESSES * each_s
-            if self._pays_back(sequence) or self.trials.begin(sequence.id, cost_s):
-                self._wanted[sequence.id] = sequence
+        lone = self.model.of_one_row() if plan.num_tokens == 1 else None
+        if lone is not None:
+            plain_s = lone[0]
+            lengths = [choose_length(self._rate(sequences[0]), limits[0], *lone)]
+        else:
+            price = self._price(len(plan.rows), plan.num_tokens)
+            plain_s = price.plain_s
+            lengths = choose_lengths([self._rate(s) for s in sequences], limits, price)
+        self.trials.stepped(plain_s)
+        self._steps += 1
+        if len(self._open) > 1 or self._steps % _LOOKS == 0:
+            index = self._looked_at = (self._looked_at + 1) % len(sequences)  # one at a time is enough
+            if not lengths[index] and most[index] >= TRIAL_GUESSES:
+                self._look(plan, sequences[index], behind[index], len(sequences))
         for index, sequence in enumerate(sequences):
             if sequence.id == self.trials.sequence_id and limits[index] > 0:
                 lengths[index] = max(lengths[index], 1)
         return lengths
+
+    def _look(self, plan: StepPlan, sequence: Sequence, behind: int, rows: int) -> None:
+        """Wants the draft of one of the `rows` sequences, for which nothing is guessed, where that will be paid back,
+        or for a trial."""
+        price = self._price(len(plan.rows), plan.num_tokens)
+        each_s = price.guess_s(1)
+        if behind <= CATCH_UP:  # it could go on at once: near the edge that is as good as free
+            each_s = max(each_s - self._rate(sequence) * price.plain_s / rows, 0.0)
+        cost_s = self._fill_s(behind) + TRIAL_GUESSES * each_s
+        if self._pays_back(sequence) or self.trials.begin(sequence.id, cost_s, alone=len(self._open) == 1):
+            self._wanted[sequence.id] = sequence
 
     def _rate(self, sequence: Sequence) -> float:
         return self.book.rate(self._open[sequence.id][1])

@@ -26,6 +26,7 @@ _MORE_WEIGHT = 3.0  # times that in the price of a guess, for the part that gues
 _FAR_LESS, _FAR_LESS_WEIGHT = 0.65, 0.5  # of one that took so much less: noise seldom does that, the end of a load does
 _OUTLIER = 2.0  # an observation counts as at most this many times what was expected: one stall is not a trend
 _LEAST_GUESS = 0.03  # of a step, that a token more in each of its rows costs at first, whatever was measured
+_LEAST_AROUND = 0.5  # of what surrounds a step with guesses, that would surround one without
 _KNOWN = 4096  # points that a curve remembers
 _FIRST_STEPS = 4  # whose least is where following what surrounds a step begins
 
@@ -149,6 +150,15 @@ class StepModel:
         first, each = self.short.seconds(rows), self._guesses_s(rows, rows + 1)
         return lambda tokens: first + each * (tokens - rows)
 
+    def of_one_row(self) -> tuple[float, float, float] | None:
+        """Seconds of a step of one row: all of one without a guess, what the first adds, and what each behind it does.
+        None where guesses have no price of their own."""
+        if self._guess is None:
+            return None
+        each_s = self._guesses_s(1, 2)
+        plain_s = max(self.short.seconds(1) + self.fixed_s, 1e-9)
+        return plain_s, each_s + self.draft_first.seconds(1) + self.planning_s, each_s + self.draft_next.seconds(1)
+
     def _guesses_s(self, rows: int, tokens: int) -> float:
         if self._guess is None:
             return self.more * (self.short.seconds(tokens) - self.short.seconds(rows))
@@ -178,6 +188,10 @@ class StepModel:
 
     def draft_s(self, plan: StepPlan) -> float:
         """What the draft's passes of a plan that guesses in each of its rows are expected to take."""
+        if len(plan.drafts) == 1:
+            (row,) = plan.drafts
+            first_s = self.draft_first.seconds(len(row.tokens))
+            return first_s + self.draft_next.seconds(1) * max(row.num_guesses - 1, 0)
         expected = self.draft_first.seconds(sum(len(row.tokens) for row in plan.drafts))
         for depth in range(1, max((row.num_guesses for row in plan.drafts), default=0)):
             expected += self.draft_next.seconds(sum(row.num_guesses > depth for row in plan.drafts))
@@ -203,6 +217,8 @@ class StepModel:
         elif plan.drafts and not any(row.num_guesses for row in plan.drafts):
             self.draft.observe(sum(len(row.tokens) for row in plan.drafts), outcome.draft_s)
         around_s = max(wall_s - outcome.elapsed_s, 1e-6)
+        if any(row.num_guesses for row in plan.drafts):  # what they add has a price of its own, and may be mismeasured
+            around_s = max(around_s - self.planning_s, around_s * _LEAST_AROUND)
         self._steps += 1
         if self._steps <= _FIRST_STEPS:
             self.fixed_s = min(around_s, self.fixed_s or around_s)

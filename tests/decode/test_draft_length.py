@@ -10,9 +10,9 @@ import pytest
 
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import DraftRow, Row, StepOutcome, StepPlan
-from decode.draft_length import StepPrice, choose_lengths, saved_per_token
+from decode.draft_length import StepPrice, choose_length, choose_lengths, saved_per_token
 from decode.step_cost import StepModel
-from decode.trials import SHARE, Trials
+from decode.trials import FIRST, FIRST_STEPS, GUESSES, SHARE, Trials
 
 
 def price(target: float = 1.0, each: float = 0.02, first: float = 0.1, later: float = 0.1, rows: int = 1) -> StepPrice:
@@ -43,6 +43,16 @@ def test_one_sequence_gets_the_fastest_length(rate: float, first: float, later: 
     best = max(range(9), key=lambda length: speed([length], [rate], paid))
     found = choose_lengths([rate], [8], paid)
     assert found == [best]
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.3, 0.45, 0.5, 0.57, 0.62, 0.7, 0.78, 0.9, 0.95, 1.0])
+@pytest.mark.parametrize("each", [0.001, 0.02, 0.1, 0.2])
+@pytest.mark.parametrize("planning", [0.0, 0.12])
+def test_a_sequence_alone_is_chosen_for_as_among_others(rate: float, each: float, planning: float) -> None:
+    for first, later, limit in itertools.product((0.05, 0.3, 0.6), (0.01, 0.05, 0.3), (0, 1, 3, 8)):
+        paid = replace(price(each=each, first=first, later=later), fixed_s=0.3, planning_s=planning)
+        found = choose_length(rate, limit, paid.plain_s, each + first + planning, each + later)
+        assert [found] == choose_lengths([rate], [limit], paid)
 
 
 def test_later_passes_that_cost_less_are_made_more() -> None:
@@ -111,6 +121,26 @@ def test_trials_cost_no_more_than_their_share_and_one_runs_at_a_time() -> None:
             trials.guessed(trials.sequence_id)
     assert len(begun) == trials.begun - 1 > 1
     assert 0.9 * SHARE < spent_s / 10_000 <= SHARE
+
+
+def test_a_new_worker_tries_a_sequence_alone_without_allowance_for_so_many_guesses_and_steps() -> None:
+    one = SequenceId("a")
+
+    def tried(trials: Trials, steps: int, *, alone: bool = True) -> int:
+        guesses = 0
+        for _ in range(steps):
+            trials.stepped(1.0)
+            trials.begin(one, 1e6, alone=alone)
+            guesses += trials.sequence_id is not None
+            trials.guessed(one)
+        return guesses
+
+    assert tried(Trials(), 2 * FIRST_STEPS) == FIRST
+    assert tried(Trials(), 2 * FIRST_STEPS, alone=False) == GUESSES
+    idle = Trials()
+    for _ in range(FIRST_STEPS):
+        idle.stepped(1.0)
+    assert tried(idle, FIRST_STEPS) == GUESSES
 
 
 def test_a_trial_ends_with_its_sequence_and_with_its_patience() -> None:

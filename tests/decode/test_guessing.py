@@ -101,6 +101,19 @@ def test_what_planning_guesses_takes_is_part_of_their_price(seed: int) -> None:
     assert serve(text, prices, seed=seed).speed > 0.96 * plain.speed
 
 
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_a_new_worker_finds_out_what_guesses_are_worth_either_way(seed: int) -> None:
+    """Plain steps are so cheap here that guesses, by what is believed at first, do not pay."""
+    prices = Prices(0.55e-3, 0.1e-3, 0.12e-3, 0.23e-3, 0.07e-3, behind_s=0.02e-3, around_s=0.12e-3)
+    prices = replace(prices, around_guesses_s=0.1e-3)
+    worth, not_worth = alike(0.78, 11), alike(0.5, 11)
+    plain = serve(worth, prices, length=0).speed
+    ideal = max(serve(worth, prices, length=k).speed for k in (2, 3, 4, 5))
+    assert serve(worth, prices, seed=seed).speed - plain > 0.85 * (ideal - plain) > 0.25 * plain
+    assert max(serve(not_worth, prices, length=k).speed for k in (1, 2, 3)) < 0.97 * plain
+    assert serve(not_worth, prices, seed=seed).speed > 0.975 * plain
+
+
 def test_text_that_turns_easy_is_found_out() -> None:
     text = alike(0.05, 6) + alike(0.9, 48, seed=1)
     best = max(serve(text[10:], SERVED, length=length).speed for length in (4, 6, 8))

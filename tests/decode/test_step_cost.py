@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.core.request import SamplingParams, SequenceId
-from baton.core.step import Row, StepOutcome, StepPlan
+from baton.core.step import DraftRow, Row, StepOutcome, StepPlan
 from decode import draft_model
 from decode.step_cost import StepCost, StepModel
 from tests.support.builders import make_layout
@@ -174,3 +174,28 @@ def test_the_price_of_planning_follows_the_load() -> None:
     for _ in range(200):
         model.observe(plan_of(1), StepOutcome(1, (), 2e-3), 2e-3)
     assert model.planning_s == pytest.approx(2e-4, rel=0.05)
+
+
+def test_the_price_of_a_row_alone_is_the_sum_of_its_parts() -> None:
+    curves = ([(1, 1e-3)], [(1, 9e-3)], [(1, 1e-4), (4, 2e-4)], [(1, 3e-4), (4, 5e-4)])
+    model = StepModel(*curves, rows=((1, 1e-3), (4, 2e-3)), guess=((1, 2e-4), (4, 8e-4)), planning_s=1e-4)
+    model.observe(plan_of(1), StepOutcome(1, (), 1.2e-3), 1.5e-3)
+    plain_s, first_s, next_s = model.of_one_row() or (0.0, 0.0, 0.0)
+    assert plain_s == pytest.approx(model.short_s(1, 1) + 3e-4) and model.short.scale > 1.0
+    assert first_s == pytest.approx(model.short_s(1, 2) - model.short_s(1, 1) + 3e-4 + model.planning_s)
+    assert next_s == pytest.approx(model.short_s(1, 3) - model.short_s(1, 2) + 1e-4)
+    assert StepModel().of_one_row() is None, "what a guess adds has no price of its own"
+
+
+def test_what_guesses_add_around_a_step_is_not_taken_for_part_of_every_step() -> None:
+    """Else a step without them is believed dearer than it is, and guessing goes on where it does not pay."""
+    model = StepModel(rows=((1, 1e-3), (4, 2e-3)), guess=((1, 2e-4), (4, 8e-4)), planning_s=1e-4)
+    (row,) = plan_of(3).rows
+    guessing = StepPlan(1, (row,), (DraftRow(row.sequence_id, 0, (1,), (0,), 2, 0),))
+    for _ in range(200):
+        model.observe(guessing, StepOutcome(1, (), 1.8e-3, draft_s=4e-4), 2.0e-3)
+    assert model.planning_s == pytest.approx(1e-4, rel=0.1)
+    assert model.fixed_s == pytest.approx(1e-4, rel=0.1), "of 0.2 ms around these steps half comes with guesses"
+    for _ in range(200):
+        model.observe(guessing, StepOutcome(1, (), 1.8e-3, draft_s=4e-4), 1.8e-3 + 0.8 * model.planning_s)
+    assert model.fixed_s == pytest.approx(0.4 * model.planning_s, rel=0.1), "what they add was timed too dear"
