@@ -126,10 +126,13 @@ def _drain_on_sigterm(worker: Worker, timeout_s: float) -> None:
 
 async def _serve(config: WorkerConfig, ranks: Ranks, load: Callable[[], MakeWorker]) -> None:
     check_listening("--host", config.host, read_token(config.cluster_token_file))
+    started, before = time.monotonic(), len(sys.modules)
     with lasting_imports():
         make = load()
         from baton.worker_ranks import lead
+    imported = len(sys.modules) - before
 
+    log.info("stage imports: %.2f s, %d modules", time.monotonic() - started, imported)
     started = time.monotonic()
     options = _engine_options(config, ranks)
     with lead(ranks, options, lambda stage, seconds: log.info("stage %s: %.2f s", stage, seconds)) as crew:

@@ -2,11 +2,14 @@
 
     python benchmarks/neighbours.py                      2 prefill x 2 decode workers, built-in model, five runs of each
     python benchmarks/neighbours.py --runs 3 --streams 8
+    python benchmarks/neighbours.py --only "prefill worker" --before DIR     another checkout beside it, by turns
 
 Streams run on both pairs. Then the decode worker of one pair gets SIGKILL, in another run its prefill worker, in a
 third nobody. Compared is the 99th percentile of the gaps of the streams on the other decode worker, in the seconds
 after that instant and in as many before: the lease of the dead worker, and the start of the one in its place, fall into
-them. Every run has a cluster of its own, since a supervisor waits longer before each restart. The kinds take turns.
+them. Processor time is that of the dead worker's next life, agent and rank, until the window ends: it depends less on
+what else the machine does. Every run has a cluster of its own, since a supervisor waits longer before each restart. The
+kinds take turns.
 Writes `benchmarks/results/neighbours.md`.
 """
 
@@ -14,9 +17,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import datetime
 import json
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -55,7 +60,8 @@ class Stream:
 
 @dataclass(frozen=True)
 class Run:
-    """p99 in seconds and how many gaps it is of, before and after; `ready_s` is when the next life was ready."""
+    """p99 in seconds and how many gaps it is of, before and after; `ready_s` is when the next life was ready, `cost_s`
+    the processor time it took."""
 
     before_s: float
     after_s: float
@@ -63,6 +69,7 @@ class Run:
     after: int
     survivors: int
     ready_s: float | None
+    cost_s: float | None
 
     @property
     def ratio(self) -> float:
@@ -83,6 +90,14 @@ async def read(client: httpx.AsyncClient, stream: Stream, seed: int, length: int
                         stream.error = json.loads(line[6:]).get("error", {}).get("code", "")
     except httpx.HTTPError as error:
         stream.error = repr(error)
+
+
+def processor_s(pid: int) -> tuple[int, float]:
+    """Who started a process, and the processor time it has taken; (0, 0) for one that is gone."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[1]), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0, 0.0
 
 
 def routes(events: Path) -> dict[str, set[str]]:
@@ -112,33 +127,37 @@ async def one(url: str, events: Path, victim: str, streams: int, window_s: float
         if victim.startswith("prefill"):  # so that it dies with work in hand; idle prefill workers are taken in order
             tasks.append(asyncio.create_task(read(client, Stream("cut"), 0, CUT_TOKENS)))
             await asyncio.sleep(CUT_AFTER_S)
-        struck = time.monotonic()
+        struck, agent, agent_s = time.monotonic(), 0, 0.0
         if victim:
+            agent, _ = processor_s(int(known[victim]["pids"][0]))
+            _, agent_s = processor_s(agent)
             os.kill(int(known[victim]["pids"][0]), signal.SIGKILL)
         await asyncio.sleep(window_s)
         late = next((s for s in survivors if not s.at or s.at[-1] < struck + window_s - 1 or s.error), None)
         if late is not None or not survivors:
             raise SystemExit(f"a stream of the other pair ended too early: {late and (late.name, late.error)}")
-        now, ready_s = await workers(), None
+        now, ready_s, cost_s = await workers(), None, None
         if victim and now[victim]["state"] == "ready" and now[victim]["incarnation"] != known[victim]["incarnation"]:
             ready_s = window_s
+            above, rank_s = processor_s(int(now[victim]["pids"][0]))
+            cost_s = rank_s + processor_s(above)[1] - (agent_s if above == agent else 0.0)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     before = sorted(gap for s in survivors for gap in s.gaps(struck - window_s, struck))
     after = sorted(gap for s in survivors for gap in s.gaps(struck, struck + window_s))
-    return Run(percentile(before, 99), percentile(after, 99), len(before), len(after), len(survivors), ready_s)
+    return Run(percentile(before, 99), percentile(after, 99), len(before), len(after), len(survivors), ready_s, cost_s)
 
 
-def measure(kind: str, streams: int, window_s: float) -> Run:
-    """Starts a cluster, measures once, ends it."""
+def measure(kind: str, streams: int, window_s: float, tree: Path = ROOT) -> Run:
+    """Starts a cluster of that checkout, measures once, ends it."""
     with tempfile.TemporaryDirectory() as directory:
         run_dir, events = Path(directory) / "run", Path(directory) / "events"
         up = ["up", "--prefill", "2", "--decode", "2", "--draft", "none", "--port", "0", "--grpc-port", "0"]
-        environment = {**os.environ, "BATON_EVENT_LOG_DIR": str(events)}
+        environment = {**os.environ, "BATON_EVENT_LOG_DIR": str(events), "PYTHONPATH": str(tree)}
         environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed worker compiles nothing as it starts
         process = subprocess.Popen(
-            [*BATON, *up, "--run-dir", str(run_dir)], cwd=ROOT, stdout=subprocess.DEVNULL, env=environment
+            [*BATON, *up, "--run-dir", str(run_dir)], cwd=tree, stdout=subprocess.DEVNULL, env=environment
         )
         try:
             url = ready_url(process, run_dir / "cluster.json")
@@ -150,18 +169,20 @@ def measure(kind: str, streams: int, window_s: float) -> Run:
 
 def table(results: dict[str, list[Run]]) -> str:
     rows = [
-        "| who died | ITL p99 before | after | ratio | worst run | back within the window | bar |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| who died | ITL p99 before | after | ratio | worst run | back within the window | processor time | bar |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for kind, runs in results.items():
         before, after = (statistics.median(getattr(r, name) for r in runs) for name in ("before_s", "after_s"))
         ratio, back = statistics.median(r.ratio for r in runs), sum(r.ready_s is not None for r in runs)
-        bar = "control" if not KINDS[kind] else f"{BAR} {'met' if ratio <= BAR else 'missed'}"
-        shown = f"{back} of {len(runs)}" if KINDS[kind] else "–"
+        victim = KINDS[kind.partition(",")[0]]
+        bar = "control" if not victim else f"{BAR} {'met' if ratio <= BAR else 'missed'}"
+        shown = f"{back} of {len(runs)}" if victim else "–"
+        costs = [r.cost_s for r in runs if r.cost_s is not None]
+        cost = f"{statistics.median(costs):.2f} s" if costs else "–"
         worst = max(r.ratio for r in runs)
-        rows.append(
-            f"| {kind} | {before * 1e3:.1f} ms | {after * 1e3:.1f} ms | {ratio:.2f} | {worst:.2f} | {shown} | {bar} |"
-        )
+        gaps = f"{before * 1e3:.1f} ms | {after * 1e3:.1f} ms | {ratio:.2f} | {worst:.2f}"
+        rows.append(f"| {kind} | {gaps} | {shown} | {cost} | {bar} |")
     return "\n".join(rows)
 
 
@@ -172,16 +193,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--window-s", type=float, default=8.0)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "neighbours.md")
     parser.add_argument("--note", default="", help="what else ran on the machine, for the report")
+    parser.add_argument("--only", choices=list(KINDS), action="append", help="who dies; may be repeated")
+    parser.add_argument("--before", type=Path, help="another checkout, measured by turns with this one")
     given = parser.parse_args(arguments)
-    results: dict[str, list[Run]] = {kind: [] for kind in KINDS}
+    trees = {", before": given.before.resolve(), "": ROOT} if given.before else {"": ROOT}
+    turns = {kind + which: (kind, tree) for kind in given.only or KINDS for which, tree in trees.items()}
+    results: dict[str, list[Run]] = {name: [] for name in turns}
     for number in range(given.runs):
         for kind, runs in results.items():
-            runs.append(measure(kind, given.streams, given.window_s))
+            victim, tree = turns[kind]
+            runs.append(measure(victim, given.streams, given.window_s, tree))
             print(f"run {number + 1}, {kind}: {runs[-1]}", flush=True)
+    options = [f"--only {shlex.quote(kind)}" for kind in given.only or ()] + ["--before DIR"] * bool(given.before)
     given.out.write_text(
         f"# Neighbours: what the death of one pair costs the other\n\n{machine()}. Commit {commit()},"
         f" {datetime.date.today()}. {given.note}\n\n    python benchmarks/neighbours.py --runs {given.runs}"
-        f" --streams {given.streams} --window-s {given.window_s:g}\n\n"
+        f" --streams {given.streams} --window-s {given.window_s:g} {' '.join(options)}".rstrip()
+        + "\n\n"
         f"Two prefill and two decode workers, built-in model without guesses, {given.streams} streams a pair; the\n"
         "client runs on the same cores. ITL p99 of the streams on the other decode worker, in the"
         f" {given.window_s:g} s before and after;\nmedians of {given.runs} runs, of the ratio too."

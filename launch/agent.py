@@ -14,7 +14,8 @@
 6. torchrun leaves a directory for its ranks' errors behind. Without `--log-dir` the agent makes it, and removes it;
    what a killed agent left, the next one removes (`launch.rank_directory`).
 7. torchrun loads torch and keeps a store where a job's only rank has nobody to meet. The agent starts that rank itself
-   (`launch.lone_rank`), with the first six repairs where they apply.
+   (`launch.lone_rank`), with the first six repairs where they apply. For a supervisor it starts that rank again and
+   again (`launch.lives`), each time as a fork of itself, which has the imports done (`launch.preload`).
 8. torchrun gives a rank that hangs 30 s to end once another has failed, and reports it as killed. The agent gives it
    5 s, and its box is about the rank that noticed (`launch.rank_failures`). One that hangs alone on its node is killed
    when its job is over on another (`launch.node_watch`).
@@ -31,6 +32,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from functools import partial
+from itertools import count
 from typing import Any, NoReturn
 
 from baton.options import EXIT_STARTUP_ERROR
@@ -44,7 +46,10 @@ from baton.process import (
 )
 from launch import job_flags, lone_rank, rendezvous
 from launch.failure import Failure, box
+from launch.forked_rank import forked
+from launch.lives import ToSupervisor
 from launch.node_watch import NodeWatch
+from launch.preload import Preloaded, PreloadRefused
 from launch.rank_directory import make_rank_directory
 from launch.rank_failures import FOLLOWED, first_failure, kill_soon, recorded
 
@@ -52,6 +57,7 @@ from launch.rank_failures import FOLLOWED, first_failure, kill_soon, recorded
 def main() -> NoReturn:
     die_with_parent()
     limit_name_lookups()
+    supervisor = ToSupervisor.inherited(os.environ)
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     os.environ["PYTHONSAFEPATH"] = "1"
     wrong = job_flags.refusal(sys.argv[1:], os.environ)
@@ -62,7 +68,9 @@ def main() -> NoReturn:
     stopping.listen()
     try:
         alone = lone_rank.lone_rank(sys.argv[1:], os.environ)
-        code = _torchrun(stopping) if alone is None else _alone(alone, stopping)
+        if alone is None and supervisor is not None:
+            supervisor.close()  # torchrun's ranks have one life under one agent
+        code = _torchrun(stopping) if alone is None else _alone(alone, stopping, supervisor)
     finally:
         stopping.clean()
     sys.stdout.flush()
@@ -70,16 +78,46 @@ def main() -> NoReturn:
     os._exit(code)  # the workers have ended; unloading torch would take another second
 
 
-def _alone(rank: lone_rank.LoneRank, stopping: _Stopping) -> int:
+def _alone(rank: lone_rank.LoneRank, stopping: _Stopping, supervisor: ToSupervisor | None) -> int:
+    """Every life of it that is asked for; returns the code of the last."""
     try:
         stopping.made = make_rank_directory()
-        end = lone_rank.run(rank, stopping.made)
+        preloaded = _preloaded(supervisor.preload if supervisor else ())
+        start = partial(forked, close=preloaded.open_before) if preloaded else lone_rank.executed
+        for life in count(1):
+            if supervisor is not None:
+                how = "a fork of this process" if preloaded else "a process that imports for itself"
+                print(f"agent: life {life} of {rank.module} is {how}", file=sys.stderr, flush=True)
+            end = lone_rank.run(rank, stopping.made, start)
+            if end.code == 0 or (stopping.asked and end.code in FOLLOWED):
+                return 0
+            code = _tell(rank.module, rank.arguments, "rank 0 of 1", end.pid, end.code, end.reason)
+            if supervisor is None or stopping.asked or not supervisor.another(code):
+                return code
+            if preloaded and (changed := preloaded.stale()):
+                print(f"agent: {changed} is another one than was imported; importing anew", file=sys.stderr, flush=True)
+                _start_over(stopping, supervisor)
     except OSError as error:
         print(f"error: {rank.module} cannot be started: {error}", file=sys.stderr)
-        return EXIT_STARTUP_ERROR
-    if end.code == 0 or (stopping.asked and end.code in FOLLOWED):
-        return 0
-    return _tell(rank.module, rank.arguments, "rank 0 of 1", end.pid, end.code, end.reason)
+    return EXIT_STARTUP_ERROR
+
+
+def _preloaded(names: Sequence[str]) -> Preloaded | None:
+    """None where there is nothing to import beforehand, or it will not do."""
+    if not names:
+        return None
+    try:
+        return Preloaded(names)
+    except PreloadRefused as refused:
+        print(f"agent: its rank imports for itself: {refused}", file=sys.stderr, flush=True)
+        return None
+
+
+def _start_over(stopping: _Stopping, supervisor: ToSupervisor) -> NoReturn:
+    """The same agent from the beginning, in this process. Raises OSError."""
+    stopping.clean()
+    environment = {**os.environ, **supervisor.passed_on(), PARENT_VARIABLE: str(os.getppid())}
+    os.execve(sys.executable, sys.orig_argv, environment)
 
 
 def _torchrun(stopping: _Stopping) -> int:

@@ -1,4 +1,8 @@
-"""One life of one child process: started in a session of its own, its output in a log file, dying with the launcher."""
+"""One life of one member: a child process in a session of its own, its output in a log file, dying with the launcher.
+
+Where the process is the agent of a lone rank it outlives the rank: then the next life is one more rank of the same
+agent (`launch.lives`), which has done the imports already.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,17 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from baton.core.errors import StartupError
 from baton.process import PARENT_VARIABLE, descendants, set_death_signal
 from launch.cores import ranges
 from launch.failure import find_box
+from launch.lives import ToAgent
 
 TAIL_LINES = 15
 _TAIL_BYTES = 64 * 1024
@@ -23,32 +29,29 @@ _TAIL_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run. `cores` empty means not pinned; `environment` is added to the launcher's own."""
+    """What to run. `cores` empty means not pinned; `environment` is added to the launcher's own. `preload` names what
+    an agent imports once for many lives; empty for a process of one life."""
 
     name: str
     command: tuple[str, ...]
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
+    preload: tuple[str, ...] = ()
 
 
 class Child:
-    """A running process. Must be made on the main thread: the kernel ties its death to the thread that forked it.
+    """A life that runs. Must be made on the main thread: the kernel ties its death to the thread that forked it.
+
+    With `before`, a life that is over, this one is in the same process if that rests and the specification is the same
+    one; `reused` says whether it is. Otherwise what is left of `before` is killed.
 
     Raises StartupError when it cannot be started, or its log not be opened.
     """
 
-    def __init__(self, spec: ChildSpec) -> None:
+    def __init__(self, spec: ChildSpec, before: Child | None = None) -> None:
         self.spec = spec
-        launcher, cores = os.getpid(), spec.cores
-
-        def before_exec() -> None:
-            set_death_signal()
-            if os.getppid() != launcher:
-                os._exit(1)
-            if cores:
-                os.sched_setaffinity(0, cores)
-
+        self._code: int | None = None
         try:
             log = spec.log.open("ab", buffering=0)
         except OSError as error:
@@ -57,23 +60,32 @@ class Child:
             with contextlib.suppress(OSError):  # a full disk costs the log and not the process
                 log.write(f"$ {shlex.join(spec.command)}\n".encode())
             self._log_start = log.seek(0, os.SEEK_END)
-            self._process = _popen(
-                spec,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **spec.environment, "PYTHONSAFEPATH": "1", PARENT_VARIABLE: str(launcher)},
-                start_new_session=True,
-                preexec_fn=before_exec,
-            )
+            again = before._again(spec, log.fileno()) if before else None
+            self.reused = again is not None
+            if before is not None and again is None:
+                before.kill()
+            self._process, self._agent = again or _start(spec, log)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def rests(self) -> bool:
+        """This life is over, and its process waits to be asked for another."""
+        return self.poll() is not None and self._process.poll() is None
+
+    def fileno(self) -> int:
+        """Becomes readable when this life is over and its process is not; -1 where there is no such thing."""
+        return self._agent.fileno() if self._agent is not None and self._code is None else -1
+
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
-        return self._process.poll()
+        if self._code is None and self._agent is not None:
+            self._code = self._agent.ended()
+        if self._code is None:
+            self._code = self._process.poll()
+        return self._code
 
     def pids(self) -> set[int]:
         """Itself and everything below it."""
@@ -85,7 +97,7 @@ class Child:
 
     def kill(self, wait_s: float = 5.0) -> None:
         """SIGKILL to it and everything below it, then reaps it."""
-        if self.poll() is None:
+        if self._process.poll() is None:
             for pid in (*descendants(self.pid), self.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -107,6 +119,12 @@ class Child:
         """The box that an agent ended this life with, or nothing."""
         return find_box(self._lines())
 
+    def _again(self, spec: ChildSpec, log: int) -> tuple[subprocess.Popen[bytes], ToAgent] | None:
+        """The process of this life, which is over, in the next one."""
+        if self._agent is not None and spec == self.spec and self.rests and self._agent.again(log):
+            return self._process, self._agent
+        return None
+
     def _lines(self) -> list[str]:
         try:
             with self.spec.log.open("rb") as log:
@@ -115,6 +133,34 @@ class Child:
                 return log.read().decode("utf-8", "replace").splitlines()
         except OSError:
             return []
+
+
+def _start(spec: ChildSpec, log: IO[bytes]) -> tuple[subprocess.Popen[bytes], ToAgent | None]:
+    launcher, cores = os.getpid(), spec.cores
+    agent = ToAgent() if spec.preload and sys.platform == "linux" else None
+    lives = agent.environment(spec.preload) if agent else {}
+
+    def before_exec() -> None:
+        set_death_signal()
+        if os.getppid() != launcher:
+            os._exit(1)
+        if cores:
+            os.sched_setaffinity(0, cores)
+
+    with contextlib.ExitStack() as stack:
+        if agent is not None:
+            stack.callback(agent.agents_end.close)
+        process = _popen(
+            spec,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **spec.environment, **lives, "PYTHONSAFEPATH": "1", PARENT_VARIABLE: str(launcher)},
+            start_new_session=True,
+            preexec_fn=before_exec,
+            pass_fds=[agent.agents_end.fileno()] if agent else [],
+        )
+    return process, agent
 
 
 def _popen(spec: ChildSpec, **options: Any) -> subprocess.Popen[bytes]:

@@ -95,12 +95,12 @@ class LocalCluster:
                     if not self._announced and time.monotonic() - reminded >= REMIND_S:
                         reminded = time.monotonic()
                         self._remind()
-                    signals.wait(TICK_S if self._announced else STARTING_TICK_S)
+                    lives = [child for worker in self._workers if (child := worker.child) and child.fileno() >= 0]
+                    signals.wait(TICK_S if self._announced else STARTING_TICK_S, lives)
                 return self._stop(signals)
             finally:
                 for member in reversed(self._all):
-                    if member.child is not None:
-                        member.child.kill()
+                    member.kill()
 
     def _tick(self) -> None:
         if self._coordinator is not None:
@@ -198,8 +198,8 @@ class LocalCluster:
         coordinator = self._coordinator.child if self._coordinator else None
         draining = [(w.name, w.child) for w in self._workers if w.child and w.joined and self._front_is_up]
         for worker in self._workers:
-            if worker.child is not None and (worker.name, worker.child) not in draining:
-                worker.child.kill()  # still loading, or nobody to drain it: it has no request
+            if (worker.name, worker.child) not in draining:
+                worker.kill()  # still loading, between two lives, or nobody to drain it: it has no request
         if coordinator is not None:
             coordinator.terminate()
             if self._front_is_up:

@@ -13,9 +13,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from baton.process import ERROR_FILE_VARIABLE
 
@@ -67,15 +68,31 @@ def lone_rank(argv: Sequence[str], environment: Mapping[str, str]) -> LoneRank |
     return LoneRank(words[1], tuple(words[2:]))
 
 
-def run(rank: LoneRank, directory: str) -> RankEnd:
-    """Runs it to its end, in a session of its own; the reason of a bad end goes through a file in `directory`. Raises
-    OSError when it cannot be started."""
+class Running(Protocol):
+    """A child process; `wait` returns its exit code, below 0 for a signal."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self) -> int: ...
+
+
+Start = Callable[[LoneRank, Mapping[str, str]], Running]
+"""Starts a rank in a session of its own, with that added to the environment. Raises OSError."""
+
+
+def executed(rank: LoneRank, environment: Mapping[str, str]) -> Running:
+    """A rank that imports for itself."""
+    command = [sys.executable, "-u", "-m", rank.module, *rank.arguments]
+    return subprocess.Popen(command, env={**os.environ, **environment}, start_new_session=True)
+
+
+def run(rank: LoneRank, directory: str, start: Start = executed) -> RankEnd:
+    """Runs it to its end; the reason of a bad end goes through a file in `directory`, which may be there from an
+    earlier life. Raises OSError when it cannot be started."""
     error_file = Path(directory) / "error.json"
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-m", rank.module, *rank.arguments],
-        env={**os.environ, **_environment(), ERROR_FILE_VARIABLE: str(error_file)},
-        start_new_session=True,
-    )
+    error_file.unlink(missing_ok=True)
+    process = start(rank, {**_environment(), ERROR_FILE_VARIABLE: str(error_file)})
     code = process.wait()
     if code != 0:  # what it started, such as a compiler, ends with it
         with contextlib.suppress(ProcessLookupError):

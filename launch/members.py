@@ -15,17 +15,24 @@ from launch.cores import ranges
 from launch.plan import COORDINATOR, Part, Plan
 from launch.topology import Topology
 
+PRELOAD = {
+    "prefill": ("baton.worker_main", "baton.worker_ranks", "prefill.worker"),
+    "decode": ("baton.worker_main", "baton.worker_ranks", "decode.draft_model", "decode.worker"),
+}
+"""What each tier's worker imports before it serves."""
+
 
 @dataclass(frozen=True, slots=True)
 class Programs:
     """How each process is started; the flags come after. Tests put small fakes here, with `agent` empty to leave
-    torchrun out."""
+    torchrun out. `preload` names what the agent of a lone rank imports once for all its lives."""
 
     coordinator: tuple[str, ...] = (sys.executable, "-m", "coordinator")
     agent: tuple[str, ...] = (sys.executable, "-m", "launch.agent")
     workers: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: {role: ("-m", role) for role in ("prefill", "decode")}
     )
+    preload: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PRELOAD)
 
     def worker(self, plan: Plan, part: Part, control: str = "") -> tuple[str, ...]:
         """The whole command of a part."""
@@ -90,7 +97,9 @@ class Members:
     def worker(self, name: str, bound: Addresses) -> ChildSpec:
         part = self.parts[name]
         command = self.programs.worker(self.plan, part, bound.control)
-        return ChildSpec(name, command, self.run_dir / f"{name}.log", part.environment, part.placement.cores)
+        preload = self.programs.preload.get(part.role, ()) if self.programs.agent and part.lone else ()
+        log, cores = self.run_dir / f"{name}.log", part.placement.cores
+        return ChildSpec(name, command, log, part.environment, cores, preload)
 
 
 def nodes_here(topology: Topology, wanted: str = "") -> frozenset[str]:

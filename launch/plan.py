@@ -45,6 +45,11 @@ class Part:
         return self.worker.tensor_parallel // len(self.worker.nodes)
 
     @property
+    def lone(self) -> bool:
+        """One rank is the whole worker."""
+        return self.worker.tensor_parallel == 1
+
+    @property
     def environment(self) -> dict[str, str]:
         threads = str(max(self.placement.threads // self.ranks, 1))
         found = {"PYTHONUNBUFFERED": "1"}

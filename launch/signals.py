@@ -6,8 +6,14 @@ import contextlib
 import select
 import signal
 import socket
+from collections.abc import Sequence
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Protocol
+
+
+class HasFileno(Protocol):
+    def fileno(self) -> int: ...
+
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -40,10 +46,10 @@ class Signals:
         self._reader.close()
         self._writer.close()
 
-    def wait(self, timeout_s: float) -> None:
-        """Returns after any signal, or after `timeout_s`."""
-        readable, _, _ = select.select([self._reader], [], [], max(0.0, timeout_s))
-        if readable:
+    def wait(self, timeout_s: float, also: Sequence[HasFileno] = ()) -> None:
+        """Returns after any signal, when one of `also` can be read, or after `timeout_s`."""
+        readable, _, _ = select.select([self._reader, *also], [], [], max(0.0, timeout_s))
+        if self._reader in readable:
             with contextlib.suppress(BlockingIOError):
                 while self._reader.recv(512):
                     pass

@@ -24,8 +24,9 @@ class MemberFailed(Exception):
 
 
 class Supervised:
-    """Its whole state: the present `child` or the time of the next one, whether this life has joined the present
-    coordinator (`joined`) and whether it ever joined one, whether it ended well after that (`left`), the policy.
+    """Its whole state: the present `child` or the time of the next one, the last one if its process rests, whether this
+    life has joined the present coordinator (`joined`) and whether it ever joined one, whether it ended well after that
+    (`left`), the policy.
 
     `spec` is asked anew for every life, since ports become known only after the first.
     """
@@ -39,6 +40,7 @@ class Supervised:
         self._console = console
         self._policy = RestartPolicy(backoff)
         self._restart_at: float | None = None
+        self._resting: Child | None = None
         self._started_at = 0.0
         self._joined_this_life = False
 
@@ -56,7 +58,8 @@ class Supervised:
         self.joined = self.left = self._joined_this_life = False
         self._restart_at = None
         self._started_at = time.monotonic()
-        self.child = Child(spec)
+        self.child = Child(spec, self._resting)
+        self._resting = None
         self._console.stage(self.name, f"starting   pid {self.child.pid}{note}   log {spec.log}")
 
     def start_again(self, note: str = "   again") -> None:
@@ -77,6 +80,12 @@ class Supervised:
             self._policy.joined(now)
         self._console.stage(self.name, f"{what} again" if again else f"{what}   ({now - self._started_at:.1f} s)")
 
+    def kill(self) -> None:
+        """Leaves nothing of it running."""
+        for child in (self.child, self._resting):
+            if child is not None:
+                child.kill()
+
     def tick(self) -> None:
         """Notices a death and starts the next life when it is due.
 
@@ -92,7 +101,10 @@ class Supervised:
             self.start_again()
 
     def _died(self, child: Child, code: int, now: float) -> None:
-        child.kill(0)  # what it may have left below itself, and the reaping
+        if child.rests:
+            self._resting = child
+        else:
+            child.kill(0)  # what it may have left below itself, and the reaping
         self.child, self.joined = None, False
         if code == 0 and self._joined_this_life:  # a worker ends well only when it was told to
             self.left = True

@@ -1,17 +1,20 @@
-"""Which jobs need no torchrun, and that a rank without it is told what torchrun's are told and ends as they do."""
+"""Which jobs need no torchrun, and that a rank without it is told what torchrun's are told and ends as they do, whether
+it is executed or a fork."""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from launch.lone_rank import LoneRank, RankEnd, lone_rank, run
+from launch.lone_rank import LoneRank, RankEnd, lone_rank
 from launch.plan import local_topology, make_plan
 from launch.up_config import UpConfig
 
@@ -70,23 +73,43 @@ def test_the_plan_and_the_scripts_ask_for_nothing_else() -> None:
         assert lone_rank(shlex.split(said)[2:], {}) == LoneRank(role, ("--host", "h"))
 
 
-def ends(code: str, where: Path, monkeypatch: pytest.MonkeyPatch) -> RankEnd:
-    """How a rank with that code ends."""
+DRIVER = """
+import dataclasses, json, os, sys
+from launch.forked_rank import forked
+from launch.lone_rank import LoneRank, executed, run
+end = run(LoneRank("the_rank", ("a", "b c")), sys.argv[1], {"executed": executed, "forked": forked}[sys.argv[2]])
+with open("end.json", "w") as file:
+    json.dump(dataclasses.asdict(end), file)
+"""
+
+
+@pytest.fixture(params=["executed", "forked"])
+def start(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def ends(code: str, where: Path, start: str) -> RankEnd:
+    """How a rank with that code ends; what it says is in `said`."""
     (where / "the_rank.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{where}")
-    return run(LoneRank("the_rank", ("a", "b c")), str(where))
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{where}", "PYTHONUNBUFFERED": "1"}
+    with (where / "said").open("w") as said:
+        driver = [sys.executable, "-P", "-c", DRIVER, str(where), start]
+        subprocess.run(driver, cwd=where, env=environment, stdout=said, stderr=said, check=True, timeout=60)
+    assert "the_rank" not in sys.modules
+    return RankEnd(**json.loads((where / "end.json").read_text()))
 
 
-def test_it_is_told_what_torchrun_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_told_what_torchrun_tells(tmp_path: Path, start: str) -> None:
     code = f"""
 import os, sys
 from baton.core.ranks import Ranks
 assert Ranks.from_environment(os.environ) == Ranks()
-assert sys.argv[1:] == ["a", "b c"] and os.getsid(0) == os.getpid()
+assert sys.argv[1:] == ["a", "b c"] and sys.argv[0].endswith("the_rank.py") and os.getsid(0) == os.getpid()
+assert __name__ == "__main__" and sys.modules["__main__"].sys is sys
 names = [n for n in os.environ if "RANK" in n or "WORLD_SIZE" in n or n.startswith("TORCHELASTIC_")]
 open({str(tmp_path / "names")!r}, "w").write(" ".join(sorted(names)))
 """
-    end = ends(code, tmp_path, monkeypatch)
+    end = ends(code, tmp_path, start)
     assert (end.code, end.reason) == (0, "")
     assert (tmp_path / "names").read_text() == (
         "GROUP_RANK GROUP_WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE RANK ROLE_RANK ROLE_WORLD_SIZE "
@@ -99,18 +122,23 @@ open({str(tmp_path / "names")!r}, "w").write(" ".join(sorted(names)))
     [
         ("import baton.process as p, sys; p.record_error('no tensor x'); sys.exit(3)", (3, "no tensor x")),
         ("import os; os.kill(os.getpid(), 9)", (-signal.SIGKILL, "")),
+        ("import sys; sys.exit()", (0, "")),
+        ("import sys; sys.exit('no such thing')", (1, "")),
+        ("raise RuntimeError('it breaks')", (1, "")),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", (-signal.SIGTERM, "")),
         ("import os; open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write('{\"mess'); os._exit(1)", (1, "")),
     ],
 )
-def test_its_end(code: str, expected: tuple[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    end = ends(code, tmp_path, monkeypatch)
+def test_its_end(code: str, expected: tuple[int, str], tmp_path: Path, start: str) -> None:
+    end = ends(code, tmp_path, start)
+    said = (tmp_path / "said").read_text()
     assert (end.code, end.reason) == expected and end.pid > 0
+    assert all(words in said for words in ("no such thing", "it breaks") if words in code)
 
 
-def test_what_a_rank_that_failed_had_started_ends_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_rank_that_failed_had_started_ends_too(tmp_path: Path, start: str) -> None:
     code = "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, file=open('pid', 'w')); sys.exit(1)"
-    monkeypatch.chdir(tmp_path)
-    assert ends(code, tmp_path, monkeypatch).code == 1
+    assert ends(code, tmp_path, start).code == 1
     stat, deadline = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat"), time.monotonic() + 10
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < deadline, "it lives on"
