@@ -31,7 +31,8 @@ class Times:
 class Entry:
     """`untold` is the output index from which tokens are still to be told: the first event repeats the token that
     prefill sampled. `in_flight`: KV is still being written into the blocks of an aborted sequence. `heard_at`: when the
-    last token came, or its KV. `favoured`: it has the turn of its priority."""
+    last token came, or its KV. `favoured`: it has the turn of its priority. `void`: what the step that is out computes
+    of it says nothing. `over`: its end is told, and a step that is out still writes into its blocks."""
 
     sequence: Sequence
     prefix: PrefixUse
@@ -41,6 +42,8 @@ class Entry:
     in_flight: bool = False
     heard_at: float = 0.0
     favoured: bool = False
+    void: bool = False
+    over: bool = False
     speculation: SpeculationCounters = field(default_factory=SpeculationCounters)
 
     @property

@@ -18,14 +18,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.core.errors import DuplicateRequest, Unavailable
-from baton.core.events import SequenceEnded, StageStamps, TokenEvent
+from baton.core.events import SequenceEnded, TokenEvent
 from baton.core.kv_layout import KVLayout
 from baton.core.prefix_use import PrefixUse
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Sequence, State
-from baton.core.step import Row, StepOutcome, StepPlan, check_outcome
+from baton.core.step import Row, StepOutcome, StepPlan
+from decode.ahead import StepsOut, ahead_plan, next_rows, waits_for
 from decode.entry import Entry, Times
-from decode.holdings import Holdings
+from decode.roster import Roster
 from decode.speculation import Speculation
 from decode.turns import TURN_TOKENS, Turns, full_pace, rest
 
@@ -39,9 +40,9 @@ class DecodeResult:
     ended: tuple[SequenceEnded, ...] = ()
 
 
-class DecodeScheduler:
-    """Complete state: `_entries`, whose states say who is where, their `_holdings`, `speculation`, `_turns`, and the
-    one outstanding `_plan` with its beginning."""
+class DecodeScheduler(Roster):
+    """Complete state: the roster's (`_entries` and their `_holdings`), `speculation`, `_turns`, and the steps that are
+    `_out`: one, or with `plan_ahead`, where nothing is ever guessed, up to two (`ahead.py`)."""
 
     def __init__(
         self,
@@ -52,16 +53,15 @@ class DecodeScheduler:
         *,
         model_digest: str = "",
         prefix_cache: bool = True,
+        plan_ahead: bool = False,
     ) -> None:
-        self.layout = layout
-        self._holdings = Holdings(layout, num_blocks, model_digest, prefix_cache)
-        self.blocks, self.cache = self._holdings.blocks, self._holdings.cache
+        super().__init__(layout, num_blocks, model_digest, prefix_cache)
         self.max_running = max_running
         self.speculation = speculation or Speculation()
-        self._entries: dict[SequenceId, Entry] = {}
         self._turns = Turns()
-        self._plan: StepPlan | None = None
-        self._began_at = 0.0
+        self._out = StepsOut()
+        self.plan_ahead = plan_ahead and self.speculation.drafts is None
+        self.steps_ahead = self.rows_discarded = 0
         self._next_step = 1
         self._next_number = 1
         self.prompt_tokens_computed = 0
@@ -72,23 +72,6 @@ class DecodeScheduler:
     def __repr__(self) -> str:
         counts = ", ".join(f"{len(self._in(s))} {s.value}" for s in (State.RUNNING, State.READY, State.RECEIVING))
         return f"<DecodeScheduler {counts} | {self.blocks!r} | step {self._next_step - 1}>"
-
-    @property
-    def num_running(self) -> int:
-        return self._number(State.RUNNING)
-
-    @property
-    def num_waiting(self) -> int:
-        """Sequences that do not generate now: receiving, ready or preempted."""
-        return len(self._entries) - self.num_running
-
-    @property
-    def num_preempted(self) -> int:
-        return self._number(State.PREEMPTED)
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self._entries)
 
     def reserve(self, request: GenerateRequest, now: float) -> tuple[int, ...]:
         """Takes the blocks for KV that is to come, and returns them in order. One block for each sequence that is here
@@ -144,9 +127,10 @@ class DecodeScheduler:
         return None
 
     def begin_step(self, now: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to compute (or the last step is still out)."""
-        if self._plan is not None:
-            return None
+        """The next step, or None when there is nothing to compute, or nothing before the tokens of the step that is
+        out are known."""
+        if self._out:
+            return self._begin_ahead(now) if self.plan_ahead and len(self._out) == 1 else None
         waiting = self._in(State.PREEMPTED)
         self._turns.give(waiting, now, self.speculation.model.again_s() if waiting else 0.0)
         self._admit(now)
@@ -170,33 +154,59 @@ class DecodeScheduler:
             rows.append(sequence.row(start, end, num_sampled=int(end == sequence.num_tokens)))
             sequences.append(sequence)
             sequence.step_id = self._next_step
-            self.prompt_tokens_computed += max(0, min(end, len(sequence.request.prompt)) - start)
         plan = self.speculation.extend(StepPlan(self._next_step, tuple(rows)), sequences, self._room)
-        if not plan.rows and not plan.drafts:
+        return self._begun(plan, now) if plan.rows or plan.drafts else None
+
+    def _begin_ahead(self, now: float) -> StepPlan | None:
+        """The step behind the one that is out, or None where it has to wait for that."""
+        out = self._out.newest
+        if self.num_preempted or waits_for(out, self._in(State.RUNNING)):
             return None
-        self._plan, self._began_at = plan, now
+        self._admit(now)
+        running = self._ranked(State.RUNNING)
+        found = next_rows(out, running, self.speculation.model.long_tokens(len(running)))
+        needed = [self.layout.blocks_for(n.end) - len(n.entry.sequence.block_ids) for n in found]
+        free = self.blocks.num_free
+        if not found or sum(n for n in needed if n > 0) > free or self._resting(running, now):
+            return None
+        for n, blocks in zip(found, needed, strict=True):
+            self._holdings.extend(n.entry, blocks)
+        self.steps_ahead += 1
+        return self._begun(ahead_plan(self._next_step, out, found), now)
+
+    def _begun(self, plan: StepPlan, now: float) -> StepPlan:
+        for row in plan.rows:
+            sequence = self._entries[row.sequence_id].sequence
+            sequence.step_id = plan.step_id
+            known = row.end - max(row.num_sampled - 1, 0)
+            self.prompt_tokens_computed += max(0, min(known, len(sequence.request.prompt)) - row.start)
+        self._out.begin(plan, now)
         self._next_step += 1
         return plan
 
     def finish_step(self, outcome: StepOutcome, now: float) -> DecodeResult:
-        """Takes in the tokens of the outstanding step.
+        """Takes in the tokens of the oldest step that is out.
 
         Raises:
-            InvariantError: the outcome is not that of the outstanding step.
+            InvariantError: the outcome is not that of the oldest step.
         """
-        out = self._plan
-        plan = check_outcome(out and out.with_guesses(outcome.guesses), outcome)
-        self._plan = None
-        self.speculation.model.observe(plan, outcome, now - self._began_at)
+        plan, wall_s = self._out.end(outcome, now)
+        self.speculation.model.observe(plan, outcome, wall_s)
         tokens: list[TokenEvent] = []
         ended: list[SequenceEnded] = []
         for index, row in enumerate(plan.rows):
             entry = self._entries[row.sequence_id]
             sequence = entry.sequence
-            sequence.step_id = None
-            if sequence.ending is not None:
-                self._leave(entry)
+            last = sequence.step_id == plan.step_id  # else the step behind has a row of it, too
+            if last:
+                sequence.step_id = None
+            if sequence.ending is not None or entry.void:
+                self.rows_discarded += 1
+                entry.void = False
+                if last and sequence.ending is not None:
+                    self._leave(entry)
                 continue
+            entry.void = index in outcome.corrected and not last
             taken, entry.speculation = self.speculation.settle(sequence, row, outcome.sampled[index], entry.speculation)
             sequence.num_computed = row.end - row.num_sampled + len(taken)
             if not taken:
@@ -211,32 +221,11 @@ class DecodeScheduler:
             entry.untold, entry.heard_at = len(sequence.output), now
             if reason is not None:
                 ended.append(SequenceEnded(sequence.id, reason, stamps=entry.stamps(now)))
-                self._leave(entry)
+                if last:
+                    self._leave(entry)
+                else:
+                    sequence.ending, entry.over = reason, True
         return DecodeResult(tuple(tokens), tuple(ended))
-
-    def block_ids(self, sequence_id: SequenceId) -> tuple[int, ...]:
-        return self._entries[sequence_id].sequence.block_ids
-
-    def num_cached(self, sequence_id: SequenceId) -> int:
-        """Positions of a receiving sequence whose KV is here already."""
-        return self._entries[sequence_id].prefix.cached
-
-    def generations(self, sequence_id: SequenceId) -> tuple[int, ...]:
-        return self.blocks.generations(self.block_ids(sequence_id))
-
-    def knows(self, sequence_id: SequenceId) -> bool:
-        return sequence_id in self._entries
-
-    def receiving(self, sequence_id: SequenceId) -> bool:
-        """Whether KV of this sequence is still welcome."""
-        entry = self._entries.get(sequence_id)
-        return entry is not None and entry.sequence.state is State.RECEIVING and entry.sequence.ending is None
-
-    def sequence_ids(self) -> tuple[SequenceId, ...]:
-        return tuple(self._entries)
-
-    def stamps(self, sequence_id: SequenceId) -> StageStamps:
-        return self._entries[sequence_id].stamps(None)
 
     def abort(self, sequence_id: SequenceId, *, in_flight: bool = False) -> bool:
         """Ends a sequence. Its blocks are free at once, unless a row of it is out, or `in_flight`: KV is being written
@@ -259,15 +248,6 @@ class DecodeScheduler:
             self._leave(entry)
 
     # Who runs, and on which blocks.
-
-    def _in(self, *states: State) -> list[Entry]:
-        return [entry for entry in self._entries.values() if entry.sequence.state in states]
-
-    def _number(self, state: State) -> int:
-        return [entry.sequence.state for entry in self._entries.values()].count(state)
-
-    def _ranked(self, *states: State) -> list[Entry]:
-        return sorted(self._in(*states), key=lambda entry: entry.rank)
 
     def _resting(self, running: list[Entry], now: float) -> set[SequenceId]:
         """Those of the running, ranked, that keep their blocks and have no row now: none while blocks are not short."""

@@ -62,6 +62,7 @@ class DecodeWorker:
             speculation,
             model_digest=facts.model_digest,
             prefix_cache=config.prefix_cache,
+            plan_ahead=config.plan_ahead == "on" or (config.plan_ahead == "auto" and runner.launches_ahead),
         )
         self.store = EdgeStore(config.host, config.store_port)
         self.incoming = Incoming(
@@ -76,7 +77,8 @@ class DecodeWorker:
             edge_timeout_s=config.edge_timeout_s,
         )
         step = runner.step if engine is None else engine.step
-        self.shell = WorkerShell(config, self, step, read_token(config.cluster_token_file))
+        launcher = runner if self.scheduler.plan_ahead else None  # where nothing guesses, its engine only steps
+        self.shell = WorkerShell(config, self, step, read_token(config.cluster_token_file), launcher)
         self.handles_refused = self.links_refused = 0
         self._told: tuple[int, ...] = ()
         self._edge_kind = make_end.kind
@@ -170,6 +172,9 @@ class DecodeWorker:
         self.scheduler.check()
 
     async def close(self) -> None:
+        if self.scheduler.plan_ahead:
+            ahead, discarded = self.scheduler.steps_ahead, self.scheduler.rows_discarded
+            log.info("%d of %d steps were planned ahead, %d rows discarded", ahead, self.shell.steps, discarded)
         await self.incoming.close()
         if self._server is not None:
             await self._server.stop(grace=0.2)

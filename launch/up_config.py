@@ -57,6 +57,11 @@ class UpConfig:
     prefix_cache: bool = option(True, "keep KV of finished requests for later ones that begin with the same tokens")
     max_running: int = option(64, "most sequences in one decode step", low=1, high=65536)
     step_budget_ms: float = option(50.0, "time of a decode step up to which preempted sequences are recomputed", low=1)
+    plan_ahead: str = option(
+        "auto",
+        "plan and launch a decode step while the one before it computes; only without a draft; auto: on cuda",
+        choices=("auto", "on", "off"),
+    )
     drain_timeout_s: float = option(30.0, "longest running requests may take to finish at shutdown", low=0)
     start_timeout_s: float = option(900.0, "longest the cluster may take to become ready", low=1)
     request_timeout_s: float = option(600.0, "longest a request may take in all", low=0.1)
@@ -117,6 +122,7 @@ WORKER_FIELDS = (
     "prefix_cache",
     "max_running",
     "step_budget_ms",
+    "plan_ahead",
     "draft",
     "draft_tokens",
     "force_acceptance",

@@ -63,6 +63,11 @@ class WorkerConfig(EngineConfig):
     max_running: int = option(64, "most sequences in one decode step", low=1, high=65536)
     drain_timeout_s: float = option(30.0, "longest what runs may take to finish when this worker is to end", low=0)
     step_budget_ms: float = option(50.0, "time of a decode step up to which preempted sequences are recomputed", low=1)
+    plan_ahead: str = option(
+        "auto",
+        "plan and launch a decode step while the one before it computes; only without a draft; auto: on cuda",
+        choices=("auto", "on", "off"),
+    )
     draft: str = option(
         "auto",
         "who guesses tokens ahead: `none`, `ngram`, a draft checkpoint; `auto`: the built-in model's own, else none",

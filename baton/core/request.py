@@ -77,6 +77,12 @@ class SamplingParams:
         """Whether tokens seen before count."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether logits are changed by which tokens came before: then the one before must be known. All other changes
+        follow from the number of tokens alone, or from nothing."""
+        return self.penalises or bool(self.bad_words)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:

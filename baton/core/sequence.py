@@ -100,14 +100,27 @@ class Sequence:
             self.request.sampling,
             num_sampled,
             len(self.output),
-            self._history() if num_sampled else None,
+            self._history(len(self.output)) if num_sampled else None,
             self._scored(start, end) if score else (),
         )
 
-    def _history(self) -> History | None:
+    def row_behind(self, last: Row) -> Row:
+        """The row behind `last`, which is out and samples one token: of that token, 0 until the engine puts it there.
+
+        Raises:
+            InvariantError: what follows depends on which token that is.
+        """
+        if self.request.sampling.looks_back or last.num_sampled != 1:
+            raise InvariantError(f"{self.id}: what follows position {last.end - 1} needs its token")
+        index = last.output_index + 1
+        history = self._history(index)
+        return Row(self.id, last.end, (0,), self.block_ids, self.request.sampling, 1, index, history)
+
+    def _history(self, index: int) -> History | None:
+        """What the choice of output `index` depends on."""
         params = self.request.sampling
-        short = len(self.output) < params.min_tokens
-        if params.penalises or params.bad_words:
+        short = index < params.min_tokens
+        if params.looks_back:
             output = tuple(self.output)
         elif short:
             output = ()

@@ -81,11 +81,17 @@ class DraftRow:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """`drafts` are computed first; the rows are complete when their guesses are in (`with_guesses`)."""
+    """`drafts` are computed first; the rows are complete when their guesses are in (`with_guesses`).
+
+    A plan made while the step before it computes does not know the tokens of that one. `fed[i]` then says whose sample
+    is the only token of row i, given as 0: that of row `fed[i]` of the step before; -1 where the tokens are known.
+    Empty where all are. Such a plan has no drafts.
+    """
 
     step_id: int
     rows: tuple[Row, ...]
     drafts: tuple[DraftRow, ...] = ()
+    fed: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -114,7 +120,8 @@ class StepOutcome:
     """`sampled[i]` holds the tokens sampled for `plan.rows[i]`, `num_sampled` of them, and `logprobs[i]` as many
     log-probabilities, or none where the row's sampling asks for none; `scored[i]` has one per token of its `scored`.
     Both are empty when no row asks. `guesses[i]` is what a draft model put behind the row, empty where nothing drafted.
-    `elapsed_s` is wall time, `draft_s` the draft model's part of it."""
+    `elapsed_s` is wall time, `draft_s` the draft model's part of it. `corrected` are rows whose token is another than
+    the one that a step launched behind this one was fed: what that step computes of them says nothing."""
 
     step_id: int
     sampled: tuple[tuple[int, ...], ...]
@@ -123,6 +130,7 @@ class StepOutcome:
     scored: tuple[tuple[TokenLogprob, ...], ...] = ()
     guesses: tuple[tuple[int, ...], ...] = ()
     draft_s: float = 0.0
+    corrected: tuple[int, ...] = ()
 
     def logprobs_of(self, row: int) -> tuple[TokenLogprob, ...]:
         return self.logprobs[row] if self.logprobs else ()

@@ -64,6 +64,15 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory, queued behind what is computed on the tensor's device: there once an event behind it has
+    come. On CPU the tensor itself."""
+    if tensor.device.type != "cuda":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
 def default_kv_bytes(device: torch.device, local_size: int = 1) -> int:
     """For one of a worker's `local_size` ranks on this machine. CPU: its part of an eighth of the machine's memory, or
     of 4 GiB if that is less (pages are taken from the system only as blocks are used). CUDA: 85 % of what is free once

@@ -35,21 +35,27 @@ def scored_rows(plan: StepPlan, logits: Tensor) -> tuple[tuple[TokenLogprob, ...
     )
 
 
+def asked(plan: StepPlan) -> list[int]:
+    """Which of the samples of a plan's rows, in order, are to be reported with log-probabilities."""
+    found: list[int] = []
+    number = 0
+    for row in plan.rows:
+        if row.sampling.logprobs is not None:
+            found += range(number, number + row.num_sampled)
+        number += row.num_sampled
+    return found
+
+
 def sampled_rows(
     plan: StepPlan, logits: Tensor, sampled: Sequence[tuple[int, ...]]
 ) -> tuple[tuple[TokenLogprob, ...], ...]:
-    """StepOutcome.logprobs, from the raw logits [as many as the plan's rows sample, vocab] and the tokens sampled from
-    them; empty when no row asks."""
+    """StepOutcome.logprobs, from the raw logits [as many as `asked` says, vocab] and the tokens of all rows; empty when
+    no row asks."""
     if all(row.sampling.logprobs is None for row in plan.rows):
         return ()
+    lines = iter(logits.cpu().numpy())
     found: list[tuple[TokenLogprob, ...]] = []
-    start = 0
     for row, tokens in zip(plan.rows, sampled, strict=True):
-        top, lines = row.sampling.logprobs, logits[start : start + len(tokens)]
-        start += len(tokens)
-        if top is None:
-            found.append(())
-        else:
-            rows = lines.cpu().numpy()
-            found.append(tuple(token_logprob(line, token, top) for line, token in zip(rows, tokens, strict=True)))
+        top = row.sampling.logprobs
+        found.append(() if top is None else tuple(token_logprob(next(lines), token, top) for token in tokens))
     return tuple(found)

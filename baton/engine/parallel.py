@@ -95,6 +95,19 @@ class TPGroup:
         self._run("gather", lambda: self._group.gather(outputs, [shard], options), OPERATION_TIMEOUT_S)
         return None if gathered is None else _side_by_side(gathered)
 
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The leader's tensor, on every rank; those of its followers have its shape and are filled."""
+        if self.size == 1:
+            return tensor
+        from torch._C._distributed_c10d import BroadcastOptions
+
+        options: Any = BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = timedelta(seconds=OPERATION_TIMEOUT_S)
+        tensor = tensor.contiguous()
+        self._run("broadcast", lambda: self._group.broadcast([tensor], options), OPERATION_TIMEOUT_S)
+        return tensor
+
     def minimum(self, value: int, what: str) -> int:
         """The least value of any rank; `what` is being agreed on while ranks may still be loading."""
         if self.size == 1:

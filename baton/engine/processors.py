@@ -24,6 +24,7 @@ from torch import Tensor
 
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import History, Row
+from baton.engine.device import to_device
 
 Floats32 = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -137,8 +138,8 @@ def _add_biases(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: i
     where = [row * vocab + token for row in rows for token, _ in draws[row].sampling.logit_bias]
     if where:
         biases = [bias for row in rows for _, bias in draws[row].sampling.logit_bias]
-        flat, index = logits.view(-1), torch.tensor(where, device=logits.device)
-        flat[index] += torch.tensor(biases, dtype=torch.float32, device=logits.device)
+        flat, index = logits.view(-1), to_device(torch.tensor(where), logits.device)
+        flat[index] += to_device(torch.tensor(biases, dtype=torch.float32), logits.device)
 
 
 def _mask(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int) -> None:
@@ -146,14 +147,14 @@ def _mask(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int) ->
     for row in rows:
         banned, allowed = banned_tokens(draws[row]), draws[row].sampling.allowed_token_ids
         if allowed:
-            index = torch.tensor(allowed, device=logits.device)
+            index = to_device(torch.tensor(allowed), logits.device)
             kept = logits[row, index]
             logits[row] = -torch.inf
             logits[row, index] = kept
         if banned and (len(banned) < vocab if not allowed else not banned.issuperset(allowed)):
             where.extend(row * vocab + token for token in banned)
     if where:
-        logits.view(-1)[torch.tensor(where, device=logits.device)] = -torch.inf
+        logits.view(-1)[to_device(torch.tensor(where), logits.device)] = -torch.inf
 
 
 def banned_tokens(draw: Draw) -> set[int]:
@@ -183,9 +184,9 @@ def _penalise(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int
     if not index:
         return
     each = np.repeat(np.asarray(penalties, dtype=np.float32), lengths, axis=0)
-    repetition, frequency, presence = torch.from_numpy(each.T.copy()).to(logits.device)
-    counted = torch.from_numpy(np.concatenate(count)).to(logits.device)
-    flat, where = logits.view(-1), torch.from_numpy(np.concatenate(index)).to(logits.device)
+    repetition, frequency, presence = to_device(torch.from_numpy(each.T.copy()), logits.device)
+    counted = to_device(torch.from_numpy(np.concatenate(count)), logits.device)
+    flat, where = logits.view(-1), to_device(torch.from_numpy(np.concatenate(index)), logits.device)
     values = flat[where]
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * counted

@@ -34,8 +34,10 @@ from baton.engine.device import choose_device, choose_dtype, default_kv_bytes
 from baton.engine.guesses_device import DeviceGuesses
 from baton.engine.kernels.native import choose_kernels, row_invariant
 from baton.engine.kv_pool import KVPool, plan_blocks
+from baton.engine.launches import Launches
 from baton.engine.layers import EXACT, FAST, Rotary
-from baton.engine.logprobs import sampled_rows, scored_rows
+from baton.engine.logprobs import asked, sampled_rows, scored_rows
+from baton.engine.memory_report import MemoryReport, memory_report
 from baton.engine.model import Model, shard_config
 from baton.engine.model_native import NativeModel
 from baton.engine.parallel import LOAD_TIMEOUT_S, TPGroup, connect
@@ -43,7 +45,7 @@ from baton.engine.processors import SeenTables
 from baton.engine.quantize import check_quantize
 from baton.engine.rank_options import agree, must_agree
 from baton.engine.sampler import Choose, sample
-from baton.engine.sampler_device import choose_on_device
+from baton.engine.sampler_device import choose_on_device, decide
 from baton.engine.sampler_native import chooser
 from baton.engine.selftest import prove_row_invariance
 from baton.engine.weights import WeightReader
@@ -85,22 +87,11 @@ class EngineOptions:
     version: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryReport:
-    """Bytes of one rank beside those of the whole model. `replicated` lists, by tensor or "kv heads", what this rank
-    holds beyond an even share: without it, parameters and KV are at most whole / size each."""
-
-    parameter_bytes: int
-    whole_parameter_bytes: int
-    kv_bytes: int
-    whole_kv_bytes: int
-    replicated: dict[str, int]
-
-
 class Runner:
     """A loaded model with its KV pool. Facts that others read: `model_config`, `layout` (the whole model's),
     `local_layout` (this rank's part of it, which `kv` has), `num_blocks`, `max_model_len` (positions per sequence),
-    `dtype_name`, `threads`, `digest` (of the checkpoint), `kv`, `group`, `memory`, `kernels` (which, and why)."""
+    `dtype_name`, `threads`, `digest` (of the checkpoint), `kv`, `group`, `memory`, `kernels` (which, and why),
+    `launches_ahead` (whether anything is gained by launching a step while another computes)."""
 
     def __init__(
         self,
@@ -140,6 +131,8 @@ class Runner:
         # Exact mode never lets torch compute a single row: its kernels may treat a product of one row differently.
         self._min_tokens = 2 if options.exact and kernels.startswith("torch") else 1
         self._device = device
+        self.launches_ahead = device.type == "cuda"
+        self.launches = Launches(device, group, decide if device.type == "cuda" else None, choose)
 
     def lead(self, announce: Callable[[StepPlan], None]) -> None:
         """From now on every plan goes to `announce`, which tells the followers, before it is computed here."""
@@ -158,8 +151,23 @@ class Runner:
             scored, logits = scored_rows(plan, logits[: batch.num_scored]), logits[batch.num_scored :]
         tokens = iter(sample(logits, batch.draws, self._seen, self._choose))
         sampled = tuple([tuple(islice(tokens, row.num_sampled)) for row in plan.rows])
-        logprobs = sampled_rows(plan, logits, sampled)
+        wanted = asked(plan)
+        lines = logits[wanted] if 0 < len(wanted) < len(logits) else logits
+        logprobs = sampled_rows(plan, lines, sampled)
         return StepOutcome(plan.step_id, sampled, time.perf_counter() - started, logprobs, scored)
+
+    def launch(self, plan: StepPlan) -> None:
+        """The first half of `step`, on the leader: on a GPU it returns before the step is computed, and the next one
+        may be launched, whose rows name their tokens by this one's rows (`StepPlan.fed`). Raises as `step` does."""
+        started = time.perf_counter()
+        batch = self._batch(plan)
+        if batch.num_scored:
+            raise InvariantError(f"step {plan.step_id} scores known tokens: nothing is launched ahead of that")
+        self.launches.launched(plan, batch, self._forward(batch, plan), self._seen, started)
+
+    def collect(self) -> StepOutcome:
+        """The second half, of the oldest step launched: waits until it is computed."""
+        return self.launches.collect()
 
     @property
     def guesses_at_once(self) -> bool:
@@ -204,7 +212,7 @@ class Runner:
         self.kv.expect([row.block_ids[-1] for row in plan.rows])
         if not batch.rows:
             return torch.empty((0, self.model_config.vocab_size))
-        return self._compute(batch)
+        return self._compute(self.launches.feed(batch, plan) if plan.fed else batch)
 
 
 def load_runner(
@@ -291,7 +299,7 @@ def load_runner(
         digest=digest,
         device=device,
         group=group,
-        memory=_memory_report(weights, kv, layout, ranks.size),
+        memory=memory_report(weights, kv, layout, ranks.size),
     )
     with _stage("warm-up", on_stage):
         _warm_up(runner)
@@ -314,15 +322,6 @@ def _attention(
 
         return TritonAttention(local, options.block_size, device)
     return FastAttention(local, options.block_size, kv.zero_block, dtype, device)
-
-
-def _memory_report(weights: WeightReader, kv: KVPool, layout: KVLayout, size: int) -> MemoryReport:
-    blocks = kv.num_blocks + 1
-    mine, whole = kv.layout.bytes_per_block * blocks, layout.bytes_per_block * blocks
-    replicated = dict(weights.replicated)
-    if mine > whole // size:
-        replicated["kv heads"] = mine - whole // size
-    return MemoryReport(weights.bytes_read, weights.whole_bytes, mine, whole, replicated)
 
 
 def _longest(config: ModelConfig, options: EngineOptions) -> int:

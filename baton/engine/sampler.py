@@ -47,7 +47,11 @@ def sample(
     `tables`, which only save work from step to step, nor on `choose`, which says the same sooner or nothing."""
     if not draws:
         return []
-    logits = process(logits, draws, tables)
+    return choose_tokens(process(logits, draws, tables), draws, choose)
+
+
+def choose_tokens(logits: Tensor, draws: Sequence[Draw], choose: Choose | None = None) -> list[int]:
+    """The same from processed logits [S, vocab], S at least 1."""
     tokens: list[int | None] = [None] * len(draws) if choose is None else choose(logits, draws)
     if None in tokens:
         left = [index for index, token in enumerate(tokens) if token is None]

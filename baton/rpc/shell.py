@@ -23,7 +23,7 @@ from baton.core.request import GenerateRequest, SequenceId
 from baton.core.step import StepOutcome, StepPlan
 from baton.core.tombstones import Tombstones
 from baton.rpc.session import WorkerSession
-from baton.rpc.step_thread import StepThread
+from baton.rpc.step_thread import Launcher, StepThread
 
 log = logging.getLogger("baton.worker")
 HOUSEKEEPING_S = 0.1
@@ -61,8 +61,14 @@ class WorkerShell:
     drains and until when."""
 
     def __init__(
-        self, config: WorkerConfig, tier: Tier, step: Callable[[StepPlan], StepOutcome], token: str = ""
+        self,
+        config: WorkerConfig,
+        tier: Tier,
+        step: Callable[[StepPlan], StepOutcome],
+        token: str = "",
+        launcher: Launcher | None = None,
     ) -> None:
+        """With a `launcher` in the place of `step` the tier is asked for a second step while one is out."""
         self.config = config
         self.session = WorkerSession(config.coordinator, self)
         self.deadlines = Deadlines()
@@ -73,7 +79,7 @@ class WorkerShell:
         self.steps = 0
         self.draining = False
         self._tier = tier
-        self._step = step
+        self._step, self._launcher = step, launcher
         self._wake = asyncio.Event()
         self._drain = asyncio.Event()
         self._drain_until = math.inf
@@ -85,7 +91,7 @@ class WorkerShell:
             JoinRefused: this worker does not fit the cluster; the message names the field.
             InvariantError: a bug of ours. The process must end; its supervisor starts another.
         """
-        compute = StepThread(self._step)
+        compute = StepThread(self._step, self._launcher)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
@@ -172,11 +178,15 @@ class WorkerShell:
     async def _step_loop(self, compute: StepThread) -> None:
         while True:
             plan = self._tier.begin_step(time.monotonic())
-            if plan is None:
+            if plan is not None:
+                compute.begin(plan)
+                if not compute.full:
+                    continue
+            elif not len(compute):
                 self._wake.clear()
                 await self._wake.wait()  # ended by a command, a hand-over, or housekeeping
                 continue
-            outcome = await compute.compute(plan)
+            plan, outcome = await compute.collect()
             self.steps += 1
             events = self._tier.finish_step(plan, outcome, time.monotonic())
             for ended in events.ended:

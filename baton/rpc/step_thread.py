@@ -3,6 +3,9 @@
 A worker has hundreds of steps a second. An executor would make two futures, a condition, a waiter and a timer for each;
 here a step is one entry of a queue, one future and one call into the loop, and its limit is looked after by somebody
 who comes by anyway.
+
+With an engine that launches, a step is two entries: one that launches it, and behind that of the next step, if there is
+one, the other that waits for it. So a device has its next step before the host hears of the last.
 """
 
 from __future__ import annotations
@@ -12,7 +15,10 @@ import contextlib
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 from baton.core.errors import InvariantError
 from baton.core.step import StepOutcome, StepPlan
@@ -20,55 +26,93 @@ from baton.core.step import StepOutcome, StepPlan
 STEP_LIMIT_S = 300.0  # a step that takes longer hangs: the process ends and its supervisor starts another
 
 _Out = asyncio.Future[StepOutcome]
+Step = Callable[[StepPlan], StepOutcome]
+
+
+class Launcher(Protocol):
+    """An engine whose steps are launched, and collected in that order, on one thread."""
+
+    def launch(self, plan: StepPlan) -> None: ...
+
+    def collect(self) -> StepOutcome: ...
 
 
 class StepThread:
-    """Complete state: the queue to the thread, and the step that is out with its future and its beginning."""
+    """Complete state: the queue to the thread, the steps that are out with their futures and beginnings, oldest first,
+    and when the last one ended."""
 
-    def __init__(self, step: Callable[[StepPlan], StepOutcome]) -> None:
-        """To be made, and used, where an event loop runs; `step` is called on the thread alone."""
-        self._step = step
+    def __init__(self, step: Step, launcher: Launcher | None = None) -> None:
+        """To be made, and used, where an event loop runs. `step`, or the `launcher` in its place, is called on the
+        thread alone."""
+        self._step, self._launcher = step, launcher
         self._loop = asyncio.get_running_loop()
-        self._plans: queue.SimpleQueue[tuple[StepPlan, _Out] | None] = queue.SimpleQueue()
-        self._out: tuple[StepPlan, _Out] | None = None
-        self._began_at = 0.0
+        self._work: queue.SimpleQueue[tuple[Callable[[], StepOutcome | None], _Out | None] | None]
+        self._work = queue.SimpleQueue()
+        self._out: deque[tuple[StepPlan, _Out, float]] = deque()
+        self._ended_at = float("-inf")
         threading.Thread(target=self._run, name="compute", daemon=True).start()
 
-    async def compute(self, plan: StepPlan) -> StepOutcome:
-        """One step at a time.
+    def __len__(self) -> int:
+        """Steps that are out."""
+        return len(self._out)
+
+    @property
+    def full(self) -> bool:
+        """Whether no further step can be begun before one is collected."""
+        return len(self._out) >= (1 if self._launcher is None else 2)
+
+    def begin(self, plan: StepPlan) -> None:
+        """Hands a step to the thread; does not wait."""
+        future: _Out = self._loop.create_future()
+        self._out.append((plan, future, time.monotonic()))
+        if self._launcher is None:
+            self._work.put((partial(self._step, plan), future))
+        else:
+            self._work.put((partial(self._launcher.launch, plan), None))
+
+    async def collect(self) -> tuple[StepPlan, StepOutcome]:
+        """The oldest step that is out.
 
         Raises:
             InvariantError: the step has not ended in STEP_LIMIT_S, as `watch` found.
             Exception: what the step raised.
         """
-        self._out, self._began_at = (plan, self._loop.create_future()), time.monotonic()
-        self._plans.put(self._out)
+        plan, future, _ = self._out[0]
+        if self._launcher is not None:
+            self._work.put((self._launcher.collect, future))
         try:
-            return await self._out[1]  # ended by the thread, or by `watch`
+            return plan, await future  # ended by the thread, or by `watch`
         finally:
-            self._out = None
+            self._out.popleft()
+            self._ended_at = time.monotonic()
 
     def watch(self, now: float) -> None:
         """To be called every now and then: gives up a step that hangs."""
-        if self._out is None or now - self._began_at <= STEP_LIMIT_S:
+        if not self._out:
             return
-        plan, future = self._out
+        plan, future, began_at = self._out[0]
+        if now - max(began_at, self._ended_at) <= STEP_LIMIT_S:
+            return
         what = f"step {plan.step_id} of {len(plan.rows)} rows has not ended in {STEP_LIMIT_S:g} s"
         _end(future, None, InvariantError(what))
 
     def close(self) -> None:
         """The thread ends behind the step that it computes."""
-        self._plans.put(None)
+        self._work.put(None)
 
     def _run(self) -> None:
-        while (item := self._plans.get()) is not None:  # until `close`
-            plan, future = item
-            outcome: StepOutcome | None = None
-            error: BaseException | None = None
-            try:
-                outcome = self._step(plan)
-            except BaseException as e:
-                error = e
+        failed: BaseException | None = None  # in a launch: told when that step is collected
+        while (item := self._work.get()) is not None:  # until `close`
+            work, future = item
+            outcome, error = None, failed
+            if failed is None:
+                try:
+                    outcome = work()
+                except BaseException as e:
+                    error = e
+            if future is None:
+                failed = error
+                continue
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 self._loop.call_soon_threadsafe(_end, future, outcome, error)
 

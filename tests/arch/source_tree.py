@@ -17,8 +17,10 @@ PURE_DECODE = tuple(
     f"decode/{name}.py"
     for name in (
         "scheduler",
+        "ahead",
         "entry",
         "holdings",
+        "roster",
         "speculation",
         "drafts",
         "draft_length",

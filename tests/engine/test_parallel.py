@@ -16,6 +16,8 @@ from baton.engine.kernels.native import choose_kernels
 from baton.engine.processors import Draw
 from baton.engine.sampler import sample
 from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
+from tests.engine.test_launches import requests, same
+from tests.support.decode_drive import decode_all
 from tests.support.rank_pool import RankPool
 
 WIDE = {"num_heads": 8, "head_dim": 8}
@@ -208,6 +210,18 @@ def test_the_leader_alone_samples(checkpoint: Callable[..., Path], pool: RankPoo
         assert runner.step(StepPlan(3, ())).sampled == ()
         assert len(runner.facts[0].pids) == 2
         assert runner.facts[0].pids == tuple(process.pid for process in pool.processes[:2])
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_followers_are_fed_tokens_that_their_plans_do_not_have(
+    checkpoint: Callable[..., Path], pool: RankPool, kernels: str
+) -> None:
+    """A follower that computed another token than its leader would have other KV."""
+    some = requests("warm", 6, vocab_size=320, length=12)
+    with pool.load(checkpoint("llama"), 2, exact=True, kernels=kernels) as ranks:
+        expected = decode_all(ranks, some, batch=3)  # type: ignore[arg-type]
+        found = decode_all(ranks, some, batch=3, launcher=ranks)  # type: ignore[arg-type]
+    assert same(found, expected) and found.steps_ahead > found.steps / 2
 
 
 def test_a_plan_that_does_not_fit_is_the_leaders_error_and_ends_nobody(

@@ -40,7 +40,12 @@ ROWS = st.builds(
     scored=st.lists(IDS, max_size=3).map(tuple),
 )
 FRAMES = st.one_of(
-    st.builds(StepPlan, step_id=IDS, rows=st.lists(ROWS, max_size=4).map(tuple)),
+    st.builds(
+        StepPlan,
+        step_id=IDS,
+        rows=st.lists(ROWS, max_size=4).map(tuple),
+        fed=st.lists(st.integers(-1, 9), max_size=4).map(tuple),
+    ),
     st.builds(Hello, token=st.text(max_size=40), rank=IDS, pid=IDS),
     st.builds(Heartbeat, number=IDS),
     st.builds(Stop, reason=st.text(max_size=40)),
@@ -99,7 +104,7 @@ def test_a_frame_that_lacks_its_end_is_refused(cut: int) -> None:
         (raw(KIND_HEARTBEAT, msgpack.packb([msgpack.ExtType(5, b"x")])), "not msgpack"),
         (raw(KIND_HEARTBEAT, b"\x91" * 5000), "not msgpack"),
         (raw(KIND_HEARTBEAT, b"\xdd\xff\xff\xff\xff"), "not msgpack"),
-        (raw(KIND_PLAN, msgpack.packb([1, [1], []])), "int where Row belongs"),
+        (raw(KIND_PLAN, msgpack.packb([1, [1], [], []])), "int where Row belongs"),
         (raw(4, msgpack.packb([b"text"])), "bytes where str belongs"),
         (raw(4, b"\x91\xa1\xff"), "not msgpack"),
     ],

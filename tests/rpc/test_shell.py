@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -223,3 +224,74 @@ async def test_what_is_given_up_is_said_since_the_coordinator_may_count_on_it(ru
     ((told,),) = [said.ended for said in running.said]
     assert (told.sequence, told.reason, told.code) == (R, "error", "abandoned") and "nobody asked" in told.message
     assert running.tier.here == {kept}
+
+
+class Device:
+    """Computes a step when it is collected. `log` is what was asked of it."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.bug: Exception | None = None
+        self._launched: deque[StepPlan] = deque()
+
+    def launch(self, plan: StepPlan) -> None:
+        self.log.append(f"launch {plan.step_id}")
+        if self.bug is not None:
+            raise self.bug
+        self._launched.append(plan)
+
+    def collect(self) -> StepOutcome:
+        plan = self._launched.popleft()
+        self.log.append(f"collect {plan.step_id}")
+        return StepOutcome(plan.step_id, ())
+
+
+class AheadTier(FakeTier):
+    """Plans up to two steps, six in all; the fourth waits for the outcome of the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = 0
+
+    def begin_step(self, now: float) -> StepPlan | None:
+        if self.out == 2 or self.plans == 6 or (self.plans == 3 and self.out):
+            return None
+        self.plans += 1
+        self.out += 1
+        return StepPlan(self.plans, ())
+
+    def finish_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> StepEvents:
+        assert plan.step_id == outcome.step_id
+        self.out -= 1
+        return StepEvents(plan.step_id)
+
+
+@pytest.fixture
+async def ahead() -> AsyncIterator[tuple[Running, Device]]:
+    made = Running()
+    made.task.cancel()
+    await asyncio.wait({made.task})
+    made.tier, device = AheadTier(), Device()
+    made.shell = WorkerShell(made.shell.config, made.tier, made._step, launcher=device)
+    made.shell.session.post = made.said.append  # type: ignore[method-assign]
+    yield made, device
+    made.task.cancel()
+    await asyncio.wait({made.task})
+
+
+async def test_a_step_is_launched_before_the_one_before_it_is_collected(ahead: tuple[Running, Device]) -> None:
+    running, device = ahead
+    running.task = asyncio.create_task(running.shell.run())
+    await until(lambda: len(running.said) == 6, timeout_s=2)
+    expected = "launch 1, launch 2, collect 1, launch 3, collect 2, collect 3, launch 4, launch 5, collect 4, launch 6"
+    assert ", ".join(device.log) == expected + ", collect 5, collect 6"
+    assert [events.step_id for events in running.said] == [1, 2, 3, 4, 5, 6] and running.shell.steps == 6
+
+
+async def test_a_launch_that_fails_ends_the_worker(ahead: tuple[Running, Device]) -> None:
+    running, device = ahead
+    device.bug = InvariantError("a plan that does not fit")
+    running.task = asyncio.create_task(running.shell.run())
+    error = await running.outcome()
+    assert isinstance(error, BaseExceptionGroup) and error.subgroup(InvariantError) is not None
+    assert device.log == ["launch 1"], "nothing is launched behind it"

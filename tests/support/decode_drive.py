@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 from baton.core.errors import Unavailable
 from baton.core.events import SpeculationCounters
-from baton.core.request import GenerateRequest
+from baton.core.request import GenerateRequest, TokenLogprob
 from baton.core.step import Row, StepPlan
 from baton.engine.runner import Runner
+from baton.rpc.step_thread import Launcher
 from decode.drafts import Drafts, ModelDrafts, NgramDrafts
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculation
@@ -29,6 +30,10 @@ class Run:
     preemptions: int = 0
     longest_silence_s: float = 0.0
     told: dict[str, int] = field(default_factory=dict)
+    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
+    ended: dict[str, str] = field(default_factory=dict)
+    steps_ahead: int = 0
+    rows_discarded: int = 0
 
 
 def make_drafts(kind: str, draft: Runner | None) -> Drafts | None:
@@ -48,23 +53,37 @@ def decode_all(
     batch: int = 32,
     num_blocks: int | None = None,
     each_step: Callable[[DecodeScheduler], None] | None = None,
+    launcher: Launcher | None = None,
 ) -> Run:
-    """Generates all requests, at most `batch` at a time, and checks the books at the end."""
-    scheduler = DecodeScheduler(target.layout, num_blocks or target.num_blocks, batch, speculation)
+    """Generates all requests, at most `batch` at a time, and checks the books at the end. With a `launcher` steps are
+    planned ahead and launched there."""
+    blocks = num_blocks or target.num_blocks
+    scheduler = DecodeScheduler(target.layout, blocks, batch, speculation, plan_ahead=launcher is not None)
     engine = engine or SpeculativeEngine(target, draft)
     run = Run({r.request_id: [] for r in requests}, SpeculationCounters())
-    queue = deque(requests)
+    queue, out = deque(requests), 0
     heard = dict.fromkeys(run.outputs, 0.0)
     while queue or scheduler.num_sequences:
         while queue and scheduler.num_sequences < batch and _hand_over(scheduler, target, queue[0], run):
             heard[queue.popleft().request_id] = time.monotonic()
         plan = scheduler.begin_step(time.monotonic())
-        if plan is None:
+        if launcher is not None:
+            if plan is not None:
+                launcher.launch(plan)
+                out += 1
+            if not out or (plan is not None and out == 1):
+                continue
+            outcome, out = launcher.collect(), out - 1
+        elif plan is None:
             continue
-        result = scheduler.finish_step(engine.step(plan), time.monotonic())
+        else:
+            outcome = engine.step(plan)
+        result = scheduler.finish_step(outcome, time.monotonic())
         now = time.monotonic()
+        run.ended |= {ended.sequence.request_id: ended.reason for ended in result.ended}
         for event in result.tokens:
             name = event.sequence.request_id
+            run.logprobs.setdefault(name, []).extend(event.logprobs)
             run.outputs[name][event.first_index :] = event.tokens
             run.longest_silence_s = max(run.longest_silence_s, now - heard[name])
             heard[name] = now
@@ -74,6 +93,7 @@ def decode_all(
     scheduler.check()
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
     run.counters, run.preemptions = scheduler.speculation.counters, scheduler.preemptions
+    run.steps_ahead, run.rows_discarded = scheduler.steps_ahead, scheduler.rows_discarded
     return run
 
 
@@ -84,7 +104,11 @@ def _hand_over(scheduler: DecodeScheduler, target: Runner, request: GenerateRequ
         assert error.code == "no_free_blocks"
         return False
     row = Row(request.sequence_id, 0, request.prompt, blocks, request.sampling, 1, 0)
-    first = target.step(StepPlan(0, (row,))).sampled[0][0]
+    made = target.step(StepPlan(0, (row,)))
+    first = made.sampled[0][0]
     run.outputs[request.request_id].append(first)
-    scheduler.received(request.sequence_id, first, time.monotonic())
+    logprobs = made.logprobs_of(0)
+    ended = scheduler.received(request.sequence_id, first, time.monotonic(), logprobs[0] if logprobs else None)
+    if ended is not None:
+        run.ended[request.request_id] = ended.reason
     return True

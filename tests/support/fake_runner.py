@@ -72,6 +72,8 @@ class FakeRunner:
     """What a worker needs of `baton.engine.runner.Runner`. A rank of several keeps its own heads; each computes the
     same tokens by itself."""
 
+    launches_ahead = False
+
     def __init__(self, num_blocks: int = 16, layout: KVLayout | None = None, rank: int = 0, size: int = 1) -> None:
         self.layout = layout or make_layout(4)
         self.num_blocks = num_blocks

@@ -27,8 +27,9 @@ from baton.core.kv_layout import KVLayout
 from baton.core.ranks import Ranks
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.lockstep import FollowerChannel, LeaderChannel
+from baton.engine.memory_report import MemoryReport
 from baton.engine.parallel import open_store
-from baton.engine.runner import EngineOptions, MemoryReport, Runner, load_runner
+from baton.engine.runner import EngineOptions, Runner, load_runner
 from baton.transfer.store import EdgeStore
 
 ANSWER_TIMEOUT_S = 60.0
@@ -69,6 +70,13 @@ class RemoteRunner:
 
     def step(self, plan: StepPlan) -> StepOutcome:
         outcome: StepOutcome = ask(self._pipe, "step", plan)
+        return outcome
+
+    def launch(self, plan: StepPlan) -> None:
+        ask(self._pipe, "launch", plan)
+
+    def collect(self) -> StepOutcome:
+        outcome: StepOutcome = ask(self._pipe, "collect", None)
         return outcome
 
 
@@ -200,7 +208,8 @@ def _serve(pipe: Connection, env: dict[str, str], ranks: Ranks, options: EngineO
     runner.lead(channel.send)
     while (request := pipe.recv())[0] != "unload":
         try:
-            pipe.send(getattr(runner, request[0])(request[1]))
+            call, argument = getattr(runner, request[0]), request[1]
+            pipe.send(call() if argument is None else call(argument))
         except InvariantError as error:
             pipe.send(InvariantError(error.message))
         except RankLost:
