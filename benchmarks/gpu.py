@@ -7,6 +7,7 @@
 2. An 8 B Llama shape with random bf16 weights: a decode step at batch 1 and at batch 64 with 1,024 tokens of context,
    against the bytes it must read at the copy bandwidth measured here; a prefill of 8,192 tokens against the bf16 matrix
    rate measured here; both against transformers on the same GPU.
+3. Steps as a worker takes them, one by one and planned ahead (ahead.py): the gap is the device's wait for the host.
 
 Without a GPU it says so and measures nothing.
 """
@@ -28,6 +29,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import ahead  # noqa: E402
 from engine import decode, prefill  # noqa: E402
 from serving import commit, machine  # noqa: E402
 
@@ -90,6 +92,9 @@ def of_baton(model: Path, lines: list[str], bandwidth: float, rate: float) -> No
         _line(f"decode, batch {BATCH} at {CONTEXT}", many, (weights + kv) / bandwidth, "bytes / bandwidth", 1.4)
     )
     lines.append(_line(f"prefill of {PROMPT}", long, work / rate, "FLOP / matrix rate", 1 / 0.6))
+    lines += ["", "Steps of a decode worker, one by one and planned ahead:\n", *ahead.HEAD]
+    lines += ahead.lines(runner, [(1, 512), (16, CONTEXT), (BATCH, CONTEXT)])
+    lines += ["", "The same work by transformers:\n", "| work | median | | | | |", "|---|---|---|---|---|---|"]
 
 
 def of_transformers(model: Path, lines: list[str]) -> None:
