@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from baton.engine.kernels import native
 from baton.engine.kernels.native import Kernels
 from baton.engine.processors import Draw
 from baton.engine.sampler import Choose
 
 _DRAW = struct.Struct("dddqIIII")  # native.Draw; filling a ctypes struct by names takes four times as long
+_PLACE = struct.Struct("qq")  # what native.Wanted has behind its draw
 _LOW = 0xFFFFFFFF
 
 
@@ -37,9 +37,10 @@ def chooser(kernels: Kernels, threads: int = 1) -> Choose:
     return choose
 
 
-def as_struct(draw: Draw) -> native.Draw:
-    """What the kernels need to know of a draw from processed logits."""
-    return native.Draw.from_buffer_copy(_packed(draw))
+def wanted(draws: Sequence[Draw], rows: Sequence[int], counts: Sequence[int]) -> bytes:
+    """Draws from processed logits as an array of native.Wanted: `counts[i]` guesses behind row `rows[i]`."""
+    places = map(_PLACE.pack, rows, counts)
+    return b"".join([_packed(draw) + place for draw, place in zip(draws, places, strict=True)])
 
 
 def _packed(draw: Draw) -> bytes:

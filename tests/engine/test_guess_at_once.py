@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from baton.core.errors import InvariantError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import DraftRow, History, Row, StepPlan
 from baton.engine.guesses_device import DeviceGuesses
+from baton.engine.kernels import native
+from baton.engine.processors import Draw
 from baton.engine.runner import Runner
+from baton.engine.sampler_native import wanted
 from decode.speculative_engine import SpeculativeEngine, guess_pass_by_pass
 from tests.engine.driver import random_tokens, tiny_runner
 
@@ -101,3 +105,21 @@ def test_what_does_not_fit_is_refused(pair: tuple[Runner, Runner]) -> None:
     with pytest.raises(InvariantError, match="make no guesses at once"):
         slow.guess(StepPlan(1, (row,)), [1])
     assert len(guess_pass_by_pass(slow, 1, [(plan.drafts[0], row)])[0]) == 1
+
+
+def test_guesses_are_asked_for_in_the_struct_that_the_kernels_read() -> None:
+    draws = (Draw(NUCLEUS, 3, 7), Draw(WARM, 0, 1 << 31))
+    asked = wanted(draws, (5, 9), (8, 2))
+    assert len(asked) == 2 * ctypes.sizeof(native.Wanted)
+    first, second = (native.Wanted * 2).from_buffer_copy(asked)
+    assert (first.draw.temperature, first.draw.top_p, first.draw.min_p, first.draw.top_k) == (0.9, 0.9, 0.02, 0)
+    assert (first.draw.key_low, first.draw.key_high) == (0, 1 << 31)
+    assert (first.draw.output_index, first.draw.choice, first.row, first.count) == (7, 3, 5, 8)
+    assert (second.draw.key_low, second.draw.output_index, second.row, second.count) == (7, 1 << 31, 9, 2)
+
+
+def test_more_rows_than_memory_is_kept_for_are_guessed_alike(pair: tuple[Runner, Runner]) -> None:
+    work = tuple((WARM if number % 2 else GREEDY, 3 + number, 1 + number % 3, 1 + number % 4) for number in range(7))
+    for some in (work, work[:4], work[4:]):  # memory that is kept has been used by then
+        found, expected = (guesses(runner, draft_rows(runner, some)) for runner in pair)
+        assert found == expected and len(found) == len(some)
