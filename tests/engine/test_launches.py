@@ -34,7 +34,13 @@ SAMPLINGS = {
         SamplingParams(temperature=0.0, logprobs=0),
         SamplingParams(temperature=0.7, stop_token_ids=tuple(range(10, 120))),
     ),
-    "looking back": (GREEDY, GREEDY, GREEDY, SamplingParams(temperature=0.8, repetition_penalty=1.2)),
+    "looking back": (
+        GREEDY,
+        GREEDY,
+        # The favoured token comes until it has come too often: with a count that is one behind, once too often.
+        SamplingParams(temperature=0.0, frequency_penalty=2.0, logit_bias=(TokenBias(20, 9.0),)),
+        SamplingParams(temperature=0.8, repetition_penalty=1.2),
+    ),
 }
 SAMPLINGS["all"] = tuple(s for some in SAMPLINGS.values() for s in some)
 
