@@ -40,7 +40,8 @@ Room = Callable[[Sequence, int], int]
 class Speculation:
     """Complete state: `model`, the source of guesses, the book of how they fare, each sequence with its acceptance,
     those whose draft is wanted, `trials`, how long answers are (`_usual_tokens`), whose turn it is to be looked at
-    (`_looked_at`, at which of the `_steps`), and `counters`. Without `drafts` nothing is ever guessed.
+    (`_looked_at`, at which of the `_steps`), how many of these chose nothing (`_skipped`), and `counters`. Without
+    `drafts` nothing is ever guessed.
 
     `fixed_length` guesses every time that many (0: as many as pay). `forced_rate` is for benchmarks alone: guesses
     count as right with that probability, and the output is not real.
@@ -64,7 +65,7 @@ class Speculation:
         self._open: dict[SequenceId, tuple[Sequence, Acceptance]] = {}
         self._wanted: dict[SequenceId, Sequence] = {}
         self._usual_tokens = _USUAL_TOKENS
-        self._looked_at = self._steps = 0
+        self._looked_at = self._steps = self._skipped = 0
 
     def open(self, sequence: Sequence) -> None:
         """A sequence whose KV is to come."""
@@ -143,6 +144,10 @@ class Speculation:
             return [max(0, min(self.fixed_length, limit)) for limit in most]
         if not sequences:
             return []
+        self._steps += 1
+        if self._far_off(behind) and self._steps % _LOOKS:
+            self._skipped += 1
+            return [0]
         limits = [limit if n <= CATCH_UP else 0 for limit, n in zip(most, behind, strict=True)]
         lone = self.model.of_one_row() if plan.num_tokens == 1 else None
         if lone is not None:
@@ -152,8 +157,8 @@ class Speculation:
             price = self._price(len(plan.rows), plan.num_tokens)
             plain_s = price.plain_s
             lengths = choose_lengths([self._rate(s) for s in sequences], limits, price)
-        self.trials.stepped(plain_s)
-        self._steps += 1
+        self.trials.stepped(plain_s, 1 + self._skipped)
+        self._skipped = 0
         if len(self._open) > 1 or self._steps % _LOOKS == 0:
             index = self._looked_at = (self._looked_at + 1) % len(sequences)  # one at a time is enough
             if not lengths[index] and most[index] >= TRIAL_GUESSES:
@@ -162,6 +167,10 @@ class Speculation:
             if sequence.id == self.trials.sequence_id and limits[index] > 0:
                 lengths[index] = max(lengths[index], 1)
         return lengths
+
+    def _far_off(self, behind: list[int]) -> bool:
+        """Whether a sequence alone cannot be guessed for and nothing is tried: then there is nothing to choose."""
+        return len(self._open) == 1 and behind[0] > CATCH_UP and self.trials.sequence_id is None
 
     def _look(self, plan: StepPlan, sequence: Sequence, behind: int, rows: int) -> None:
         """Wants the draft of one of the `rows` sequences, for which nothing is guessed, where that will be paid back,

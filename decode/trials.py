@@ -30,10 +30,10 @@ class Trials:
         self._first, self._first_steps = FIRST, FIRST_STEPS
         self.begun = 0
 
-    def stepped(self, step_s: float) -> None:
-        """A step that takes `step_s` is planned."""
-        self._first_steps -= 1
-        self.allowance_s = min(self.allowance_s + SHARE * step_s, SHARE * _SAVED_STEPS * step_s)
+    def stepped(self, step_s: float, steps: int = 1) -> None:
+        """A step that takes `step_s` is planned; several at once only while nothing is tried."""
+        self._first_steps -= steps
+        self.allowance_s = min(self.allowance_s + SHARE * step_s * steps, SHARE * _SAVED_STEPS * step_s)
         if self.sequence_id is not None:
             self._steps -= 1
             if self._steps <= 0:

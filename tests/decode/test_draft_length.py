@@ -143,6 +143,21 @@ def test_a_new_worker_tries_a_sequence_alone_without_allowance_for_so_many_guess
     assert tried(idle, FIRST_STEPS) == GUESSES
 
 
+def test_steps_that_chose_nothing_count_when_the_next_does() -> None:
+    each, at_once = Trials(), Trials()
+    for _ in range(40):
+        for _ in range(8):
+            each.stepped(0.5)
+        at_once.stepped(0.5, 8)
+    assert at_once.allowance_s == pytest.approx(each.allowance_s) and each.allowance_s > 0.7
+    for trials in (each, at_once):
+        trials.begin(SequenceId("a"), 1.0)
+        trials.close(SequenceId("a"))
+    for _ in range(FIRST_STEPS // 8):
+        at_once.stepped(0.0, 8)
+    assert each.begin(SequenceId("b"), 1e6, alone=True) and not at_once.begin(SequenceId("b"), 1e6, alone=True)
+
+
 def test_a_trial_ends_with_its_sequence_and_with_its_patience() -> None:
     trials, one, other = Trials(), SequenceId("a"), SequenceId("b")
     trials.allowance_s = 10.0

@@ -114,6 +114,22 @@ def test_a_new_worker_finds_out_what_guesses_are_worth_either_way(seed: int) -> 
     assert serve(not_worth, prices, seed=seed).speed > 0.975 * plain
 
 
+def test_while_a_stream_alone_cannot_be_guessed_for_there_is_seldom_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice costs a tenth of a short step."""
+    model, asked = SERVED.model(), 0
+    prices = model.of_one_row
+
+    def counted() -> tuple[float, float, float] | None:
+        nonlocal asked
+        asked += 1
+        return prices()
+
+    monkeypatch.setattr(model, "of_one_row", counted)
+    found = serve(alike(0.05, 8), SERVED, model=model)
+    assert found.steps - found.guessing > 900 and found.trials > 1
+    assert found.guessing < asked < found.steps / 4
+
+
 def test_text_that_turns_easy_is_found_out() -> None:
     text = alike(0.05, 6) + alike(0.9, 48, seed=1)
     best = max(serve(text[10:], SERVED, length=length).speed for length in (4, 6, 8))
