@@ -68,8 +68,6 @@ def main() -> NoReturn:
     stopping.listen()
     try:
         alone = lone_rank.lone_rank(sys.argv[1:], os.environ)
-        if alone is None and supervisor is not None:
-            supervisor.close()  # torchrun's ranks have one life under one agent
         code = _torchrun(stopping) if alone is None else _alone(alone, stopping, supervisor)
     finally:
         stopping.clean()

@@ -103,6 +103,3 @@ class ToSupervisor:
         """What `inherited` finds in a program that takes this process over by exec."""
         self._socket.set_inheritable(True)
         return {SOCKET_VARIABLE: str(self._socket.fileno()), PRELOAD_VARIABLE: " ".join(self.preload)}
-
-    def close(self) -> None:
-        self._socket.close()

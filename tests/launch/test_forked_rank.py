@@ -23,7 +23,7 @@ for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
     signal.signal(number, lambda *_: print("the agent's handler", os.getpid(), flush=True))
 signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 own = os.open("/dev/null", os.O_RDONLY)
-sys.stdout.reconfigure(line_buffering=False, write_through=False)
+sys.stdout = os.fdopen(1, "w", buffering=8192, closefd=False)
 print("said once")
 rank = forked(LoneRank("the_rank", ("--flag", "ä b")), {"TOLD": "yes"}, [own])
 print(rank.wait(), "TOLD" in os.environ, flush=True)
@@ -86,11 +86,12 @@ def test_it_dies_with_its_agent_before_it_has_read_a_line_of_its_module(tmp_path
 @pytest.mark.parametrize("words", [["x"], ["-c", "y" * 5000]])
 def test_a_command_is_shown_as_far_as_there_is_room(words: list[str]) -> None:
     code = f"from launch.forked_rank import show_command; show_command({words!r}); "
-    code += "print(open('/proc/self/cmdline', 'rb').read().rstrip(b'\\0').decode().replace('\\0', ' '))"
+    code += "raw = open('/proc/self/cmdline', 'rb').read(); print(len(raw), raw[-1])\n"
+    code += "print(raw.rstrip(b'\\0').decode().replace('\\0', ' '))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     shown = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
-    room = len(os.fsencode(sys.executable)) + len("-c") + len(code) + 2
-    assert shown.stdout == " ".join(words)[:room] + "\n", shown.stderr
+    room = len(os.fsencode(sys.executable)) + len("-c") + len(code) + 3
+    assert shown.stdout == f"{room} 0\n{' '.join(words)[: room - 1]}\n", shown.stderr
 
 
 @pytest.fixture(autouse=True)

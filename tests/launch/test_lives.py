@@ -190,7 +190,7 @@ def test_a_job_of_torchruns_has_one_life(make: Callable[..., Member]) -> None:
     member = make("--nproc-per-node", "2")
     life = member.live()
     member.kill_rank(life)
-    assert not life.rests and life.poll() == 128 + signal.SIGKILL and life.fileno() == -1
+    assert not life.rests and life.poll() == 128 + signal.SIGKILL
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ToAgent, ToSuperviso
     assert agent is not None and environment == {} and agent.preload == ("a", "b")
     yield supervisor, agent
     supervisor.close()
-    agent.close()
+    agent._socket.close()
 
 
 def test_nobody_asks(line: tuple[ToAgent, ToSupervisor]) -> None:
@@ -215,7 +215,7 @@ def test_nobody_asks(line: tuple[ToAgent, ToSupervisor]) -> None:
 
 def test_nobody_is_there(line: tuple[ToAgent, ToSupervisor]) -> None:
     supervisor, agent = line
-    agent.close()
+    agent._socket.close()
     with Path(os.devnull).open() as log:
         assert not supervisor.again(log.fileno())
     assert supervisor.ended() is None and supervisor.fileno() == -1
