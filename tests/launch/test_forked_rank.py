@@ -67,6 +67,13 @@ def test_it_is_as_if_executed(tmp_path: Path) -> None:
     assert told["command"] == ["-u", "-m", "the_rank", "--flag", "ä b"]
 
 
+def test_what_the_agent_has_not_written_yet_is_written_once(tmp_path: Path) -> None:
+    (tmp_path / "the_rank.py").write_text("print('the rank')")
+    agent = [sys.executable, "-P", "-c", AGENT]
+    done = subprocess.run(agent, cwd=tmp_path, env=environment(tmp_path), capture_output=True, timeout=60)
+    assert done.stdout.decode() == "said once\nthe rank\n0 False\n", done.stderr
+
+
 def test_it_dies_with_its_agent_before_it_has_read_a_line_of_its_module(tmp_path: Path) -> None:
     (tmp_path / "the_rank.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
     agent = subprocess.Popen(
@@ -83,9 +90,10 @@ def test_it_dies_with_its_agent_before_it_has_read_a_line_of_its_module(tmp_path
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("words", [["x"], ["-c", "y" * 5000]])
-def test_a_command_is_shown_as_far_as_there_is_room(words: list[str]) -> None:
-    code = f"from launch.forked_rank import show_command; show_command({words!r}); "
+@pytest.mark.parametrize("length", [1, 5000])
+def test_a_command_is_shown_as_far_as_there_is_room(length: int) -> None:
+    words = ["-c", "y" * length]
+    code = f"from launch.forked_rank import show_command; show_command(['-c', 'y' * {length}]); "
     code += "raw = open('/proc/self/cmdline', 'rb').read(); print(len(raw), raw[-1])\n"
     code += "print(raw.rstrip(b'\\0').decode().replace('\\0', ' '))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
