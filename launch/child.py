@@ -103,6 +103,8 @@ class Child:
                     os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(wait_s)
+        if self._agent is not None:
+            self._agent.close()
 
     def tail(self, lines: int = TAIL_LINES) -> list[str]:
         """The last lines this life wrote."""

@@ -1,5 +1,6 @@
 """A worker's only rank, started as torchrun would start it, without torchrun: it has nobody to meet, so it needs no
-store, no rendezvous and no torch in its agent (2 s of a processor at every start, and 0.2 GB for as long as it runs).
+store and no rendezvous, and its agent no torch of its own (2 s of a processor at every start, and 0.2 GB for as long as
+it runs). Where an agent imports torch after all, it is the rank's: forked (launch.forked_rank), both have it once.
 
 Whatever else is asked of torchrun, torchrun does: `lone_rank` knows only the flags of `Plan.torchrun_flags` and of the
 scripts beside this file.

@@ -30,7 +30,7 @@ class Preloaded:
 
     def __init__(self, names: Sequence[str]) -> None:
         """Raises PreloadRefused. What was imported by then stays."""
-        self.open_before = tuple(sorted(int(name) for name in os.listdir("/proc/self/fd") if int(name) > 2))
+        self.open_before = _open_files()
         try:
             with lasting_imports():
                 _import_numpy()
@@ -58,6 +58,12 @@ def unforkable() -> str:
     if torch is not None and torch.cuda.is_initialized():
         return "the imports have initialised CUDA, which cannot be used after a fork"
     return ""
+
+
+def _open_files() -> tuple[int, ...]:
+    """Those above standard error, without the one that they are listed through: what is imported may get its number."""
+    listed = sorted(int(name) for name in os.listdir("/proc/self/fd"))
+    return tuple(number for number in listed if number > 2 and os.path.lexists(f"/proc/self/fd/{number}"))
 
 
 def _import_numpy() -> None:

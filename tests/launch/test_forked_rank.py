@@ -36,7 +36,7 @@ told = {
     "told": os.environ["TOLD"],
     "handlers": {n.name: repr(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)},
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
-    "open": [f for f in os.listdir("/proc/self/fd") if int(f) > 2 and os.path.exists(f"/proc/self/fd/{f}")],
+    "open": [f for f in os.listdir("/proc/self/fd") if int(f) > 2 and os.path.lexists(f"/proc/self/fd/{f}")],
     "command": open("/proc/self/cmdline", "rb").read().rstrip(b"\\0").decode().split("\\0")[1:],
     "group": os.getpgrp() == os.getsid(0) == os.getpid(),
 }

@@ -23,7 +23,9 @@ import os, sys, time
 from baton.process import die_with_parent, record_error
 import imported
 die_with_parent()
-print("pid:", os.getpid(), "version", imported.VERSION, "read by itself", imported.READ_BY == os.getpid(), flush=True)
+by_itself = imported.READ_BY == os.getpid()
+# In one write: lines of several ranks stay whole, and nobody reads half of one.
+os.write(1, f"pid: {os.getpid()} version {imported.VERSION} read by itself {by_itself}\\n".encode())
 if FAIL:
     record_error("it failed for once")
     sys.exit(5)

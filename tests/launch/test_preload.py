@@ -23,7 +23,8 @@ except PreloadRefused as refused:
 else:
     torch = sys.modules.get("torch")
     print(len(os.listdir("/proc/self/task")), "threads, CUDA", bool(torch and torch.cuda.is_initialized()))
-    print("grown" if set(map(int, os.listdir("/proc/self/fd"))) - {0, 1, 2, 3, *made.open_before} else "no file opened")
+    now = {int(f) for f in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{f}")}
+    print("grown" if now - {0, 1, 2, *made.open_before} else "no file opened")
     print("stale:", made.stale())
 """
 
@@ -61,6 +62,14 @@ def test_what_cannot_be_forked_is_refused(module: str, why: str, tmp_path: Path)
     (tmp_path / "imported.py").write_text(module)
     said = look("imported", where=tmp_path)
     assert said.startswith("refused: ") and why in said
+
+
+def test_a_file_that_an_import_opens_is_not_the_agents_own(tmp_path: Path) -> None:
+    """A rank closes what is its agent's own. A module that keeps a file must find it open in the rank, too."""
+    (tmp_path / "imported.py").write_text("import os; KEPT = os.open(os.devnull, os.O_RDONLY)")
+    code = "import os; from launch.preload import Preloaded; own = os.open(os.devnull, os.O_RDONLY)\n"
+    code += "mine = Preloaded(['imported']).open_before; from imported import KEPT; print(own in mine, KEPT in mine)"
+    assert look(where=tmp_path, code=code) == "True False\n"
 
 
 def test_the_environment_is_what_it_was() -> None:
