@@ -379,6 +379,7 @@ async def test_a_worker_that_gave_up_says_so_and_the_request_goes_on() -> None:
         p.hand_over(s, "d0")
         d.say(s, 0, 5, 6)
         await reader.got(2)
+        await until(lambda: b.cluster._live[s.choice_id].handed_over)  # which another worker says
         d.session._lease_s = 0.05  # shorter than the heartbeat: it seems to hear nothing
         resumed = (await p.told(Prefill, 2)).request
         assert d.abandoned == ["the coordinator was silent for 0.05 s"]
@@ -387,6 +388,23 @@ async def test_a_worker_that_gave_up_says_so_and_the_request_goes_on() -> None:
         p.hand_over(resumed.sequence_id, "d0")
         d.here.add(resumed.sequence_id)
         d.say(resumed.sequence_id, 2, 7, 8, ended="length")
+        assert await reader.done() == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("who", ["p0", "d0"])
+async def test_what_a_worker_has_ended_by_itself_goes_on_from_the_journal(who: str) -> None:
+    """Also where the coordinator has not heard yet that it had got there."""
+    async with bench("p0", "d0") as b:
+        reader = b.submit()
+        p, d, s = await begun(b)
+        p.say(s, 0, 5)
+        await reader.got(1)
+        b.worker(who).fail(s, "abandoned", "ended here")
+        again = (await p.told(Prefill, 2)).request
+        assert again.output == (5,) and again.attempt > s.attempt
+        p.say(again.sequence_id, 1, 6)
+        p.hand_over(again.sequence_id, "d0")
+        d.say(again.sequence_id, 1, 6, 7, 8, ended="length")
         assert await reader.done() == [5, 6, 7, 8]
 
 

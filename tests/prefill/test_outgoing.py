@@ -303,7 +303,9 @@ async def test_a_piece_that_nobody_is_before_is_announced_in_the_next_turn(monke
         source.submit(make_request("r", 16, max_tokens=4), decode)
         source.step()
         await until(lambda: source.worker.outgoing.bytes_sent and announced == [0])
-        await asyncio.sleep(0.05)  # the piece is acknowledged and the next one waits for the step
+        over = source.worker.outgoing._hand_overs[R]
+        await until(lambda: over.on_edge is not None and over.on_edge.get_name() == "piece 1")
+        await asyncio.sleep(0)  # the first piece is acknowledged, and now the next one waits for the step
         source.step()
         assert announced == [0]
         await asyncio.sleep(0)
