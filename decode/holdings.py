@@ -1,7 +1,7 @@
 """Which blocks the sequences of a decode worker hold, and how: pure.
 
-While KV arrives a sequence holds the blocks it goes into exclusively, and those that it shares (what it begins with was
-cached) as everybody does. Later all its blocks are held alike.
+While KV arrives a sequence holds the blocks it goes into exclusively until they are full, and those that it shares
+(what it begins with was cached) as everybody does. Later all its blocks are held alike.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 A sequence is accepted when blocks for its prompt are free and it could finish here alone. What it begins with may be
 in cached blocks: these it shares, and only the rest is sent. While that arrives it is RECEIVING and holds the other
-blocks exclusively; with the last chunk it is READY and joins the batch at the next step, starting at token 2. Blocks
-are added as tokens come. When none is free, whoever ranks last gives its blocks up (PREEMPTED); later what is not
-cached any more is computed again, as long rows in chunks that fit the step's time. Full blocks stay cached after use,
-those with generated tokens too: the next turn of a conversation begins with this one.
+blocks exclusively, until they are full; with the last chunk it is READY and joins the batch at the next step, starting
+at token 2. Blocks are added as tokens come. When none is free, whoever ranks last gives its blocks up (PREEMPTED);
+later what is not cached any more is computed again, as long rows in chunks that fit the step's time. Full blocks stay
+cached after use, those with generated tokens too: the next turn of a conversation begins with this one.
 
 Rank is the `priority` number, lower first, then who has the turn (`turns.py`), then age, older first. Whoever runs
 takes what it needs from those behind it, so who ranks first goes on. A preempted sequence comes back into free blocks
