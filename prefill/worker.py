@@ -153,6 +153,9 @@ class PrefillWorker:
     def sequence_ids(self) -> tuple[SequenceId, ...]:
         return tuple(self.outgoing.current_id(s) for s in self.scheduler.sequence_ids())
 
+    def receiving(self, sequence: SequenceId) -> bool:
+        return False
+
     def check(self) -> None:
         self.scheduler.check()
 

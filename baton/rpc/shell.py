@@ -51,6 +51,10 @@ class Tier(Protocol):
 
     def sequence_ids(self) -> tuple[SequenceId, ...]: ...
 
+    def receiving(self, sequence: SequenceId) -> bool:
+        """Whether its KV is still on the way here: then who sends it has all of it, and says what becomes of it."""
+        ...
+
     def check(self) -> None: ...
 
     async def close(self) -> None: ...
@@ -169,8 +173,9 @@ class WorkerShell:
         if sequences:
             log.warning("ending %d sequences: %s", len(sequences), reason)
         for sequence in sequences:
+            code = "worker_lost" if self._tier.receiving(sequence) else "abandoned"
             self._tier.end(sequence, reason)
-            self.say_ended(sequence, "abandoned", f"ended here: {reason}")
+            self.say_ended(sequence, code, f"ended here: {reason}")
         self.wake()
 
     # The loops.

@@ -30,6 +30,7 @@ class FakeTier:
 
     def __init__(self) -> None:
         self.here: set[SequenceId] = set()
+        self.arriving: set[SequenceId] = set()
         self.commands: list[Command] = []
         self.ended: list[tuple[SequenceId, str]] = []
         self.bug: Exception | None = None
@@ -62,6 +63,9 @@ class FakeTier:
 
     def sequence_ids(self) -> tuple[SequenceId, ...]:
         return tuple(self.here)
+
+    def receiving(self, sequence: SequenceId) -> bool:
+        return sequence in self.arriving & self.here
 
     def check(self) -> None:
         self.checks += 1
@@ -295,3 +299,12 @@ async def test_a_launch_that_fails_ends_the_worker(ahead: tuple[Running, Device]
     error = await running.outcome()
     assert isinstance(error, BaseExceptionGroup) and error.subgroup(InvariantError) is not None
     assert device.log == ["launch 1"], "nothing is launched behind it"
+
+
+async def test_what_is_still_on_its_way_here_is_left_to_who_sends_it(running: Running) -> None:
+    """That one has the KV, parks it and offers it to others: nothing is computed again."""
+    running.tier.here.add(R)
+    running.tier.arriving.add(R)
+    running.shell.abandon("the drain timeout has passed")
+    ((told,),) = [said.ended for said in running.said]
+    assert (told.sequence, told.code) == (R, "worker_lost") and not running.tier.here
