@@ -100,7 +100,7 @@ def _install(faults: Faults) -> None:
     from baton.transfer import sections, staging
     from baton.transfer.gloo import GlooEdge
 
-    step, send, checksum, say = Runner.step, GlooEdge.send, staging.checksum, MessageStream.send
+    step, send, checksum, say = Runner.step, GlooEdge.send, staging.checksum, MessageStream.send_to_the_end
 
     def held_step(runner: Runner, plan: StepPlan) -> Any:
         if faults.holds(plan):
@@ -139,7 +139,7 @@ def _install(faults: Faults) -> None:
 
     Runner.step = held_step  # type: ignore[method-assign]
     GlooEdge.send = faulty_send  # type: ignore[method-assign]
-    MessageStream.send = faulty_say  # type: ignore[method-assign]
+    MessageStream.send_to_the_end = faulty_say  # type: ignore[method-assign]
     if sys.argv[1] == "prefill":
         sections.checksum = faulty_checksum  # type: ignore[attr-defined]
 
