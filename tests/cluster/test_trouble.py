@@ -100,7 +100,7 @@ async def test_a_killed_decode_worker_ends_its_requests_and_no_others(running: C
         streams = [asyncio.create_task(_outcome(client, [n + 1] * 30, 2500)) for n in range(8)]
         await until(
             running,
-            lambda c: all(c.workers()[w]["running"] >= 3 for w in ("decode-0", "decode-1")),
+            lambda c: all(c.workers()[w]["running"] == 4 for w in ("decode-0", "decode-1")),
             "streams on both",
         )
         running.kill(running.pids("decode-0")[0])
