@@ -83,6 +83,8 @@ def _alone(rank: lone_rank.LoneRank, stopping: _Stopping, supervisor: ToSupervis
         preloaded = _preloaded(supervisor.preload if supervisor else ())
         start = partial(forked, close=preloaded.open_before) if preloaded else lone_rank.executed
         for life in count(1):
+            if stopping.asked:  # during the imports, which had a child of their own
+                return 0
             if supervisor is not None:
                 how = "a fork of this process" if preloaded else "a process that imports for itself"
                 print(f"agent: life {life} of {rank.module} is {how}", file=sys.stderr, flush=True)

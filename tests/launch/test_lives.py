@@ -173,6 +173,20 @@ def test_an_import_that_does_not_end_is_ended_by_a_signal(make: Callable[..., Me
     assert life.poll() == 0 and not list(tmp_path.glob("baton-ranks*"))
 
 
+def test_no_rank_is_started_for_who_asked_to_end_while_an_import_waits_for_a_child(
+    make: Callable[..., Member], tmp_path: Path
+) -> None:
+    code = "import subprocess; c = subprocess.Popen(['sleep', '600']); print('waits', flush=True); c.wait()\n"
+    (tmp_path / "imported.py").write_text(code + IMPORTED)
+    member = make()
+    life = member.live()
+    until(lambda: "waits" in member.said(life), "an import that waits for a child")
+    life.terminate()
+    until(lambda: life.poll() is not None or "pid: " in member.said(life), "an end by SIGTERM")
+    assert life.poll() == 0 and "pid: " not in member.said(life)
+    assert not list(tmp_path.glob("baton-ranks*"))
+
+
 def test_what_was_installed_meanwhile_is_imported(make: Callable[..., Member], tmp_path: Path) -> None:
     member = make()
     first = member.live()
