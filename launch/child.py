@@ -149,9 +149,10 @@ def _start(spec: ChildSpec, log: IO[bytes]) -> tuple[subprocess.Popen[bytes], To
         if cores:
             os.sched_setaffinity(0, cores)
 
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as inherited, contextlib.ExitStack() as unless_started:
         if agent is not None:
-            stack.callback(agent.agents_end.close)
+            inherited.callback(agent.agents_end.close)
+            unless_started.callback(agent.close)
         process = _popen(
             spec,
             stdin=subprocess.DEVNULL,
@@ -162,6 +163,7 @@ def _start(spec: ChildSpec, log: IO[bytes]) -> tuple[subprocess.Popen[bytes], To
             preexec_fn=before_exec,
             pass_fds=[agent.agents_end.fileno()] if agent else [],
         )
+        unless_started.pop_all()
     return process, agent
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.core.errors import StartupError
 from baton.process import descendants
 from launch.child import Child, ChildSpec
 from launch.lives import PRELOAD_VARIABLE, SOCKET_VARIABLE, ToAgent, ToSupervisor
@@ -207,6 +208,16 @@ def test_a_job_of_torchruns_has_one_life(make: Callable[..., Member]) -> None:
     life = member.live()
     member.kill_rank(life)
     assert not life.rests and life.poll() == 128 + signal.SIGKILL
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="an agent has many lives on Linux only")
+def test_what_cannot_be_started_leaves_no_file_open(tmp_path: Path) -> None:
+    spec = ChildSpec("w-0", (str(tmp_path / "no such program"),), tmp_path / "w.log", preload=("json",))
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(StartupError, match="w-0 cannot be started") as caught:
+        Child(spec)
+    assert set(os.listdir("/proc/self/fd")) <= before
+    del caught  # until here it kept the locals of the failed call: nothing was left to the garbage collector
 
 
 @pytest.fixture
