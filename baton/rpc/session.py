@@ -188,11 +188,10 @@ class WorkerSession:
         new = self._known().difference(known, (f.sequence for f in welcome.following))
         again = self.log.since((*welcome.following, *(Following(sequence, 0) for sequence in sorted(new))))
         here = set(self._owner.sequence_ids())
-        gone = [f.sequence for f in welcome.following if f.here and f.sequence not in here]
         lost = tuple(
-            SequenceEnded(s, "error", "unknown_sequence", "this worker does not know the sequence")
-            for s in gone
-            if not self.log.done(s)
+            SequenceEnded(f.sequence, "error", "unknown_sequence", "this worker does not know the sequence")
+            for f in welcome.following
+            if f.here and f.sequence not in here and not self.log.done(f.sequence)
         )
         self._owner.welcome(welcome)
         self._owner.abandon("the coordinator no longer follows them", {*new, *(f.sequence for f in welcome.following)})
