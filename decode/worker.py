@@ -134,6 +134,8 @@ class DecodeWorker:
             speculation=scheduler.speculation.counters,
             preemptions=scheduler.preemptions,
             preempted=scheduler.num_preempted,
+            steps_ahead=scheduler.steps_ahead,
+            rows_discarded=scheduler.rows_discarded,
         )
 
     def begin_step(self, now: float) -> StepPlan | None:

@@ -95,7 +95,8 @@ class HandedOver:
 class Load:
     """Counters and gauges of a worker. A cached block that nothing refers to counts as free. `prompt_tokens_cached`
     were not computed by a prefill worker, `kv_bytes_reused` not sent to a decode worker, since they were there.
-    `preempted` sequences wait for blocks to go on; `preemptions` counts how often that was."""
+    `preempted` sequences wait for blocks to go on; `preemptions` counts how often that was. `steps_ahead`
+    were planned before the tokens of the step before were known, `rows_discarded` computed in vain."""
 
     blocks_total: int = 0
     blocks_free: int = 0
@@ -118,6 +119,8 @@ class Load:
     speculation: SpeculationCounters | None = None
     preemptions: int = 0
     preempted: int = 0
+    steps_ahead: int = 0
+    rows_discarded: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,6 +169,8 @@ class Registry:
                 "kv_bytes_received": r.load.kv_bytes_received,
                 "kv_bytes_reused": r.load.kv_bytes_reused,
                 "steps": r.load.steps,
+                "steps_ahead": r.load.steps_ahead,
+                "rows_discarded": r.load.rows_discarded,
                 "sequences": r.load.sequences,
                 "preemptions": r.load.preemptions,
                 "speculation": None if r.load.speculation is None else asdict(r.load.speculation),

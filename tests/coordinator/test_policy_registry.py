@@ -119,6 +119,13 @@ def test_heartbeats_keep_a_worker_and_silence_loses_it(registry: Registry) -> No
     assert state(registry) == "forgotten"
 
 
+def test_the_table_says_what_was_planned_ahead(registry: Registry) -> None:
+    registry.join(join(), 0.0)
+    registry.heard("d0", 1, Load(steps=9, steps_ahead=7, rows_discarded=2), 0.5)
+    (row,) = registry.table(0.5)
+    assert (row["steps"], row["steps_ahead"], row["rows_discarded"]) == (9, 7, 2)
+
+
 def test_a_lease_that_ran_out_fences_before_anyone_looked(registry: Registry) -> None:
     registry.join(join(), 0.0)
     assert not registry.heard("d0", 1, None, 3.0)

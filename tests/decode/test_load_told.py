@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 
 from tests.support.builders import make_request
-from tests.support.fake_runner import pair, until
+from tests.support.fake_runner import DecodeNode, FakeRunner, pair, until
+from tests.support.late_device import LateDevice
 
 BLOCK = 4  # tokens, of the fake runner
 
@@ -41,3 +42,21 @@ async def test_a_sequence_that_comes_or_goes_is_told_with_the_next_step() -> Non
         load = decode.told.steps[-1].load
         assert load is not None and load.sequences == 1 and decode.told.steps[-1].ended  # "short" needed one step
         decode.compute()
+
+
+async def test_steps_planned_ahead_are_told_and_rows_that_were_in_vain() -> None:
+    runner = FakeRunner(16)
+    runner.launches_ahead = True
+    async with pair(DecodeNode(runner=runner)) as (source, [decode]):
+        source.submit(make_request("r", 8, max_tokens=6), decode)
+        source.compute()
+        await until(lambda: source.told.handed_over, what="the hand-over")
+        device = LateDevice(runner.step)
+        plans = [decode.worker.begin_step(0.0), decode.worker.begin_step(0.0)]
+        decode.abort(make_request("r").sequence_id)
+        for plan in plans:
+            assert plan is not None
+            device.launch(plan)
+            decode.told.post(decode.worker.finish_step(plan, device.collect(), 0.0))
+        load = decode.worker.load()
+        assert (load.steps_ahead, load.rows_discarded) == (1, 2)
