@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import StartupError
-from baton.engine.kernels.build import can_compile, processor_levels
+from baton.engine.kernels.build import can_compile, fastest_level
 
 ComputeDType = Literal["float32", "bfloat16"]
 
@@ -51,11 +51,10 @@ def cpu_multiplies_bfloat16() -> bool:
 
 
 def kernels_widen_bfloat16(kernels: str) -> bool:
-    """Whether the compiled kernels of AVX2 will compute: they read bfloat16, half of what float32 takes, and multiply
-    in float32 at the same speed (decision 0029). torch's bfloat16 on such processors is slower than its float32."""
-    levels = processor_levels()
-    chosen = levels[-1] if kernels == "auto" and levels else kernels
-    return chosen == "avx2" and can_compile(chosen)
+    """Whether compiled kernels will compute that read bfloat16, half of what float32 takes, and multiply in float32 at
+    the same speed (decisions 0029, 0042). torch's bfloat16 is slower than its float32 on processors with no more."""
+    level = fastest_level() if kernels == "auto" else kernels
+    return level in ("avx2", "avx512") and can_compile(level)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

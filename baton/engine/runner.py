@@ -239,12 +239,12 @@ def load_runner(
         weights = WeightReader(Checkpoint.open(options.model_dir), config, share, torch_dtype, device, int8=int8)
         longest = _longest(config, options)
         digest = model_digest(options.model_dir)
-    kernels, kernels_name = choose_kernels(options.kernels, device, torch_dtype)
+    kernels, kernels_name = choose_kernels(options.kernels, device)
     if int8 and kernels is None and options.kernels != "torch":
         raise StartupError(f"quantize int8 needs compiled kernels, and there is only {kernels_name}: leave it at none")
     if options.exact and not row_invariant(kernels, torch_dtype):
         raise StartupError(
-            f"exact mode in {dtype} needs compiled kernels that multiply it, and there is only {kernels_name}:"
+            f"exact mode in {dtype} needs compiled kernels, and there is only {kernels_name}:"
             " leave dtype at auto or float32"
         )
     level = "torch" if kernels is None else kernels.level

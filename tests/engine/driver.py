@@ -22,14 +22,14 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def float32_levels() -> list[str]:
-    """Levels of this processor whose code for float32 differs: the lowest, and one of AVX-512."""
+    """Levels of this processor whose code for float32 differs: the lowest, AVX-512, and one that multiplies bf16."""
     levels = processor_levels()
-    return sorted({levels[0], levels[-1]}) if levels else []
+    return sorted({levels[0], *levels[1:2], levels[-1]}) if levels else []
 
 
 def bfloat16_levels() -> list[str]:
-    """Levels of this processor that compute in bf16."""
-    return [level for level in processor_levels() if level != "avx512"]
+    """Levels of this processor whose code for bf16 differs: all."""
+    return list(processor_levels())
 
 
 def tiny_runner(model_dir: Path, **options: Any) -> Runner:

@@ -55,8 +55,8 @@ def setups(checkpoint: Callable[..., Path]) -> Make:
     @cache
     def make(model: str, count: int) -> Setup:
         dtype = "bfloat16" if model.endswith("bf16") else "float32"
-        if dtype == "bfloat16" and choose_kernels("auto", torch.device("cpu"), torch.bfloat16)[0] is None:
-            pytest.skip("no compiled kernels multiply bfloat16 here")
+        if dtype == "bfloat16" and choose_kernels("auto", torch.device("cpu"))[0] is None:
+            pytest.skip("no compiled kernels here")
         if model.startswith("builtin"):
             target, draft, eos = builtin_directory("target"), builtin_directory("draft"), (1,)
         else:  # the draft has other random weights: it is right by chance

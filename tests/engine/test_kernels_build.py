@@ -11,7 +11,7 @@ import torch
 
 from baton.core.errors import StartupError
 from baton.engine.kernels import build, native
-from baton.engine.kernels.build import CannotBuild, library, processor_levels
+from baton.engine.kernels.build import CannotBuild, fastest_level, library, processor_levels
 from baton.engine.kernels.native import choose_kernels
 from tests.engine.driver import tiny_runner
 
@@ -101,12 +101,12 @@ def test_without_a_compiler_torch_computes_and_says_why(
 ) -> None:
     native.load.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert choose_kernels("auto", CPU, torch.float32) == (
+    assert choose_kernels("auto", CPU) == (
         None,
         "torch (no C++ compiler (no-such-compiler is not installed; CXX names another))",
     )
     with pytest.raises(StartupError, match="kernels avx2: no C\\+\\+ compiler"):
-        choose_kernels("avx2", CPU, torch.float32)
+        choose_kernels("avx2", CPU)
     native.load.cache_clear()
 
 
@@ -118,40 +118,40 @@ def test_a_cache_that_others_can_write_is_not_loaded_from(empty_cache: Path) -> 
 
 
 def test_names_of_kernels(checkpoint: object) -> None:
-    assert choose_kernels("torch", CPU, torch.float32) == (None, "torch")
-    assert choose_kernels("auto", torch.device("cuda"), torch.float32) == (None, "torch")
+    assert choose_kernels("torch", CPU) == (None, "torch")
+    assert choose_kernels("auto", torch.device("cuda")) == (None, "torch")
     with pytest.raises(StartupError, match="kernels must be auto, torch, avx2, avx512, avx512_bf16, amx, not 'mkl'"):
-        choose_kernels("mkl", CPU, torch.float32)
-
-
-@pytest.mark.skipif("avx512" not in processor_levels(), reason="no AVX-512")
-def test_bfloat16_needs_a_level_that_multiplies_it() -> None:
-    with pytest.raises(StartupError, match="kernels avx512: avx512 does not multiply bfloat16"):
-        choose_kernels("avx512", CPU, torch.bfloat16)
+        choose_kernels("mkl", CPU)
 
 
 @needs_avx2
 def test_a_level_that_the_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "processor_levels", lambda: ())
+    monkeypatch.setattr(build, "_cpuinfo", lambda: "")
     native.load.cache_clear()
-    assert choose_kernels("auto", CPU, torch.float32) == (None, "torch (this processor has no AVX2)")
+    assert choose_kernels("auto", CPU) == (None, "torch (this processor has no AVX2)")
     with pytest.raises(StartupError, match="kernels amx: this processor has no amx"):
-        choose_kernels("amx", CPU, torch.float32)
+        choose_kernels("amx", CPU)
     native.load.cache_clear()
+
+
+AVX512 = "avx512f avx512bw avx512dq avx512vl fma avx2"
 
 
 @pytest.mark.parametrize(
-    ("levels", "dtype", "level"),
+    ("vendor", "flags", "level"),
     [
-        (build.LEVELS, torch.bfloat16, "amx"),
-        (build.LEVELS[:2], torch.float32, "avx512"),
-        (build.LEVELS[:2], torch.bfloat16, "avx2"),
-        (build.LEVELS[:1], torch.bfloat16, "avx2"),
+        ("GenuineIntel", f"{AVX512} avx512_bf16 amx_tile amx_bf16", "amx"),
+        ("GenuineIntel", f"{AVX512} avx512_bf16", "avx512"),
+        ("AuthenticAMD", f"{AVX512} avx512_bf16", "avx512_bf16"),
+        ("GenuineIntel", AVX512, "avx512"),
+        ("AuthenticAMD", "avx2 fma", "avx2"),
+        ("AuthenticAMD", "avx2", None),
     ],
 )
-def test_auto_is_the_best_level_that_computes_in_the_dtype(
-    monkeypatch: pytest.MonkeyPatch, levels: tuple[str, ...], dtype: torch.dtype, level: str
-) -> None:
+def test_auto_is_the_fastest_level(monkeypatch: pytest.MonkeyPatch, vendor: str, flags: str, level: str | None) -> None:
+    cpuinfo = f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: {flags}\n"
+    assert fastest_level(cpuinfo) == level
+    monkeypatch.setattr(build, "_cpuinfo", lambda: cpuinfo)
     asked: list[str] = []
 
     class Loaded:
@@ -159,13 +159,9 @@ def test_auto_is_the_best_level_that_computes_in_the_dtype(
             asked.append(level)
             self.level = level
 
-        def supports(self, dtype: torch.dtype) -> bool:
-            return True
-
-    monkeypatch.setattr(native, "processor_levels", lambda: levels)
     monkeypatch.setattr(native, "load", Loaded)
-    assert choose_kernels("auto", CPU, dtype)[1] == level
-    assert asked == [level]
+    assert choose_kernels("auto", CPU)[1] == (level or "torch (this processor has no AVX2)")
+    assert asked == [level] * (level is not None)
 
 
 def test_a_runner_names_its_kernels(checkpoint: object) -> None:

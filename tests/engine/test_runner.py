@@ -145,8 +145,10 @@ def test_dtype_auto() -> None:
         (("avx2",), "auto", "bfloat16"),
         (("avx2",), "avx2", "bfloat16"),
         (("avx2",), "torch", "float32"),
-        (("avx2", "avx512"), "auto", "float32"),  # whose float32 is of AVX-512
+        (("avx2", "avx512"), "auto", "bfloat16"),
         (("avx2", "avx512"), "avx2", "bfloat16"),
+        (("avx2", "avx512"), "avx512", "bfloat16"),
+        (("avx2", "avx512"), "torch", "float32"),
         ((), "auto", "float32"),
     ],
 )
@@ -154,8 +156,7 @@ def test_dtype_auto_goes_with_the_kernels(
     monkeypatch: pytest.MonkeyPatch, levels: tuple[str, ...], kernels: str, dtype: str
 ) -> None:
     monkeypatch.setattr(device_module, "cpu_multiplies_bfloat16", lambda: False)
-    for module in (device_module, build):
-        monkeypatch.setattr(module, "processor_levels", lambda: levels)
+    monkeypatch.setattr(build, "processor_levels", lambda cpuinfo="": levels)
     monkeypatch.setenv("CXX", sys.executable)  # found, and never started
     assert choose_dtype("auto", torch.device("cpu"), exact=False, kernels=kernels) == dtype
     monkeypatch.setenv("CXX", "no-such-compiler")

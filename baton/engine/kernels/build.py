@@ -54,13 +54,29 @@ class CannotBuild(Exception):
 
 def processor_levels(cpuinfo: str | None = None) -> tuple[str, ...]:
     """Those of LEVELS that this processor has (or the one that `cpuinfo` describes)."""
-    if cpuinfo is None:
-        if platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists():
-            return ()
-        cpuinfo = Path("/proc/cpuinfo").read_text()
-    line = next((line for line in cpuinfo.splitlines() if line.startswith("flags")), "")
-    flags = set(line.split())
+    flags = set(_line(_cpuinfo() if cpuinfo is None else cpuinfo, "flags").split())
     return tuple(level for level in LEVELS if _NEEDED[level] <= flags)
+
+
+def fastest_level(cpuinfo: str | None = None) -> str | None:
+    """The one of `processor_levels` that computes fastest: the last, but `avx512` on Intel's processors without AMX,
+    which multiply bf16 at half the rate of float32 (decision 0042)."""
+    if cpuinfo is None:
+        cpuinfo = _cpuinfo()
+    levels = processor_levels(cpuinfo)
+    if levels[-1:] == ("avx512_bf16",) and "GenuineIntel" in _line(cpuinfo, "vendor_id"):
+        return "avx512"
+    return levels[-1] if levels else None
+
+
+def _cpuinfo() -> str:
+    known = platform.machine() == "x86_64" and Path("/proc/cpuinfo").exists()
+    return Path("/proc/cpuinfo").read_text() if known else ""
+
+
+def _line(cpuinfo: str, name: str) -> str:
+    """The first line with that name, or nothing."""
+    return next((line for line in cpuinfo.splitlines() if line.startswith(name)), "")
 
 
 def can_compile(level: str) -> bool:
@@ -156,12 +172,12 @@ def _alone(lock: Path) -> Iterator[None]:
 
 def main() -> None:
     """Compiles what this processor can use, so that the first worker does not have to."""
-    levels = processor_levels()
-    if not levels:
+    level = fastest_level()
+    if level is None:
         print("kernels: this processor has no AVX2; torch's kernels will be used")
         return
     try:
-        print(f"kernels: {library(levels[-1])}")
+        print(f"kernels: {library(level)}")
     except CannotBuild as error:
         print(f"kernels: {error}; torch's kernels will be used")
 

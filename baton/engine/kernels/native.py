@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import InvariantError, StartupError
-from baton.engine.kernels.build import LEVELS, CannotBuild, library, processor_levels
+from baton.engine.kernels.build import LEVELS, CannotBuild, fastest_level, library, processor_levels
 
 GROUP = 32  # outputs of a linear layer that are packed together
 STORE, ADD, SWIGLU, FLOAT = range(4)
@@ -143,14 +143,6 @@ class Kernels:
     linear: ctypes._FuncPointer
     guess: ctypes._FuncPointer
 
-    def supports(self, dtype: torch.dtype) -> bool:
-        return _computes(self.level, dtype)
-
-
-def _computes(level: str, dtype: torch.dtype) -> bool:
-    # Without avx512_bf16 AVX-512 multiplies no bf16; the level below widens it.
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and level != "avx512")
-
 
 @cache
 def load(level: str) -> Kernels:
@@ -160,20 +152,18 @@ def load(level: str) -> Kernels:
     return Kernels(level)
 
 
-def choose_kernels(wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[Kernels | None, str]:
-    """The kernels for `wanted` (None: torch's), and their name with the reason. `auto` takes the best level that
-    computes in `dtype`, and falls back on torch's. Raises StartupError for a level by name that cannot be had."""
+def choose_kernels(wanted: str, device: torch.device) -> tuple[Kernels | None, str]:
+    """The kernels for `wanted` (None: torch's), and their name with the reason. `auto` takes the fastest level, and
+    falls back on torch's. Raises StartupError for a level by name that cannot be had."""
     if wanted not in ("auto", "torch", *LEVELS):
         raise StartupError(f"kernels must be auto, torch, {', '.join(LEVELS)}, not {wanted!r:.60}")
     if wanted == "torch" or device.type != "cpu":
         return None, "torch"
-    levels = [level for level in processor_levels() if _computes(level, dtype)]
     try:
-        if wanted == "auto" and not levels:
+        level = fastest_level() if wanted == "auto" else wanted
+        if level is None:
             raise CannotBuild("this processor has no AVX2")
-        kernels = load(levels[-1] if wanted == "auto" else wanted)
-        if not kernels.supports(dtype):
-            raise CannotBuild(f"{kernels.level} does not multiply {str(dtype).removeprefix('torch.')}")
+        kernels = load(level)
     except CannotBuild as error:
         if wanted == "auto":
             return None, f"torch ({error})"
@@ -182,9 +172,9 @@ def choose_kernels(wanted: str, device: torch.device, dtype: torch.dtype) -> tup
 
 
 def row_invariant(kernels: Kernels | None, dtype: torch.dtype) -> bool:
-    """Whether the bits of a row are promised to be the same whatever it is computed with: by compiled kernels in all
-    that they multiply, by torch's (None) in float32 alone, as exact mode uses them."""
-    return dtype == torch.float32 if kernels is None else kernels.supports(dtype)
+    """Whether the bits of a row are promised to be the same whatever it is computed with: by compiled kernels always,
+    by torch's (None) in float32 alone, as exact mode uses them."""
+    return kernels is not None or dtype == torch.float32
 
 
 def padded(elements: int, dtype: torch.dtype) -> int:

@@ -1,10 +1,9 @@
 #include "attention.h"
 
-#if BATON_LEVEL >= 1
-#include "attention_avx512.h"
-#else
-#include "attention_avx2.h"
-#include "attention_few_avx2.h"
+#include "attention_few.h"
+#include "attention_wide.h"
+#if BATON_LEVEL >= 3
+#include "attention_amx.h"
 #endif
 
 namespace baton {
@@ -130,7 +129,7 @@ void attend_tiles(
     const Plan<E>& plan, const Row& row, int64_t kv_head, int64_t first, int64_t last, const E* queries, int64_t stride,
     E* output, int64_t output_stride, Get get) {
 #if BATON_LEVEL >= 3
-  const Tiles configured;
+  const std::conditional_t<BY_AMX<E>, Tiles, char> configured{};
 #endif
   const int64_t each = round_up(plan.state_bytes, 64), scores_bytes = KEYS * 64;
   char* memory = tile_memory.get(TILES_PER_UNIT * each + 2 * scores_bytes);
@@ -169,25 +168,22 @@ void attend(
     const AttentionShape& shape, const Row* rows, int64_t num_rows, const E* queries, int64_t query_stride,
     const E* keys, const E* values, E* output, int64_t output_stride, int threads) {
   const Plan<E> plan(shape);
-#if BATON_LEVEL == 0
   // KV heads of a row with few queries that one unit takes: all, where rows are enough for the threads.
   const int64_t together = threads == 1 || num_rows >= 4 * threads ? shape.kv_heads : 1;
-#endif
   // Rows of few tiles: a unit is a row and a KV head, its blocks are packed as they come.
   parallel(num_rows * shape.kv_heads, threads, [&](int64_t unit) {
     const Row& row = rows[unit / shape.kv_heads];
     const int64_t head = unit % shape.kv_heads, tiles = plan.tiles_of(row);
     if (tiles > TILES_PER_UNIT) return;
-#if BATON_LEVEL == 0
-    if (tiles == 1) {
-      if (head % together != 0) return;
-      const bool by_turns = threads == 1;  // rows come one after the other
-      const Row* after = by_turns && &row + 1 < rows + num_rows ? &row + 1 : nullptr;
-      return attend_few(
-          plan, row, by_turns && &row > rows, after, head, head + together, queries, query_stride, keys, values, output,
-          output_stride);
-    }
-#endif
+    if constexpr (!BY_AMX<E>)
+      if (tiles == 1) {
+        if (head % together != 0) return;
+        const bool by_turns = threads == 1;  // rows come one after the other
+        const Row* after = by_turns && &row + 1 < rows + num_rows ? &row + 1 : nullptr;
+        return attend_few(
+            plan, row, by_turns && &row > rows, after, head, head + together, queries, query_stride, keys, values, output,
+            output_stride);
+      }
     char* block_at = block_memory.get(plan.block_bytes);
     attend_tiles<E>(plan, row, head, 0, tiles, queries, query_stride, output, output_stride, [&](int64_t block) {
       pack_block(plan, row, head, block, keys, values, block_at);
@@ -220,8 +216,6 @@ void attend(
   template void attend<E>( \
       const AttentionShape&, const Row*, int64_t, const E*, int64_t, const E*, const E*, E*, int64_t, int);
 BATON_INSTANTIATE(float)
-#if BATON_LEVEL != 1
 BATON_INSTANTIATE(bf16)
-#endif
 
 }  // namespace baton

@@ -11,9 +11,13 @@ namespace {
 constexpr int64_t KEY_TILES = KEYS / TILE;
 constexpr float NO_SCORE = -1e30f;  // a maximum before any key was seen; finite, so that differences are numbers
 
-// What packed queries, keys, values and weights consist of: E, but float32 where no instruction multiplies bf16.
+// Whether AMX computes attention. Else all of it is float32: keys are read more often than they are multiplied.
 template <class E>
-using Factor = std::conditional_t<BATON_LEVEL == 0, float, E>;
+constexpr bool BY_AMX = BATON_LEVEL >= 3 && sizeof(E) == 2;
+
+// What packed queries, keys, values and weights consist of.
+template <class E>
+using Factor = std::conditional_t<BY_AMX<E>, E, float>;
 
 // Sizes and places in packed memory, all in bytes.
 template <class E>

@@ -1,5 +1,5 @@
-// Linear layers by AVX-512 and AMX; gemm_avx2.cpp has those of the lowest level.
-#if BATON_LEVEL >= 1
+// Linear layers where instructions multiply bf16, by AVX-512 and AMX; gemm_wide.cpp has those of the levels below.
+#if BATON_LEVEL >= 2
 
 #include "gemm.h"
 
@@ -206,9 +206,7 @@ void pack(const W* weight, int64_t n, int64_t k, W* packed) {
   template void pack<E, E>(const E*, int64_t, int64_t, E*); \
   template void pack<E, int8_t>(const int8_t*, int64_t, int64_t, int8_t*);
 BATON_INSTANTIATE(float)
-#if BATON_LEVEL >= 2
 BATON_INSTANTIATE(bf16)
-#endif
 
 }  // namespace baton
 

@@ -2,8 +2,6 @@
 // are taken in another order, and that bf16 below the normal range is kept where avx512_bf16 makes it zero.
 #pragma once
 
-#define BATON_LANES [[gnu::always_inline]] inline
-
 namespace baton {
 
 struct Floats {
@@ -42,9 +40,6 @@ BATON_LANES Ints ints(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi
 BATON_LANES Doubles doubles(double x) { return {_mm256_set1_pd(x), _mm256_set1_pd(x)}; }
 
 // Memory. Aligned is to 64 bytes.
-BATON_LANES __m256i* integers(void* at) { return static_cast<__m256i*>(at); }
-BATON_LANES const __m256i* integers(const void* at) { return static_cast<const __m256i*>(at); }
-
 BATON_LANES Floats load_aligned(const float* from) { return {_mm256_load_ps(from), _mm256_load_ps(from + 8)}; }
 BATON_LANES Ints load_aligned(const int32_t* from) {
   return {_mm256_load_si256(integers(from)), _mm256_load_si256(integers(from + 8))};
@@ -79,6 +74,9 @@ BATON_LANES void store_where(Mask lanes, float* to, Floats x) {
   _mm256_maskstore_ps(to + 8, spread(lanes >> 8), x.high);
 }
 
+BATON_LANES __m256i first_of_eight(const void* from, int64_t count) {
+  return _mm256_maskload_epi32(static_cast<const int*>(from), spread(first_lanes(count)));
+}
 BATON_LANES Floats load(const float* from, Mask lanes = 0xffff) {
   if (lanes == 0xffff) return load_whole(from);
   return {_mm256_maskload_ps(from, spread(lanes & 0xff)), _mm256_maskload_ps(from + 8, spread(lanes >> 8))};
@@ -176,11 +174,19 @@ BATON_LANES float reduce(__m256 x, Combine combine) {
 BATON_LANES float sum(Floats x) {
   return reduce(_mm256_add_ps(x.low, x.high), [](__m128 a, __m128 b) { return _mm_add_ps(a, b); });
 }
+BATON_LANES float first(Floats x) { return _mm256_cvtss_f32(x.low); }
 BATON_LANES float least(Floats x) {
   return reduce(_mm256_min_ps(x.low, x.high), [](__m128 a, __m128 b) { return _mm_min_ps(a, b); });
 }
 BATON_LANES float most(Floats x) {
   return reduce(_mm256_max_ps(x.low, x.high), [](__m128 a, __m128 b) { return _mm_max_ps(a, b); });
+}
+BATON_LANES __m256 low_half(Floats x) { return x.low; }
+BATON_LANES __m256 high_half(Floats x) { return x.high; }
+// a0 b0 a1 b1 ...
+BATON_LANES Floats by_turns(__m256 a, __m256 b) {
+  const __m256 low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
+  return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
 }
 BATON_LANES Floats as_floats(Ints x) { return {_mm256_castsi256_ps(x.low), _mm256_castsi256_ps(x.high)}; }
 BATON_LANES Ints as_ints(Floats x) { return {_mm256_castps_si256(x.low), _mm256_castps_si256(x.high)}; }
@@ -307,27 +313,7 @@ BATON_BOTH(zip_high_pairs, Ints, _mm256_unpackhi_epi64)
 #undef BATON_BOTH
 #undef BATON_FUSED
 
-// rows[i] lane j <-> rows[j] lane i, for 8 of each.
-inline void transpose(__m256i rows[8]) {
-  __m256i t[8];
-  for (int i = 0; i < 4; ++i) {
-    t[2 * i] = _mm256_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
-    t[2 * i + 1] = _mm256_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
-  }
-  for (int i = 0; i < 2; ++i) {
-    rows[4 * i] = _mm256_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-    rows[4 * i + 1] = _mm256_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-    rows[4 * i + 2] = _mm256_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-    rows[4 * i + 3] = _mm256_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    t[i] = _mm256_permute2x128_si256(rows[i], rows[i + 4], 0x20);
-    t[i + 4] = _mm256_permute2x128_si256(rows[i], rows[i + 4], 0x31);
-  }
-  for (int i = 0; i < 8; ++i) rows[i] = t[i];
-}
-
-// The same for 16, by quarters.
+// rows[i] lane j <-> rows[j] lane i, by quarters.
 inline void transpose(Ints rows[16]) {
   __m256i a[8], b[8], c[8], d[8];
   for (int i = 0; i < 8; ++i) {

@@ -1,8 +1,6 @@
 // The 16 lanes of lanes.h in one register: each function is one instruction, or what the compiler makes of one intrinsic.
 #pragma once
 
-#define BATON_LANES [[gnu::always_inline]] inline
-
 namespace baton {
 
 using Floats = __m512;
@@ -32,6 +30,9 @@ BATON_LANES void store_whole(float* to, Floats x) { _mm512_storeu_ps(to, x); }
 BATON_LANES void store_whole(int32_t* to, Ints x) { _mm512_storeu_si512(to, x); }
 BATON_LANES void store_whole(double* to, Doubles x) { _mm512_storeu_pd(to, x); }
 
+BATON_LANES __m256i first_of_eight(const void* from, int64_t count) {
+  return _mm256_maskz_loadu_epi32(__mmask8(first_lanes(count)), from);
+}
 BATON_LANES Floats load_or(Floats other, Mask lanes, const float* from) { return _mm512_mask_loadu_ps(other, lanes, from); }
 BATON_LANES Doubles load(const double* from, __mmask8 lanes) { return _mm512_maskz_loadu_pd(lanes, from); }
 inline Floats load(const float* from, Mask lanes = 0xffff) { return _mm512_maskz_loadu_ps(lanes, from); }
@@ -42,6 +43,16 @@ inline void store(float* to, Floats x, Mask lanes = 0xffff) { _mm512_mask_storeu
 #if BATON_LEVEL >= 2
 inline void store(bf16* to, Floats x, Mask lanes = 0xffff) {
   _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(x));
+}
+#else
+// To nearest, ties to even; a NaN stays one, and a quiet one.
+BATON_LANES void store(bf16* to, Floats x, Mask lanes = 0xffff) {
+  const __m512i bits = _mm512_castps_si512(x), above = _mm512_srli_epi32(bits, 16);
+  const __m512i odd = _mm512_and_si512(above, _mm512_set1_epi32(1));
+  const __m512i near = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  const __m512i rounded = _mm512_mask_or_epi32(near, nan, above, _mm512_set1_epi32(0x40));
+  _mm256_mask_storeu_epi16(to, lanes, _mm512_cvtepi32_epi16(rounded));
 }
 #endif
 
@@ -60,8 +71,16 @@ BATON_LANES Floats multiply_where(Mask lanes, Floats a, Floats b) { return _mm51
 BATON_LANES Floats min_where(Mask lanes, Floats a, Floats b) { return _mm512_mask_min_ps(a, lanes, a, b); }
 BATON_LANES Floats max_where(Mask lanes, Floats a, Floats b) { return _mm512_mask_max_ps(a, lanes, a, b); }
 BATON_LANES float sum(Floats x) { return _mm512_reduce_add_ps(x); }
+BATON_LANES float first(Floats x) { return _mm512_cvtss_f32(x); }
 BATON_LANES float least(Floats x) { return _mm512_reduce_min_ps(x); }
 BATON_LANES float most(Floats x) { return _mm512_reduce_max_ps(x); }
+BATON_LANES __m256 low_half(Floats x) { return _mm512_castps512_ps256(x); }
+BATON_LANES __m256 high_half(Floats x) { return _mm512_extractf32x8_ps(x, 1); }
+// a0 b0 a1 b1 ...
+BATON_LANES Floats by_turns(__m256 a, __m256 b) {
+  const __m512i order = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  return _mm512_permutex2var_ps(_mm512_castps256_ps512(a), order, _mm512_castps256_ps512(b));
+}
 BATON_LANES Floats as_floats(Ints x) { return _mm512_castsi512_ps(x); }
 BATON_LANES Ints as_ints(Floats x) { return _mm512_castps_si512(x); }
 

@@ -178,7 +178,6 @@ void forward(const Model& model, const Step& step) {
 
 using namespace baton;
 
-#if BATON_LEVEL != 1
 #define BATON_BY_TYPE(is_bf16, call) \
   if (is_bf16) { \
     using E = bf16; \
@@ -187,13 +186,6 @@ using namespace baton;
     using E = float; \
     call; \
   }
-#else
-#define BATON_BY_TYPE(is_bf16, call) \
-  { \
-    using E = float; \
-    call; \
-  }
-#endif
 
 extern "C" {
 

@@ -8,9 +8,7 @@ namespace baton {
 // sum + the products of a lane's elements, for each lane.
 template <class E>
 inline __m512 multiply_add(__m512 sum, __m512i a, __m512i b) {
-#if BATON_LEVEL >= 2
   if constexpr (sizeof(E) == 2) return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-#endif
   return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
 }
 

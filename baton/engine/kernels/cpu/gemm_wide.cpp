@@ -1,15 +1,19 @@
-// Linear layers by AVX2: gemm.h's promises with a packing of their own.
+// Linear layers that multiply in float32 whatever they are stored in, by AVX2 or AVX-512: gemm.h's promises with a packing
+// of their own.
 //
 // In a group of 32 outputs the weights of one k follow those of the one before: a group is one stream that is read front
-// to back, and 16 weights are one or two registers. In bf16 the outputs of such 16 lie by turns (0, 8, 1, 9, ...), so a
-// shift gives the lower eight as floats and a mask the upper ones. Everything is multiplied in float32, bf16 rows of x
-// are widened once for all groups; so bf16 costs no more instructions than float32, and half the memory.
+// to back. In bf16 the outputs of a register lie by turns (0, 8, 1, 9, ... or 0, 16, 1, 17, ...), so a shift gives the
+// lower half as floats and a mask the upper one. bf16 rows of x are widened once for all groups; so bf16 costs no more
+// instructions than float32, and half the memory.
 //
 // Many rows go in blocks, and their k in pieces, so that what is read again and again stays in the second cache: the
 // piece of the rows, the weights of a group beside it, and the sums of a few groups, which the next piece goes on from
 // (Goto and van de Geijn, Anatomy of high-performance matrix multiplication, 2008, section 4). Every output is still one
 // chain of additions over k, front to back, so its bits are those of a row alone.
-#if BATON_LEVEL == 0
+#if BATON_LEVEL <= 1
+
+#include <array>
+#include <utility>
 
 #include "gemm.h"
 
@@ -20,7 +24,7 @@ namespace {
 
 constexpr int64_t GROUPS_PER_UNIT = 8;
 constexpr int64_t AHEAD = 4096;  // bytes that weights are fetched ahead of their use, where they are used once
-constexpr int MOST_ROWS = 6;     // of a product: 12 sums of 8 lanes, and 4 registers for the factors
+constexpr int MOST_ROWS = BATON_LEVEL == 0 ? 6 : 12;  // of a product: all registers but 4 or 8, for the factors
 constexpr int64_t FEW = 24;      // rows for which k stays whole
 constexpr int64_t BLOCK = 96;    // rows
 constexpr int64_t PIECE = 640;   // of k, at most
@@ -29,25 +33,39 @@ constexpr int64_t SUMS = 2 * MOST_ROWS * 16;  // of a product's rows and one gro
 thread_local Scratch wide_rows;  // of the thread that calls; its workers read them
 thread_local Scratch kept_sums;  // of one unit's groups, a block of rows
 
-// Place of output i of 16 in the packed weights.
+// Place of output i of a group in the packed weights of one k.
 template <class W>
 int64_t place(int64_t i) {
-  return sizeof(W) == 2 ? i % 8 * 2 + i / 8 : i;
+  constexpr int64_t LANES = BATON_LEVEL == 0 ? 8 : 16;
+  return sizeof(W) == 2 ? i / (2 * LANES) * 2 * LANES + i % LANES * 2 + i / LANES % 2 : i;
 }
 
-BATON_LANES Floats weights(const float* from) { return load_aligned(from); }
+// Half `h` of the weights of one k of a group, or of what lies there.
+BATON_LANES Floats weights(const float* from, int h) { return load_aligned(from + 16 * h); }
 
-BATON_LANES Floats weights(const bf16* from) {
-  const __m256i pairs = _mm256_load_si256(integers(from));
+#if BATON_LEVEL == 0
+BATON_LANES Floats weights(const bf16* from, int h) {
+  const __m256i pairs = _mm256_load_si256(integers(from + 16 * h));
   const __m256i upper = _mm256_and_si256(pairs, _mm256_set1_epi32(int32_t(0xffff0000)));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)), _mm256_castsi256_ps(upper)};
 }
 
-BATON_LANES Floats weights(const int8_t* from) {
-  const __m128i lower = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-  const __m128i upper = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + 8));
+BATON_LANES Floats weights(const int8_t* from, int h) {
+  const __m128i lower = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + 16 * h));
+  const __m128i upper = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + 16 * h + 8));
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(lower)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(upper))};
 }
+#else
+BATON_LANES Floats weights(const bf16* from, int h) {
+  const __m512i pairs = _mm512_load_si512(from);
+  if (h == 0) return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int32_t(0xffff0000))));
+}
+
+BATON_LANES Floats weights(const int8_t* from, int h) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(from + 16 * h))));
+}
+#endif
 
 // What a product fetches on the way: from `next` on, `step` bytes for each k.
 struct Fetch {
@@ -65,36 +83,55 @@ void product(const W* weight, const float* x, int64_t stride, int64_t k, float* 
   for (int64_t i = 0; i < k; ++i, weight += GROUP, fetch.next += fetch.step) {
     for (int64_t line = 0; line < HALVES * 16 * int64_t(sizeof(W)); line += 64)
       _mm_prefetch(fetch.next + line, _MM_HINT_T0);
+#if BATON_LEVEL == 0
 #pragma GCC unroll 2
     for (int h = 0; h < HALVES; ++h) {
-      const Floats w = weights(weight + 16 * h);
+      const Floats w = weights(weight, h);
 #pragma GCC unroll 6
       for (int r = 0; r < ROWS; ++r) sum[h][r] = fma(floats(x[r * stride + i]), w, sum[h][r]);
       // Three rows of both halves fill the registers: the factors are loaded again for the second half, else the compiler
       // keeps them and puts sums into memory instead.
       if constexpr (ROWS == 3 && HALVES == 2) asm volatile("" ::: "memory");
     }
+#else
+    const Floats left = weights(weight, 0), right = weights(weight, 1);
+    // The compiler sees three addresses that it cannot trace back: it would keep twelve, more than there are registers.
+    const float* of_four[3] = {x + i, x + 4 * stride + i, x + 8 * stride + i};
+    asm("" : "+r"(of_four[0]), "+r"(of_four[1]), "+r"(of_four[2]));
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; ++r) {
+      const Floats factor = floats(of_four[r / 4][r % 4 * stride]);
+      sum[0][r] = fma(factor, left, sum[0][r]);
+      sum[1][r] = fma(factor, right, sum[1][r]);
+    }
+#endif
   }
   for (int h = 0; h < HALVES; ++h)
     for (int r = 0; r < ROWS; ++r) store_aligned(sums + (h * MOST_ROWS + r) * 16, sum[h][r]);
 }
 
-// Few rows take a whole group at a time, more of them one half and then the other. (Three rows one half at a time would
-// wait for their six sums: a multiplication takes four cycles, and two begin in each.)
-constexpr int AT_ONCE = 3;
+// Rows up to these take a whole group at a time, more of them one half and then the other. (With AVX2 three rows one half
+// at a time would wait for their six sums: a multiplication takes four cycles, and two begin in each.)
+constexpr int AT_ONCE = BATON_LEVEL == 0 ? 3 : MOST_ROWS;
 
 template <int ROWS, class W>
 void both_halves(const W* weight, const float* x, int64_t stride, int64_t k, float* sums, bool go_on, Fetch fetch) {
-  if constexpr (ROWS <= AT_ONCE) return product<ROWS, 2>(weight, x, stride, k, sums, go_on, fetch);
-  fetch.step = (fetch.step + 1) / 2;
-  product<ROWS, 1>(weight, x, stride, k, sums, go_on, fetch);
-  fetch.next += k * fetch.step;
-  product<ROWS, 1>(weight + 16, x, stride, k, sums + MOST_ROWS * 16, go_on, fetch);
+  if constexpr (ROWS <= AT_ONCE) {
+    product<ROWS, 2>(weight, x, stride, k, sums, go_on, fetch);
+  } else {
+    fetch.step = (fetch.step + 1) / 2;
+    product<ROWS, 1>(weight, x, stride, k, sums, go_on, fetch);
+    fetch.next += k * fetch.step;
+    product<ROWS, 1>(weight + 16, x, stride, k, sums + MOST_ROWS * 16, go_on, fetch);
+  }
 }
 
+template <class W, int... LESS>
+constexpr auto by_rows(std::integer_sequence<int, LESS...>) {
+  return std::array{&both_halves<LESS + 1, W>...};
+}
 template <class W>
-constexpr decltype(&both_halves<1, W>) BY_ROWS[MOST_ROWS] = {both_halves<1, W>, both_halves<2, W>, both_halves<3, W>,
-                                                             both_halves<4, W>, both_halves<5, W>, both_halves<6, W>};
+constexpr auto BY_ROWS = by_rows<W>(std::make_integer_sequence<int, MOST_ROWS>());
 
 // How many of the rows that are `left` the next product takes.
 int64_t next_rows(int64_t left) {
@@ -190,12 +227,11 @@ template <class E, class W>
 void pack(const W* weight, int64_t n, int64_t k, W* packed) {
   const int64_t groups = round_up(n, GROUP) / GROUP, k_padded = padded_dwords<E>(k) * PER_DWORD<E>;
   for (int64_t group = 0; group < groups; ++group)
-    for (int64_t at = 0; at < k_padded; ++at)
-      for (int64_t half = 0; half < 2; ++half, packed += 16)
-        for (int64_t i = 0; i < 16; ++i) {
-          const int64_t row = group * GROUP + half * 16 + i;
-          packed[place<W>(i)] = row < n && at < k ? weight[row * k + at] : W(0);
-        }
+    for (int64_t at = 0; at < k_padded; ++at, packed += GROUP)
+      for (int64_t i = 0; i < GROUP; ++i) {
+        const int64_t row = group * GROUP + i;
+        packed[place<W>(i)] = row < n && at < k ? weight[row * k + at] : W(0);
+      }
 }
 
 #define BATON_INSTANTIATE(E) \

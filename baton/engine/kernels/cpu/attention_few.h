@@ -1,4 +1,4 @@
-// Attention of rows with few queries (of 16 columns at most: decode steps, verified guesses) by AVX2.
+// Attention of rows with few queries (of 16 columns at most: decode steps, verified guesses), by registers of 8 lanes.
 //
 // So few columns fill no registers. So lanes are keys where scores are summed, from keys turned over eight at a time, and
 // elements where values are. A column's bits are those that it has in a tile: scores are summed over elements and values
@@ -7,7 +7,7 @@
 // Keys and values mostly come from memory, and those of the next block are fetched on the way through this one.
 #pragma once
 
-#include "attention_ahead_avx2.h"
+#include "attention_ahead.h"
 
 namespace baton {
 namespace {
@@ -19,7 +19,7 @@ thread_local Scratch few_memory;
 
 BATON_LANES __m256i eight_dwords(const void* from, int64_t there) {
   if (there >= 8) return _mm256_loadu_si256(integers(from));
-  return _mm256_maskload_epi32(static_cast<const int*>(from), spread(first_lanes(there)));
+  return first_of_eight(from, there);
 }
 
 // Element `n` of each of 8 dwords as a float.
@@ -169,7 +169,7 @@ struct Column {
     for (int64_t key = 0; key < end; key += 16) {
       const Floats score = load_aligned(scores + key);
       const Floats weight = exp2_negative<E>(sizeof(E) == 2 ? fms(score, scale, shift) : (score - now) * scale);
-      for (const __m256 half : {weight.low, weight.high}) {
+      for (const __m256 half : {low_half(weight), high_half(weight)}) {
         sums = _mm_add_ps(sums, _mm256_castps256_ps128(half));
         sums = _mm_add_ps(sums, _mm256_extractf128_ps(half, 1));
       }
@@ -179,7 +179,7 @@ struct Column {
     if (maximum != highest) {
       const Floats shrink = exp2_negative<float>((floats(maximum) - now) * scale);
       for (int64_t i = 0; i < width; i += 16) store_aligned(output + i, load_aligned(output + i) * shrink);
-      sum = __builtin_fmaf(sum, shrink.low[0], total);
+      sum = __builtin_fmaf(sum, first(shrink), total);
       maximum = highest;
     } else {
       sum += total;
@@ -190,9 +190,7 @@ struct Column {
 // 16 elements of a column's output in their own order.
 template <class E>
 BATON_LANES Floats in_order(Floats x) {
-  if (sizeof(E) == 4) return x;
-  const __m256 low = _mm256_unpacklo_ps(x.low, x.high), high = _mm256_unpackhi_ps(x.low, x.high);
-  return {_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)};
+  return sizeof(E) == 4 ? x : by_turns(low_half(x), high_half(x));
 }
 
 // A row of up to 16 columns (token, head) for each of the KV heads [first_head, last_head). Heads take turns at each block,

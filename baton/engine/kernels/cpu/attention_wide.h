@@ -1,4 +1,4 @@
-// Attention's packing and products by AVX2, all in float32: bf16 is widened where it is packed.
+// Attention's packing and products in float32: bf16 is widened where it is packed.
 //
 // A factor that meets 16 columns is broadcast from memory, so keys and values are packed as rows of floats, one after the
 // other, and nothing of them is transposed.
@@ -35,7 +35,7 @@ void pack_block(const Plan<E>& plan, const Row& row, int64_t head, int64_t block
 }
 
 // Of a product four rows of sums are taken at a time, as many as hide the latency of FMA.
-constexpr int ROWS = 4;
+constexpr int ROWS = BATON_LEVEL == 0 ? 4 : 8;
 
 // sums [ROWS][16] += the sum over i of left[r * row + i * step] times right [i][16], front to back.
 inline void product(
