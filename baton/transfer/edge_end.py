@@ -21,7 +21,7 @@ from baton.transfer.edge_kinds import EDGES, EdgeKind, buffer_device
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.sections import Packing, Storing
-from baton.transfer.staging import Layers
+from baton.transfer.staging import Layers, PagedLayers
 from baton.transfer.staging_buffers import StagingBuffers
 
 _Staged = TypeVar("_Staged", Packing, Storing)
@@ -129,7 +129,7 @@ class LocalEnd:
         self._worker = EdgeWorker(spec, make_edge)
         self._expect = expect
         self._buffers = StagingBuffers(0, spec.device) if buffers is None else buffers
-        self._layers, self._block_size, self._section_bytes = layers, block_size, section_bytes
+        self._layers, self._block_size, self._section_bytes = PagedLayers.of(layers), block_size, section_bytes
         self._packing: Packing | None = None
 
     @property

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Iterable
+
+from torch import Tensor
 
 from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
 from baton.core.sections import Section, cut_sections
-from baton.transfer.staging import Layers, checksum, pack, part_bytes, unpack
+from baton.transfer.staging import Layers, PagedLayers, checksum, checksum_parts, pack, pack_layers, unpack
 from baton.transfer.staging_buffers import StagingBuffer
 
 _LAYERS = struct.Struct("<II")
@@ -20,27 +23,35 @@ class _Sections:
     """What both have: the part, where it lies in the blocks (`layers`, of `block_size`) and in the staging buffer, and
     its sections. Raises HandoffError when the layers have not as many bytes of its tokens as it says."""
 
-    def __init__(self, layers: Layers, block_size: int, part: Part, buffer: StagingBuffer, section_bytes: int) -> None:
+    def __init__(
+        self, layers: Layers | PagedLayers, block_size: int, part: Part, buffer: StagingBuffer, section_bytes: int
+    ) -> None:
         tokens = part.end_token - part.start_token
         self.part, self.buffer = part, buffer
-        self.sections = cut_sections([part_bytes([layer], tokens) for layer in layers], section_bytes)
+        self._layers = PagedLayers.of(layers)
+        self.sections = cut_sections(self._layers.layer_bytes(tokens), section_bytes)
         total = self.ends[-1] if self.sections else 0
         if total != part.num_bytes:
             raise HandoffError(f"a part of {part.num_bytes} bytes was ordered, {total} are here")
-        self._layers = layers
         self._where = (part.block_ids, block_size, part.start_token, part.end_token)
 
     @property
     def ends(self) -> tuple[int, ...]:
         return tuple(section.end for section in self.sections)
 
-    def layers_of(self, section: Section) -> Layers:
+    def layers_of(self, section: Section) -> PagedLayers:
         return self._layers[section.first : section.last]
 
+    def bytes_of(self, section: Section) -> Tensor:
+        return self.buffer.view[section.start : section.end]
+
+    def identity_of(self, section: Section) -> bytes:
+        """Those layers of that part."""
+        return self.part.identity + _LAYERS.pack(section.first, section.last)
+
     def checksum_of(self, section: Section) -> int:
-        """Of what is in the buffer now, as those layers of that part."""
-        identity = self.part.identity + _LAYERS.pack(section.first, section.last)
-        return checksum(identity, self.buffer.view[section.start : section.end])
+        """Of what is in the buffer now."""
+        return checksum(self.identity_of(section), self.bytes_of(section))
 
 
 class Packing(_Sections):
@@ -48,7 +59,9 @@ class Packing(_Sections):
     are packed, whether somebody waits to send them (`wanted`, set by the event loop), and how many were packed after
     their sending had begun."""
 
-    def __init__(self, layers: Layers, block_size: int, part: Part, buffer: StagingBuffer, section_bytes: int) -> None:
+    def __init__(
+        self, layers: Layers | PagedLayers, block_size: int, part: Part, buffer: StagingBuffer, section_bytes: int
+    ) -> None:
         super().__init__(layers, block_size, part, buffer, section_bytes)
         self.wanted = False
         self.packed_while_sending = 0
@@ -69,12 +82,13 @@ class Packing(_Sections):
 
     def _pack_next(self) -> None:
         section = self.sections[len(self._sums)]
-        layers, view = self.layers_of(section), self.buffer.view[section.start : section.end]
-        if layers[0][0].device == view.device:
-            pack(layers, *self._where, view)
+        layers, view = self.layers_of(section), self.bytes_of(section)
+        packed: Iterable[Tensor]
+        if view.device.type == layers.device.type == "cpu":
+            packed = pack_layers(layers, *self._where, view)  # each is hashed while it lies in the cache
         else:
-            view.copy_(pack(layers, *self._where))
-        self._sums.append(self.checksum_of(section))
+            packed = [view.copy_(pack(layers, *self._where))]
+        self._sums.append(checksum_parts(self.identity_of(section), packed))
 
 
 class Storing(_Sections):
@@ -85,7 +99,9 @@ class Storing(_Sections):
     `result`: the edge has done its own work.
     """
 
-    def __init__(self, layers: Layers, block_size: int, part: Part, buffer: StagingBuffer, section_bytes: int) -> None:
+    def __init__(
+        self, layers: Layers | PagedLayers, block_size: int, part: Part, buffer: StagingBuffer, section_bytes: int
+    ) -> None:
         super().__init__(layers, block_size, part, buffer, section_bytes)
         self.stored = 0
         self._intact = True
@@ -115,8 +131,8 @@ class Storing(_Sections):
         if self.checksum_of(section) != sum_:
             self._intact = False
             return
-        view, layers = self.buffer.view[section.start : section.end], self.layers_of(section)
+        view, layers = self.bytes_of(section), self.layers_of(section)
         with self._writing:
             if self._writable:
-                unpack(view.to(layers[0][0].device), layers, *self._where)
+                unpack(view.to(layers.device), layers, *self._where)
                 self.stored += 1

@@ -127,13 +127,13 @@ async def test_a_follower_packs_what_it_has_computed_and_no_earlier() -> None:
 
 async def test_every_rank_sends_while_it_packs_and_the_bytes_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one section packed the peers have posted long since: the other goes after its sending has begun."""
-    packed = sections.pack
+    packed = sections.pack_layers
 
     def slowly(*where: Any) -> torch.Tensor:
         time.sleep(0.2)
         return packed(*where)
 
-    monkeypatch.setattr(sections, "pack", slowly)
+    monkeypatch.setattr(sections, "pack_layers", slowly)
     async with ranks(2, 2) as (source, decode):
         await hand_over(source, decode, "r", 8)
         (follower,) = source.runner.follower_ends  # type: ignore[attr-defined]
@@ -295,11 +295,11 @@ async def test_a_rank_that_cannot_pack_what_was_announced_ends_its_edge(
 ) -> None:
     """Its peer has opened a receive, which must not wait for its limit."""
     async with ranks(2, 2, timeout_s=30.0) as (source, decode):
-        packed, failed, writing = sections.pack, threading.Event(), decode.worker.incoming.writing
+        packed, failed, writing = sections.pack_layers, threading.Event(), decode.worker.incoming.writing
         mine: Any = source.runner.ranks[rank].kv.layers  # type: ignore[attr-defined]
 
         def failing(layers: Any, *where: Any) -> torch.Tensor:
-            if layers[0][0].data_ptr() == mine[0][0].data_ptr() and not failed.is_set():
+            if layers.rows[0][0].data_ptr() == mine[0][0].data_ptr() and not failed.is_set():
                 while writing[R] < 2:  # both are announced
                     time.sleep(0.001)
                 failed.set()
@@ -307,7 +307,7 @@ async def test_a_rank_that_cannot_pack_what_was_announced_ends_its_edge(
             failed.wait(10.0)  # or the other would be done before this one is announced
             return packed(layers, *where)
 
-        monkeypatch.setattr(sections, "pack", failing)
+        monkeypatch.setattr(sections, "pack_layers", failing)
         source.submit(make_request("r", 8, max_tokens=4), decode)
         source.compute()
         await until(lambda: source.told.parked, what="parked KV")
@@ -327,7 +327,7 @@ async def test_blocks_stay_until_every_rank_has_stopped_writing(monkeypatch: pyt
         follower: Any = decode.runner.ranks[1].kv.layers  # type: ignore[attr-defined]
 
         def slowly(buffer: torch.Tensor, layers: Any, *where: Any) -> None:
-            if layers[0][0].data_ptr() != follower[0][0].data_ptr():
+            if layers.rows[0][0].data_ptr() != follower[0][0].data_ptr():
                 written(buffer, layers, *where)
                 return
             started.set()

@@ -73,7 +73,7 @@ class Pair:
 async def test_a_section_is_stored_before_the_last_is_packed(spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """All four steps overlap: the second section is packed only when the first has been stored at the other end."""
     ends = await Pair(spec).connect()
-    packed, stored, first = sections.pack, sections.unpack, threading.Event()
+    packed, stored, first = sections.pack_layers, sections.unpack, threading.Event()
     number = 0
 
     def packing(layers: Any, *where: Any) -> torch.Tensor:
@@ -86,7 +86,7 @@ async def test_a_section_is_stored_before_the_last_is_packed(spec: MakeSpec, mon
         stored(*where)
         first.set()
 
-    monkeypatch.setattr(sections, "pack", packing)
+    monkeypatch.setattr(sections, "pack_layers", packing)
     monkeypatch.setattr(sections, "unpack", storing)
     ends.prefill.worker.run = at_once(ends.prefill)  # type: ignore[method-assign]
     assert await ends.hand_over()
@@ -158,7 +158,7 @@ async def test_an_abort_between_two_sections_ends_both_and_nothing_more_is_writt
     side: str, spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = await Pair(spec).connect()
-    packed, reached, go, number = sections.pack, threading.Event(), threading.Event(), 0
+    packed, reached, go, number = sections.pack_layers, threading.Event(), threading.Event(), 0
 
     def packing(layers: Any, *where: Any) -> torch.Tensor:
         nonlocal number
@@ -168,7 +168,7 @@ async def test_an_abort_between_two_sections_ends_both_and_nothing_more_is_writt
             go.wait(HANG_S)
         return packed(layers, *where)
 
-    monkeypatch.setattr(sections, "pack", packing)
+    monkeypatch.setattr(sections, "pack_layers", packing)
     ends.prefill.worker.run = at_once(ends.prefill)  # type: ignore[method-assign]
     handing_over = asyncio.create_task(ends.hand_over())
     assert await asyncio.to_thread(reached.wait, HANG_S)
@@ -190,7 +190,7 @@ async def test_what_cannot_be_packed_while_it_is_sent_ends_the_edge(
     spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = await Pair(spec).connect()
-    packed, number = sections.pack, 0
+    packed, number = sections.pack_layers, 0
 
     def failing(layers: Any, *where: Any) -> torch.Tensor:
         nonlocal number
@@ -199,7 +199,7 @@ async def test_what_cannot_be_packed_while_it_is_sent_ends_the_edge(
             raise HandoffError("the test cannot pack")
         return packed(layers, *where)
 
-    monkeypatch.setattr(sections, "pack", failing)
+    monkeypatch.setattr(sections, "pack_layers", failing)
     ends.prefill.worker.run = at_once(ends.prefill)  # type: ignore[method-assign]
     with pytest.raises(HandoffError, match="the test cannot pack"):
         await ends.hand_over()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from baton.core.errors import HandoffError
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.transfer import staging
-from baton.transfer.staging import Layers, checksum, chunk_bytes, pack, unpack
+from baton.transfer.staging import Layers, PagedLayers, checksum, checksum_parts, chunk_bytes, pack, pack_layers, unpack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -47,7 +47,7 @@ def chunks(draw: st.DrawFn) -> tuple[KVLayout, int, list[int], list[int], int, i
     return layout, num_blocks, draw(table)[:used], draw(table)[:used], start, end
 
 
-@pytest.mark.parametrize("most_runs", [0, 2, 99], ids=["token by token", "as it is", "run by run"])
+@pytest.mark.parametrize("most_runs", [0, 2, 99], ids=["token by token", "some of each", "run by run"])
 @settings(max_examples=100, deadline=None)
 @given(chunk=chunks())
 def test_pack_equals_the_plain_twin_and_unpack_inverts_it(
@@ -121,6 +121,31 @@ def test_pack_into_a_given_buffer() -> None:
     out = torch.empty(chunk_bytes(layout, 5), dtype=torch.uint8)
     assert pack(layers, [1, 2], 4, 2, 7, out) is out
     assert torch.equal(out, pack(layers, [1, 2], 4, 2, 7))
+
+
+@pytest.mark.parametrize("block_ids", [[1, 2, 3], [3, 1, 2]], ids=["one run", "scattered"])
+def test_layers_are_packed_one_by_one_and_their_checksum_is_that_of_the_whole(
+    block_ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_MOST_RUNS", 1)
+    layout = KVLayout(4, (LayerKV(2, 8, "float32"), LayerKV(1, 3, "bfloat16"), LayerKV(3, 8, "bfloat16")))
+    layers = random_layers(layout, 4, 1)
+    whole = pack(layers, block_ids, 4, 2, 11)
+    out, done = torch.zeros_like(whole), 0
+    for packed in pack_layers(layers, block_ids, 4, 2, 11, out):
+        done += packed.numel()
+        assert torch.equal(out[:done], whole[:done]) and not out[done:].any()
+    assert done == whole.numel()
+    out.zero_()
+    assert checksum_parts(b"who", pack_layers(layers, block_ids, 4, 2, 11, out)) == checksum(b"who", whole)
+
+
+def test_some_of_the_paged_layers_are_packed_as_these_alone() -> None:
+    layers = random_layers(KVLayout(4, (LayerKV(2, 8, "float32"), LayerKV(1, 3, "bfloat16")) * 2), 4, 1)
+    paged = PagedLayers.of(layers)
+    for block_ids in ([1, 2], [2, 0]):
+        assert torch.equal(pack(paged[1:3], block_ids, 4, 1, 8), pack(layers[1:3], block_ids, 4, 1, 8))
+    assert paged[1:3].layer_bytes(7) == [7 * 2 * 3 * 2, 7 * 2 * 2 * 8 * 4]
 
 
 @pytest.mark.parametrize(
