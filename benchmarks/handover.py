@@ -5,7 +5,8 @@
 
 One prefill and one decode worker, 135 M shape, one core and thread each. The instants are those of the workers' own
 event logs. Prefill alone is the same prompt with `max_tokens` 1, which is handed to nobody; both kinds take turns. The
-bandwidth of the link is that of a bare edge between two processes on the same cores, with a chunk of the same size.
+bandwidth of the link is that of a bare edge between two processes on the same cores, with a chunk of the same size,
+measured after each request while the cluster rests; the median counts.
 Writes `benchmarks/results/handover.md`.
 """
 
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ class Sample:
     handover_s: float
     bytes: int
     last_bytes: int
+    link: float = 0.0  # bytes per second of a bare edge, right after it
 
 
 def bandwidth(num_bytes: int, cores: tuple[int, int], times: int = 12) -> float:
@@ -130,22 +132,26 @@ def measure(prompts: list[int], times: int) -> list[tuple[int, list[Sample]]]:
             bench = Bench(ready_url(process, run_dir / "cluster.json"), events)
             for length in prompts:
                 bench.sample(length, True)  # not counted
-            return [(n, [bench.sample(n, bool(i % 2)) for i in range(times)]) for n in prompts]
+            return [(n, [with_link(bench.sample(n, bool(i % 2))) for i in range(times)]) for n in prompts]
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(60)
 
 
-def table(results: list[tuple[int, list[Sample]]]) -> str:
+def with_link(sample: Sample) -> Sample:
+    """What a link brings changes by a half within minutes, so each sample has its own."""
     cores = sorted(os.sched_getaffinity(0))
-    pair = (cores[0], cores[-1])
+    return replace(sample, link=bandwidth(sample.last_bytes, (cores[0], cores[-1])))
+
+
+def table(results: list[tuple[int, list[Sample]]]) -> str:
     rows = [
         "| prompt | KV | last chunk | link | hand-over | bar | TTFT | prefill alone | ratio | bar |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for length, samples in results:
         size, last = samples[0].bytes, statistics.median(s.last_bytes for s in samples)
-        rate = bandwidth(int(last), pair)
+        rate = statistics.median(s.link for s in samples)
         cost, bar = statistics.median(s.handover_s for s in samples), SHARE * last / rate + FIXED_S
         ttft, alone = (statistics.median(getattr(s, name) for s in samples) for name in ("ttft_s", "alone_s"))
         most = 1.08 if length <= 512 else 1.05

@@ -148,6 +148,8 @@ def _torchrun(stopping: _Stopping) -> int:
         except OSError as error:
             print(f"error: {args.training_script} cannot be started: {error}", file=sys.stderr)
             return EXIT_STARTUP_ERROR
+    if stopping.asked:  # during the imports, which had a child of their own
+        return 0
     try:
         run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:

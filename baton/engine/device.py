@@ -33,8 +33,8 @@ def choose_device(wanted: str, exact: bool, local_rank: int = 0) -> torch.device
 
 
 def choose_dtype(wanted: str, device: torch.device, exact: bool, kernels: str = "auto") -> ComputeDType:
-    """ "auto" is bfloat16 on CUDA, on CPUs that multiply it in hardware, and where compiled kernels for AVX2 compute
-    (of the `kernels` asked for), else float32, as in exact mode."""
+    """ "auto" is bfloat16 on CUDA, on CPUs that multiply it in hardware, and where compiled kernels for AVX2 or
+    AVX-512 compute (of the `kernels` asked for), else float32, as in exact mode."""
     if wanted not in ("auto", "bfloat16", "float32"):
         raise StartupError(f"dtype must be auto, bfloat16 or float32, not {wanted!r:.60}")
     if wanted == "auto":

@@ -84,10 +84,12 @@ class Packing(_Sections):
         section = self.sections[len(self._sums)]
         layers, view = self.layers_of(section), self.bytes_of(section)
         packed: Iterable[Tensor]
-        if view.device.type == layers.device.type == "cpu":
+        if view.device != layers.device:
+            packed = (view.copy_(pack(layers, *self._where)),)
+        elif view.device.type == "cpu":
             packed = pack_layers(layers, *self._where, view)  # each is hashed while it lies in the cache
         else:
-            packed = [view.copy_(pack(layers, *self._where))]
+            packed = (pack(layers, *self._where, view),)  # one copy to the host, not one for each layer
         self._sums.append(checksum_parts(self.identity_of(section), packed))
 
 

@@ -25,14 +25,14 @@ from baton.core.errors import HandoffError
 from baton.core.kv_layout import KVLayout
 
 Layers = Sequence[tuple[Tensor, Tensor]]
-Where = Tensor | list[tuple[int, int, int]]
+_Where = Tensor | list[tuple[int, int, int]]
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _MOST_RUNS = 8
 """Runs of neighbouring blocks that are copied as they lie, in CPU memory: with 16 of them for 512 tokens nothing is
-gained any more over tokens one by one, with 32 packing takes longer (135M shape, decision 0033)."""
+gained in packing any more, with 32 it takes longer than tokens one by one (135M shape, decision 0033)."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PagedLayers:
     """Layers as rows of words, one row for each slot of each K and V. Made once for many chunks: to look at 30 layers
     so takes 0.6 ms, a third of the time of copying 512 tokens of them."""
@@ -82,9 +82,9 @@ def pack(
     Raises HandoffError when the range or a block id lies outside, or `out` has another size.
     """
     paged = PagedLayers.of(layers)
-    size = sum(paged.layer_bytes(end - start))
+    where, size = _where(paged, block_ids, block_size, start, end), sum(paged.layer_bytes(end - start))
     buf = torch.empty(size, dtype=torch.uint8, device=paged.device) if out is None else out
-    for _ in pack_layers(paged, block_ids, block_size, start, end, buf):
+    for _ in _packed(paged, where, end - start, buf):
         pass
     return buf
 
@@ -94,15 +94,7 @@ def pack_layers(
 ) -> Iterator[Tensor]:
     """As `pack`, and yields each layer's part of `out` when it is there: who reads it at once finds it in the cache."""
     paged = PagedLayers.of(layers)
-    where = _where(paged, block_ids, block_size, start, end)
-    for pairs, packed in _parts(paged, out, where, end - start):
-        for rows, part in pairs:
-            if isinstance(where, Tensor):
-                torch.index_select(rows, 0, where, out=part)
-                continue
-            for slot, first, count in where:
-                part[first : first + count] = rows[slot : slot + count]
-        yield packed
+    return _packed(paged, _where(paged, block_ids, block_size, start, end), end - start, out)
 
 
 def unpack(
@@ -136,7 +128,7 @@ def checksum_parts(identity: bytes, parts: Iterable[Tensor]) -> int:
     return digest.intdigest()
 
 
-def _where(paged: PagedLayers, block_ids: Sequence[int], block_size: int, start: int, end: int) -> Where:
+def _where(paged: PagedLayers, block_ids: Sequence[int], block_size: int, start: int, end: int) -> _Where:
     """The slots of tokens [start, end): as `_runs` where these are few (on CPU), else each, int64 [end - start]."""
     if not paged.rows or not 0 <= start < end <= len(block_ids) * block_size:
         where = f"{len(paged.rows)} layers, {len(block_ids)} blocks of {block_size}"
@@ -145,12 +137,23 @@ def _where(paged: PagedLayers, block_ids: Sequence[int], block_size: int, start:
     used = block_ids[first : -(-end // block_size)]
     if min(used) < 0 or max(used) >= paged.num_blocks:  # on a GPU an index outside would end the process
         raise HandoffError(f"chunk: block ids {min(used)} to {max(used)} do not lie in a pool of {paged.num_blocks}")
-    runs = _runs(block_ids, block_size, start, end)
-    if paged.arrays and len(runs) <= _MOST_RUNS:
+    if paged.arrays and len(runs := _runs(block_ids, block_size, start, end)) <= _MOST_RUNS:
         return runs
     blocks = torch.tensor(used, dtype=torch.int64)
     slots = (blocks[:, None] * block_size + torch.arange(block_size)).reshape(-1)
     return slots[start - first * block_size : end - first * block_size].to(paged.device)
+
+
+def _packed(paged: PagedLayers, where: _Where, n: int, out: Tensor) -> Iterator[Tensor]:
+    """Packs layer after layer, and yields each one's part of `out`."""
+    for pairs, packed in _parts(paged, out, where, n):
+        for rows, part in pairs:
+            if isinstance(where, Tensor):
+                torch.index_select(rows, 0, where, out=part)
+                continue
+            for slot, first, count in where:
+                part[first : first + count] = rows[slot : slot + count]
+        yield packed
 
 
 def _runs(block_ids: Sequence[int], block_size: int, start: int, end: int) -> list[tuple[int, int, int]]:
@@ -179,7 +182,7 @@ def _word_bytes(layers: Layers) -> int:
     return math.gcd(8, *map(_row_bytes, caches), *places)
 
 
-def _parts(paged: PagedLayers, buf: Tensor, where: Where, n: int) -> Iterator[tuple[list[tuple[Any, Any]], Tensor]]:
+def _parts(paged: PagedLayers, buf: Tensor, where: _Where, n: int) -> Iterator[tuple[list[tuple[Any, Any]], Tensor]]:
     """For each layer: its K and V each with its part of `buf` as rows [n, words], and the layer's part of `buf`.
 
     Runs are copied with numpy, which takes a slice in a quarter of torch's time: with torch that was a quarter to a

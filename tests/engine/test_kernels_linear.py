@@ -18,7 +18,7 @@ KINDS = [(level, torch.float32) for level in float32_levels()] + [
     (level, torch.bfloat16) for level in bfloat16_levels()
 ]
 kinds = pytest.mark.parametrize(("level", "dtype"), KINDS, ids=str)
-sizes = pytest.mark.parametrize(("n", "k"), [(32, 32), (40, 24), (333, 100), (96, 576), (64, 1536)], ids=str)
+sizes = pytest.mark.parametrize(("n", "k"), [(32, 32), (40, 24), (333, 100), (64, 1536), (40, 1300)], ids=str)
 ROWS = (1, 2, 3, 4, 5, 6, 7, 11, 16, 17, 31, 32, 33, 50, 100)
 
 
@@ -124,8 +124,9 @@ def test_bfloat16_is_rounded_to_nearest_even_and_nan_stays(level: str) -> None:
     x[:, :8] = torch.tensor([1, 3, -1, 5, 1.01, 0.99, -3, 7]).bfloat16() / 256  # ties, and near ties
     before[3, 9], before[4, 10], before[5, 11] = torch.nan, torch.inf, 3.38e38
     x[5, 11] = 3.38e38
+    before.view(torch.int16)[6, 12] = -1  # a NaN of ones, which rounding would carry over into zero
     expected = (before.float() + x.float()).bfloat16()
     found = layer(x, ADD, before.clone())
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
-    assert expected.isnan().sum() == 1
+    assert expected.isnan().sum() == 2

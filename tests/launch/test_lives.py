@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -185,6 +186,24 @@ def test_no_rank_is_started_for_who_asked_to_end_while_an_import_waits_for_a_chi
     life.terminate()
     until(lambda: life.poll() is not None or "pid: " in member.said(life), "an end by SIGTERM")
     assert life.poll() == 0 and "pid: " not in member.said(life)
+    assert not list(tmp_path.glob("baton-ranks*"))
+
+
+def test_torchrun_is_not_begun_for_who_asked_to_end_before(tmp_path: Path) -> None:
+    (tmp_path / "the_rank.py").write_text("print('pid: started')\n")
+    code = """
+import sys
+from launch import agent
+stopping = agent._Stopping()
+stopping.asked = True
+sys.argv = ["agent", "--nproc-per-node", "2", "--nnodes", "1", "-m", "the_rank"]
+code = agent._torchrun(stopping)
+stopping.clean()
+print("ended with", code)
+"""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert "ended with 0" in done.stdout and "pid: " not in done.stdout, done.stderr
     assert not list(tmp_path.glob("baton-ranks*"))
 
 

@@ -150,7 +150,7 @@ def test_some_of_the_paged_layers_are_packed_as_these_alone() -> None:
 
 @pytest.mark.parametrize(
     ("block_ids", "start", "end"),
-    [([0], 0, 5), ([0], 2, 2), ([0], -1, 2), ([], 0, 1), ([3], 0, 1), ([-1], 0, 1)],
+    [([0], 0, 5), ([0], 2, 2), ([0], 3, 1), ([0], -1, 2), ([], 0, 1), ([3], 0, 1), ([-1], 0, 1)],
 )
 def test_what_lies_outside_is_refused(block_ids: list[int], start: int, end: int) -> None:
     layers = random_layers(KVLayout(4, (LayerKV(1, 2, "float32"),)), 3, 1)

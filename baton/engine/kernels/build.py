@@ -59,8 +59,8 @@ def processor_levels(cpuinfo: str | None = None) -> tuple[str, ...]:
 
 
 def fastest_level(cpuinfo: str | None = None) -> str | None:
-    """The one of `processor_levels` that computes fastest: the last, but `avx512` on Intel's processors without AMX,
-    which multiply bf16 at half the rate of float32 (decision 0042)."""
+    """The one of `processor_levels` that computes fastest: the last, but `avx512` on Intel's processors with
+    avx512_bf16 and no AMX, which multiply bf16 at half the rate of float32 (decision 0042)."""
     if cpuinfo is None:
         cpuinfo = _cpuinfo()
     levels = processor_levels(cpuinfo)

@@ -1,4 +1,5 @@
-// Attention's packing and products of bf16 by AMX tiles. These overloads go before the templates of attention_wide.h.
+// Attention's packing and products of bf16 by AMX tiles. These overloads are preferred to the templates
+// of attention_wide.h.
 #pragma once
 
 #include "attention_plan.h"

@@ -34,7 +34,7 @@ void pack_block(const Plan<E>& plan, const Row& row, int64_t head, int64_t block
   for (float* rest : {key_to, value_to}) std::memset(rest + known * width, 0, (KEYS - known) * width * sizeof(float));
 }
 
-// Of a product four rows of sums are taken at a time, as many as hide the latency of FMA.
+// Rows of sums that a product takes at a time: as many as give eight chains, which hide the latency of FMA.
 constexpr int ROWS = BATON_LEVEL == 0 ? 4 : 8;
 
 // sums [ROWS][16] += the sum over i of left[r * row + i * step] times right [i][16], front to back.

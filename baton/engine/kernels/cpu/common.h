@@ -3,7 +3,7 @@
 // A "dword" is what one lane of a packed operand holds: one float32, or two neighbouring bf16. Written in dwords, the
 // products of both types have the same shape. Baton compiles these files for one of four levels: BATON_LEVEL 0 has AVX2,
 // 1 AVX-512, 2 adds products of bf16 by avx512_bf16, 3 those by AMX tiles. Without such products bf16 is widened to
-// float32 as it is read.
+// float32 as it is read, by attention also where only vectors multiply it.
 #pragma once
 
 #include <algorithm>

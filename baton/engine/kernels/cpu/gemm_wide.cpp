@@ -94,9 +94,10 @@ void product(const W* weight, const float* x, int64_t stride, int64_t k, float* 
       if constexpr (ROWS == 3 && HALVES == 2) asm volatile("" ::: "memory");
     }
 #else
+    static_assert(HALVES == 2);  // a register of bf16 is a whole group
     const Floats left = weights(weight, 0), right = weights(weight, 1);
     // The compiler sees three addresses that it cannot trace back: it would keep twelve, more than there are registers.
-    const float* of_four[3] = {x + i, x + 4 * stride + i, x + 8 * stride + i};
+    const float* of_four[3] = {x + i, x + (ROWS > 4 ? 4 : 0) * stride + i, x + (ROWS > 8 ? 8 : 0) * stride + i};
     asm("" : "+r"(of_four[0]), "+r"(of_four[1]), "+r"(of_four[2]));
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; ++r) {

@@ -45,7 +45,7 @@ inline void store(bf16* to, Floats x, Mask lanes = 0xffff) {
   _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(x));
 }
 #else
-// To nearest, ties to even; a NaN stays one, and a quiet one.
+// To nearest, ties to even; a NaN stays one, and a quiet one. What is below the normal range is kept.
 BATON_LANES void store(bf16* to, Floats x, Mask lanes = 0xffff) {
   const __m512i bits = _mm512_castps_si512(x), above = _mm512_srli_epi32(bits, 16);
   const __m512i odd = _mm512_and_si512(above, _mm512_set1_epi32(1));
