@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from baton.core.errors import StartupError
 from baton.process import descendants
 from launch.child import Child, ChildSpec
 from launch.lives import PRELOAD_VARIABLE, SOCKET_VARIABLE, ToAgent, ToSupervisor
@@ -231,12 +230,24 @@ def test_a_job_of_torchruns_has_one_life(make: Callable[..., Member]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="an agent has many lives on Linux only")
 def test_what_cannot_be_started_leaves_no_file_open(tmp_path: Path) -> None:
-    spec = ChildSpec("w-0", (str(tmp_path / "no such program"),), tmp_path / "w.log", preload=("json",))
-    before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(StartupError, match="w-0 cannot be started") as caught:
-        Child(spec)
-    assert set(os.listdir("/proc/self/fd")) <= before
-    del caught  # until here it kept the locals of the failed call: nothing was left to the garbage collector
+    # In a process of its own: threads of others open files whenever they like.
+    code = """
+import os, sys
+from pathlib import Path
+from baton.core.errors import StartupError
+from launch.child import Child, ChildSpec
+where = Path(sys.argv[1])
+spec = ChildSpec("w-0", (str(where / "no such program"),), where / "w.log", preload=("json",))
+before = set(os.listdir("/proc/self/fd"))
+try:
+    Child(spec)
+except StartupError as error:  # it keeps the locals of the failed call: nothing is left to the garbage collector
+    print(error.message, "| left:", *set(os.listdir("/proc/self/fd")) - before)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert "w-0 cannot be started" in done.stdout and done.stdout.endswith("| left:\n"), (done.stdout, done.stderr)
 
 
 @pytest.fixture

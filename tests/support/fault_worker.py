@@ -95,6 +95,8 @@ class Faults:
 
 def _install(faults: Faults) -> None:
     """Wraps what a hand-over passes through. Imports torch, so only once the process has begun in earnest."""
+    import torch
+
     from baton.engine.runner import Runner
     from baton.rpc.streams import MessageStream
     from baton.transfer import sections, staging
@@ -119,12 +121,12 @@ def _install(faults: Faults) -> None:
             buf, faults.instead = faults.instead, None
         send(edge, buf, timeout_s, ends, sums.__getitem__)
 
-    def faulty_checksum(identity: bytes, buf: Any) -> int:
-        before = faults.last_sent
+    def faulty_checksum(identity: bytes, parts: Any) -> int:
+        buf, before = torch.cat(list(parts)), faults.last_sent  # a copy: the buffer itself is used again
         if before is not None and before[1].numel() == buf.numel() and faults.fires("swap"):
             faults.instead = before[1]
             return before[0]
-        faults.last_sent = (checksum(identity, buf), buf.clone())  # the buffer itself is used again
+        faults.last_sent = (checksum(identity, buf), buf)
         return faults.last_sent[0]
 
     async def faulty_say(stream: MessageStream, value: object, timeout_s: float = 5.0) -> None:
@@ -141,7 +143,7 @@ def _install(faults: Faults) -> None:
     GlooEdge.send = faulty_send  # type: ignore[method-assign]
     MessageStream.send_to_the_end = faulty_say  # type: ignore[method-assign]
     if sys.argv[1] == "prefill":
-        sections.checksum = faulty_checksum  # type: ignore[attr-defined]
+        sections.checksum_parts = faulty_checksum  # type: ignore[attr-defined]
 
 
 def _refuse(faults: Faults, worker: Any) -> None:
