@@ -1,10 +1,12 @@
 """Decode steps planned and launched ahead against steps one by one: the time from one step's tokens to the next's.
 
-    python benchmarks/ahead.py MODEL_DIR [--device auto] [--batch 1,8] [--context 512] [--steps 60] [--rounds 3]
+    python benchmarks/ahead.py MODEL_DIR [--draft DIR] [--device auto] [--batch 1,8] [--context 512] [--steps 60]
+        [--rounds 3]
 
 A real scheduler, step thread and engine, with sequences whose KV has arrived; both ways by turns in one process. What
 is measured is a step with all that surrounds it: planning, launching, sampling, waiting, settling. On a GPU the second
 way should take what the device takes. On CPU there is nothing to gain; it shows that this runs, and what it costs.
+With `--draft`, on a GPU, also steps that guess: guesses and tokens waited for one after the other, and together.
 `gpu.py` measures the same on a GPU.
 """
 
@@ -16,12 +18,15 @@ import statistics
 import time
 from pathlib import Path
 
-from baton.core.request import GenerateRequest, SamplingParams
+from baton.core.request import GenerateRequest, SamplingParams, SequenceId
+from baton.core.step import DraftRow, Row, StepPlan
 from baton.engine.runner import EngineOptions, Runner, load_runner
 from baton.rpc.step_thread import StepThread
 from decode.scheduler import DecodeScheduler
+from decode.speculative_engine import SpeculativeEngine
 
 WARM_UP = 8  # steps, at the least: shapes are captured in the first
+GUESSES = 4
 
 
 async def step_times(runner: Runner, batch: int, context: int, steps: int, *, ahead: bool) -> list[float]:
@@ -72,11 +77,52 @@ def lines(runner: Runner, shapes: list[tuple[int, int]], steps: int = 100, round
 
 
 HEAD = ["| sequences | context | one by one | planned ahead | ratio |", "|---|---|---|---|---|"]
+GUESSING_HEAD = ["| sequences | context | two waits | one wait | ratio | waits a step |", "|---|---|---|---|---|---|"]
+
+
+def guessing(target: Runner, draft: Runner, batch: int, context: int, steps: int, rounds: int) -> list[float]:
+    """Of steps in which each of `batch` sequences has GUESSES guesses: the median seconds with a wait for guesses and
+    one for tokens, and with one for both, in turns; and how often the host waits in a step of the second kind."""
+    for runner in (target, draft):
+        for pair in runner.kv.storage:
+            for tensor in pair:
+                tensor.zero_()
+    each = target.layout.blocks_for(context + GUESSES + 1)
+    rows, drafts = [], []
+    for number in range(batch):
+        sequence, blocks = SequenceId(f"s{number}"), tuple(range(number * each, (number + 1) * each))
+        rows.append(Row(sequence, context, (5,), blocks, SamplingParams(temperature=0.8, seed=number), 1))
+        drafts.append(DraftRow(sequence, context, (5,), blocks, GUESSES, number))
+    plan, engine = StepPlan(1, tuple(rows), tuple(drafts)), SpeculativeEngine(target, draft)
+    found: dict[bool, list[float]] = {False: [], True: []}
+    waits = 0
+    for _ in range(rounds):
+        for at_once, times in found.items():
+            target.launches_ahead = at_once
+            for number in range(WARM_UP + steps):
+                started, before = time.perf_counter(), engine.waits
+                engine.step(plan)
+                if number >= WARM_UP:
+                    times.append(time.perf_counter() - started)
+                    waits += (engine.waits - before) if at_once else 0
+    return [statistics.median(found[False]), statistics.median(found[True]), waits / (rounds * steps)]
+
+
+def guessing_lines(
+    target: Runner, draft: Runner, shapes: list[tuple[int, int]], steps: int = 100, rounds: int = 3
+) -> list[str]:
+    found = list(GUESSING_HEAD)
+    for batch, context in shapes:
+        two, one, waits = guessing(target, draft, batch, context, steps, rounds)
+        times = f"{two * 1e3:.2f} ms | {one * 1e3:.2f} ms | {one / two:.2f} | {waits:.2f}"
+        found.append(f"| {batch} | {context} | {times} |")
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
+    parser.add_argument("--draft", type=Path)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batch", default="1,8")
     parser.add_argument("--context", type=int, default=512)
@@ -86,6 +132,9 @@ def main() -> None:
     runner = load_runner(EngineOptions(model_dir=options.model, device=options.device))
     shapes = [(int(batch), options.context) for batch in options.batch.split(",")]
     print("\n".join([*HEAD, *lines(runner, shapes, options.steps, options.rounds)]))
+    if options.draft is not None and runner.launches_ahead:
+        draft = load_runner(EngineOptions(model_dir=options.draft, device=options.device, dtype=runner.dtype_name))
+        print("\n".join(["", *guessing_lines(runner, draft, shapes, options.steps, options.rounds)]))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@
 2. An 8 B Llama shape with random bf16 weights: a decode step at batch 1 and at batch 64 with 1,024 tokens of context,
    against the bytes it must read at the copy bandwidth measured here; a prefill of 8,192 tokens against the bf16 matrix
    rate measured here; both against transformers on the same GPU.
-3. Steps as a worker takes them, one by one and planned ahead (ahead.py): the gap is the device's wait for the host.
+3. Steps as a worker takes them, one by one and planned ahead (ahead.py): the gap is the device's wait for the host. And
+   steps of the built-in pair with guesses, with two waits and with one.
 
 Without a GPU it says so and measures nothing.
 """
@@ -35,6 +36,7 @@ from serving import commit, machine  # noqa: E402
 
 from baton.core.step import StepPlan  # noqa: E402
 from baton.engine.runner import EngineOptions, Runner, load_runner  # noqa: E402
+from baton.model_source import builtin_directory  # noqa: E402
 
 TESTS_LIMIT_S = 200
 PROMPT, BATCH, CONTEXT = 8192, 64, 1024
@@ -94,7 +96,16 @@ def of_baton(model: Path, lines: list[str], bandwidth: float, rate: float) -> No
     lines.append(_line(f"prefill of {PROMPT}", long, work / rate, "FLOP / matrix rate", 1 / 0.6))
     lines += ["", "Steps of a decode worker, one by one and planned ahead:\n", *ahead.HEAD]
     lines += ahead.lines(runner, [(1, 512), (16, CONTEXT), (BATCH, CONTEXT)])
+    lines += ["", "Steps of the built-in pair with guesses:\n", *of_the_pair()]
     lines += ["", "The same work by transformers:\n", "| work | median | | | | |", "|---|---|---|---|---|---|"]
+
+
+def of_the_pair() -> list[str]:
+    target, draft = (
+        load_runner(EngineOptions(model_dir=builtin_directory(name), device="cuda", kv_memory_bytes=1 << 30))
+        for name in ("target", "draft")
+    )
+    return ahead.guessing_lines(target, draft, [(1, 256), (16, 256)])
 
 
 def of_transformers(model: Path, lines: list[str]) -> None:

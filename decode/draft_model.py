@@ -117,7 +117,7 @@ def measure_steps(runner: Runner, most: int) -> list[tuple[int, float]]:
     if context < 1:
         return [(1, 1e-3)]
     blocks = _blocks(runner, context + _ROW + 1)
-    return _by_size(runner, max(most, 9), lambda tokens: _rows(tokens, context, blocks))
+    return _by_size(runner.step, max(most, 9), lambda tokens: _rows(tokens, context, blocks))
 
 
 def measure_fills(draft: Runner, most: int) -> list[tuple[int, float]]:
@@ -131,17 +131,18 @@ def measure_fills(draft: Runner, most: int) -> list[tuple[int, float]]:
     def plan(tokens: int) -> StepPlan:
         return StepPlan(0, (Row(SequenceId("measure"), start, (0,) * tokens, blocks, SamplingParams(), 0),))
 
-    return _by_size(draft, most, plan)
+    step = SpeculativeEngine(draft, None).step  # which waits on a GPU, too, where nothing is sampled
+    return _by_size(step, most, plan)
 
 
-def _by_size(runner: Runner, most: int, plan: Callable[[int], StepPlan]) -> list[tuple[int, float]]:
+def _by_size(step: Callable[[StepPlan], object], most: int, plan: Callable[[int], StepPlan]) -> list[tuple[int, float]]:
     found: dict[int, float] = {}
     deadline = time.perf_counter() + MEASURING_S
     for _ in range(_REPEATS):  # all sizes in turn: what disturbs the machine for a while disturbs them alike
         for tokens in (n for n in _SIZES if n <= most):
             if len(found) >= 2 and time.perf_counter() + found.get(tokens, max(found.values())) > deadline:
                 return sorted(found.items())
-            found[tokens] = min(found.get(tokens, math.inf), _took(partial(runner.step, plan(tokens))))
+            found[tokens] = min(found.get(tokens, math.inf), _took(partial(step, plan(tokens))))
     return sorted(found.items())
 
 

@@ -2,6 +2,10 @@
 
 Between the passes nothing goes back to the event loop. The target's plan is an ordinary one, rows of 1 + k tokens, so
 that tensor-parallel followers replay it like any other; the draft runs on the leader alone.
+
+On a GPU the guesses do not come to the host before they are verified: all passes of both models are launched, and then
+there is one wait, for guesses and tokens together (decision 0041). On CPU a pass is computed when it is launched, and
+its guesses are in the plan.
 """
 
 from __future__ import annotations
@@ -18,14 +22,27 @@ from baton.engine.runner import Runner
 
 
 class SpeculativeEngine:
-    """`draft` is None where no model guesses. It belongs to the compute thread and holds no sequence state."""
+    """`draft` is None where no model guesses. It belongs to the compute thread and holds no sequence state. Where
+    steps are launched (`Runner.launches_ahead`), `waits` counts how often the host waited for the device: once in each,
+    and once more where a draw was undecided."""
 
     def __init__(self, target: Runner, draft: Runner | None) -> None:
         self._target = target
         self._draft = draft
+        self._fills_waited_for = 0
+
+    @property
+    def waits(self) -> int:
+        return self._target.launches.waits + self._fills_waited_for
 
     def step(self, plan: StepPlan) -> StepOutcome:
         """Computes a plan and its draft rows. `guesses` of the outcome are what was verified."""
+        if self._target.launches_ahead:
+            if not plan.drafts:
+                self._target.launch(plan)
+                return self._target.collect()
+            if self._draft is not None and self._draft.guesses_stay:
+                return self._with_one_wait(self._draft, plan)
         if not plan.drafts:
             return self._target.step(plan)
         started = time.perf_counter()
@@ -36,6 +53,21 @@ class SpeculativeEngine:
             made = self._target.step(StepPlan(plan.step_id, plan.with_guesses(guesses).rows))
         took = time.perf_counter() - started
         return StepOutcome(plan.step_id, made.sampled, took, made.logprobs, made.scored, guesses, drafted)
+
+    def _with_one_wait(self, draft: Runner, plan: StepPlan) -> StepOutcome:
+        started = time.perf_counter()
+        # Guesses lie in the order of the rows that they are for; what is only filled comes behind.
+        drafts = sorted(plan.drafts, key=lambda d: d.row if d.num_guesses else len(plan.rows))
+        rows = tuple(_first_row(drafted, plan) for drafted in drafts)
+        guesses = draft.queue_guesses(StepPlan(plan.step_id, rows), [drafted.num_guesses for drafted in drafts])
+        if plan.rows:
+            self._target.launch(plan.to_verify(), guesses)
+            made = self._target.collect()
+        else:
+            guesses.ended.synchronize()
+            self._fills_waited_for += 1
+            made = StepOutcome(plan.step_id, (), draft_s=guesses.seconds)
+        return replace(made, elapsed_s=time.perf_counter() - started)
 
     def _guess(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
         """The guesses for each row of the plan: in one call where the draft can do that."""

@@ -86,12 +86,16 @@ class StepPlan:
     A plan made while the step before it computes does not know the tokens of that one. `fed[i]` then says whose sample
     is the only token of row i, given as 0: that of row `fed[i]` of the step before; -1 where the tokens are known.
     Empty where all are. Such a plan has no drafts.
+
+    Of row i the last `guessed[i]` tokens, given as 0, are guesses that only the leader's device knows (`to_verify`).
+    Empty where there are none.
     """
 
     step_id: int
     rows: tuple[Row, ...]
     drafts: tuple[DraftRow, ...] = ()
     fed: tuple[int, ...] = ()
+    guessed: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -107,6 +111,15 @@ class StepPlan:
             raise InvariantError(f"step {self.step_id}: {[len(g) for g in guesses]} guesses, {wanted} wanted")
         rows = tuple(row.with_guesses(more) if more else row for row, more in zip(self.rows, guesses, strict=True))
         return StepPlan(self.step_id, rows, self.drafts)
+
+    def to_verify(self) -> StepPlan:
+        """The rows with places for the guesses of its draft rows, which are on the device."""
+        wanted = {draft.row: draft.num_guesses for draft in self.drafts if draft.num_guesses}
+        if not wanted:
+            return StepPlan(self.step_id, self.rows)
+        guessed = tuple(wanted.get(index, 0) for index in range(len(self.rows)))
+        rows = tuple(row.with_guesses((0,) * n) if n else row for row, n in zip(self.rows, guessed, strict=True))
+        return StepPlan(self.step_id, rows, guessed=guessed)
 
     def to_compute(self) -> StepPlan:
         """The plan without what only choosing tokens needs: for ranks that compute and choose nothing."""

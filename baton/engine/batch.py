@@ -8,7 +8,6 @@ driven its code out of the caches.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -158,7 +157,7 @@ def make_batch(plan: StepPlan, limits: Limits, device: torch.device, min_tokens:
         rows=rows,
         token_ids=packed,
         sampled_at=array("q", scored + sampled),
-        draws=_draws(rows),
+        draws=_draws(plan),
         table=array("q", table),
         block_ids=blocks,
         block_size=limits.block_size,
@@ -167,10 +166,11 @@ def make_batch(plan: StepPlan, limits: Limits, device: torch.device, min_tokens:
     )
 
 
-def _draws(rows: Sequence[Row]) -> tuple[Draw, ...]:
+def _draws(plan: StepPlan) -> tuple[Draw, ...]:
     draws: list[Draw] = []
-    for row in rows:
-        drafts = row.tokens[len(row.tokens) - row.num_sampled + 1 :]
+    for number, row in enumerate(plan.rows):
+        known = not plan.guessed or not plan.guessed[number]
+        drafts = row.tokens[len(row.tokens) - row.num_sampled + 1 :] if known else ()
         for index in range(row.num_sampled):
             where = (row.sequence_id.choice, row.output_index + index)
             draws.append(Draw(row.sampling, *where, row.history, drafts[:index], row.sequence_id))

@@ -39,10 +39,9 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """`inputs` int32 in pinned memory, `on_device` its twin: tokens [rows * length], starts [rows], table [rows * W].
-    `replay` computes and returns logits [rows * length, vocab], valid until the next replay."""
+    """`on_device` int32: tokens [rows * length], starts [rows], table [rows * W]. `replay` computes and returns logits
+    [rows * length, vocab], valid until the next replay."""
 
-    inputs: Tensor
     on_device: Tensor
     replay: Callable[[], Tensor]
 
@@ -56,9 +55,7 @@ class DecodeGraphs:
         self._max_splits = -(-max_positions // SPLIT_TOKENS)
         self._device = kv.storage[0][0].device
         self._captured: dict[Shape, Captured] = {}
-        on_gpu = self._device.type == "cuda"
-        self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
-        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         self.replayed = 0
 
     def compute(self, batch: Batch) -> Tensor:
@@ -87,33 +84,32 @@ class DecodeGraphs:
         return -(-shape.splits * SPLIT_TOKENS // self._block_size)
 
     def _fill(self, captured: Captured, shape: Shape, batch: Batch) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()  # the step before may have sampled nothing, and then nobody waited for it
-        inputs, tokens, rows = captured.inputs.numpy(), shape.rows * shape.length, len(batch.lengths)
-        inputs[: tokens + shape.rows] = 0
+        # New memory each time: the device may not have read that of the step before, and nothing waits for it here.
+        host, tokens, rows = self._inputs(shape), shape.rows * shape.length, len(batch.lengths)
+        inputs = host.numpy()
         inputs[: rows * shape.length] = [token for row in batch.rows for token in row.tokens]
         inputs[tokens : tokens + rows] = batch.starts
         table = inputs[tokens + shape.rows :].reshape(shape.rows, -1)
-        table[rows:, 0] = self._kv.zero_block
         for number, row in enumerate(batch.rows):
             used = row.block_ids[: table.shape[1]]
             table[number, : len(used)] = used
-        captured.on_device.copy_(captured.inputs, non_blocking=True)
+        captured.on_device.copy_(host, non_blocking=True)
         if batch.fed is not None:
             captured.on_device[: rows * shape.length] = batch.fed
-        if self._copied is not None:
-            self._copied.record()
+
+    def _inputs(self, shape: Shape) -> Tensor:
+        """Of rows that only fill up, in host memory, for a GPU pinned."""
+        tokens = shape.rows * shape.length
+        size = tokens + shape.rows * (1 + self._width(shape))
+        inputs = torch.zeros(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        inputs[tokens + shape.rows :] = self._kv.zero_block
+        return inputs
 
     def _capture(self, shape: Shape) -> Captured:
-        tokens, width = shape.rows * shape.length, self._width(shape)
-        inputs = torch.zeros(tokens + shape.rows * (1 + width), dtype=torch.int32)
-        inputs.view(-1)[tokens + shape.rows :].view(shape.rows, width)[:, 0] = self._kv.zero_block
-        if self._device.type == "cuda":
-            inputs = inputs.pin_memory()
-        on_device = inputs.to(self._device, copy=True)
+        on_device = self._inputs(shape).to(self._device, copy=True)
         step = self._step(shape, on_device)
         if self._device.type != "cuda":
-            return Captured(inputs, on_device, step)
+            return Captured(on_device, step)
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
@@ -129,7 +125,7 @@ class DecodeGraphs:
             graph.replay()
             return logits
 
-        return Captured(inputs, on_device, replay)
+        return Captured(on_device, replay)
 
     def _step(self, shape: Shape, on_device: Tensor) -> Callable[[], Tensor]:
         """All of a step that is computed from `on_device`, as a graph can hold it."""

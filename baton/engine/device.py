@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Literal, cast
+import time
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -70,6 +72,45 @@ def to_host(tensor: Tensor) -> Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+class Mark(Protocol):
+    """A place in what a device has been given to compute, as torch.cuda.Event."""
+
+    def record(self, /) -> None: ...
+
+    def synchronize(self) -> None:
+        """Waits until the device has come there."""
+        ...
+
+    def elapsed_time(self, end: Any, /) -> float:
+        """Milliseconds from here to a later mark, both of which the device has passed."""
+        ...
+
+
+NewMark = Callable[[], Mark]
+
+
+class HostMark:
+    """Of a device that has computed whatever it was given: the CPU."""
+
+    def __init__(self) -> None:
+        self._at = 0.0
+
+    def record(self) -> None:
+        self._at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: HostMark) -> float:
+        return (end._at - self._at) * 1e3
+
+
+def marks_of(device: torch.device) -> NewMark:
+    if device.type != "cuda":
+        return HostMark
+    return lambda: cast(Mark, torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
 
 
 def default_kv_bytes(device: torch.device, local_size: int = 1) -> int:

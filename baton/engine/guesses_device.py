@@ -1,64 +1,105 @@
 """A draft model's guesses on its own device, for a GPU: each pass takes the tokens of the one before from there.
 
-Which rows go on, where, and into which blocks is known beforehand; only the tokens are not, and they never leave the
-device until all are made. So the host prepares a pass while the device computes the one before. The plain twin is
-decode/speculative_engine.py `guess_pass_by_pass`, a step and its answer for each guess.
+Which rows go on, where, and into which blocks is known beforehand; only the tokens are not, and they need not leave the
+device: `queue` gives them as a tensor, out of which the target's rows are filled and their draws processed. So the host
+prepares a pass, and then the target's step, while the device computes. The plain twin is decode/speculative_engine.py
+`guess_pass_by_pass`, a step and its answer for each guess.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from baton.core.step import Row, StepPlan
 from baton.engine.batch import Batch, Limits, make_batch
-from baton.engine.device import to_device
-from baton.engine.processors import Draw
+from baton.engine.device import Mark, NewMark, marks_of, to_device
+from baton.engine.processors import Draw, Guessed, SeenTables, process
 from baton.engine.sampler_device import decide
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Queued:
+    """Guesses that a device may still be making: `tokens` int64 [G], those of row after row, and marks before and
+    behind what makes them."""
+
+    tokens: Tensor
+    began: Mark
+    ended: Mark
+
+    @property
+    def seconds(self) -> float:
+        """What making them took, once a wait has gone beyond `ended`."""
+        return self.began.elapsed_time(self.ended) / 1e3
 
 
 class DeviceGuesses:
     """`compute` gives the logits [S, vocab] of a batch, one that has its tokens on the device alone (`Batch.fed`)
     too."""
 
-    def __init__(self, compute: Callable[[Batch], Tensor], limits: Limits, device: torch.device) -> None:
+    def __init__(
+        self,
+        compute: Callable[[Batch], Tensor],
+        limits: Limits,
+        device: torch.device,
+        new_mark: NewMark | None = None,
+    ) -> None:
         self._compute, self._limits, self._device = compute, limits, device
+        self._new_mark = new_mark or marks_of(device)
+        self._seen = SeenTables()
+
+    def __call__(self, batch: Batch, counts: Sequence[int]) -> list[list[int]]:
+        """What `queue` makes, row by row: waits for it."""
+        tokens = iter(self.queue(batch, counts).tokens.tolist())
+        return [list(islice(tokens, count)) for count in counts]
 
     @torch.no_grad()
-    def __call__(self, batch: Batch, counts: Sequence[int]) -> list[list[int]]:
+    def queue(self, batch: Batch, counts: Sequence[int]) -> Queued:
         """Computes all rows and the `counts[i]` tokens, at least one, that follow sampled position i, each from those
-        before it, but the last of them. Draws that change no logits; of those too close to tell the likeliest token is
-        guessed."""
+        before it, but the last of them. Of draws too close to tell the likeliest token is guessed. Nothing waits."""
+        began, ended = self._new_mark(), self._new_mark()
+        began.record()
+        logits = self._compute(batch)
+        tokens = self._guesses(batch, counts, logits) if counts else torch.empty(0, dtype=torch.int64)
+        ended.record()
+        return Queued(tokens, began, ended)
+
+    def _guesses(self, batch: Batch, counts: Sequence[int], logits: Tensor) -> Tensor:
         rows = [row for row in batch.rows if row.num_sampled]
         going = list(range(len(counts)))
-        made, whose = [_guess(self._compute(batch), batch.draws)], [going]
+        back = any(row.sampling.looks_back for row in rows)
+        made, owners = [self._guess(logits, batch.draws, None)], list(going)
+        so_far = [made[0]]  # of the rows that go on, what each pass has guessed; unless draws look back, the last alone
         for number in range(1, max(counts)):
             left = [index for index in going if counts[index] > number]
-            tokens = made[-1]
             if len(left) < len(going):
                 places = {index: place for place, index in enumerate(going)}
-                tokens = tokens[to_device(torch.tensor([places[index] for index in left]), self._device)]
+                kept = to_device(torch.tensor([places[index] for index in left]), self._device)
+                so_far = [tokens.index_select(0, kept) for tokens in so_far]
             plan = StepPlan(0, tuple(_behind(rows[index], number) for index in left))
-            further = replace(make_batch(plan, self._limits, self._device), fed=tokens)
-            made.append(_guess(self._compute(further), further.draws))
-            whose.append(left)
+            further = replace(make_batch(plan, self._limits, self._device), fed=so_far[-1])
+            guessed = Guessed(torch.stack(so_far, 1), [number] * len(left)) if back else None
+            made.append(self._guess(self._compute(further), further.draws, guessed))
+            so_far = [*so_far, made[-1]] if back else [made[-1]]
+            owners += left
             going = left
-        guesses: list[list[int]] = [[] for _ in counts]
-        owners = [index for indexes in whose for index in indexes]
-        for index, token in zip(owners, torch.cat(made).tolist(), strict=True):
-            guesses[index].append(token)
-        return guesses
+        if len(made) == 1:
+            return made[0]
+        order = sorted(range(len(owners)), key=owners.__getitem__)  # of one row in the order of passes
+        return torch.cat(made).index_select(0, to_device(torch.tensor(order), self._device))
 
-
-def _guess(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    tokens = decide(logits, draws)
-    return torch.where(tokens < 0, logits.argmax(1), tokens)
+    def _guess(self, logits: Tensor, draws: Sequence[Draw], guessed: Guessed | None) -> Tensor:
+        logits = process(logits, draws, self._seen, guessed)
+        tokens = decide(logits, draws)
+        return torch.where(tokens < 0, logits.argmax(1), tokens)
 
 
 def _behind(row: Row, number: int) -> Row:
     """The row of the guess `number` behind it, whose token only the device knows."""
     position = row.end + number - 1
-    return Row(row.sequence_id, position, (0,), row.block_ids, row.sampling, 1, row.output_index + number)
+    index = row.output_index + number
+    return Row(row.sequence_id, position, (0,), row.block_ids, row.sampling, 1, index, row.history)

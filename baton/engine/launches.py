@@ -4,6 +4,10 @@
 them the raw logits of rows that report log-probabilities. The tokens stay on the device, too, and `feed` gathers the
 next step's from there. `collect` waits for the copies of the oldest step, while a newer one computes.
 
+A step that verifies a draft model's guesses takes them from the device, too (guesses_device.py `Queued`): they are put
+in their rows there, counted as output there where draws look back, and come to the host in the copy of the step's
+tokens. So it has one wait like any other (decision 0041).
+
 A draw that is too close for the device to tell (sampler_device.py) goes on with the likeliest token. When the step is
 collected the plain sampler decides it, and where it says another token, the outcome tells that the row behind was fed a
 wrong one (`StepOutcome.corrected`). On CPU a step is computed when it is launched, and all of this is plain lookup.
@@ -16,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +27,11 @@ from torch import Tensor
 from baton.core.errors import InvariantError
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.batch import Batch
-from baton.engine.device import to_device, to_host
+from baton.engine.device import Mark, NewMark, marks_of, to_device, to_host
+from baton.engine.guesses_device import Queued
 from baton.engine.logprobs import asked, sampled_rows
 from baton.engine.parallel import TPGroup
-from baton.engine.processors import Draw, SeenTables, process
+from baton.engine.processors import Draw, Guessed, SeenTables, process
 from baton.engine.sampler import Choose, choose_tokens
 
 Decide = Callable[[Tensor, Sequence[Draw]], Tensor]
@@ -36,8 +40,9 @@ Decide = Callable[[Tensor, Sequence[Draw]], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Launched:
-    """`said` [S] and `lines` [those asked for, vocab] are in host memory once `ready`; `tokens` [S], what the next
-    step is fed, and `logits` [S, vocab], processed, on the device."""
+    """`said` [S + G] and `lines` [those asked for, vocab] are in host memory once the device has come to `ready`: the
+    tokens, -1 - the likeliest where undecided, and behind them the guesses. `tokens` [S], what the next step is fed,
+    and `logits` [S, vocab], processed, are on the device."""
 
     plan: StepPlan
     draws: tuple[Draw, ...]
@@ -45,40 +50,52 @@ class _Launched:
     tokens: Tensor
     said: Tensor
     lines: Tensor
-    ready: Any
+    ready: Mark
     began_at: float
+    guesses: Queued | None
 
 
 class Launches:
     """Complete state: the steps that are not collected yet, oldest first, the newest of all, and when the last was
     collected. It belongs to the compute thread. `decide` chooses tokens on the device, and there they are fed; without
-    it, on CPU, `choose` does, and they are known at once."""
+    it, on CPU, `choose` does, and they are known at once. `waits` counts how often the host waited: once for each step
+    collected, and once more where a draw was undecided."""
 
     def __init__(
-        self, device: torch.device, group: TPGroup, decide: Decide | None = None, choose: Choose | None = None
+        self,
+        device: torch.device,
+        group: TPGroup,
+        decide: Decide | None = None,
+        choose: Choose | None = None,
+        new_mark: NewMark | None = None,
     ) -> None:
         self._device, self._group, self._choose = device, group, choose
         self._decide = decide
+        self._new_mark = new_mark or marks_of(device)
         self._steps: deque[_Launched] = deque()
         self._newest: _Launched | None = None
         self._collected_at = 0.0
-        self.rows_fed = self.rows_corrected = 0
+        self.rows_fed = self.rows_corrected = self.waits = 0
 
-    def feed(self, batch: Batch, plan: StepPlan) -> Batch:
-        """The batch with the tokens of the step before in their places. Every rank calls it, for the same plans: the
-        leader's tokens go to all.
+    def feed(self, batch: Batch, plan: StepPlan, guesses: Queued | None = None) -> Batch:
+        """The batch with the tokens of the step before, or with guesses, in their places. Every rank calls it, for the
+        same plans: the leader's tokens go to all.
 
         Raises:
-            InvariantError: the plan names rows of a step that is not the last one launched.
+            InvariantError: the plan names rows of a step that is not the last one launched, or asks for other guesses.
         """
-        firsts = batch.firsts.tolist()
-        places = [first for first, source in zip(firsts, plan.fed, strict=True) if source >= 0]
-        if self._group.leads:
-            picked = self._pick(plan)
-        else:
+        places = _places(batch, plan)
+        if not self._group.leads:
             picked = torch.empty(len(places), dtype=torch.int64, device=self._device)
+        elif plan.guessed:
+            if guesses is None or len(guesses.tokens) != len(places):
+                had = guesses and len(guesses.tokens)
+                raise InvariantError(f"step {plan.step_id} verifies {len(places)} guesses, and has {had}")
+            picked = guesses.tokens
+        else:
+            picked = self._pick(plan)
+            self.rows_fed += len(places)
         picked = self._group.broadcast(picked)
-        self.rows_fed += len(places)
         if self._decide is None:
             for place, token in zip(places, picked.tolist(), strict=True):
                 batch.token_ids[place] = token
@@ -88,24 +105,34 @@ class Launches:
         where = to_device(torch.tensor(places), self._device)
         return replace(batch, fed=batch.tokens.clone().index_copy_(0, where, picked))
 
-    def launched(self, plan: StepPlan, batch: Batch, logits: Tensor, seen: SeenTables, began_at: float) -> None:
-        """Takes the raw logits [S, vocab] of a step. Nothing waits for them."""
+    def launched(
+        self,
+        plan: StepPlan,
+        batch: Batch,
+        logits: Tensor,
+        seen: SeenTables,
+        began_at: float,
+        guesses: Queued | None = None,
+    ) -> None:
+        """Takes the raw logits [S, vocab] of a step, and the guesses that it verifies. Nothing waits for them."""
         wanted = asked(plan)
         if wanted and len(wanted) < len(logits):
             reported = logits.index_select(0, to_device(torch.tensor(wanted), self._device))
         else:
             reported = logits if wanted else logits[:0]
-        processed = process(logits, batch.draws, seen)
+        before = _before_draws(plan, guesses, self._device) if plan.guessed and guesses is not None else None
+        processed = process(logits, batch.draws, seen, before)
         if self._decide is not None and batch.draws:
             said = self._decide(processed, batch.draws)
-            tokens = torch.where(said < 0, processed.argmax(1), said)
+            said = torch.where(said < 0, -1 - processed.argmax(1), said)
+            tokens = torch.where(said < 0, -1 - said, said)
         else:
             said = tokens = torch.tensor(self._known(processed, batch.draws), dtype=torch.int64)
-        copies, ready = (to_host(said), to_host(reported)), None
-        if self._device.type == "cuda":
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record()
-        self._newest = _Launched(plan, batch.draws, processed, tokens, *copies, ready, began_at)
+        if plan.guessed and guesses is not None:
+            said = torch.cat([said, guesses.tokens])
+        copies, ready = (to_host(said), to_host(reported)), self._new_mark()
+        ready.record()
+        self._newest = _Launched(plan, batch.draws, processed, tokens, *copies, ready, began_at, guesses)
         self._steps.append(self._newest)
 
     def collect(self) -> StepOutcome:
@@ -117,17 +144,20 @@ class Launches:
         if not self._steps:
             raise InvariantError("no step has been launched that could be collected")
         step = self._steps.popleft()
-        if step.ready is not None:
-            step.ready.synchronize()  # a step that hangs is the step thread's to give up
-        tokens = step.said.tolist()
-        corrected = self._correct(step, tokens) if -1 in tokens else ()
+        step.ready.synchronize()  # a step that hangs is the step thread's to give up
+        self.waits += 1
+        said = step.said.tolist()
+        tokens, guessed = said[: len(step.draws)], iter(said[len(step.draws) :])
+        corrected = self._correct(step, tokens) if min(tokens, default=0) < 0 else ()
+        guesses = tuple(tuple(islice(guessed, count)) for count in step.plan.guessed)
         left = iter(tokens)
         sampled = tuple(tuple(islice(left, row.num_sampled)) for row in step.plan.rows)
         logprobs = sampled_rows(step.plan, step.lines, sampled)
         now = time.perf_counter()
         took_s = now - max(step.began_at, self._collected_at)
         self._collected_at = now
-        return StepOutcome(step.plan.step_id, sampled, took_s, logprobs, corrected=corrected)
+        draft_s = 0.0 if step.guesses is None else step.guesses.seconds
+        return StepOutcome(step.plan.step_id, sampled, took_s, logprobs, (), guesses, draft_s, corrected)
 
     def _known(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         return choose_tokens(logits, draws, self._choose) if draws else []
@@ -148,12 +178,36 @@ class Launches:
     def _correct(self, step: _Launched, tokens: list[int]) -> tuple[int, ...]:
         """Decides what the device could not, in `tokens`. The rows that are to have another token than was fed."""
         left = [index for index, token in enumerate(tokens) if token < 0]
-        where = to_device(torch.tensor(left), self._device)
-        right = choose_tokens(step.logits.index_select(0, where), [step.draws[index] for index in left])
-        taken = step.tokens.index_select(0, where).tolist()
+        lines = step.logits.index_select(0, to_device(torch.tensor(left), self._device)).cpu()
+        self.waits += 1
+        right = choose_tokens(lines, [step.draws[index] for index in left])
+        wrong = {index for index, token in zip(left, right, strict=True) if token != -1 - tokens[index]}
         for index, token in zip(left, right, strict=True):
             tokens[index] = token
-        wrong = {index for index, token, fed in zip(left, right, taken, strict=True) if token != fed}
         owners = [number for number, row in enumerate(step.plan.rows) for _ in range(row.num_sampled)]
         self.rows_corrected += len(wrong)
         return tuple(sorted({owners[index] for index in wrong}))
+
+
+def _places(batch: Batch, plan: StepPlan) -> list[int]:
+    """The packed indexes of tokens that are fed, or of guesses, in the order of rows."""
+    if not plan.guessed:
+        return [first for first, source in zip(batch.firsts.tolist(), plan.fed, strict=True) if source >= 0]
+    ends = (batch.firsts + batch.lengths).tolist()
+    return [place for end, count in zip(ends, plan.guessed, strict=True) for place in range(end - count, end)]
+
+
+def _before_draws(plan: StepPlan, guesses: Queued, device: torch.device) -> Guessed | None:
+    """The guesses before each draw, if some draw looks back at them."""
+    if not any(count and row.sampling.looks_back for row, count in zip(plan.rows, plan.guessed, strict=True)):
+        return None
+    widest = max(plan.guessed)
+    counts: list[int] = []
+    where: list[list[int]] = []
+    first = 0
+    for row, count in zip(plan.rows, plan.guessed, strict=True):
+        for number in range(row.num_sampled):
+            counts.append(number)
+            where.append([*range(first, first + number), *[0] * (widest - number)])
+        first += count
+    return Guessed(guesses.tokens[to_device(torch.tensor(where), device)], counts)

@@ -8,7 +8,8 @@
 4. frequency_penalty times the number of times a token is in the output, then presence_penalty for those that are.
 
 All in float32, elementwise: a row's result does not depend on the other rows. The work of a step is one scatter per
-kind over all rows; how often a sequence has used each token is kept from step to step (`SeenTables`).
+kind over all rows; how often a sequence has used each token is kept from step to step (`SeenTables`). Guesses that only
+the device knows are counted and compared there (`Guessed`), with the same result and without a wait.
 """
 
 from __future__ import annotations
@@ -43,6 +44,15 @@ class Draw:
     history: History | None = None
     drafts: tuple[int, ...] = ()
     sequence_id: SequenceId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Guessed:
+    """Guesses between the history of each draw and itself: of draw s `tokens[s, :counts[s]]`, of int64 [S, J] on the
+    logits' device. What lies behind them says nothing. The draws' own `drafts` are empty then."""
+
+    tokens: Tensor
+    counts: Sequence[int]
 
 
 class Seen:
@@ -110,7 +120,9 @@ class SeenTables:
         return table
 
 
-def process(logits: Tensor, draws: Sequence[Draw], tables: SeenTables | None = None) -> Tensor:
+def process(
+    logits: Tensor, draws: Sequence[Draw], tables: SeenTables | None = None, guessed: Guessed | None = None
+) -> Tensor:
     """Logits [S, vocab] (float32) as tokens are chosen from them; `logits` itself when no draw asks for a change."""
     rows = [row for row, draw in enumerate(draws) if _asks(draw)]
     if not rows:
@@ -118,8 +130,8 @@ def process(logits: Tensor, draws: Sequence[Draw], tables: SeenTables | None = N
     logits = logits.clone(memory_format=torch.contiguous_format)
     vocab = logits.shape[1]
     _add_biases(logits, draws, rows, vocab)
-    _mask(logits, draws, rows, vocab)
-    _penalise(logits, draws, rows, vocab, tables or SeenTables())
+    _mask(logits, draws, rows, vocab, guessed)
+    _penalise(logits, draws, rows, vocab, tables or SeenTables(), guessed)
     return logits
 
 
@@ -142,19 +154,27 @@ def _add_biases(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: i
         flat[index] += to_device(torch.tensor(biases, dtype=torch.float32), logits.device)
 
 
-def _mask(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int) -> None:
+def _mask(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int, guessed: Guessed | None) -> None:
     where: list[int] = []
+    open_rows: list[int] = []
     for row in rows:
-        banned, allowed = banned_tokens(draws[row]), draws[row].sampling.allowed_token_ids
+        params = draws[row].sampling
+        allowed = params.allowed_token_ids
         if allowed:
             index = to_device(torch.tensor(allowed), logits.device)
             kept = logits[row, index]
             logits[row] = -torch.inf
             logits[row, index] = kept
+        if guessed is not None and guessed.counts[row] and params.bad_words and draws[row].history is not None:
+            open_rows.append(row)
+            continue
+        banned = banned_tokens(draws[row])
         if banned and (len(banned) < vocab if not allowed else not banned.issuperset(allowed)):
             where.extend(row * vocab + token for token in banned)
     if where:
         logits.view(-1)[to_device(torch.tensor(where), logits.device)] = -torch.inf
+    if guessed is not None and open_rows:
+        _mask_behind(logits, draws, open_rows, guessed)
 
 
 def banned_tokens(draw: Draw) -> set[int]:
@@ -170,8 +190,48 @@ def banned_tokens(draw: Draw) -> set[int]:
     return banned
 
 
-def _penalise(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int, tables: SeenTables) -> None:
-    index, count, penalties, lengths = [], [], [], []
+def _mask_behind(logits: Tensor, draws: Sequence[Draw], rows: list[int], guessed: Guessed) -> None:
+    """Masks as `banned_tokens` says, where the output may end with the beginning of a bad word by its guesses."""
+    vocab, width, device = logits.shape[1], guessed.tokens.shape[1], logits.device
+    sure: list[int] = []
+    open_places: list[int] = []
+    owners: list[int] = []
+    patterns: list[list[int]] = []
+    allow = torch.ones((len(rows), vocab), dtype=torch.bool, device=device)
+    for place, row in enumerate(rows):
+        draw, count = draws[row], guessed.counts[row]
+        output, ending = (draw.history.output, draw.history.end_token_ids) if draw.history else ((), ())
+        if draw.sampling.allowed_token_ids:
+            allow[place] = False
+            allow[place, to_device(torch.tensor(draw.sampling.allowed_token_ids), device)] = True
+        if draw.output_index < draw.sampling.min_tokens:
+            sure += [place * vocab + token for token in ending]
+        for *head, last in draw.sampling.bad_words:
+            known, rest = head[: max(len(head) - count, 0)], head[-count:]
+            if not head:
+                sure.append(place * vocab + last)
+            elif list(output[len(output) - len(known) :]) == known:
+                open_places.append(place * vocab + last)
+                owners.append(row)
+                patterns.append([-1] * (count - len(rest)) + rest + [-1] * (width - count))
+    found = torch.zeros(len(rows) * vocab, dtype=torch.int32, device=device)
+    if sure:
+        found[to_device(torch.tensor(sure), device)] = 1
+    if patterns:
+        pattern = to_device(torch.tensor(patterns), device)
+        said = guessed.tokens.index_select(0, to_device(torch.tensor(owners), device))
+        hits = ((pattern < 0) | (pattern == said)).all(1)
+        found.index_add_(0, to_device(torch.tensor(open_places), device), hits.int())
+    banned = found.view(len(rows), vocab) > 0
+    banned &= (allow & ~banned).any(1, keepdim=True)
+    index = to_device(torch.tensor(rows), device)
+    logits[index] = logits[index].masked_fill(banned, -torch.inf)
+
+
+def _penalise(
+    logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int, tables: SeenTables, guessed: Guessed | None
+) -> None:
+    index, count, penalties, lengths, asking = [], [], [], [], []
     for row in rows:
         draw, params = draws[row], draws[row].sampling
         if draw.history is None or not params.penalises:
@@ -181,14 +241,37 @@ def _penalise(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int
         count.append(counts)
         lengths.append(len(ids))
         penalties.append((params.repetition_penalty, params.frequency_penalty, params.presence_penalty))
+        asking.append(row)
     if not index:
         return
-    each = np.repeat(np.asarray(penalties, dtype=np.float32), lengths, axis=0)
-    repetition, frequency, presence = to_device(torch.from_numpy(each.T.copy()), logits.device)
+    factors = np.asarray(penalties, dtype=np.float32)
+    each = np.repeat(factors, lengths, axis=0)
     counted = to_device(torch.from_numpy(np.concatenate(count)), logits.device)
     flat, where = logits.view(-1), to_device(torch.from_numpy(np.concatenate(index)), logits.device)
+    more = [0 if guessed is None else guessed.counts[row] for row in asking]
+    if guessed is not None and any(more):
+        each = np.concatenate([each, np.repeat(factors, more, axis=0)])
+        where, counted = _count_guesses(flat, where, counted, asking, vocab, guessed)
+    repetition, frequency, presence = to_device(torch.from_numpy(each.T.copy()), logits.device)
     values = flat[where]
     values = torch.where(values > 0, values / repetition, values * repetition)
     values -= frequency * counted
     values -= presence * (counted > 0)
     flat[where] = values
+
+
+def _count_guesses(
+    flat: Tensor, where: Tensor, counted: Tensor, rows: list[int], vocab: int, guessed: Guessed
+) -> tuple[Tensor, Tensor]:
+    """Places and counts with those of the guesses of `rows` behind them. A place may come twice, with the same count:
+    then the same is written there twice."""
+    width = guessed.tokens.shape[1]
+    ours = [(row, column) for row in rows for column in range(guessed.counts[row])]
+    source = to_device(torch.tensor([row * width + column for row, column in ours]), flat.device)
+    begins = to_device(torch.tensor([row * vocab for row, _ in ours]), flat.device)
+    places = guessed.tokens.flatten().index_select(0, source) + begins
+    sums = torch.zeros_like(flat)
+    sums[where] = counted
+    sums.index_add_(0, places, torch.ones_like(places, dtype=flat.dtype))
+    where = torch.cat([where, places])
+    return where, sums[where]

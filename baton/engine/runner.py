@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,32 +25,31 @@ from baton.core.ranks import Ranks
 from baton.core.request import SamplingParams, SequenceId, TokenLogprob
 from baton.core.reshard import local_layout
 from baton.core.step import Row, StepOutcome, StepPlan
-from baton.engine.attention import Attention, FastAttention
-from baton.engine.attention_exact import KEY_STEP, ExactAttention
+from baton.engine.attention_exact import KEY_STEP
 from baton.engine.batch import Batch, Limits, make_batch
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
+from baton.engine.computing import Computing, Guess, computing
 from baton.engine.device import choose_device, choose_dtype, default_kv_bytes
-from baton.engine.guesses_device import DeviceGuesses
+from baton.engine.guesses_device import DeviceGuesses, Queued
 from baton.engine.kernels.native import choose_kernels, row_invariant
 from baton.engine.kv_pool import KVPool, plan_blocks
 from baton.engine.launches import Launches
 from baton.engine.layers import EXACT, FAST, Rotary
 from baton.engine.logprobs import asked, sampled_rows, scored_rows
 from baton.engine.memory_report import MemoryReport, memory_report
-from baton.engine.model import Model, shard_config
+from baton.engine.model import Model
 from baton.engine.model_native import NativeModel
 from baton.engine.parallel import LOAD_TIMEOUT_S, TPGroup, connect
 from baton.engine.processors import SeenTables
 from baton.engine.quantize import check_quantize
 from baton.engine.rank_options import agree, must_agree
-from baton.engine.sampler import Choose, sample
-from baton.engine.sampler_device import choose_on_device, decide
+from baton.engine.sampler import sample
+from baton.engine.sampler_device import decide
 from baton.engine.sampler_native import chooser
 from baton.engine.selftest import prove_row_invariance
 from baton.engine.weights import WeightReader
 
 OnStage = Callable[[str, float], None]
-Guess = Callable[[Batch, Sequence[int]], list[list[int]]]
 
 DEFAULT_SEQUENCES = 256  # without a given KV memory, no more than this many sequences of full length
 
@@ -95,14 +93,12 @@ class Runner:
 
     def __init__(
         self,
-        compute: Callable[[Batch], Tensor],
+        computing: Computing,
         model_config: ModelConfig,
         kv: KVPool,
         options: EngineOptions,
         *,
         kernels: str,
-        choose: Choose | None,
-        guess: Guess | None = None,
         max_model_len: int,
         digest: str,
         device: torch.device,
@@ -124,7 +120,8 @@ class Runner:
         self._seen = SeenTables()
         self._announce: Callable[[StepPlan], None] | None = None
         self.kernels = kernels
-        self._compute, self._choose, self._guess = compute, choose, guess
+        self._compute, self._choose = computing.compute, computing.choose
+        self._guess: Guess | None = computing.guess
         self.guessed_at_once = 0  # calls
         self._limits = Limits(kv.layout.block_size, kv.num_blocks, model_config.vocab_size, max_model_len)
         self._max_num_tokens = options.max_num_tokens
@@ -132,7 +129,7 @@ class Runner:
         self._min_tokens = 2 if options.exact and kernels.startswith("torch") else 1
         self._device = device
         self.launches_ahead = device.type == "cuda"
-        self.launches = Launches(device, group, decide if device.type == "cuda" else None, choose)
+        self.launches = Launches(device, group, decide if device.type == "cuda" else None, self._choose)
 
     def lead(self, announce: Callable[[StepPlan], None]) -> None:
         """From now on every plan goes to `announce`, which tells the followers, before it is computed here."""
@@ -156,14 +153,16 @@ class Runner:
         logprobs = sampled_rows(plan, lines, sampled)
         return StepOutcome(plan.step_id, sampled, time.perf_counter() - started, logprobs, scored)
 
-    def launch(self, plan: StepPlan) -> None:
+    def launch(self, plan: StepPlan, guesses: Queued | None = None) -> None:
         """The first half of `step`, on the leader: on a GPU it returns before the step is computed, and the next one
-        may be launched, whose rows name their tokens by this one's rows (`StepPlan.fed`). Raises as `step` does."""
+        may be launched, whose rows name their tokens by this one's rows (`StepPlan.fed`). `guesses` are those that the
+        plan verifies (`StepPlan.guessed`), made on the same device. Raises as `step` does."""
         started = time.perf_counter()
         batch = self._batch(plan)
         if batch.num_scored:
             raise InvariantError(f"step {plan.step_id} scores known tokens: nothing is launched ahead of that")
-        self.launches.launched(plan, batch, self._forward(batch, plan), self._seen, started)
+        logits = self._forward(batch, plan, guesses)
+        self.launches.launched(plan, batch, logits, self._seen, started, guesses)
 
     def collect(self) -> StepOutcome:
         """The second half, of the oldest step launched: waits until it is computed."""
@@ -182,6 +181,24 @@ class Runner:
         Raises:
             InvariantError: the plan does not fit, or this runner takes a step for each token.
         """
+        batch, make = self._to_guess(plan, counts)
+        guesses = iter(make(batch, [count for count in counts if count]))
+        return [tuple(next(guesses)) if count else () for count in counts]
+
+    @property
+    def guesses_stay(self) -> bool:
+        """Whether `queue_guesses` is there: on a GPU."""
+        return isinstance(self._guess, DeviceGuesses)
+
+    def queue_guesses(self, plan: StepPlan, counts: Sequence[int]) -> Queued:
+        """What `guess` makes, by any draws, left on the device for a step that verifies it: nothing waits. With no
+        counts it only computes the rows. Raises as `guess` does."""
+        batch, make = self._to_guess(plan, counts)
+        if not isinstance(make, DeviceGuesses):
+            raise InvariantError(f"step {plan.step_id}: {self.kernels} leave no guesses on a device")
+        return make.queue(batch, [count for count in counts if count])
+
+    def _to_guess(self, plan: StepPlan, counts: Sequence[int]) -> tuple[Batch, Guess]:
         if self._guess is None:
             raise InvariantError(f"step {plan.step_id}: {self.kernels} make no guesses at once")
         batch = self._batch(plan)
@@ -190,8 +207,7 @@ class Runner:
             if row.num_sampled != (count > 0) or row.end + count - 1 > reach:
                 raise InvariantError(f"{row.sequence_id}: {count} guesses behind {row.end} of {reach} positions")
         self.guessed_at_once += 1
-        guesses = iter(self._guess(batch, [count for count in counts if count]))
-        return [tuple(next(guesses)) if count else () for count in counts]
+        return batch, self._guess
 
     def step_logits(self, plan: StepPlan) -> list[Tensor]:
         """Computes the plan's rows and returns, per row, the logits [num_sampled, vocab] instead of sampling; a
@@ -205,14 +221,14 @@ class Runner:
             raise InvariantError(f"step {plan.step_id}: {plan.num_tokens} tokens, more than {self._max_num_tokens}")
         return make_batch(plan, self._limits, self._device, self._min_tokens)
 
-    def _forward(self, batch: Batch, plan: StepPlan) -> Tensor:
+    def _forward(self, batch: Batch, plan: StepPlan, guesses: Queued | None = None) -> Tensor:
         if self._announce is not None:
             self._announce(plan.to_compute())
         # The last block of a row is its newest: the one that may be the highest so far.
         self.kv.expect([row.block_ids[-1] for row in plan.rows])
         if not batch.rows:
             return torch.empty((0, self.model_config.vocab_size))
-        return self._compute(self.launches.feed(batch, plan) if plan.fed else batch)
+        return self._compute(self.launches.feed(batch, plan, guesses) if plan.fed or plan.guessed else batch)
 
 
 def load_runner(
@@ -269,32 +285,14 @@ def load_runner(
             budget = options.kv_memory_bytes // ranks.size
         num_blocks = group.minimum(plan_blocks(mine, budget, options.max_model_len), "KV blocks")
         kv = KVPool(mine, num_blocks, device)
-    compute: Callable[[Batch], Tensor]
-    choose = None if kernels is None else chooser(kernels, options.threads)
-    guess: Guess | None = None
     max_model_len = min(longest, kv.num_blocks * options.block_size)
-    if isinstance(model, NativeModel):
-        compute = partial(model.forward, kv=kv)
-        guess = partial(model.guess, kv=kv) if group.size == 1 else None
-    else:
-        attention = _attention(options, config, group, kv, torch_dtype)
-        compute = partial(model.forward, kv=kv, attention=attention)
-        choose = choose_on_device if device.type == "cuda" else None
-        if device.type == "cuda" and group.size == 1:
-            from baton.engine.decode_graphs import DecodeGraphs
-
-            compute = DecodeGraphs(model, kv, attention, longest).compute
-            bounds = Limits(options.block_size, kv.num_blocks, config.vocab_size, max_model_len)
-            guess = DeviceGuesses(compute, bounds, device)
-        compute = torch.no_grad()(compute)  # compiled kernels make no graph: it would cost their steps time
+    choose = None if kernels is None else chooser(kernels, options.threads)
     runner = Runner(
-        compute,
+        computing(model, kv, config, group, choose, exact=options.exact, longest=longest),
         config,
         kv,
         options,
         kernels=kernels_name,
-        choose=choose,
-        guess=guess,
         max_model_len=max_model_len,
         digest=digest,
         device=device,
@@ -309,19 +307,6 @@ def load_runner(
             prove_row_invariance(runner.step_logits, kv, *limits)
     group.barrier("end of loading")
     return runner
-
-
-def _attention(
-    options: EngineOptions, config: ModelConfig, group: TPGroup, kv: KVPool, dtype: torch.dtype
-) -> Attention:
-    local, device = shard_config(config, group), kv.storage[0][0].device
-    if options.exact:
-        return ExactAttention(local, options.block_size, kv.zero_block, device)
-    if device.type == "cuda":
-        from baton.engine.attention_triton import TritonAttention  # Triton comes with torch's CUDA builds alone
-
-        return TritonAttention(local, options.block_size, device)
-    return FastAttention(local, options.block_size, kv.zero_block, dtype, device)
 
 
 def _longest(config: ModelConfig, options: EngineOptions) -> int:

@@ -122,7 +122,9 @@ def test_fills_are_timed_as_fills_and_in_the_blocks_that_are_there() -> None:
     """A row that samples nothing costs a third of one that samples at every token."""
     plans: list[StepPlan] = []
     layout = SimpleNamespace(block_size=16)
-    draft: Any = SimpleNamespace(max_model_len=300, num_blocks=512, layout=layout, step=plans.append)
+    draft: Any = SimpleNamespace(
+        max_model_len=300, num_blocks=512, layout=layout, step=plans.append, launches_ahead=False
+    )
     points = draft_model.measure_fills(draft, 512)
     assert [tokens for tokens, _ in points] == [1, 2, 4, 9, 16, 32, 64, 128, 256]
     rows = [plan.rows[0] for plan in plans]

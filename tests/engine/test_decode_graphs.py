@@ -105,3 +105,11 @@ def test_tokens_that_only_the_device_knows_are_computed(twins: Twins) -> None:
     with torch.no_grad():
         found = twins.graphs.compute(replace(batch, fed=torch.tensor([7, 8, 9])))
     assert torch.equal(found, twins.compute(*known)[0]) and twins.graphs.replayed == replayed + 2
+
+
+def test_rows_that_only_fill_up_have_nobodys_blocks(twins: Twins) -> None:
+    """However many blocks their tokens come into."""
+    from baton.engine.decode_graphs import Shape
+
+    table = twins.graphs._inputs(Shape(4, 9, 1))[4 * 9 + 4 :]
+    assert len(table) == 4 * 1024 // SIZE and set(table.tolist()) == {BLOCKS}

@@ -12,9 +12,12 @@ import torch
 from baton.core.errors import InvariantError, StartupError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
+from baton.engine.guesses_device import DeviceGuesses
 from baton.engine.kernels.native import choose_kernels
 from baton.engine.processors import Draw
 from baton.engine.sampler import sample
+from decode.drafts import ModelDrafts
+from decode.speculation import Speculation
 from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
 from tests.engine.test_launches import requests, same
 from tests.support.decode_drive import decode_all
@@ -220,6 +223,20 @@ def test_followers_are_fed_tokens_that_their_plans_do_not_have(
         expected = decode_all(ranks, some, batch=3)  # type: ignore[arg-type]
         found = decode_all(ranks, some, batch=3, launcher=ranks)  # type: ignore[arg-type]
     assert same(found, expected) and found.steps_ahead > found.steps / 2
+
+
+def test_followers_get_guesses_that_their_plans_do_not_have(checkpoint: Callable[..., Path], pool: RankPool) -> None:
+    """From the leader's draft, as on a GPU: they never come into a plan."""
+    some, model_dir = requests("looking back", 12, vocab_size=320, length=16), checkpoint("llama")
+    draft = tiny_runner(model_dir, kernels="torch")
+    draft._guess = DeviceGuesses(draft._compute, draft._limits, torch.device("cpu"))
+    drafts = ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len)
+    with pool.load(model_dir, 2, exact=True, kernels="torch") as ranks:
+        expected = decode_all(ranks, some, batch=3)  # type: ignore[arg-type]
+        ranks.launches_ahead = True
+        guessing = Speculation(drafts, fixed_length=3)
+        found = decode_all(ranks, some, batch=3, speculation=guessing, draft=draft)  # type: ignore[arg-type]
+    assert same(found, expected) and found.counters.accepted_tokens > 20
 
 
 def test_a_plan_that_does_not_fit_is_the_leaders_error_and_ends_nobody(

@@ -10,9 +10,10 @@ import torch
 from baton.core.request import SamplingParams
 from baton.engine.processors import Draw
 from baton.engine.sampler_device import choose_on_device
+from decode.speculative_engine import SpeculativeEngine
 from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
 from tests.engine.sampler_cases import PARAMS, plain, rows
-from tests.engine.test_guess_at_once import WORK, draft_rows, guesses
+from tests.engine.test_guess_at_once import PENALTY, WORK, draft_rows, guesses
 from tests.support.checkpoints import ARCHS, Arch, make_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -60,3 +61,26 @@ def test_guesses_made_at_once_are_those_of_a_step_for_each(tmp_path: Path) -> No
     slow._guess = None
     found, expected = (guesses(runner, draft_rows(runner, WORK)) for runner in (fast, slow))
     assert found == expected and (fast.guessed_at_once, slow.guessed_at_once) == (1, 0)
+
+
+def test_a_step_with_a_draft_waits_once(tmp_path: Path) -> None:
+    """From the draft's first pass to the copies nothing makes the host wait, or torch would say so. In float32, as
+    above."""
+    model_dir = make_checkpoint(tmp_path, "llama")
+    target, draft = (tiny_runner(model_dir, device="cuda") for _ in range(2))
+    for work in (WORK, (*WORK, (PENALTY, 20, 2, 4)), WORK[:1]):
+        plan = draft_rows(draft, work)
+        assert plan == draft_rows(target, work)
+        engine = SpeculativeEngine(target, draft)
+        engine.step(plan)  # captures what shapes there are
+        before = engine.waits
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = engine.step(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert engine.waits == before + 1 and 0.0 < found.draft_s < found.elapsed_s
+        target.launches_ahead = False
+        expected = engine.step(plan)
+        target.launches_ahead = True
+        assert (found.sampled, found.guesses) == (expected.sampled, expected.guesses)

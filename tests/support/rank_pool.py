@@ -26,6 +26,7 @@ from baton.core.errors import BatonError, InvariantError, RankLost
 from baton.core.kv_layout import KVLayout
 from baton.core.ranks import Ranks
 from baton.core.step import StepOutcome, StepPlan
+from baton.engine.guesses_device import Queued
 from baton.engine.lockstep import FollowerChannel, LeaderChannel
 from baton.engine.memory_report import MemoryReport
 from baton.engine.parallel import open_store
@@ -59,6 +60,8 @@ class Lost:
 class RemoteRunner:
     """The leader's runner as tests/engine/driver.py uses one. `facts` has one entry per rank."""
 
+    launches_ahead = False
+
     def __init__(self, pipe: Connection, facts: list[Facts]) -> None:
         self.facts = facts
         self.layout, self.num_blocks = facts[0].layout, facts[0].num_blocks
@@ -72,8 +75,8 @@ class RemoteRunner:
         outcome: StepOutcome = ask(self._pipe, "step", plan)
         return outcome
 
-    def launch(self, plan: StepPlan) -> None:
-        ask(self._pipe, "launch", plan)
+    def launch(self, plan: StepPlan, guesses: Queued | None = None) -> None:
+        ask(self._pipe, "launch", plan if guesses is None else (plan, guesses))
 
     def collect(self) -> StepOutcome:
         outcome: StepOutcome = ask(self._pipe, "collect", None)
@@ -209,7 +212,8 @@ def _serve(pipe: Connection, env: dict[str, str], ranks: Ranks, options: EngineO
     while (request := pipe.recv())[0] != "unload":
         try:
             call, argument = getattr(runner, request[0]), request[1]
-            pipe.send(call() if argument is None else call(argument))
+            arguments = argument if isinstance(argument, tuple) else (argument,)
+            pipe.send(call() if argument is None else call(*arguments))
         except InvariantError as error:
             pipe.send(InvariantError(error.message))
         except RankLost:

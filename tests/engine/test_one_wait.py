@@ -1,0 +1,210 @@
+"""A step with a draft on a device waits once, for guesses and tokens together, and says what steps one by one say."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from baton.core.errors import InvariantError
+from baton.core.request import GenerateRequest, SamplingParams, TokenBias
+from baton.core.step import StepOutcome, StepPlan
+from baton.engine.guesses_device import DeviceGuesses
+from baton.engine.launches import Launches
+from baton.engine.processors import Draw
+from baton.engine.runner import Runner
+from baton.engine.sampler_device import decide
+from baton.model_source import builtin_directory
+from decode.drafts import ModelDrafts, NgramDrafts
+from decode.speculation import Speculation
+from decode.speculative_engine import SpeculativeEngine, _first_row, guess_pass_by_pass
+from tests.engine.driver import GREEDY, tiny_runner
+from tests.engine.test_guess_at_once import PENALTY, WORK, draft_rows
+from tests.engine.test_launches import SAMPLINGS, same
+from tests.engine.test_speculation import FixedCosts
+from tests.support.decode_drive import Run, decode_all
+from tests.support.marked_device import CPU, MarkedDevice
+
+EACH = (
+    *SAMPLINGS["all"],
+    SamplingParams(temperature=0.8, bad_words=((20,), (7, 11))),
+    SamplingParams(temperature=0.0, min_tokens=5, presence_penalty=0.7, stop_token_ids=tuple(range(10, 60))),
+    SamplingParams(temperature=0.0, logprobs=2, repetition_penalty=1.3, frequency_penalty=0.4),
+)
+
+
+class Counted(SpeculativeEngine):
+    """Notes of each step how often the device saw the host wait, and what the engine says of that."""
+
+    def __init__(self, target: Runner, draft: Runner | None, device: MarkedDevice) -> None:
+        super().__init__(target, draft)
+        self._device = device
+        self.steps: list[tuple[StepPlan, StepOutcome, int]] = []
+
+    def step(self, plan: StepPlan) -> StepOutcome:
+        seen, said = self._device.waits, self.waits
+        outcome = super().step(plan)
+        assert self._device.waits - seen == self.waits - said, "the engine counts what there was"
+        self.steps.append((plan, outcome, self.waits - said))
+        return outcome
+
+
+def requests(count: int, length: int = 24) -> list[GenerateRequest]:
+    """Prompts of 3 to 70 tokens that repeat pieces of themselves, every sampling in turn, answers that end early."""
+    made = []
+    for index in range(count):
+        generator = random.Random(index)
+        piece = tuple(generator.choices(range(6, 4096), k=generator.randint(3, 35)))
+        eos = tuple(generator.sample(range(4096), 4096 // 12)) if index % 3 == 1 else ()
+        sampling = replace(EACH[index % len(EACH)], seed=index)
+        prompt = piece + piece[: generator.randint(0, 35)]
+        made.append(GenerateRequest(f"r{index}", prompt, generator.randint(2, length), sampling, eos_token_ids=eos))
+    return made
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Run]:
+    target = tiny_runner(builtin_directory("target"), exact=True, kernels="torch", kv_memory_bytes=64 << 20)
+    yield decode_all(target, requests(2 * len(EACH)), batch=5)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> MarkedDevice:
+    return MarkedDevice(monkeypatch)
+
+
+@pytest.fixture
+def pair() -> tuple[Runner, Runner]:
+    target = tiny_runner(builtin_directory("target"), exact=True, kernels="torch", kv_memory_bytes=64 << 20)
+    return target, tiny_runner(builtin_directory("draft"), kernels="torch", kv_memory_bytes=16 << 20)
+
+
+def test_each_step_waits_once_and_says_what_plain_steps_say(
+    pair: tuple[Runner, Runner], device: MarkedDevice, plain: Run
+) -> None:
+    target, draft = pair
+    device.adopt(target, draft)
+    engine = Counted(target, draft, device)
+    # Fewer blocks than drafts want: some sequences have none that is ready.
+    drafts = ModelDrafts(draft.layout, 14, draft.max_model_len)
+    guessing = Speculation(drafts, FixedCosts(), fixed_length=4)
+    some = requests(2 * len(EACH))
+    with device:
+        run = decode_all(target, some, speculation=guessing, engine=engine, batch=5)
+    assert same(run, plain) and any(run.logprobs.values()) and set(run.ended.values()) == {"length", "stop"}
+    assert run.counters.accepted_tokens > 20
+    assert [waits for *_, waits in engine.steps] == [1] * len(engine.steps)
+    kinds = Counter(kind for plan, outcome, _ in engine.steps for kind in kinds_of(plan, outcome))
+    assert min(kinds[kind] for kind in ("several lengths", "some without", "fills beside")) > 2, kinds
+    with_guesses = [outcome for plan, outcome, _ in engine.steps if any(d.num_guesses for d in plan.drafts)]
+    assert len(with_guesses) > 20 and draft.guessed_at_once >= len(with_guesses)
+    assert all(0.0 < outcome.draft_s < outcome.elapsed_s for outcome in with_guesses)
+
+
+def kinds_of(plan: StepPlan, outcome: StepOutcome) -> Iterator[str]:
+    lengths = {len(guesses) for guesses in outcome.guesses}
+    if len(lengths - {0}) > 1:
+        yield "several lengths"
+    if 0 in lengths and len(lengths) > 1:
+        yield "some without"
+    if len({d.num_guesses > 0 for d in plan.drafts}) == 2:
+        yield "fills beside"
+
+
+def test_a_step_that_only_fills_is_waited_for(pair: tuple[Runner, Runner], device: MarkedDevice) -> None:
+    target, draft = pair
+    device.adopt(target, draft)
+    engine = Counted(target, draft, device)
+    plan = draft_rows(draft, ((GREEDY, 0, 20, 0),))
+    with device:
+        outcome = engine.step(plan)
+    assert outcome.sampled == outcome.guesses == () and 0.0 < outcome.draft_s < outcome.elapsed_s
+    assert [waits for *_, waits in engine.steps] == [1]
+
+
+def test_guesses_from_the_text_wait_once_too(pair: tuple[Runner, Runner], device: MarkedDevice, plain: Run) -> None:
+    target, _ = pair
+    device.adopt(target, None)
+    engine = Counted(target, None, device)
+    guessing = Speculation(NgramDrafts(), FixedCosts(), fixed_length=3)
+    with device:
+        run = decode_all(target, requests(2 * len(EACH)), speculation=guessing, engine=engine, batch=5)
+    assert same(run, plain) and run.counters.drafted_tokens > 3
+    assert [waits for *_, waits in engine.steps] == [1] * len(engine.steps)
+
+
+class Undecided:
+    """Says of every fifth draw that it is too close to tell."""
+
+    def __init__(self) -> None:
+        self.draws = 0
+
+    def __call__(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+        tokens = decide(logits, draws)
+        for row in range(len(draws)):
+            self.draws += 1
+            if self.draws % 5 == 0:
+                tokens[row] = -1
+        return tokens
+
+
+def test_what_the_device_cannot_decide_the_plain_sampler_does(
+    pair: tuple[Runner, Runner], device: MarkedDevice, plain: Run
+) -> None:
+    """Also of draws behind guesses that look back at them."""
+    target, draft = pair
+    device.adopt(target, draft, Undecided())
+    engine = Counted(target, draft, device)
+    guessing = Speculation(
+        ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len), FixedCosts(), fixed_length=2
+    )
+    with device:
+        run = decode_all(target, requests(2 * len(EACH)), speculation=guessing, engine=engine, batch=3)
+    assert same(run, plain) and run.counters.accepted_tokens > 20 and target.launches.rows_corrected > 5
+    waits = Counter(waits for *_, waits in engine.steps)
+    assert set(waits) == {1, 2} and waits[2] > 20, "one more where some draw was undecided"
+
+
+# The favoured token comes until it has come too often: where guesses are not counted, once more.
+FAVOURED = SamplingParams(temperature=0.0, frequency_penalty=3.0, logit_bias=(TokenBias(20, 9.0),))
+BIASED = SamplingParams(temperature=0.9, presence_penalty=5.0, logit_bias=(TokenBias(20, 9.0),), min_tokens=4, seed=3)
+
+
+def test_guesses_that_stay_are_those_of_a_step_for_each(checkpoint: Callable[..., Path]) -> None:
+    """By draws that change logits, too, and that look back at the guesses before."""
+    fast, slow = (tiny_runner(checkpoint("llama"), kernels="torch") for _ in range(2))
+    fast._guess = DeviceGuesses(fast._compute, fast._limits, CPU)
+    work = (*WORK, (PENALTY, 20, 2, 6), (FAVOURED, 33, 1, 8), (BIASED, 8, 1, 5))
+    found: list[list[int]] = []
+    for runner in (fast, slow):
+        plan = draft_rows(runner, work)
+        first = [(drafted, _first_row(drafted, plan)) for drafted in plan.drafts]
+        if runner is slow:
+            by_row = guess_pass_by_pass(runner, 1, first)
+            found.append([token for row in sorted(by_row) for token in by_row[row]])
+            continue
+        counts = [drafted.num_guesses for drafted in plan.drafts]
+        found.append(runner.queue_guesses(StepPlan(1, tuple(row for _, row in first)), counts).tokens.tolist())
+    assert found[0] == found[1] and len(found[0]) == sum(count for *_, count in work)
+
+
+def test_what_is_to_be_verified_has_places_for_guesses_and_others_are_refused(pair: tuple[Runner, Runner]) -> None:
+    target, draft = pair
+    with pytest.raises(InvariantError, match="make no guesses at once"):
+        draft.queue_guesses(StepPlan(1, ()), [])
+    draft._guess = DeviceGuesses(draft._compute, draft._limits, CPU)
+    target.launches = Launches(CPU, target.group, decide)
+    plan = draft_rows(draft, ((GREEDY, 10, 1, 3),))
+    draws = target._batch(plan.to_verify()).draws
+    assert [draw.output_index for draw in draws] == [1, 2, 3, 4], "a sample at each guess"
+    assert not any(draw.drafts for draw in draws), "zeros in their places are not taken for them"
+    guesses = draft.queue_guesses(StepPlan(1, (_first_row(plan.drafts[0], plan),)), [2])
+    with pytest.raises(InvariantError, match="step 1 verifies 3 guesses, and has 2"):
+        target.launch(plan.to_verify(), guesses)
+    with pytest.raises(InvariantError, match="step 1 verifies 3 guesses, and has None"):
+        target.launch(plan.to_verify())

@@ -1,0 +1,160 @@
+"""A device on the CPU that notices when the host waits for it, as a GPU's host would without noticing.
+
+What it computes is marked, and so is all that follows from that. To read it (`tolist`, `item`, a condition, an index of
+booleans) counts as a wait; to compute with it and with what is only in host memory is an error, as on a GPU. A copy to
+the host has nothing in it before a mark behind it was waited for: so whoever reads it too early reads nonsense.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from baton.engine.batch import Batch
+from baton.engine.guesses_device import DeviceGuesses
+from baton.engine.launches import Decide, Launches
+from baton.engine.runner import Runner
+from baton.engine.sampler_device import decide as plain_decide
+
+CPU = torch.device("cpu")
+NONSENSE = -(1 << 40)
+_READS = {"tolist", "item", "cpu", "numpy", "nonzero", "unique", "masked_select", "__array__", "__contains__"}
+_READS |= {"__bool__", "__int__", "__float__", "__index__"}
+_COPYING = ("batch", "guesses_device", "launches", "processors", "sampler_device")
+
+
+class OnDevice(Tensor):
+    """What the device has."""
+
+
+class MarkedDevice(TorchFunctionMode):
+    """To be entered while it computes. `waits` counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.waits = 0
+        self._given = self._passed = 0
+        self._late: list[tuple[int, Tensor, Tensor]] = []
+        for name in _COPYING:
+            monkeypatch.setattr(f"baton.engine.{name}.to_device", lambda tensor, device: _marked(tensor))
+        monkeypatch.setattr("baton.engine.launches.to_host", self.to_host)
+
+    def adopt(self, target: Runner, draft: Runner | None, decide: Decide = plain_decide) -> None:
+        """The two compute here from now on, as on a GPU."""
+        for runner in (target, draft):
+            if runner is not None:
+                runner._compute = self._computing(runner._compute)
+                runner.launches_ahead = True
+                runner.launches = Launches(CPU, runner.group, decide, None, self.new_mark)
+        if draft is not None:
+            draft._guess = DeviceGuesses(draft._compute, draft._limits, CPU, self.new_mark)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, OnDevice):
+            return tensor
+        host = torch.full(tensor.shape, NONSENSE, dtype=tensor.dtype)
+        self._given += 1
+        self._late.append((self._given, host, _plain(tensor).clone()))
+        return host
+
+    def new_mark(self) -> _Mark:
+        return _Mark(self)
+
+    def record(self) -> int:
+        self._given += 1
+        return self._given
+
+    def wait_for(self, number: int) -> None:
+        self.waits += 1
+        self._passed = max(self._passed, number)
+        for given, host, tensor in self._late:
+            if given < self._passed:
+                host.copy_(tensor)
+        self._late = [late for late in self._late if late[0] > self._passed]
+
+    def has_passed(self, number: int) -> bool:
+        return number <= self._passed
+
+    def _computing(self, compute: Callable[[Batch], Tensor]) -> Callable[[Batch], Tensor]:
+        """A model's pass is taken to be the device's own business, whatever it does."""
+
+        def on_device(batch: Batch) -> Tensor:
+            if batch.fed is not None:
+                batch = replace(batch, fed=_plain(batch.fed))
+            with torch._C.DisableTorchFunction():
+                return _plain(compute(batch)).as_subclass(OnDevice)
+
+        return on_device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = _tensors((args, list(kwargs.values())))
+        marked = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
+        if not marked and kwargs.get("device") is None:
+            return func(*args, **kwargs)
+        name = func.__name__
+        here, given = _map(args, _plain), {key: _map(value, _plain) for key, value in kwargs.items()}
+        if marked and (name in _READS or (name in ("__getitem__", "__setitem__") and _waits_in_index(args[1]))):
+            self.waits += 1
+        if name in _READS:
+            return func(*here, **given)
+        if marked:
+            hosts = [t for t in tensors if not isinstance(t, OnDevice) and t.dim() > 0]
+            assert not hosts, f"{name}: a tensor in host memory meets one on the device"
+        return _map(func(*here, **given), _marked)
+
+
+class _Mark:
+    def __init__(self, device: MarkedDevice) -> None:
+        self._device, self._number, self._at = device, 0, 0.0
+
+    def record(self) -> None:
+        self._number, self._at = self._device.record(), time.perf_counter()
+
+    def synchronize(self) -> None:
+        assert self._number, "nothing was recorded"
+        self._device.wait_for(self._number)
+
+    def elapsed_time(self, end: _Mark) -> float:
+        assert self._device.has_passed(self._number) and self._device.has_passed(end._number)
+        return (end._at - self._at) * 1e3
+
+
+def _waits_in_index(index: Any) -> bool:
+    """A list has to be brought to the device first, and how many a mask takes must be known."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(p, list) or (isinstance(p, Tensor) and p.dtype == torch.bool) for p in parts)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for part in value for t in _tensors(part)] if isinstance(value, (tuple, list)) else []
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(value, tuple) and hasattr(value, "n_sequence_fields"):  # torch.return_types
+        return type(value)([_map(part, change) for part in value])
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(part, change) for part in value)
+    return change(value)
+
+
+def _marked(value: Any) -> Any:
+    return _as(value, OnDevice) if type(value) is Tensor else value
+
+
+def _plain(value: Any) -> Any:
+    return _as(value, Tensor) if isinstance(value, OnDevice) else value
+
+
+def _as(tensor: Tensor, kind: type[Tensor]) -> Tensor:
+    with torch._C.DisableTorchFunction():
+        return tensor.as_subclass(kind)
