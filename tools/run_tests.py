@@ -1,5 +1,5 @@
 """`make test`: first the tests that mind nobody, side by side on all cores; then, one after the other, those that start
-processes or hold a time. `tests/parts.py` says which is which.
+processes or hold a time. `tests/parts.py` says which is which. `make test-long` runs its tests the same way.
 
 Arguments go to pytest. The last lines repeat what failed in either part and add up the counts; the exit code is 0 only
 when both parts passed, and pytest's own for the first that did not.
@@ -28,31 +28,42 @@ _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed|warni
 
 
 def main() -> int:
+    return run_all([*SELECTED, *sys.argv[1:]])[0]
+
+
+def run_all(arguments: list[str]) -> tuple[int, list[str]]:
+    """Both parts with these arguments for pytest: the exit code, and the lines that were printed, without colours."""
     workers = min(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1, MOST_WORKERS)
     beside = ("-n", str(workers), "--dist", "loadfile") if workers > 1 else ()
     signal.signal(signal.SIGINT, lambda *_: None)  # pytest hears it too, and says so before it ends
     started, codes, failed, counts = time.monotonic(), [], [], Counter[str]()
+    printed: list[str] = []
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+        printed.extend(text.splitlines())
+
     for part, flags in (("beside", beside), ("alone", ("-p", "no:xdist", *SLOWEST))):
-        print(f"\n--- {part}: {'side by side' if '-n' in flags else 'one after the other'}", flush=True)
-        code, text = run(["--part", part, *flags, *SELECTED, *sys.argv[1:]])
+        say(f"\n--- {part}: {'side by side' if '-n' in flags else 'one after the other'}")
+        code, text = run(["--part", part, *flags, *arguments])
         codes.append(code)
         lines = _COLOUR.sub("", text).splitlines()
+        printed += lines
         failed += filter(_FAILED.match, lines)
         counts.update({name: int(count) for count, name in _COUNT.findall(lines[-1] if lines else "")})
         if code == INTERRUPTED:
             break
     if set(codes) == {NOTHING_SELECTED}:
-        return NOTHING_SELECTED
+        return NOTHING_SELECTED, printed
     code = next((code for code in codes if code not in (PASSED, NOTHING_SELECTED)), PASSED)
     minutes, seconds = divmod(round(time.monotonic() - started), 60)
     if failed:
-        print("\n--- what failed")
-        print("\n".join(failed))
+        say("\n".join(("\n--- what failed", *failed)))
     told = ", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing was counted"
-    print(
+    say(
         f"\n{'passed' if code == PASSED else f'FAILED with exit code {code}'}: {told} in {minutes}:{seconds:02} minutes"
     )
-    return code
+    return code, printed
 
 
 def run(arguments: list[str]) -> tuple[int, str]:

@@ -1,42 +1,36 @@
-"""`make test-long`: the whole suite with every combination, its log kept with machine, commit and counts.
+"""`make test-long`: the whole suite with every combination and repetition, an hour or more, run as `make test` runs its
+part (run_tests.py). Arguments go to pytest.
 
-Writes `benchmarks/results/test-long.md` (a summary and the slowest tests) and exits as pytest does.
+Writes `benchmarks/results/test-long-run.md`: machine, commit, counts, the slowest tests and what failed. Exits as
+`make test` does.
 """
 
 from __future__ import annotations
 
 import datetime
-import subprocess
+import re
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.serving import commit, machine
+from tools.run_tests import run_all
 
 ROOT = Path(__file__).resolve().parent.parent
-OUT = ROOT / "benchmarks" / "results" / "test-long.md"
-KEPT_LINES = 60
+OUT = ROOT / "benchmarks" / "results" / "test-long-run.md"
+SELECTED = ("-m", "not gpu")
+_KEPT = re.compile(r"--- |=+ .*(passed|failed|error)|passed: |FAILED|ERROR |SKIPPED|\d+\.\d+s (call|setup|teardown) ")
 
 
 def main() -> int:
-    command = [sys.executable, "-m", "pytest", "-m", "not gpu", "--durations=25", *sys.argv[1:]]
-    started, lines = time.monotonic(), []
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if process.stdout is None:
-        raise SystemExit("pytest has no output")
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        lines.append(line.rstrip())
-    code = process.wait()
-    minutes = (time.monotonic() - started) / 60
-    tail = "\n".join(lines[-KEPT_LINES:]).replace(str(ROOT) + "/", "")
-    shown = " ".join(["python", *command[1:]])
-    OUT.parent.mkdir(parents=True, exist_ok=True)
+    began = commit()
+    code, lines = run_all([*SELECTED, *sys.argv[1:]])
+    shown = " ".join(["python tools/test_long.py", *sys.argv[1:]])
+    kept = "\n".join(line for line in lines if _KEPT.match(line)).replace(f"{ROOT}/", "")
     OUT.write_text(
-        f"# make test-long\n\n{machine()}. Commit {commit()}, {datetime.date.today()}, {minutes:.1f} minutes,"
-        f" exit code {code}.\n\n    {shown}\n\n```\n{tail}\n```\n"
+        f"# make test-long, as one run\n\n{machine()}. Commit {began}, {datetime.date.today()}, exit code {code}.\n\n"
+        f"    {shown}\n\n```\n{kept}\n```\n"
     )
     return code
 

@@ -16,6 +16,10 @@ from baton.core.sections import Section, cut_sections
 from baton.transfer.staging import Layers, PagedLayers, checksum, checksum_parts, pack, pack_layers, unpack
 from baton.transfer.staging_buffers import StagingBuffer
 
+AHEAD = 3
+"""Sections that are packed before the first is sent, where there are as many. On one core packing takes from sending:
+512 tokens were handed over 1.2 ms later with no more packed than there was time for until `Posted` (decision 0033)."""
+
 _LAYERS = struct.Struct("<II")
 
 
@@ -68,9 +72,8 @@ class Packing(_Sections):
         self._sums: list[int] = []
 
     def begin(self) -> None:
-        """Packs until the sections are wanted, but one at least."""
-        self._pack_next()
-        while len(self._sums) < len(self.sections) and not self.wanted:
+        """Packs until the sections are wanted, but AHEAD of them at least."""
+        while len(self._sums) < len(self.sections) and not (self.wanted and len(self._sums) >= AHEAD):
             self._pack_next()
 
     def ready(self, index: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -185,7 +186,7 @@ def test_a_stopped_rank_is_lost_within_five_seconds(jobs: Jobs) -> None:
     os.kill(pids[1], signal.SIGSTOP)
     jobs.wait_until(lambda: gone(pids[0]), "end of the leader", 10.0)
     assert time.monotonic() - stopped < 6.0
-    assert "error: rank 1 is silent for 4." in jobs.log("prefill")
+    assert re.search(r"error: rank 1 is silent for [45]\.\d s", jobs.log("prefill"))  # later where cores are short
     os.kill(pids[1], signal.SIGCONT)
     assert prefill.wait(60) != 0
 
