@@ -14,11 +14,12 @@ from torch import Tensor
 
 from baton.engine.kernels import native
 from tests.engine.driver import bfloat16_levels, float32_levels
+from tests.engine.tiles import emulated_kind, load
 
 KINDS = [(level, torch.float32) for level in float32_levels()] + [
     (level, torch.bfloat16) for level in bfloat16_levels()
 ]
-kinds = pytest.mark.parametrize(("level", "dtype"), KINDS, ids=str)
+kinds = pytest.mark.parametrize(("level", "dtype"), [*KINDS, emulated_kind], ids=str)
 
 
 @dataclass
@@ -73,7 +74,7 @@ class Case:
         width = self.heads * self.head_dim
         output = torch.full((first, width), torch.nan, dtype=self.dtype)
         addresses: tuple[Any, ...] = (self.keys.data_ptr(), self.values.data_ptr(), output.data_ptr())
-        native.load(level).attend(
+        load(level).attend(
             self.dtype == torch.bfloat16, ctypes.byref(shape), packed, len(rows), queries.data_ptr(), width,
             *addresses, width, threads,
         )  # fmt: skip

@@ -157,7 +157,7 @@ def test_auto_is_the_fastest_level(monkeypatch: pytest.MonkeyPatch, vendor: str,
     class Loaded:
         def __init__(self, level: str) -> None:
             asked.append(level)
-            self.level = level
+            self.level = self.name = level
 
     monkeypatch.setattr(native, "load", Loaded)
     assert choose_kernels("auto", CPU)[1] == (level or "torch (this processor has no AVX2)")

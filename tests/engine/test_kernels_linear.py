@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels import native
 from baton.engine.kernels.native import ADD, FLOAT, STORE, SWIGLU, Arena, pack_weight, padded
 from baton.engine.quantize import quantize
 from tests.engine.driver import bfloat16_levels, float32_levels
+from tests.engine.tiles import emulated_kind, load
 
 KINDS = [(level, torch.float32) for level in float32_levels()] + [
     (level, torch.bfloat16) for level in bfloat16_levels()
 ]
-kinds = pytest.mark.parametrize(("level", "dtype"), KINDS, ids=str)
+kinds = pytest.mark.parametrize(("level", "dtype"), [*KINDS, emulated_kind], ids=str)
 sizes = pytest.mark.parametrize(("n", "k"), [(32, 32), (40, 24), (333, 100), (64, 1536), (40, 1300)], ids=str)
 ROWS = (1, 2, 3, 4, 5, 6, 7, 11, 16, 17, 31, 32, 33, 50, 100)
 
@@ -28,7 +28,7 @@ def randn(*size: int, seed: int = 0) -> Tensor:
 
 class Layer:
     def __init__(self, level: str, weight: Tensor, bias: Tensor | None = None, *, int8: bool = False) -> None:
-        self.kernels, self.dtype = native.load(level), weight.dtype
+        self.kernels, self.dtype = load(level), weight.dtype
         steps, scale = quantize(weight) if int8 else (weight, None)
         self.packed = pack_weight(self.kernels, Arena(), steps, bias, scale, dtype=weight.dtype)
 

@@ -132,6 +132,15 @@ class Kernels:
             raise CannotBuild(f"the compiled kernels are not those of {level}")
         if self._library.baton_init() != 0:
             raise CannotBuild("the system does not give this process AMX tiles")
+        self.few_agree = self._library.baton_few_agree() != 0
+        """Whether attention of few queries by vectors has the bits of tiles; if not, it goes through tiles (0043)."""
+
+    @property
+    def name(self) -> str:
+        """The level, and what is not as usual on this processor."""
+        if self.few_agree:
+            return self.level
+        return f"{self.level} (few queries in tiles: vectors sum otherwise than this processor's tiles)"
 
     pack: ctypes._FuncPointer
     forward: ctypes._FuncPointer
@@ -168,7 +177,7 @@ def choose_kernels(wanted: str, device: torch.device) -> tuple[Kernels | None, s
         if wanted == "auto":
             return None, f"torch ({error})"
         raise StartupError(f"kernels {wanted}: {error}") from None
-    return kernels, kernels.level
+    return kernels, kernels.name
 
 
 def row_invariant(kernels: Kernels | None, dtype: torch.dtype) -> bool:

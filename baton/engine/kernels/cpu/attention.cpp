@@ -10,6 +10,7 @@ namespace baton {
 namespace {
 
 constexpr int64_t TILES_PER_UNIT = 8;  // query tiles that pass by a block of keys while it is in L1
+constexpr int64_t FEW_BY_AMX = 6;      // columns up to which vectors are as fast as AMX; a guess, not measured yet
 
 thread_local Scratch tile_memory, block_memory;
 thread_local Scratch row_memory;  // of the thread that calls; its workers read and write their parts
@@ -161,6 +162,13 @@ void attend_tiles(
   }
 }
 
+// Most columns of a row that attend_few computes.
+template <class E>
+int64_t most_few() {
+  if constexpr (BY_AMX<E>) return few_in_tiles ? 0 : FEW_BY_AMX;
+  return TILE;
+}
+
 }  // namespace
 
 template <class E>
@@ -175,15 +183,14 @@ void attend(
     const Row& row = rows[unit / shape.kv_heads];
     const int64_t head = unit % shape.kv_heads, tiles = plan.tiles_of(row);
     if (tiles > TILES_PER_UNIT) return;
-    if constexpr (!BY_AMX<E>)
-      if (tiles == 1) {
-        if (head % together != 0) return;
-        const bool by_turns = threads == 1;  // rows come one after the other
-        const Row* after = by_turns && &row + 1 < rows + num_rows ? &row + 1 : nullptr;
-        return attend_few(
-            plan, row, by_turns && &row > rows, after, head, head + together, queries, query_stride, keys, values, output,
-            output_stride);
-      }
+    if (row.length * plan.group <= most_few<E>()) {
+      if (head % together != 0) return;
+      const bool by_turns = threads == 1;  // rows come one after the other
+      const Row* after = by_turns && &row + 1 < rows + num_rows ? &row + 1 : nullptr;
+      return attend_few(
+          plan, row, by_turns && &row > rows, after, head, head + together, queries, query_stride, keys, values, output,
+          output_stride);
+    }
     char* block_at = block_memory.get(plan.block_bytes);
     attend_tiles<E>(plan, row, head, 0, tiles, queries, query_stride, output, output_stride, [&](int64_t block) {
       pack_block(plan, row, head, block, keys, values, block_at);

@@ -27,6 +27,13 @@ struct AttentionShape {
   int64_t window;  // 0: none
 };
 
+// Whether at level amx rows with few queries go through tiles in bf16 as longer ones do, and not by a kernel of their own.
+extern bool few_in_tiles;
+
+// Computes some rows both ways and returns whether the bits are the same; if not, sets `few_in_tiles`. Call it once, before
+// the first step. True at other levels.
+bool few_agree();
+
 // queries: token t, head h at queries + t * query_stride + h * head_dim. keys, values: the pool's [blocks, block_size,
 // kv_heads, head_dim]. Token t's heads side by side go to output + t * output_stride.
 template <class E>

@@ -1,18 +1,21 @@
-// Attention of rows with few queries (of 16 columns at most: decode steps, verified guesses), by registers of 8 lanes.
+// Attention of rows with few queries (decode steps, verified guesses), by registers of 8 lanes.
 //
 // So few columns fill no registers. So lanes are keys where scores are summed, from keys turned over eight at a time, and
 // elements where values are. A column's bits are those that it has in a tile: scores are summed over elements and values
-// over keys front to back, the weights of a block in four sums, by key modulo 4.
+// over keys front to back (in bf16 at level amx as attention_few_tiles.h does), the weights of a block in four sums, by key
+// modulo 4.
 //
 // Keys and values mostly come from memory, and those of the next block are fetched on the way through this one.
 #pragma once
 
 #include "attention_ahead.h"
+#if BATON_LEVEL >= 3
+#include "attention_few_tiles.h"
+#endif
 
 namespace baton {
 namespace {
 
-constexpr int64_t HALF = KEYS / 2;  // keys that are turned over at a time, so that they stay in L1
 constexpr int64_t MOST_COLUMNS = 3;  // of a product: 12 registers of sums
 
 thread_local Scratch few_memory;
@@ -150,6 +153,8 @@ void in_turns(int64_t columns, Work work) {
   }
 }
 
+BATON_LANES Floats as_factor(Floats weight, float) { return weight; }
+
 // What a column has seen so far.
 struct Column {
   float maximum, sum;
@@ -173,7 +178,7 @@ struct Column {
         sums = _mm_add_ps(sums, _mm256_castps256_ps128(half));
         sums = _mm_add_ps(sums, _mm256_extractf128_ps(half, 1));
       }
-      store_aligned(scores + key, weight);
+      store_aligned(scores + key, as_factor(weight, Factor<E>()));
     }
     const float total = (sums[0] + sums[1]) + (sums[2] + sums[3]);
     if (maximum != highest) {
@@ -187,24 +192,31 @@ struct Column {
   }
 };
 
-// 16 elements of a column's output in their own order.
+// Elements of a column's output that lie by turns together.
 template <class E>
-BATON_LANES Floats in_order(Floats x) {
-  return sizeof(E) == 4 ? x : by_turns(low_half(x), high_half(x));
+constexpr int64_t TURN = BY_AMX<E> ? 32 : 16;
+
+// 16 elements from `at` on of a column's output, in their own order.
+template <class E>
+BATON_LANES Floats in_order(const float* output, int64_t at) {
+  if (sizeof(E) == 4) return load_aligned(output + at);
+  const float* even = output + at / TURN<E> * TURN<E> + at % TURN<E> / 2;
+  return by_turns(_mm256_load_ps(even), _mm256_load_ps(even + TURN<E> / 2));
 }
 
-// A row of up to 16 columns (token, head) for each of the KV heads [first_head, last_head). Heads take turns at each block,
+// A row of few columns (token, head) for each of the KV heads [first_head, last_head). Heads take turns at each block,
 // because they lie together in memory. `fetched` says that the first block is; that of the row `after`, if any, is then.
 template <class E>
 void attend_few(
     const Plan<E>& plan, const Row& row, bool fetched, const Row* after, int64_t first_head, int64_t last_head,
     const E* queries, int64_t stride, const E* keys, const E* values, E* to, int64_t to_stride) {
   const AttentionShape& s = plan.shape;
-  const int64_t columns = row.length * plan.group, size = s.head_dim, width = round_up(size, 16);
+  const int64_t columns = row.length * plan.group, size = s.head_dim, width = round_up(size, TURN<E>);
   const int64_t heads = last_head - first_head, all = heads * columns;
   const int64_t floats_needed = width * HALF + columns * KEYS + all * 2 * width;
-  float* turned = reinterpret_cast<float*>(few_memory.get(floats_needed * sizeof(float) + all * sizeof(Column)));
-  float *scores = turned + width * HALF, *query = scores + columns * KEYS, *output = query + all * width;
+  float* memory = reinterpret_cast<float*>(few_memory.get(floats_needed * sizeof(float) + all * sizeof(Column)));
+  Factor<E>* turned = reinterpret_cast<Factor<E>*>(memory);
+  float *scores = memory + width * HALF, *query = scores + columns * KEYS, *output = query + all * width;
   Column* state = reinterpret_cast<Column*>(output + all * width);
   const auto place = [&](int64_t i, int64_t apart) {  // of column i of all heads' together
     const int64_t c = i % columns, head = first_head + i / columns;
@@ -260,7 +272,7 @@ void attend_few(
     E* into = to + place(i, to_stride);
     const Floats share = floats(1.0f) / floats(state[i].sum);
     for (int64_t at = 0; at < size; at += 16)
-      store(into + at, in_order<E>(load_aligned(output + i * width + at)) * share, first_lanes(size - at));
+      store(into + at, in_order<E>(output + i * width, at) * share, first_lanes(size - at));
   }
 }
 

@@ -9,6 +9,7 @@ namespace baton {
 namespace {
 
 constexpr int64_t KEY_TILES = KEYS / TILE;
+constexpr int64_t HALF = KEYS / 2;  // keys that attention of few queries turns over at a time, so that they stay in L1
 constexpr float NO_SCORE = -1e30f;  // a maximum before any key was seen; finite, so that differences are numbers
 
 // Whether AMX computes attention. Else all of it is float32: keys are read more often than they are multiplied.

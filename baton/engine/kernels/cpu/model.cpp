@@ -201,6 +201,8 @@ int baton_init() {
 #endif
 }
 
+int baton_few_agree() { return few_agree(); }
+
 void baton_pack(int is_bf16, int is_int8, const void* weight, int64_t n, int64_t k, void* packed) {
   BATON_BY_TYPE(
       is_bf16, is_int8 ? pack<E>(static_cast<const int8_t*>(weight), n, k, static_cast<int8_t*>(packed))

@@ -1,0 +1,130 @@
+"""Attention of few queries at level `amx`: bit for bit what tiles give, without tiles. By emulated tiles, and by the
+processor's own where it has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.engine.kernels import native
+from baton.engine.kernels.build import can_compile, processor_levels
+from baton.engine.kernels.native import choose_kernels
+from tests.engine.test_kernels_attention import Case
+from tests.engine.tiles import EMULATED, OTHER_ORDER, load, needs_emulation, products
+
+CPU = torch.device("cpu")
+needs_amx = pytest.mark.skipif("amx" not in processor_levels(), reason="no AMX")
+levels = pytest.mark.parametrize(
+    "level", [pytest.param(EMULATED, marks=needs_emulation), pytest.param("amx", marks=needs_amx)]
+)
+SHAPES: list[dict[str, Any]] = [
+    {},  # 3 columns a token
+    {"heads": 6, "kv_heads": 1, "window": 70},
+    {"heads": 7, "kv_heads": 1},
+    {"heads": 4, "kv_heads": 4, "head_dim": 80, "window": 1},
+    {"heads": 2, "kv_heads": 1, "head_dim": 33, "block_size": 8},
+    {"heads": 5, "kv_heads": 1, "head_dim": 128},
+]
+
+
+def in_pieces(case: Case, level: str, tokens: int) -> Tensor:
+    """The output of a case's one sequence, by rows of so many tokens."""
+    (length,) = case.lengths
+    starts = range(0, length, tokens)
+    return torch.cat([case.attend(level, [(0, start, min(start + tokens, length))])[0] for start in starts])
+
+
+def ordinary(case: Case) -> None:
+    """As they are."""
+
+
+def subnormal(case: Case) -> None:
+    """Values and products are small, and some too small: they are zero to tiles."""
+    case.values *= 2.0**-121
+    case.keys[..., ::3] *= 2.0**-60
+    for queries in case.queries:
+        queries[..., ::3] *= 2.0**-70
+
+
+def scores_that_cancel(case: Case) -> None:
+    """What is left of them are roundings of sums, and any other order shows in most of them."""
+    half = case.head_dim // 2
+    case.keys *= torch.where(torch.arange(case.head_dim) % 5 < 3, 1024.0, 1.0).bfloat16()
+    case.keys[..., half:] = -case.keys[..., :-half].flip(-1)
+    for queries in case.queries:
+        queries *= 1024.0
+        queries[..., half:] = queries[..., :-half].flip(-1)
+
+
+def values_that_cancel(case: Case) -> None:
+    """The same of sums over keys: 8 after 8 of them, which all weigh the same."""
+    case.queries[0][:] = 0.0
+    exponents = torch.randint(-11, 12, case.values.shape, generator=torch.Generator().manual_seed(3))
+    case.values = torch.ldexp(case.values.float(), exponents).bfloat16()
+    values = case.values.flatten(0, 1)
+    positions = torch.tensor(case.tables[0])[:, None] * case.block_size + torch.arange(case.block_size)
+    groups = positions.flatten()[: case.lengths[0] // 8 * 8].view(-1, 8)
+    values[groups[:, 4:]] = -values[groups[:, :4].flip(1)]
+
+
+NUMBERS = {numbers.__name__: numbers for numbers in (ordinary, subnormal, scores_that_cancel, values_that_cancel)}
+
+
+@levels
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_few_queries_have_the_bits_of_tiles(level: str, shape: dict[str, Any], numbers: str) -> None:
+    case = Case(torch.bfloat16, lengths=(150,), **shape)
+    NUMBERS[numbers](case)
+    whole = in_pieces(case, level, 150)
+    assert whole.isfinite().all() and whole.count_nonzero() > whole.numel() / 2
+    for tokens in (1, 2, 3):
+        assert torch.equal(in_pieces(case, level, tokens), whole), tokens
+
+
+@needs_emulation
+@pytest.mark.parametrize(("heads", "tokens", "in_tiles"), [(1, 6, False), (3, 2, False), (7, 1, True), (2, 4, True)])
+def test_up_to_six_columns_make_no_products_of_tiles(heads: int, tokens: int, in_tiles: bool) -> None:
+    case = Case(torch.bfloat16, heads=heads, kv_heads=1, lengths=(100,))
+    before = products(load(EMULATED))
+    case.attend(EMULATED, [(0, 100 - tokens, 100)])
+    assert (products(load(EMULATED)) > before) == in_tiles
+
+
+@levels
+def test_subnormal_numbers_are_as_they_were_afterwards(level: str) -> None:
+    smallest = float("5e-324")
+    Case(torch.bfloat16, lengths=(10,)).attend(level, [(0, 9, 10)])
+    assert smallest * float("1") > 0.0
+
+
+@levels
+def test_the_check_at_load_finds_the_order_of_the_manual(level: str) -> None:
+    """If this fails on a processor with AMX, few queries are slow there: please tell us."""
+    assert load(level).few_agree
+    assert load(level).name == "amx"
+
+
+@needs_amx
+@pytest.mark.skipif(not can_compile("amx"), reason="no compiler")
+def test_emulated_tiles_have_the_bits_of_the_processor() -> None:
+    for numbers in NUMBERS.values():
+        case = Case(torch.bfloat16, lengths=(150,))
+        numbers(case)
+        assert torch.equal(in_pieces(case, "amx", 150), in_pieces(case, EMULATED, 150))
+
+
+@needs_emulation
+def test_where_tiles_sum_otherwise_few_queries_go_through_them_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = load(OTHER_ORDER)
+    assert not kernels.few_agree
+    case = Case(torch.bfloat16, lengths=(150,))
+    before = products(kernels)
+    assert torch.equal(in_pieces(case, OTHER_ORDER, 1), in_pieces(case, OTHER_ORDER, 150))
+    assert products(kernels) > before
+    monkeypatch.setattr(native, "load", lambda level: kernels)
+    name = "amx (few queries in tiles: vectors sum otherwise than this processor's tiles)"
+    assert choose_kernels("amx", CPU) == (kernels, name)
