@@ -134,7 +134,7 @@ async def test_every_rank_sends_while_it_packs_and_the_bytes_are_right(monkeypat
         return packed(*where)
 
     monkeypatch.setattr(sections, "pack_layers", slowly)
-    monkeypatch.setattr(sections, "AHEAD", 1)
+    monkeypatch.setattr(sections, "AHEAD_BYTES", 1)
     async with ranks(2, 2) as (source, decode):
         await hand_over(source, decode, "r", 8)
         (follower,) = source.runner.follower_ends  # type: ignore[attr-defined]

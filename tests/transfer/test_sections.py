@@ -26,14 +26,13 @@ MakeSpec = Callable[..., EdgeSpec]
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 LAYERS, BLOCK = 4, 4
 LAYER_BYTES = 8 * 2 * 2 * 4
-AHEAD = sections.AHEAD
 PART = Part((1, 0), 0, 8, LAYERS * LAYER_BYTES, b"who")
 
 
 @pytest.fixture(autouse=True)
 def one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """One section is packed before the first is sent, so that four are enough to see all steps overlap."""
-    monkeypatch.setattr(sections, "AHEAD", 1)
+    monkeypatch.setattr(sections, "AHEAD_BYTES", 1)
 
 
 def pool(value: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -102,12 +101,12 @@ async def test_a_section_is_stored_before_the_last_is_packed(spec: MakeSpec, mon
     await ends.close()
 
 
-@pytest.mark.parametrize("ahead", [2, AHEAD, LAYERS + 1])
+@pytest.mark.parametrize("ahead", [2, 3, LAYERS + 1])
 async def test_some_sections_are_packed_before_the_first_is_sent(
     ahead: int, spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = await Pair(spec).connect()
-    monkeypatch.setattr(sections, "AHEAD", ahead)
+    monkeypatch.setattr(sections, "AHEAD_BYTES", ahead * LAYER_BYTES)
     ends.prefill.worker.run = at_once(ends.prefill)  # type: ignore[method-assign]
     assert await ends.hand_over() and equal(ends.source, ends.target) == [True] * LAYERS
     assert ends.prefill.packed_while_sending == max(LAYERS - ahead, 0)

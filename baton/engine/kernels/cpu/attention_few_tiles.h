@@ -104,8 +104,12 @@ template <int COLUMNS, int CHUNKS>
   output += first;
   for (int64_t begin = 0; begin < KEYS; begin += PRODUCT) {
     Floats sums[2][COLUMNS][REGISTERS];  // over even and odd keys
-#pragma GCC unroll 24
-    for (int i = 0; i < 2 * COLUMNS * REGISTERS; ++i) (&sums[0][0][0])[i] = zero();
+#pragma GCC unroll 2
+    for (int n = 0; n < 2; ++n)
+#pragma GCC unroll 3
+      for (int c = 0; c < COLUMNS; ++c)
+#pragma GCC unroll 4
+        for (int i = 0; i < REGISTERS; ++i) sums[n][c][i] = zero();
     for (int64_t key = begin; key < std::min(begin + PRODUCT, count); key += 2) {
 #pragma GCC unroll 2
       for (int n = 0; n < 2; ++n) {
