@@ -20,7 +20,9 @@ from tools.run_tests import run_all
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "results" / "test-long-run.md"
 SELECTED = ("-m", "not gpu")
-_KEPT = re.compile(r"--- |=+ .*(passed|failed|error)|passed: |FAILED|ERROR tests/|SKIPPED|\d+\.\d+s (call|setup|teardown) ")
+_KEPT = re.compile(
+    r"--- |=+ .*(passed|failed|error)|passed: |FAILED|ERROR tests/|SKIPPED|\d+\.\d+s (call|setup|teardown) "
+)
 
 
 def main() -> int:
