@@ -117,7 +117,7 @@ def measure_steps(runner: Runner, most: int) -> list[tuple[int, float]]:
     if context < 1:
         return [(1, 1e-3)]
     blocks = _blocks(runner, context + _ROW + 1)
-    return _by_size(runner.step, max(most, 9), lambda tokens: _rows(tokens, context, blocks))
+    return _by_size(_as_in_work(runner), max(most, 9), lambda tokens: _rows(tokens, context, blocks))
 
 
 def measure_fills(draft: Runner, most: int) -> list[tuple[int, float]]:
@@ -131,8 +131,7 @@ def measure_fills(draft: Runner, most: int) -> list[tuple[int, float]]:
     def plan(tokens: int) -> StepPlan:
         return StepPlan(0, (Row(SequenceId("measure"), start, (0,) * tokens, blocks, SamplingParams(), 0),))
 
-    step = SpeculativeEngine(draft, None).step  # which waits on a GPU, too, where nothing is sampled
-    return _by_size(step, most, plan)
+    return _by_size(_as_in_work(draft), most, plan)  # which waits on a GPU, too, where nothing is sampled
 
 
 def _by_size(step: Callable[[StepPlan], object], most: int, plan: Callable[[int], StepPlan]) -> list[tuple[int, float]]:
@@ -152,7 +151,7 @@ def measure_rows(runner: Runner) -> tuple[list[tuple[int, float]], list[tuple[in
     context = min(_CONTEXT, runner.max_model_len - _GUESSES - 1)
     if context < 1:
         return [], []
-    blocks = _blocks(runner, context + _GUESSES + 1)
+    blocks, step = _blocks(runner, context + _GUESSES + 1), _as_in_work(runner)
     found: dict[tuple[int, int], float] = {}
     deadline = time.perf_counter() + MEASURING_S
     for _ in range(_REPEATS):
@@ -163,7 +162,7 @@ def measure_rows(runner: Runner) -> tuple[list[tuple[int, float]], list[tuple[in
             plan = StepPlan(0, (row,) * rows)
             # In work a step follows others of its kind; behind one of another size it finds less in the caches.
             for _ in range(_IN_A_ROW if rows <= _SHORT_ROWS else 1):
-                found[rows, tokens] = min(found.get((rows, tokens), math.inf), _took(partial(runner.step, plan)))
+                found[rows, tokens] = min(found.get((rows, tokens), math.inf), _took(partial(step, plan)))
     sizes = [n for n in _PASS_ROWS if (n, 1 + _GUESSES) in found]
     more = [(n, max(found[n, 1 + _GUESSES] - found[n, 1], 0.0) / _GUESSES) for n in sizes]
     return [(n, found[n, 1]) for n in sizes], more
@@ -186,8 +185,8 @@ def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[i
             draft.guess(plan, [_MANY] * rows)
         one = many = math.inf
         for _ in range(_REPEATS):
-            one = min(one, _took(partial(draft.guess, plan, [1] * rows)))
-            many = min(many, _took(partial(draft.guess, plan, [_MANY] * rows)))
+            one = min(one, _guessing_took(draft, plan, 1))
+            many = min(many, _guessing_took(draft, plan, _MANY))
             if time.perf_counter() > deadline:
                 break
         first.append((rows, one))
@@ -252,6 +251,22 @@ def _rows(tokens: int, context: int, blocks: tuple[int, ...]) -> StepPlan:
         return StepPlan(0, (row,))
     row = replace(row, tokens=(0,) * _ROW, num_sampled=_ROW)
     return StepPlan(0, (row,) * (tokens // _ROW))
+
+
+def _as_in_work(runner: Runner) -> Callable[[StepPlan], StepOutcome]:
+    """A step as a decode worker takes it: on a GPU launched and collected."""
+    return SpeculativeEngine(runner, None).step
+
+
+def _guessing_took(draft: Runner, plan: StepPlan, count: int) -> float:
+    """Seconds of one call for `count` guesses behind each row. Where they stay on a device it says how long, as it does
+    of guesses in work."""
+    counts = [count] * len(plan.rows)
+    if not draft.guesses_stay:
+        return _took(partial(draft.guess, plan, counts))
+    queued = draft.queue_guesses(plan, counts)
+    queued.ended.synchronize()
+    return queued.seconds
 
 
 def _took(work: Callable[[], object]) -> float:

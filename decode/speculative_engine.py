@@ -22,9 +22,9 @@ from baton.engine.runner import Runner
 
 
 class SpeculativeEngine:
-    """`draft` is None where no model guesses. It belongs to the compute thread and holds no sequence state. Where
-    steps are launched (`Runner.launches_ahead`), `waits` counts how often the host waited for the device: once in each,
-    and once more where a draw was undecided."""
+    """`draft` is None where no model guesses. It belongs to the compute thread and holds no sequence state. Complete
+    state: how many fills of drafts were waited for. Where steps are launched (`Runner.launches_ahead`), `waits` counts
+    how often the host waited for the device: once in each, and once more where a draw was undecided."""
 
     def __init__(self, target: Runner, draft: Runner | None) -> None:
         self._target = target

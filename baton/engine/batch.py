@@ -167,14 +167,27 @@ def make_batch(plan: StepPlan, limits: Limits, device: torch.device, min_tokens:
 
 
 def _draws(plan: StepPlan) -> tuple[Draw, ...]:
+    if plan.guessed:
+        _check_guessed(plan)
     draws: list[Draw] = []
-    for number, row in enumerate(plan.rows):
-        known = not plan.guessed or not plan.guessed[number]
-        drafts = row.tokens[len(row.tokens) - row.num_sampled + 1 :] if known else ()
+    for row in plan.rows:
+        drafts = () if plan.guessed else row.tokens[len(row.tokens) - row.num_sampled + 1 :]
         for index in range(row.num_sampled):
             where = (row.sequence_id.choice, row.output_index + index)
             draws.append(Draw(row.sampling, *where, row.history, drafts[:index], row.sequence_id))
     return tuple(draws)
+
+
+def _check_guessed(plan: StepPlan) -> None:
+    """In a plan with guesses that only the device knows no row has drafts that are known: draws behind both would have
+    to be told of both."""
+    if len(plan.guessed) != len(plan.rows):
+        raise InvariantError(f"step {plan.step_id}: guesses for {len(plan.guessed)} rows, and {len(plan.rows)} rows")
+    for row, count in zip(plan.rows, plan.guessed, strict=True):
+        if row.num_sampled != 1 + count and (count or row.num_sampled):
+            raise InvariantError(
+                f"{row.sequence_id}: {row.num_sampled} samples, and {count} guesses: known drafts beside others"
+            )
 
 
 def _ranges(starts: Ints, lengths: Ints) -> Ints:

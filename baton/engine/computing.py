@@ -34,7 +34,7 @@ class Computing:
     guess: Guess | None
 
 
-def computing(
+def how_to_compute(
     model: Model | NativeModel,
     kv: KVPool,
     config: ModelConfig,

@@ -59,8 +59,9 @@ class DeviceGuesses:
 
     @torch.no_grad()
     def queue(self, batch: Batch, counts: Sequence[int]) -> Queued:
-        """Computes all rows and the `counts[i]` tokens, at least one, that follow sampled position i, each from those
-        before it, but the last of them. Of draws too close to tell the likeliest token is guessed. Nothing waits."""
+        """Computes all rows, and behind sampled position i `counts[i]` tokens (at least one), each from those before
+        it; the last of them is not computed itself. Of draws too close to tell the likeliest token is guessed. Nothing
+        waits, but for a pass of a shape that comes for the first time, which is captured (decode_graphs.py)."""
         began, ended = self._new_mark(), self._new_mark()
         began.record()
         logits = self._compute(batch)

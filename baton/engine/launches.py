@@ -56,10 +56,11 @@ class _Launched:
 
 
 class Launches:
-    """Complete state: the steps that are not collected yet, oldest first, the newest of all, and when the last was
-    collected. It belongs to the compute thread. `decide` chooses tokens on the device, and there they are fed; without
-    it, on CPU, `choose` does, and they are known at once. `waits` counts how often the host waited: once for each step
-    collected, and once more where a draw was undecided."""
+    """Complete state: the steps that are not collected yet, oldest first, the newest of all, when the last was
+    collected, and three counts. It belongs to the compute thread. `decide` chooses tokens on the device, and there they
+    are fed; without it, on CPU, `choose` does, and they are known at once. `waits` counts how often the host waited:
+    once for each step collected, and once more where a draw was undecided; `rows_fed` the rows that were fed a token of
+    the step before, `rows_corrected` the draws that turned out to be another token than the one fed."""
 
     def __init__(
         self,
@@ -77,21 +78,29 @@ class Launches:
         self._collected_at = 0.0
         self.rows_fed = self.rows_corrected = self.waits = 0
 
-    def feed(self, batch: Batch, plan: StepPlan, guesses: Queued | None = None) -> Batch:
-        """The batch with the tokens of the step before, or with guesses, in their places. Every rank calls it, for the
-        same plans: the leader's tokens go to all.
+    def check(self, plan: StepPlan, guesses: Queued | None = None) -> None:
+        """Before anybody is told of a plan: the leader must have what `feed` is to put into it.
 
         Raises:
             InvariantError: the plan names rows of a step that is not the last one launched, or asks for other guesses.
         """
-        places = _places(batch, plan)
+        if not self._group.leads:
+            return
+        if plan.guessed:
+            had = None if guesses is None else len(guesses.tokens)
+            if had != sum(plan.guessed):
+                raise InvariantError(f"step {plan.step_id} verifies {sum(plan.guessed)} guesses, and has {had}")
+        elif plan.fed:
+            self._before(plan)
+
+    def feed(self, batch: Batch, plan: StepPlan, guesses: Queued | None = None) -> Batch:
+        """The batch with the tokens of the step before, or with guesses, in their places. Every rank calls it, for the
+        same plans, which the leader has checked: its tokens go to all."""
+        places, verified = _places(batch, plan), guesses if plan.guessed else None
         if not self._group.leads:
             picked = torch.empty(len(places), dtype=torch.int64, device=self._device)
-        elif plan.guessed:
-            if guesses is None or len(guesses.tokens) != len(places):
-                had = guesses and len(guesses.tokens)
-                raise InvariantError(f"step {plan.step_id} verifies {len(places)} guesses, and has {had}")
-            picked = guesses.tokens
+        elif verified is not None:
+            picked = verified.tokens
         else:
             picked = self._pick(plan)
             self.rows_fed += len(places)
@@ -120,7 +129,8 @@ class Launches:
             reported = logits.index_select(0, to_device(torch.tensor(wanted), self._device))
         else:
             reported = logits if wanted else logits[:0]
-        before = _before_draws(plan, guesses, self._device) if plan.guessed and guesses is not None else None
+        verified = guesses if plan.guessed else None
+        before = None if verified is None else _before_draws(plan, verified, self._device)
         processed = process(logits, batch.draws, seen, before)
         if self._decide is not None and batch.draws:
             said = self._decide(processed, batch.draws)
@@ -128,8 +138,8 @@ class Launches:
             tokens = torch.where(said < 0, -1 - said, said)
         else:
             said = tokens = torch.tensor(self._known(processed, batch.draws), dtype=torch.int64)
-        if plan.guessed and guesses is not None:
-            said = torch.cat([said, guesses.tokens])
+        if verified is not None:
+            said = torch.cat([said, verified.tokens])
         copies, ready = (to_host(said), to_host(reported)), self._new_mark()
         ready.record()
         self._newest = _Launched(plan, batch.draws, processed, tokens, *copies, ready, began_at, guesses)
@@ -162,11 +172,15 @@ class Launches:
     def _known(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         return choose_tokens(logits, draws, self._choose) if draws else []
 
-    def _pick(self, plan: StepPlan) -> Tensor:
+    def _before(self, plan: StepPlan) -> _Launched:
         newest = self._newest
         if newest is None or newest.plan.step_id != plan.step_id - 1:
             had = newest and newest.plan.step_id
             raise InvariantError(f"step {plan.step_id} is fed by the step before it, and {had} was launched last")
+        return newest
+
+    def _pick(self, plan: StepPlan) -> Tensor:
+        newest = self._before(plan)
         ends = [0]
         for row in newest.plan.rows:
             ends.append(ends[-1] + row.num_sampled)

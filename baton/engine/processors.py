@@ -46,7 +46,7 @@ class Draw:
     sequence_id: SequenceId | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Guessed:
     """Guesses between the history of each draw and itself: of draw s `tokens[s, :counts[s]]`, of int64 [S, J] on the
     logits' device. What lies behind them says nothing. The draws' own `drafts` are empty then."""
@@ -156,17 +156,17 @@ def _add_biases(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: i
 
 def _mask(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int, guessed: Guessed | None) -> None:
     where: list[int] = []
-    open_rows: list[int] = []
+    open_rows: list[tuple[int, History]] = []
     for row in rows:
-        params = draws[row].sampling
+        params, history = draws[row].sampling, draws[row].history
         allowed = params.allowed_token_ids
         if allowed:
             index = to_device(torch.tensor(allowed), logits.device)
             kept = logits[row, index]
             logits[row] = -torch.inf
             logits[row, index] = kept
-        if guessed is not None and guessed.counts[row] and params.bad_words and draws[row].history is not None:
-            open_rows.append(row)
+        if guessed is not None and guessed.counts[row] and params.bad_words and history is not None:
+            open_rows.append((row, history))
             continue
         banned = banned_tokens(draws[row])
         if banned and (len(banned) < vocab if not allowed else not banned.issuperset(allowed)):
@@ -190,7 +190,7 @@ def banned_tokens(draw: Draw) -> set[int]:
     return banned
 
 
-def _mask_behind(logits: Tensor, draws: Sequence[Draw], rows: list[int], guessed: Guessed) -> None:
+def _mask_behind(logits: Tensor, draws: Sequence[Draw], rows: list[tuple[int, History]], guessed: Guessed) -> None:
     """Masks as `banned_tokens` says, where the output may end with the beginning of a bad word by its guesses."""
     vocab, width, device = logits.shape[1], guessed.tokens.shape[1], logits.device
     sure: list[int] = []
@@ -198,14 +198,13 @@ def _mask_behind(logits: Tensor, draws: Sequence[Draw], rows: list[int], guessed
     owners: list[int] = []
     patterns: list[list[int]] = []
     allow = torch.ones((len(rows), vocab), dtype=torch.bool, device=device)
-    for place, row in enumerate(rows):
-        draw, count = draws[row], guessed.counts[row]
-        output, ending = (draw.history.output, draw.history.end_token_ids) if draw.history else ((), ())
+    for place, (row, history) in enumerate(rows):
+        draw, count, output = draws[row], guessed.counts[row], history.output
         if draw.sampling.allowed_token_ids:
             allow[place] = False
             allow[place, to_device(torch.tensor(draw.sampling.allowed_token_ids), device)] = True
         if draw.output_index < draw.sampling.min_tokens:
-            sure += [place * vocab + token for token in ending]
+            sure += [place * vocab + token for token in history.end_token_ids]
         for *head, last in draw.sampling.bad_words:
             known, rest = head[: max(len(head) - count, 0)], head[-count:]
             if not head:
@@ -224,7 +223,7 @@ def _mask_behind(logits: Tensor, draws: Sequence[Draw], rows: list[int], guessed
         found.index_add_(0, to_device(torch.tensor(open_places), device), hits.int())
     banned = found.view(len(rows), vocab) > 0
     banned &= (allow & ~banned).any(1, keepdim=True)
-    index = to_device(torch.tensor(rows), device)
+    index = to_device(torch.tensor([row for row, _ in rows]), device)
     logits[index] = logits[index].masked_fill(banned, -torch.inf)
 
 

@@ -28,7 +28,7 @@ from baton.core.step import Row, StepOutcome, StepPlan
 from baton.engine.attention_exact import KEY_STEP
 from baton.engine.batch import Batch, Limits, make_batch
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
-from baton.engine.computing import Computing, Guess, computing
+from baton.engine.computing import Computing, Guess, how_to_compute
 from baton.engine.device import choose_device, choose_dtype, default_kv_bytes
 from baton.engine.guesses_device import DeviceGuesses, Queued
 from baton.engine.kernels.native import choose_kernels, row_invariant
@@ -89,7 +89,8 @@ class Runner:
     """A loaded model with its KV pool. Facts that others read: `model_config`, `layout` (the whole model's),
     `local_layout` (this rank's part of it, which `kv` has), `num_blocks`, `max_model_len` (positions per sequence),
     `dtype_name`, `threads`, `digest` (of the checkpoint), `kv`, `group`, `memory`, `kernels` (which, and why),
-    `launches_ahead` (whether anything is gained by launching a step while another computes)."""
+    `launches_ahead` (whether steps are launched and then collected, as on a GPU: without a draft one may be launched
+    while another computes; with a draft, guesses and tokens are waited for together)."""
 
     def __init__(
         self,
@@ -222,6 +223,7 @@ class Runner:
         return make_batch(plan, self._limits, self._device, self._min_tokens)
 
     def _forward(self, batch: Batch, plan: StepPlan, guesses: Queued | None = None) -> Tensor:
+        self.launches.check(plan, guesses)  # before followers hear of a plan that they would wait in
         if self._announce is not None:
             self._announce(plan.to_compute())
         # The last block of a row is its newest: the one that may be the highest so far.
@@ -288,7 +290,7 @@ def load_runner(
     max_model_len = min(longest, kv.num_blocks * options.block_size)
     choose = None if kernels is None else chooser(kernels, options.threads)
     runner = Runner(
-        computing(model, kv, config, group, choose, exact=options.exact, longest=longest),
+        how_to_compute(model, kv, config, group, choose, exact=options.exact, longest=longest),
         config,
         kv,
         options,

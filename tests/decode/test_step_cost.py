@@ -107,15 +107,33 @@ def test_a_slow_draft_is_not_timed_for_ever(monkeypatch: pytest.MonkeyPatch) -> 
         time.sleep(0.02 * counts[0])
 
     layout = SimpleNamespace(block_size=16)
-    draft: Any = SimpleNamespace(
-        guesses_at_once=True, kernels="avx2", max_model_len=2048, num_blocks=512, layout=layout, guess=guess
-    )
+    draft: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=layout, guess=guess)
+    draft.guesses_at_once, draft.guesses_stay, draft.kernels = True, False, "avx2"
     ((rows, first_s),), ((same, seconds),) = draft_model.measure_passes(draft)
     assert rows == same == 1 and seconds > 0.01 and first_s > 0.01 and calls == [[1], [6]]
     draft.kernels = "torch's"  # as on a GPU, which captures each shape of step when it first comes
     assert draft_model.measure_passes(draft) and calls[2:] == [[6], [1], [6]]
     draft.guesses_at_once = False
     assert draft_model.measure_passes(draft) == ([], [])
+
+
+def test_on_a_gpu_guesses_and_steps_are_timed_as_in_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guesses by what the device says, once it has come to their end; steps are launched and collected."""
+    monkeypatch.setattr(draft_model, "MEASURING_S", 60.0)
+    waited: list[int] = []
+
+    def queue_guesses(plan: StepPlan, counts: list[int]) -> Any:
+        ended = SimpleNamespace(synchronize=lambda: waited.append(len(counts)))
+        return SimpleNamespace(ended=ended, seconds=counts[0] * 1.0)
+
+    launched: list[StepPlan] = []
+    gpu: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=make_layout(16), kernels="compiled")
+    gpu.guesses_at_once = gpu.guesses_stay = gpu.launches_ahead = True
+    gpu.queue_guesses, gpu.launch, gpu.collect = queue_guesses, launched.append, lambda: launched[-1]
+    assert draft_model.measure_passes(gpu) == ([(n, 1.0) for n in (1, 4, 16, 64)], [(n, 1.0) for n in (1, 4, 16, 64)])
+    assert waited.count(1) == waited.count(64) == 10, "each is waited for"
+    assert len(draft_model.measure_rows(gpu)[0]) == 4 and draft_model.measure_steps(gpu, 512)
+    assert {row.num_sampled for plan in launched for row in plan.rows} >= {1, 5, 8}
 
 
 def test_fills_are_timed_as_fills_and_in_the_blocks_that_are_there() -> None:
@@ -145,6 +163,7 @@ def test_short_steps_are_timed_behind_others_of_their_kind() -> None:
         time.sleep(0.0005 if alike else 0.004)
 
     runner: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=make_layout(16), step=step)
+    runner.launches_ahead = False
     rows, guess = draft_model.measure_rows(runner)
     assert [n for n, _ in rows] == [n for n, _ in guess] == [1, 4, 16, 64]
     assert rows[0][1] < 0.003 and rows[1][1] < 0.003 < rows[2][1]

@@ -29,14 +29,16 @@ WORK = ((GREEDY, 40, 1, 8), (WARM, 3, 5, 1), (NUCLEUS, 90, 16, 5), (GREEDY, 0, 3
 BLOCKS = 9  # of 16 positions, of each sequence
 
 
-def draft_rows(runner: Runner, work: tuple[tuple[SamplingParams, int, int, int], ...]) -> StepPlan:
-    """A plan with a row and a draft row for each; what the draft has is computed."""
+def draft_rows(
+    runner: Runner, work: tuple[tuple[SamplingParams, int, int, int], ...], *, of_target: bool = False
+) -> StepPlan:
+    """A plan with a row and a draft row for each; what the draft has is computed, or what the target needs."""
     rows, drafts = [], []
     for number, (sampling, had, behind, count) in enumerate(work):
         sequence, tokens = SequenceId(f"s{number}"), tuple(random_tokens(had + behind, seed=number))
         blocks = tuple(range(number * BLOCKS, (number + 1) * BLOCKS))
-        if had:
-            runner.step(StepPlan(0, (Row(sequence, 0, tokens[:had], blocks, sampling),)))
+        if before := had + behind - 1 if of_target else had:
+            runner.step(StepPlan(0, (Row(sequence, 0, tokens[:before], blocks, sampling),)))
         history = History(tokens[:-1], tokens[-1:]) if sampling.penalises else None
         place = len(rows)
         if count:

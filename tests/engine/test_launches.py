@@ -165,6 +165,9 @@ def test_what_does_not_fit_is_refused(target: Runner) -> None:
     with pytest.raises(InvariantError, match="scores known tokens"):
         target.launch(StepPlan(1, (row("a", 0, (1, 2), 0, scored=(2,)),)))
     target.launch(StepPlan(7, (row("a", 0, (1, 2), 0),)))
+    told: list[StepPlan] = []
+    target.lead(told.append)
     with pytest.raises(InvariantError, match="step 9 is fed by the step before it, and 7 was launched last"):
         target.launch(StepPlan(9, (row("a", 2, (0,), 0),), fed=(0,)))
     target.collect()
+    assert not told, "a follower would wait in it"

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from baton.core.errors import InvariantError
@@ -116,6 +117,26 @@ def kinds_of(plan: StepPlan, outcome: StepOutcome) -> Iterator[str]:
         yield "fills beside"
 
 
+@pytest.mark.parametrize("work", [WORK, (*WORK, (PENALTY, 20, 2, 4)), WORK[:1]], ids=["all", "penalties", "alone"])
+def test_rows_of_several_samplings_and_lengths_wait_once(
+    checkpoint: Callable[..., Path], device: MarkedDevice, work: tuple[tuple[SamplingParams, int, int, int], ...]
+) -> None:
+    """As in tests/gpu. Nobody reads KV that was not written."""
+    target, draft = (tiny_runner(checkpoint("llama"), kernels="torch") for _ in range(2))
+    for cache in (cache for runner in (target, draft) for pair in runner.kv.layers for cache in pair):
+        cache.fill_(float("nan"))
+    plan = draft_rows(draft, work)
+    assert plan == draft_rows(target, work, of_target=True)
+    device.adopt(target, draft)
+    engine = Counted(target, draft, device)
+    with device:
+        found = engine.step(plan)
+    assert [waits for *_, waits in engine.steps] == [1]
+    target.launches_ahead = False
+    slow = SpeculativeEngine(target, draft).step(plan)
+    assert (found.sampled, found.guesses) == (slow.sampled, slow.guesses)
+
+
 def test_a_step_that_only_fills_is_waited_for(pair: tuple[Runner, Runner], device: MarkedDevice) -> None:
     target, draft = pair
     device.adopt(target, draft)
@@ -193,6 +214,51 @@ def test_guesses_that_stay_are_those_of_a_step_for_each(checkpoint: Callable[...
     assert found[0] == found[1] and len(found[0]) == sum(count for *_, count in work)
 
 
+VALUES = torch.arange(6)
+WAITS: dict[str, Callable[[Tensor], object]] = {
+    "tolist": lambda t: t.tolist(),
+    "condition": lambda t: bool(t[0]),
+    "equal": lambda t: torch.equal(t, t),
+    "allclose": lambda t: torch.allclose(t, t),
+    "to a device": lambda t: t.to(CPU),
+    "to device=": lambda t: t.to(device="cpu"),
+    "type of a device": lambda t: t.type("torch.IntTensor"),
+    "nonzero": lambda t: t.nonzero() + t[0],
+    "argwhere": lambda t: torch.argwhere(t) + t[0],
+    "where of one": lambda t: torch.where(t > 2)[0] + t[0],
+    "unique": lambda t: t.unique() + t[0],
+    "unique_consecutive": lambda t: t.unique_consecutive() + t[0],
+    "bincount": lambda t: t.bincount() + t[0],
+    "repeat_interleave": lambda t: t.repeat_interleave(t) + t[0],
+    "mask": lambda t: t[t > 2] + t[0],
+}
+WAITS_NOT: dict[str, Callable[[Tensor], object]] = {
+    "where of three": lambda t: torch.where(t > 2, t, 0),
+    "to a dtype": lambda t: t.to(torch.float32) + t,
+    "type of a dtype": lambda t: t.type(torch.float32) + t,
+    "made there": lambda t: torch.zeros(6, device=CPU) + t,
+}
+REFUSED: dict[str, Callable[[Tensor], object]] = {
+    "host memory": lambda t: t + VALUES,
+    "tensor": lambda t: t + torch.tensor([1] * 6, device=CPU),
+    "as_tensor": lambda t: t + torch.as_tensor([1] * 6, device=CPU),
+    "pageable": lambda t: t + VALUES.to(CPU),
+}
+
+
+@pytest.mark.parametrize("name", [*WAITS, *WAITS_NOT, *REFUSED])
+def test_the_device_of_these_tests_sees(device: MarkedDevice, name: str) -> None:
+    what = {**WAITS, **WAITS_NOT, **REFUSED}[name]
+    with device:
+        there = torch.zeros(6, dtype=torch.int64, device=CPU)
+        if name in REFUSED:
+            with pytest.raises(AssertionError, match=r"host memory|to_device"):
+                what(there)
+        else:
+            what(there)
+    assert device.waits == (name in WAITS)
+
+
 def test_what_is_to_be_verified_has_places_for_guesses_and_others_are_refused(pair: tuple[Runner, Runner]) -> None:
     target, draft = pair
     with pytest.raises(InvariantError, match="make no guesses at once"):
@@ -204,7 +270,12 @@ def test_what_is_to_be_verified_has_places_for_guesses_and_others_are_refused(pa
     assert [draw.output_index for draw in draws] == [1, 2, 3, 4], "a sample at each guess"
     assert not any(draw.drafts for draw in draws), "zeros in their places are not taken for them"
     guesses = draft.queue_guesses(StepPlan(1, (_first_row(plan.drafts[0], plan),)), [2])
+    told: list[StepPlan] = []
+    target.lead(told.append)
     with pytest.raises(InvariantError, match="step 1 verifies 3 guesses, and has 2"):
         target.launch(plan.to_verify(), guesses)
     with pytest.raises(InvariantError, match="step 1 verifies 3 guesses, and has None"):
         target.launch(plan.to_verify())
+    with pytest.raises(InvariantError, match="step 1 verifies 3 guesses, and has None"):
+        target.step(plan.to_verify())
+    assert not told, "a follower would wait in it"

@@ -213,25 +213,31 @@ def test_the_leader_alone_samples(checkpoint: Callable[..., Path], pool: RankPoo
         assert runner.facts[0].pids == tuple(process.pid for process in pool.processes[:2])
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
+AS_ON_A_GPU = pytest.param("torch", True, id="as on a GPU")
+
+
+@pytest.mark.parametrize(("kernels", "on_device"), [("auto", False), ("torch", False), AS_ON_A_GPU])
 def test_followers_are_fed_tokens_that_their_plans_do_not_have(
-    checkpoint: Callable[..., Path], pool: RankPool, kernels: str
+    checkpoint: Callable[..., Path], pool: RankPool, kernels: str, on_device: bool
 ) -> None:
     """A follower that computed another token than its leader would have other KV."""
     some = requests("warm", 6, vocab_size=320, length=12)
-    with pool.load(checkpoint("llama"), 2, exact=True, kernels=kernels) as ranks:
+    with pool.load(checkpoint("llama"), 2, exact=True, kernels=kernels, on_device=on_device) as ranks:
         expected = decode_all(ranks, some, batch=3)  # type: ignore[arg-type]
         found = decode_all(ranks, some, batch=3, launcher=ranks)  # type: ignore[arg-type]
     assert same(found, expected) and found.steps_ahead > found.steps / 2
 
 
-def test_followers_get_guesses_that_their_plans_do_not_have(checkpoint: Callable[..., Path], pool: RankPool) -> None:
+@pytest.mark.parametrize(("kernels", "on_device"), [("torch", False), AS_ON_A_GPU])
+def test_followers_get_guesses_that_their_plans_do_not_have(
+    checkpoint: Callable[..., Path], pool: RankPool, kernels: str, on_device: bool
+) -> None:
     """From the leader's draft, as on a GPU: they never come into a plan."""
     some, model_dir = requests("looking back", 12, vocab_size=320, length=16), checkpoint("llama")
     draft = tiny_runner(model_dir, kernels="torch")
     draft._guess = DeviceGuesses(draft._compute, draft._limits, torch.device("cpu"))
     drafts = ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len)
-    with pool.load(model_dir, 2, exact=True, kernels="torch") as ranks:
+    with pool.load(model_dir, 2, exact=True, kernels=kernels, on_device=on_device) as ranks:
         expected = decode_all(ranks, some, batch=3)  # type: ignore[arg-type]
         ranks.launches_ahead = True
         guessing = Speculation(drafts, fixed_length=3)

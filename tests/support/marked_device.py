@@ -1,8 +1,10 @@
 """A device on the CPU that notices when the host waits for it, as a GPU's host would without noticing.
 
-What it computes is marked, and so is all that follows from that. To read it (`tolist`, `item`, a condition, an index of
-booleans) counts as a wait; to compute with it and with what is only in host memory is an error, as on a GPU. A copy to
-the host has nothing in it before a mark behind it was waited for: so whoever reads it too early reads nonsense.
+What it computes is marked, and so is all that follows from that. To read it (`tolist`, `item`, a condition) counts as a
+wait, and so does what must know how much comes out (`nonzero`, an index of booleans); the names that are known here are
+counted, no others. To compute with it and with what is only in host memory is an error, as on a GPU, and to bring
+something there but by `to_device` is one, too. A copy to the host has nothing in it before a mark behind it was waited
+for: so whoever reads it too early reads nonsense.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from baton.engine.sampler_device import decide as plain_decide
 
 CPU = torch.device("cpu")
 NONSENSE = -(1 << 40)
-_READS = {"tolist", "item", "cpu", "numpy", "nonzero", "unique", "masked_select", "__array__", "__contains__"}
+_READS = {"tolist", "item", "cpu", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__contains__"}
 _READS |= {"__bool__", "__int__", "__float__", "__index__"}
+_COUNTS = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "repeat_interleave"}
+_UPLOADS = {"tensor", "as_tensor", "asarray", "from_numpy"}
 _COPYING = ("batch", "guesses_device", "launches", "processors", "sampler_device")
 
 
@@ -97,13 +101,17 @@ class MarkedDevice(TorchFunctionMode):
         kwargs = kwargs or {}
         tensors = _tensors((args, list(kwargs.values())))
         marked = [tensor for tensor in tensors if isinstance(tensor, OnDevice)]
-        if not marked and kwargs.get("device") is None:
-            return func(*args, **kwargs)
         name = func.__name__
+        moves = _names_a_device(name, args, kwargs)
+        if not marked:
+            assert not moves and (name not in _UPLOADS or kwargs.get("device") is None), f"{name} waits: see to_device"
+            if kwargs.get("device") is None:
+                return func(*args, **kwargs)
+        reads = name in _READS or moves
         here, given = _map(args, _plain), {key: _map(value, _plain) for key, value in kwargs.items()}
-        if marked and (name in _READS or (name in ("__getitem__", "__setitem__") and _waits_in_index(args[1]))):
+        if marked and (reads or _counts(name, args, kwargs)):
             self.waits += 1
-        if name in _READS:
+        if reads:
             return func(*here, **given)
         if marked:
             hosts = [t for t in tensors if not isinstance(t, OnDevice) and t.dim() > 0]
@@ -125,6 +133,20 @@ class _Mark:
     def elapsed_time(self, end: _Mark) -> float:
         assert self._device.has_passed(self._number) and self._device.has_passed(end._number)
         return (end._at - self._at) * 1e3
+
+
+def _names_a_device(name: str, args: Any, kwargs: Any) -> bool:
+    if name == "type":
+        return any(not isinstance(given, torch.dtype) for given in (*args[1:], *kwargs.values()))
+    named = (*args[1:2], kwargs.get("device")) if name == "to" else ()
+    return any(isinstance(given, (torch.device, str, int)) for given in named)
+
+
+def _counts(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether the device must say first how much comes out."""
+    if name in ("__getitem__", "__setitem__"):
+        return _waits_in_index(args[1])
+    return name in _COUNTS or (name == "where" and len(args) + len(kwargs) == 1)
 
 
 def _waits_in_index(index: Any) -> bool:

@@ -27,10 +27,12 @@ from baton.core.kv_layout import KVLayout
 from baton.core.ranks import Ranks
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.guesses_device import Queued
+from baton.engine.launches import Launches
 from baton.engine.lockstep import FollowerChannel, LeaderChannel
 from baton.engine.memory_report import MemoryReport
 from baton.engine.parallel import open_store
 from baton.engine.runner import EngineOptions, Runner, load_runner
+from baton.engine.sampler_device import decide
 from baton.transfer.store import EdgeStore
 
 ANSWER_TIMEOUT_S = 60.0
@@ -112,9 +114,10 @@ class RankPool:
             process.join()
         self._store.close()
 
-    def start(self, model_dir: Path | list[Path], tp: int, **options: Any) -> list[Any]:
+    def start(self, model_dir: Path | list[Path], tp: int, *, on_device: bool = False, **options: Any) -> list[Any]:
         """Loads on the first `tp` processes; what each answers: Facts, an error, or Lost. An option (or the directory)
-        given as a list has one value per rank."""
+        given as a list has one value per rank. `on_device`: tokens are chosen and fed as on a GPU, from tensors; with
+        torch's kernels."""
         self._rounds += 1
         defaults: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_memory_bytes": 8 << 20}
         settings = {**defaults, **options, "model_dir": model_dir}
@@ -122,7 +125,7 @@ class RankPool:
         env["TORCHELASTIC_RESTART_COUNT"] = str(self._rounds)
         for rank, pipe in enumerate(self.pipes[:tp]):
             mine = {name: value[rank] if isinstance(value, list) else value for name, value in settings.items()}
-            pipe.send(("load", env, Ranks(rank, tp, rank, tp), EngineOptions(**mine)))
+            pipe.send(("load", env, Ranks(rank, tp, rank, tp), EngineOptions(**mine), on_device))
         answers = [answer(pipe) for pipe in self.pipes[:tp]]
         for pipe, found in zip(self.pipes, answers, strict=False):
             if isinstance(found, Exception):
@@ -164,16 +167,16 @@ def rank_process(pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     while (message := pipe.recv())[0] == "load":
-        _, env, ranks, options = message
+        _, env, ranks, options, on_device = message
         try:
-            _serve(pipe, env, ranks, options)
+            _serve(pipe, env, ranks, options, on_device)
         except BatonError as error:
             pipe.send(type(error)(error.message))
     pipe.close()
     os._exit(0)
 
 
-def _serve(pipe: Connection, env: dict[str, str], ranks: Ranks, options: EngineOptions) -> None:
+def _serve(pipe: Connection, env: dict[str, str], ranks: Ranks, options: EngineOptions, on_device: bool) -> None:
     failed = threading.Event()
 
     def lost(error: RankLost) -> None:
@@ -197,6 +200,8 @@ def _serve(pipe: Connection, env: dict[str, str], ranks: Ranks, options: EngineO
         pipe.recv()  # each rank may have an error of its own to tell before it hears of this one
         channel.close()
         return
+    if on_device:
+        runner.launches = Launches(runner.kv.storage[0][0].device, runner.group, decide)
     channel.serving()
     pipe.send(_facts(runner, ranks.rank, pids))
     if isinstance(channel, FollowerChannel):
