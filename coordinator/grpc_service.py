@@ -7,11 +7,13 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -42,6 +44,26 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 MAX_CONCURRENT_STREAMS = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """Bytes that are no message of their type. Were they left to grpc, it would answer UNKNOWN and log a traceback."""
+
+    reason: str
+
+    def refused(self) -> InvalidRequest:
+        return InvalidRequest(f"the request is not a message of its type: {self.reason}", param="request")
+
+
+def _parser(kind: type[Message]) -> Callable[[bytes], Message | Malformed]:
+    def parse(content: bytes) -> Message | Malformed:
+        try:
+            return kind.FromString(content)
+        except DecodeError as e:
+            return Malformed(str(e)[:200])
+
+    return parse
+
+
 class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
     def __init__(self, generator: Generator, translator: Translator, model: str) -> None:
         self._generator = generator
@@ -49,9 +71,11 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
         self._model = model
 
     async def Generate(
-        self, request: serving_pb2.GenerateRequest, context: grpc.aio.ServicerContext
+        self, request: serving_pb2.GenerateRequest | Malformed, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[serving_pb2.GenerateResponse, None]:
         try:
+            if isinstance(request, Malformed):
+                raise request.refused()
             submission = await self._submission(request, context.time_remaining())
             async with contextlib.aclosing(self._generator.generate(submission)) as deltas:
                 index: Counter[int] = Counter()
@@ -69,8 +93,10 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
             await context.abort(status.grpc_code(e), status.public_message(e))
 
     async def GetModelInfo(
-        self, request: serving_pb2.GetModelInfoRequest, context: grpc.aio.ServicerContext
+        self, request: serving_pb2.GetModelInfoRequest | Malformed, context: grpc.aio.ServicerContext
     ) -> serving_pb2.GetModelInfoResponse:
+        if isinstance(request, Malformed):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, request.refused().message)
         text = self._translator.text
         return serving_pb2.GetModelInfoResponse(
             model=self._model,
@@ -186,6 +212,21 @@ def _finished(delta: Delta) -> serving_pb2.GenerateResponse:
     )
 
 
+def _handlers(serving: Serving) -> grpc.GenericRpcHandler:
+    """As `add_ServingServicer_to_server` makes them, but for how requests are parsed."""
+    generate = grpc.unary_stream_rpc_method_handler(
+        serving.Generate,
+        request_deserializer=_parser(serving_pb2.GenerateRequest),
+        response_serializer=serving_pb2.GenerateResponse.SerializeToString,
+    )
+    model_info = grpc.unary_unary_rpc_method_handler(
+        serving.GetModelInfo,
+        request_deserializer=_parser(serving_pb2.GetModelInfoRequest),
+        response_serializer=serving_pb2.GetModelInfoResponse.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate, "GetModelInfo": model_info})
+
+
 class PublicServer:
     """The public server and its health: SERVING while both pools are there."""
 
@@ -198,7 +239,7 @@ class PublicServer:
         self._server = grpc.aio.server(options=options)
         self._generator = generator
         self._health = health.aio.HealthServicer()
-        serving_pb2_grpc.add_ServingServicer_to_server(Serving(generator, translator, model), self._server)
+        self._server.add_generic_rpc_handlers((_handlers(Serving(generator, translator, model)),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 

@@ -103,6 +103,17 @@ async def test_all_that_is_served_reaches_the_submission(grpc_client: Client, ge
     assert s.sampling.seed == (1 << 64) - 1
 
 
+@pytest.mark.parametrize("method", [m.name for m in pb.DESCRIPTOR.services_by_name["Serving"].methods])
+async def test_bytes_that_are_no_message_are_bad_input(
+    grpc_client: Client, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await grpc_client.channel.unary_stream(f"/{SERVICE}/{method}")(b"\xff\xff\xff").read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "the request is not a message of its type: " in (caught.value.details() or "")
+    assert not caplog.records
+
+
 async def test_each_kind_of_prompt(grpc_client: Client, generator: FakeGenerator) -> None:
     await grpc_client.all(text="Hello")
     await grpc_client.all(messages=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hello")]))
