@@ -12,6 +12,7 @@ here imports torch or grpc, so `--help` is instant.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import tomllib
@@ -33,6 +34,16 @@ EXIT_STARTUP_ERROR = 3
 
 _CONFIG_FILE = "config_file"
 _PRINT_CONFIG = "print_config"
+
+
+class NumberRange(click.FloatRange):
+    """click's range, without the one float that is neither below nor above it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{number} is not in the range {self._describe_range()}.", param, ctx)
+        return number
 
 
 def config_command(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from baton.core.errors import StartupError
+from baton.options import NumberRange
 from launch.bench_load import Lengths, Load, parse_lengths
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ _LENGTHS = _LengthsType()
 @click.option("--seed", type=int, default=0, show_default=True, help="Same seed, same requests.")
 @click.option("--warmup", type=click.IntRange(0), default=None, help="Uncounted requests before; default 1 per client.")
 @click.option(
-    "--timeout-s", type=click.FloatRange(0.1), default=600.0, show_default=True, help="Longest a request may take."
+    "--timeout-s", type=NumberRange(0.1), default=600.0, show_default=True, help="Longest a request may take."
 )
 @click.option("--api-key", default="", envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, writable=True), help="Write everything as JSON.")

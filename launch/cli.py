@@ -12,7 +12,7 @@ from typing import NoReturn
 import click
 
 from baton.core.errors import StartupError
-from baton.options import config_command, run_main
+from baton.options import NumberRange, config_command, run_main
 from launch.bench import bench_command
 from launch.up_config import DoctorConfig, UpConfig, check_environment
 
@@ -78,7 +78,7 @@ def ps_command(url: str, as_json: bool) -> int:
     "--timeout-s",
     default=30.0,
     show_default=True,
-    type=click.FloatRange(min=0.0, max=86400.0),
+    type=NumberRange(min=0.0, max=86400.0),
     help="longest what runs there may take to finish; then it goes on elsewhere",
 )
 @click.option("--coordinator", default="", metavar="HOST:PORT", help="its control address, if URL does not tell")

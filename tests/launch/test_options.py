@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -8,10 +9,12 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from baton.core.config import CoordinatorConfig, WorkerConfig
 from baton.core.errors import StartupError
 from baton.options import as_flags, config_command, read_config_file, run_main
+from launch.cli import baton
 from launch.up_config import UpConfig
 
 
@@ -57,6 +60,14 @@ def test_wrong_values_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: 
     file.write_text("step_token = 1")
     assert run(command, "--config", str(file)) == 3
     assert "did you mean 'step_tokens'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["-5", "nan", "-nan"])
+@pytest.mark.parametrize("words", [("drain", "decode-0"), ("bench",)])
+def test_a_timeout_that_is_in_no_range_is_refused(words: tuple[str, ...], value: str) -> None:
+    done = CliRunner().invoke(baton, [*words, "http://127.0.0.1:9", "--timeout-s", value])
+    assert done.exit_code == 2
+    assert re.search(r"'--timeout-s': \S+ is not in the range (0\.0<=x<=86400\.0|x>=0\.1)\.", done.stderr)
 
 
 def test_config_file_that_cannot_be_read(tmp_path: Path) -> None:
