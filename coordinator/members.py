@@ -150,7 +150,7 @@ class Members:
             del self._outgoing[worker]
             if self.registry.disconnected(worker, join.incarnation, self.now()):
                 self._dispatcher.set_ready(worker, False)
-                log.warning("session of %s broke: %s", worker, stream.ended)
+                log.warning("session of %s broke: %s", worker, stream.ended or "ended here")
 
     def _on(self, worker: str, incarnation: int, message: object) -> bool:
         """Takes in one message; False ends the session."""
