@@ -84,7 +84,7 @@ class Registry:
             raise _refused(join, f"incarnation: {join.incarnation} has drained and left")
         if not self.leases.grant(join.worker_id, join.incarnation, now):
             later = f"another worker has joined as {join.worker_id} since this one started"
-            raise _refused(join, f"incarnation: {later} ({join.incarnation} is older than the one that holds the lease)")
+            raise _refused(join, f"incarnation: {later} ({join.incarnation} is older)")
         record = self._records[join.worker_id] = WorkerRecord(join, "ready", now)
         if known is None:
             return None
