@@ -149,7 +149,7 @@ def test_a_new_incarnation_replaces_the_old_one_which_is_fenced(registry: Regist
     assert not registry.heard("d0", 1, None, 1.1)
     assert not registry.disconnected("d0", 1, 1.1)
     assert registry.heard("d0", 2, None, 1.1)
-    with pytest.raises(JoinRefused, match=r"incarnation: another worker has joined as .* since this one started \(1 is older\)"):
+    with pytest.raises(JoinRefused, match=r"another worker has joined as d0 since this one started \(1 is older\)"):
         registry.join(join(incarnation=1), 1.2)
     registry.left("d0", 1)
     assert state(registry) == "ready"
