@@ -12,6 +12,7 @@ from typing import NoReturn
 import click
 
 from baton.core.errors import StartupError
+from baton.core.names import host_port_error
 from baton.options import NumberRange, config_command, run_main
 from launch.bench import bench_command
 from launch.up_config import DoctorConfig, UpConfig, check_environment
@@ -87,6 +88,8 @@ def drain_command(worker: str, url: str, timeout_s: float, coordinator: str, clu
     """Take WORKER out of the cluster at URL: no new work, what runs finishes or goes elsewhere, its process ends."""
     from launch.drain import drain
 
+    if coordinator and (wrong := host_port_error(coordinator)):
+        raise StartupError(f"--coordinator {wrong}")
     return drain(worker, url, timeout_s, cluster_token_file, coordinator)
 
 

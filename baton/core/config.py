@@ -3,7 +3,7 @@ nearest known one.
 
 Each process has one frozen dataclass. Its fields are the whole surface: the command line, the environment names
 (`BATON_` and the field in capitals) and the keys of the TOML file are all derived from them. Field metadata `help` is
-the text that `--help` prints; `choices`, `low` and `high` are checked here, whatever the source.
+the text that `--help` prints; `choices`, `low`, `high` and `dialled` are checked here, whatever the source.
 """
 
 from __future__ import annotations
@@ -15,15 +15,23 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from baton.core.errors import StartupError
+from baton.core.names import host_port_error
 
 Config = TypeVar("Config")
 
 
 def option(
-    default: object, help: str, *, choices: tuple[str, ...] = (), low: float | None = None, high: float | None = None
+    default: object,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    low: float | None = None,
+    high: float | None = None,
+    dialled: bool = False,
 ) -> Any:
-    """A dataclass field that is also a command-line option."""
-    return field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
+    """A dataclass field that is also a command-line option. What is `dialled` is a HOST:PORT."""
+    metadata = {"help": help, "choices": choices, "low": low, "high": high, "dialled": dialled}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +59,7 @@ class WorkerConfig(EngineConfig):
     """A prefill or decode worker."""
 
     worker_id: str = option("", "name of the worker in the cluster; default ROLE-HOST-PID")
-    coordinator: str = option("127.0.0.1:8101", "the coordinator's control address")
+    coordinator: str = option("127.0.0.1:8101", "the coordinator's control address, HOST:PORT", dialled=True)
     host: str = option("127.0.0.1", "address this worker listens on for its peers")
     cluster_token_file: str = option("", "file with the cluster token; needed where anything listens off loopback")
     link_port: int = option(0, "port of a decode worker that prefill workers dial; 0: any free one", low=0, high=65535)
@@ -194,6 +202,8 @@ def _checked(f: Field[Any], kind: Any, value: object, where: str) -> object:
     choices, low, high = f.metadata.get("choices"), f.metadata.get("low"), f.metadata.get("high")
     if choices and value not in choices:
         raise StartupError(f"{where} must be one of {', '.join(choices)}, not {value!r}")
+    if f.metadata.get("dialled") and isinstance(value, str) and (wrong := host_port_error(value)):
+        raise StartupError(f"{where} {wrong}")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if isinstance(value, float) and not math.isfinite(value):
             raise StartupError(f"{where} must be a finite number, not {value!r}")

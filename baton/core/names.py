@@ -1,11 +1,14 @@
 """What a member or a node of a cluster may be called, and what may be its address: both become part of scripts, log
-lines and keys, the name of paths, too."""
+lines and keys, the name of paths, too. And what may be dialled."""
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
+_PORT = re.compile(r"[1-9][0-9]{0,4}")
 _ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9._:%-]{0,252}|\[[A-Fa-f0-9:][A-Za-z0-9.:%_-]{1,60}\]")
 
 
@@ -22,6 +25,25 @@ def address_error(address: str) -> str | None:
     if _ADDRESS.fullmatch(address) is not None:
         return None
     return f"{_shown(address)} is no host name and no IP address"
+
+
+def host_port_error(text: str) -> str | None:
+    """What is wrong with an address to dial, in one line of ASCII that follows its option's name; None when nothing is.
+    An IPv6 address is in brackets. gRPC takes any text: it wraps a port, and dials for ever what is no address."""
+    host, _, port = text.rpartition(":")
+    if _PORT.fullmatch(port) is not None and int(port) <= 65535 and (_HOST.fullmatch(host) or _is_ipv6(host)):
+        return None
+    return f"must be HOST:PORT with a port from 1 to 65535, not {_shown(text)}"
+
+
+def _is_ipv6(host: str) -> bool:
+    if not host.startswith("[") or _ADDRESS.fullmatch(host) is None:
+        return False
+    try:
+        ipaddress.IPv6Address(host[1:-1])
+    except ValueError:
+        return False
+    return True
 
 
 def _shown(text: str) -> str:

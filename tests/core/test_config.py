@@ -14,6 +14,12 @@ from baton.core.errors import StartupError
 FIELDS = [(cls, f) for cls in (WorkerConfig, CoordinatorConfig) for f in fields(cls)]
 NUMBERS = [(cls, f) for cls, f in FIELDS if isinstance(f.default, (int, float)) and not isinstance(f.default, bool)]
 
+NOT_DIALLED = ["nonsense", "", ":", ":8101", "head:", "head", "8101", "head:１", "kopf-ü:8101", "head:8101\n"]
+NOT_DIALLED += [f"10.0.0.1:{port}" for port in ("0", "65536", "83969", "99999", "123456", "00001")]
+NOT_DIALLED += [f"10.0.0.1:{port}" for port in ("-1", "+1", "0x1", "1.0", " 1", "1 ", "1_0", "http")]
+NOT_DIALLED += [f"{host}:8101" for host in ("::1", "fe80::1%eth0", "[]", "[10.0.0.1]", "[::g]", "[::1", "::1]")]
+NOT_DIALLED += [f"{host}:8101" for host in ("a b", " head", "-head", "http://head", "dns:///head", "h" * 500)]
+
 
 def config(cls: type[Any] = WorkerConfig, file: Any = (), env: Any = (), flags: Any = ()) -> Any:
     return resolve(cls, file=dict(file), env=dict(env), flags=dict(flags))
@@ -29,6 +35,8 @@ def other_value(f: Field[Any]) -> Any:
         return not f.default
     if f.metadata["choices"]:
         return next(choice for choice in f.metadata["choices"] if choice != f.default)
+    if f.metadata["dialled"]:
+        return "elsewhere:1"
     return "elsewhere" if isinstance(f.default, str) else f.default + 1
 
 
@@ -132,6 +140,36 @@ def test_unknown_key_like_nothing_gets_no_guess() -> None:
 def test_choice_out_of_the_list_is_refused_with_the_list() -> None:
     with pytest.raises(StartupError, match="--dtype must be one of auto, bfloat16, float32, not 'int8'"):
         config(flags={"dtype": "int8"})
+
+
+@pytest.mark.parametrize("value", NOT_DIALLED)
+def test_what_cannot_be_dialled_is_refused_whatever_the_source(value: str) -> None:
+    for source, name in (
+        ({"flags": {"coordinator": value}}, "--coordinator"),
+        ({"env": {"BATON_COORDINATOR": value}}, "BATON_COORDINATOR"),
+        ({"file": {"coordinator": value}}, "config file key 'coordinator'"),
+    ):
+        with pytest.raises(StartupError) as caught:
+            config(**source)
+        said = caught.value.message
+        assert said.startswith(f"{name} must be HOST:PORT with a port from 1 to 65535, not ")
+        assert said.isascii() and "\n" not in said and len(said) < 150
+        assert value not in ("nonsense", "", "10.0.0.1:83969") or said.endswith(f"not {value!r}")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "127.0.0.1:1",
+        "10.0.0.1:65535",
+        "localhost:8101",
+        "head_0.example.org:8101",
+        "[::1]:8101",
+        "[fe80::1%eth0]:8101",
+    ],
+)
+def test_what_can_be_dialled_is_taken(value: str) -> None:
+    assert config(flags={"coordinator": value}).coordinator == value
 
 
 def test_workers_share_the_engine_options() -> None:

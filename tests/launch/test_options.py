@@ -106,3 +106,24 @@ def test_a_worker_name_that_would_leave_a_directory_is_refused_before_anything_i
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr.strip() == "error: --worker-id: '../../evil' is not 1 to 128 of A-Z a-z 0-9 . _ -"
+
+
+@pytest.mark.parametrize("tier", ["prefill", "decode"])
+def test_a_coordinator_that_cannot_be_dialled_is_refused_before_anything_is_loaded(tier: str) -> None:
+    for value in ("10.0.0.1:83969", "nonsense", ""):
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", "-m", tier, "--coordinator", value],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 3
+        *imported, error = done.stderr.splitlines()
+        assert error == f"error: --coordinator must be HOST:PORT with a port from 1 to 65535, not {value!r}"
+        assert imported and not [line for line in imported if line.split()[-1] in ("torch", "grpc")]
+
+
+def test_drain_refuses_a_coordinator_that_cannot_be_dialled() -> None:
+    words = ["drain", "decode-0", "http://127.0.0.1:9", "--coordinator", "127.0.0.1:83969"]
+    with pytest.raises(StartupError, match="--coordinator must be HOST:PORT with a port from 1 to 65535"):
+        CliRunner().invoke(baton, words, standalone_mode=False, catch_exceptions=False)
