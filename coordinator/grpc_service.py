@@ -18,12 +18,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.core.errors import InvalidRequest, InvariantError, NotFound, StartupError
+from baton.core.sampling_limits import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKENS, check_count
 from baton.rpc import codec, status
 from baton.rpc.streams import SERVER_OPTIONS
 from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2
 from coordinator.chat import ChatMessage
 from coordinator.submission import Delta, Generator, Submission
-from coordinator.translate import Options, Translator
+from coordinator.translate import MAX_MESSAGES, MAX_STOPS, Options, Translator
 
 log = logging.getLogger("baton.grpc")
 SERVICE = serving_pb2.DESCRIPTOR.services_by_name["Serving"].full_name
@@ -121,6 +122,7 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
                 ids = tuple(request.token_ids.ids)
                 return await translate.from_token_ids(request_id, ids, options, deadline_s=remaining_s)
             case "messages":
+                check_count("messages", len(request.messages.messages), MAX_MESSAGES)
                 messages = tuple(ChatMessage(m.role, m.content) for m in request.messages.messages)
                 return await translate.from_messages(request_id, messages, options, deadline_s=remaining_s)
             case _:
@@ -147,6 +149,10 @@ def _refuse_unserved(request: serving_pb2.GenerateRequest) -> None:
 
 def _options(request: serving_pb2.GenerateRequest) -> Options:
     s = request.sampling
+    check_count("stop", len(request.stop), MAX_STOPS)  # all before entries are looked at: there may be a million
+    check_count("logit_bias", len(s.logit_bias), MAX_BIASES)
+    check_count("stop_token_ids", len(s.stop_token_ids), MAX_STOP_TOKENS)
+    check_count("bad_words", len(s.bad_words), MAX_BAD_WORDS)
 
     def given(message: Any, name: str) -> Any:
         return getattr(message, name) if message.HasField(name) else None

@@ -1,16 +1,17 @@
 """The HTTP front end: OpenAI's endpoints and a few about the server, over any `Generator`.
 
-A request: Guard -> route -> read_json_bytes -> parse_* -> Translator -> GenerationResponse. Whatever is wrong with it
-is raised on the way and becomes an answer in one place, `error_response`.
+A request: Guard -> route -> read_json_bytes -> parse_* by BodyParser -> Translator -> GenerationResponse. Whatever is
+wrong with it is raised on the way and becomes an answer in one place, `error_response`.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -19,7 +20,7 @@ from starlette.responses import Response
 from baton.core.errors import BatonError, InvalidRequest, NotFound
 from baton.rpc.status import printable
 from coordinator import openai_schema as schema
-from coordinator.http_body import read_json_bytes
+from coordinator.http_body import BodyParser, read_json_bytes
 from coordinator.http_errors import HttpProblem, error_response, json_response
 from coordinator.http_generation import GenerationResponse
 from coordinator.http_guard import REQUEST_ID, Guard
@@ -28,6 +29,8 @@ from coordinator.http_render import ChatRender, CompletionRender, Head, Render
 from coordinator.submission import Generator, Submission
 from coordinator.text import TextModel
 from coordinator.translate import Translator, check_messages
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ class HttpSettings:
 
 
 def create_app(generator: Generator, text_model: TextModel, settings: HttpSettings) -> FastAPI:
-    """The application. It starts nothing and owns nothing: generator and text model outlive it."""
+    """The application. It owns nothing but the thread that parses large bodies: generator and text model outlive it."""
     app = FastAPI(title="Baton", version=settings.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     front = _Front(generator, text_model, settings)
     for method, path, endpoint in (
@@ -83,11 +86,12 @@ class _Front:
         self._generator = generator
         self._text = text
         self._settings = settings
+        self._parser = BodyParser()
         self._translator = Translator(text, deadline_s=settings.request_timeout_s)
         self._fingerprint = f"baton-{settings.version}"
 
     async def completions(self, request: Request) -> Response:
-        body = schema.parse_completion(await self._body(request))
+        body = await self._body(request, schema.parse_completion)
         self._check_model(body.model)
         translate = self._translator
         request_id = request.scope[REQUEST_ID]
@@ -101,7 +105,7 @@ class _Front:
         return self._generate(submission, body, CompletionRender, echo)
 
     async def chat_completions(self, request: Request) -> Response:
-        body = schema.parse_chat(await self._body(request))
+        body = await self._body(request, schema.parse_chat)
         self._check_model(body.model)
         submission = await self._translator.from_messages(request.scope[REQUEST_ID], body.chat(), body.options())
         return self._generate(submission, body, ChatRender)
@@ -114,7 +118,7 @@ class _Front:
         return json_response(self._model())
 
     async def tokenize(self, request: Request) -> Response:
-        body = schema.parse_tokenize(await self._body(request))
+        body = await self._body(request, schema.parse_tokenize)
         self._check_model(body.model)
         if body.prompt is not None:
             ids = await self._text.encode_soon(body.prompt, add_special_tokens=body.add_special_tokens)
@@ -127,7 +131,7 @@ class _Front:
         return json_response(answer | {"token_strs": names})
 
     async def detokenize(self, request: Request) -> Response:
-        body = schema.parse_detokenize(await self._body(request))
+        body = await self._body(request, schema.parse_detokenize)
         self._check_model(body.model)
         if len(body.tokens) > self._text.max_model_len:
             raise InvalidRequest(f"at most {self._text.max_model_len} tokens", param="tokens")
@@ -150,9 +154,10 @@ class _Front:
     async def version(self) -> Response:
         return json_response({"version": self._settings.version})
 
-    async def _body(self, request: Request) -> bytes:
-        settings = self._settings
-        return await read_json_bytes(request, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
+    async def _body(self, request: Request, parse: Callable[[bytes], _T]) -> _T:
+        most, timeout_s = self._settings.max_body_bytes, self._settings.body_timeout_s
+        body = await read_json_bytes(request, max_bytes=most, timeout_s=timeout_s)
+        return await self._parser.parse(parse, body)
 
     def _check_model(self, name: str | None) -> None:
         """One model is served: it need not be named."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -24,12 +25,14 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
+from baton.core.sampling_limits import MAX_BIASES, MAX_STOP_TOKENS
 from coordinator import openai_schema_fields as fields
 from coordinator.chat import ChatMessage
 from coordinator.openai_schema_json import parse_object
-from coordinator.translate import MAX_MESSAGES, Options
+from coordinator.translate import MAX_BAD_WORDS, MAX_MESSAGES, MAX_STOPS, Options
 
 MAX_PARTS = 1_024
+MAX_METADATA = 16
 
 
 def _prompt(value: Any) -> str | list[int]:
@@ -67,15 +70,26 @@ def _content(value: Any) -> str:
     return "\n".join(texts)
 
 
+def _counted(most: int, value: Any) -> Any:
+    """The same value, counted before an entry is looked at: a body has room for a million."""
+    if isinstance(value, list | dict) and len(value) > most:
+        raise PydanticCustomError("too_many", f"at most {most} entries, not {len(value)}")
+    return value
+
+
+def _at_most(most: int) -> BeforeValidator:
+    return BeforeValidator(partial(_counted, most))
+
+
 def _one_or_many(value: Any) -> Any:
     if not isinstance(value, str | list):
         raise PydanticCustomError("stop", "must be a string or an array of strings")
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, str) else _counted(MAX_STOPS, value)
 
 
 def _metadata(value: dict[str, str]) -> dict[str, str]:
-    if len(value) > 16 or any(len(k) > 64 or len(v) > 512 for k, v in value.items()):
-        raise PydanticCustomError("metadata", "at most 16 keys of 64 characters, values of 512")
+    if any(len(k) > 64 or len(v) > 512 for k, v in value.items()):
+        raise PydanticCustomError("metadata", "keys have at most 64 characters, values 512")
     return value
 
 
@@ -88,7 +102,7 @@ def _biases(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         raise PydanticCustomError("logit_bias", "must be an object of token ids and numbers")
     found: dict[int, float] = {}
-    for key, bias in value.items():
+    for key, bias in _counted(MAX_BIASES, value).items():
         if not _TOKEN_ID.fullmatch(key):
             raise PydanticCustomError("logit_bias", "a key must be a token id in decimal digits")
         if type(bias) not in (int, float):
@@ -113,6 +127,7 @@ _Prompt = Annotated[
     str | list[int], PlainValidator(_prompt, json_schema_input_type=str | list[int] | list[str] | list[list[int]])
 ]
 _Biases = Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=dict[str, float])]
+_Ids = Annotated[list[int], Field(fail_fast=True)]  # of a million wrong ones the first is enough
 _Content = Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[TextPart])]
 
 
@@ -141,9 +156,9 @@ class GenerationBody(_Strict):
     presence_penalty: float | None = None
     logit_bias: _Biases | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], _at_most(MAX_STOP_TOKENS)] | None = None
+    bad_words: Annotated[list[str], _at_most(MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: _Ids | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
@@ -152,7 +167,7 @@ class GenerationBody(_Strict):
     user: _Label | None = None
     safety_identifier: _Label | None = None
     prompt_cache_key: _Label | None = None
-    metadata: Annotated[dict[str, str], AfterValidator(_metadata)] | None = None
+    metadata: Annotated[dict[str, str], AfterValidator(_metadata), _at_most(MAX_METADATA)] | None = None
 
     def options(self) -> Options:
         return Options(
@@ -199,12 +214,15 @@ class MessageBody(_Strict):
     tool_call_id: _Name | None = None
 
 
+_Messages = Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES), _at_most(MAX_MESSAGES)]
+
+
 def _chat(messages: list[MessageBody]) -> list[ChatMessage]:
     return [ChatMessage(m.role, m.content, m.name, m.tool_call_id) for m in messages]
 
 
 class ChatBody(GenerationBody):
-    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: _Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -226,7 +244,7 @@ class TokenizeBody(_Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: _Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None
@@ -237,7 +255,7 @@ class TokenizeBody(_Strict):
 
 class DetokenizeBody(_Strict):
     model: str | None = None
-    tokens: list[int]
+    tokens: _Ids
 
 
 _Body = TypeVar("_Body", bound=_Strict)

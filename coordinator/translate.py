@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.request import SamplingParams, TokenBias
-from baton.core.sampling_limits import check_range, check_sampling, shown
+from baton.core.sampling_limits import MAX_BIASES, MAX_STOP_TOKENS, check_count, check_range, check_sampling, shown
 from coordinator.chat import ChatMessage
 from coordinator.submission import Submission
 from coordinator.text import TextModel
@@ -86,6 +86,7 @@ class Translator:
     ) -> Submission:
         """A completion of token ids, taken as they are: nothing is put in front."""
         self._checked(options)
+        self._check_room(len(prompt), "prompt")  # before ids are looked at: there may be a million
         self.check_token_ids(prompt)
         return self._submission(request_id, prompt, options, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
 
@@ -119,12 +120,7 @@ class Translator:
         if not prompt:
             raise InvalidRequest("the prompt has no tokens", param=param)
         context = self.text.max_model_len
-        room = context - len(prompt)
-        if room < 1:
-            raise ContextLengthExceeded(
-                f"this model's context is {context} tokens; the prompt has {len(prompt)} and needs room for one more",
-                param=param,
-            )
+        room = self._check_room(len(prompt), param)
         wanted = options.max_tokens
         max_tokens = min(default_tokens, room) if wanted is None else wanted
         if wanted is not None and wanted > room:
@@ -145,9 +141,20 @@ class Translator:
             deadline_s=self._deadline_s if deadline_s is None else min(deadline_s, self._deadline_s),
         )
 
+    def _check_room(self, prompt_tokens: int, param: str) -> int:
+        """How many tokens fit behind the prompt, at least one."""
+        context = self.text.max_model_len
+        if prompt_tokens >= context:
+            raise ContextLengthExceeded(
+                f"this model's context is {context} tokens; the prompt has {prompt_tokens} and needs room for one more",
+                param=param,
+            )
+        return context - prompt_tokens
+
     def _checked(self, options: Options) -> None:
         """Refuses what is out of range before anything is done for the request."""
         check_options(options)
+        check_count("allowed_token_ids", len(options.allowed_token_ids or ()), self.text.vocab_size)
         most = (1 << 31) - 1 if options.max_tokens is None else options.max_tokens
         self._sampling(replace(options, seed=0), most)
 
@@ -185,6 +192,8 @@ def check_options(options: Options) -> None:
     check_range("top_k", options.top_k, -1, (1 << 31) - 1)
     check_range("seed", options.seed, -(1 << 63), (1 << 63) - 1)
     check_range("n", options.n, 1, MAX_CHOICES)
+    check_count("logit_bias", len(options.logit_bias or ()), MAX_BIASES)
+    check_count("stop_token_ids", len(options.stop_token_ids), MAX_STOP_TOKENS)
     _check_texts("stop", options.stop, MAX_STOPS)
     _check_texts("bad_words", options.bad_words, MAX_BAD_WORDS)
     if options.cache_salt is not None:
@@ -197,8 +206,7 @@ def check_options(options: Options) -> None:
 
 
 def _check_texts(param: str, texts: Sequence[str], most: int) -> None:
-    if len(texts) > most:
-        raise InvalidRequest(f"{param} has at most {most} entries, not {len(texts)}", param=param)
+    check_count(param, len(texts), most)
     for text in texts:
         if not 1 <= len(text) <= MAX_STOP_CHARS:
             what = f"an entry of {param} has 1 to {MAX_STOP_CHARS} characters, not {len(text)}"

@@ -33,14 +33,14 @@ def check_sampling(params: SamplingParams, max_tokens: int, vocab_size: int) -> 
         check_range(name, getattr(params, name), low, high)
     check_top_p(params.top_p)
     check_range("min_tokens", params.min_tokens, 0, max_tokens)
-    _check_count("logit_bias", len(params.logit_bias), MAX_BIASES)
+    check_count("logit_bias", len(params.logit_bias), MAX_BIASES)
     _check_ids("logit_bias", (token for token, _ in params.logit_bias), vocab_size)
     for _, bias in params.logit_bias:
         check_range("logit_bias", bias, -100, 100)
-    _check_count("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKENS)
+    check_count("stop_token_ids", len(params.stop_token_ids), MAX_STOP_TOKENS)
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
-    _check_count("bad_words", len(params.bad_words), MAX_BAD_WORDS)
+    check_count("bad_words", len(params.bad_words), MAX_BAD_WORDS)
     for word in params.bad_words:
         if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
             what = f"an entry of bad_words is 1 to {MAX_BAD_WORD_TOKENS} tokens, not {len(word)}"
@@ -69,7 +69,7 @@ def shown(value: float) -> str:
     return f"{value:.6g}"
 
 
-def _check_count(param: str, count: int, most: int) -> None:
+def check_count(param: str, count: int, most: int) -> None:
     if count > most:
         raise InvalidRequest(f"{param} has at most {most} entries, not {count}", param=param)
 

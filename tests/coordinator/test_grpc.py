@@ -143,6 +143,8 @@ BAD_SAMPLING: list[tuple[str, dict[str, Any]]] = [
     *[("logit_bias", {"logit_bias": b}) for b in ({-1: 0.0}, {512: 0.0}, {1: math.nan}, {1: 100.5})],
     *[(n, {n: ids}) for n in ("stop_token_ids", "allowed_token_ids") for ids in ([-1], [512], [1, 2**31 - 1])],
     *[("bad_words", {"bad_words": [types_pb2.TokenIds(ids=ids)]}) for ids in ([], [512], [-1], [1] * 65)],
+    ("bad_words", {"bad_words": [types_pb2.TokenIds(ids=[1])] * 129}),  # counted as they come, not as they differ
+    ("stop_token_ids", {"stop_token_ids": [1] * 65}),
 ]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
@@ -120,3 +123,35 @@ async def test_a_model_without_a_template_takes_no_chat(tmp_path_factory: pytest
     with pytest.raises(InvalidRequest, match="no chat template") as caught:
         await translator.from_messages("r", HI, Options())
     assert caught.value.param == "messages"
+
+
+class Unwalked(dict[Any, Any]):
+    """Has a length and no entries that may be looked at."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("walked")
+
+    __getitem__ = keys = values = items = __iter__  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("logit_bias", 300), ("stop_token_ids", 64), ("allowed_token_ids", 512), ("stop", 4), ("bad_words", 64)],
+)
+async def test_entries_are_counted_before_they_are_looked_at(translator: Translator, name: str, most: int) -> None:
+    many: Any = Unwalked(most + 1)
+    with pytest.raises(InvalidRequest, match=f"at most {most} entries") as refused:
+        await translator.from_token_ids("r", [5], Options(**{name: many}))
+    assert refused.value.param == name
+
+
+async def test_a_prompt_is_counted_before_its_ids_are_looked_at(translator: Translator) -> None:
+    many: Any = Unwalked(128)
+    with pytest.raises(ContextLengthExceeded, match="the prompt has 128"):
+        await translator.from_token_ids("r", many, Options())

@@ -18,7 +18,7 @@ from baton.core import errors
 from baton.core.config import CoordinatorConfig, WorkerConfig
 from baton.rpc import status
 from baton.v1 import serving_pb2, types_pb2
-from coordinator import grpc_service, http_guard, http_server, openai_schema, openai_schema_fields, translate
+from coordinator import grpc_service, http_body, http_guard, http_server, openai_schema, openai_schema_fields, translate
 from coordinator.http import HttpSettings, create_app
 from launch.up_config import DoctorConfig, UpConfig
 
@@ -79,6 +79,10 @@ LIMITS = (
     ("messages", f"{translate.MAX_MESSAGES:,}"),
     ("parts of one message", f"{openai_schema.MAX_PARTS:,}"),
     ("body", f"{CoordinatorConfig().max_body_mib:g} MiB (`--max-body-mib` of the coordinator)"),
+    (
+        f"bodies over {http_body.INLINE_BYTES >> 10} KiB that wait to be parsed, together",
+        f"{http_body.MAX_WAITING_BYTES >> 20} MiB",
+    ),
     ("time for a body to arrive", f"{HttpSettings('').body_timeout_s:g} s"),
     ("time a client may take nothing of its stream", f"{HttpSettings('').send_timeout_s:g} s"),
     ("headers", f"{http_guard.MAX_HEADERS}, {http_guard.MAX_HEADER_BYTES:,} bytes each"),

@@ -1,0 +1,137 @@
+"""Large bodies: counted before they are walked, and parsed while the event loop turns."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from baton.core.errors import InvalidRequest, Unavailable
+from coordinator import http_body, openai_schema
+from coordinator.http_body import INLINE_BYTES, BodyParser
+from tests.support.bad_inputs import CHAT, COMPLETIONS, GOOD
+
+HANG_S = 10.0
+JSON = {"content-type": "application/json"}
+LARGE = b"x" * (INLINE_BYTES + 1)
+# Every entry is wrong in itself, so what is said tells whether one was looked at.
+TOO_MANY: list[tuple[str, Any, int]] = [
+    ("stop", [None] * 5, 4),
+    ("logit_bias", {f"x{i}": None for i in range(301)}, 300),
+    ("stop_token_ids", [None] * 65, 64),
+    ("bad_words", [None] * 65, 64),
+    ("metadata", {f"k{i}": None for i in range(17)}, 16),
+    ("messages", [None] * 4_097, 4_096),
+]
+
+
+class Held:
+    """A parse function that waits until it is let go. `most` is how many bodies were ever in it at the same time."""
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.inside = self.most = 0
+
+    def __call__(self, body: bytes) -> int:
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        self.begun.set()
+        assert self.go.wait(HANG_S)
+        self.inside -= 1
+        return len(body)
+
+
+@pytest.mark.parametrize(("name", "entries", "most"), TOO_MANY, ids=[name for name, *_ in TOO_MANY])
+def test_entries_are_counted_before_they_are_looked_at(name: str, entries: Any, most: int) -> None:
+    with pytest.raises(InvalidRequest, match=f"at most {most} entries, not {most + 1}") as refused:
+        openai_schema.parse_chat(json.dumps(GOOD[CHAT] | {name: entries}).encode())
+    assert refused.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("parse", "field", "extra"),
+    [
+        (openai_schema.parse_detokenize, "tokens", {}),
+        (openai_schema.parse_completion, "allowed_token_ids", {"prompt": "a"}),
+    ],
+)
+def test_the_first_of_many_wrong_ids_is_the_last_one_looked_at(
+    parse: Callable[[bytes], Any], field: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    refusal = openai_schema._refusal
+    monkeypatch.setattr(openai_schema, "_refusal", lambda e: counts.append(e.error_count()) or refusal(e))
+    with pytest.raises(InvalidRequest, match="must be an integer") as refused:
+        parse(json.dumps({field: ["a"] * 100, **extra}).encode())
+    assert (counts, refused.value.param) == ([1], f"{field}[0]")
+
+
+@pytest.mark.parametrize("length", [INLINE_BYTES // 2, 2 * INLINE_BYTES])
+async def test_a_large_body_is_parsed_as_a_small_one(client: httpx.AsyncClient, length: int) -> None:
+    response = await client.post(COMPLETIONS, json={"prompt": "a", "user": 5, "model": "m" * length})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "user")
+    assert (await client.post(COMPLETIONS, content=b"[" * length, headers=JSON)).json()["error"][
+        "code"
+    ] == "invalid_json"
+    padded = json.dumps(GOOD[COMPLETIONS]).encode() + b" " * length
+    assert (await client.post(COMPLETIONS, content=padded, headers=JSON)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        (COMPLETIONS, "parse_completion"),
+        (CHAT, "parse_chat"),
+        ("/tokenize", "parse_tokenize"),
+        ("/detokenize", "parse_detokenize"),
+    ],
+)
+async def test_requests_are_answered_while_a_large_body_is_parsed(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, name: str
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def parse(body: bytes) -> None:
+        begun.set()
+        if not go.wait(HANG_S):
+            raise AssertionError("the event loop stood still")
+        raise InvalidRequest("held", param="held")
+
+    monkeypatch.setattr(openai_schema, name, parse)
+    large = asyncio.create_task(client.post(path, content=LARGE, headers=JSON))
+    try:
+        assert await asyncio.wait_for(asyncio.to_thread(begun.wait, HANG_S), HANG_S)
+        assert (await client.get("/health")).status_code == 200
+        assert not large.done()
+    finally:
+        go.set()
+    assert (await large).json()["error"]["param"] == "held"
+
+
+async def test_large_bodies_are_parsed_one_at_a_time() -> None:
+    parser, held = BodyParser(), Held()
+    waiting = [asyncio.create_task(parser.parse(held, LARGE)) for _ in range(3)]
+    assert await asyncio.to_thread(held.begun.wait, HANG_S)
+    assert await parser.parse(len, b"small") == 5
+    held.go.set()
+    assert await asyncio.gather(*waiting) == [len(LARGE)] * 3
+    assert held.most == 1
+
+
+async def test_too_many_large_bodies_are_refused_until_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_body, "MAX_WAITING_BYTES", 2 * len(LARGE))
+    parser, held = BodyParser(), Held()
+    waiting = [asyncio.create_task(parser.parse(held, LARGE)) for _ in range(2)]
+    assert await asyncio.to_thread(held.begun.wait, HANG_S)
+    with pytest.raises(Unavailable, match="too many large bodies"):
+        await parser.parse(held, LARGE)
+    assert await parser.parse(len, b"small") == 5
+    held.go.set()
+    await asyncio.gather(*waiting)
+    larger_than_all = LARGE * 3
+    assert await parser.parse(held, larger_than_all) == len(larger_than_all)
