@@ -13,6 +13,7 @@ from baton.core.errors import StartupError
 from launch.child import ChildSpec
 from launch.cores import ranges
 from launch.plan import COORDINATOR, Part, Plan
+from launch.run_directory import READY
 from launch.topology import Topology
 
 PRELOAD = {
@@ -81,7 +82,7 @@ class Members:
 
     @property
     def ready_file(self) -> Path:
-        return self.run_dir / "coordinator.json"
+        return self.run_dir / READY
 
     @property
     def addresses(self) -> Addresses:

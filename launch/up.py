@@ -6,11 +6,8 @@ import errno
 import os
 import socket
 import sys
-import tempfile
-import time
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from baton.core.config import differences
 from baton.core.errors import StartupError
@@ -22,6 +19,7 @@ from launch.members import Members, Programs, check_cores, nodes_here
 from launch.plan import COORDINATOR, Plan, check_addresses, local_topology, make_plan, visible_gpus
 from launch.plan_checks import check_plan
 from launch.restart import Backoff
+from launch.run_directory import run_directory
 from launch.supervisor import MemberFailed
 from launch.topology import parse_topology
 from launch.up_config import DoctorConfig, UpConfig, check_supported
@@ -47,26 +45,27 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
     check_cores(plan, nodes)
     check_ports(plan, nodes)
     drain_s = plan.topology.coordinator.options.get("drain_timeout_s", config.drain_timeout_s)
-    members = Members(
-        plan,
-        nodes,
-        open_run_dir(config.run_dir),
-        programs or Programs(),
-        start_timeout_s=config.start_timeout_s,
-        drain_timeout_s=float(str(drain_s)),
-    )
-    console = Console()
-    roles = [worker.role for worker in plan.topology.workers]
-    counts = f"{roles.count('prefill')} prefill + {roles.count('decode')} decode"
-    where = f"nodes {', '.join(sorted(nodes))}" if config.topology else f"device {config.device}"
-    console.stage("baton", f"{release()}   model {plan.served_name}   {counts}   {where}")
-    console.stage("logs", str(members.run_dir))
-    try:
-        return LocalCluster(members, console, backoff).run()
-    except MemberFailed as failed:
-        sys.stdout.flush()
-        print("\n".join(failed.box), file=sys.stderr, flush=True)
-        return EXIT_STARTUP_ERROR
+    with run_directory(config.run_dir) as run_dir:
+        members = Members(
+            plan,
+            nodes,
+            run_dir,
+            programs or Programs(),
+            start_timeout_s=config.start_timeout_s,
+            drain_timeout_s=float(str(drain_s)),
+        )
+        console = Console()
+        roles = [worker.role for worker in plan.topology.workers]
+        counts = f"{roles.count('prefill')} prefill + {roles.count('decode')} decode"
+        where = f"nodes {', '.join(sorted(nodes))}" if config.topology else f"device {config.device}"
+        console.stage("baton", f"{release()}   model {plan.served_name}   {counts}   {where}")
+        console.stage("logs", str(run_dir))
+        try:
+            return LocalCluster(members, console, backoff).run()
+        except MemberFailed as failed:
+            sys.stdout.flush()
+            print("\n".join(failed.box), file=sys.stderr, flush=True)
+            return EXIT_STARTUP_ERROR
 
 
 def plan_for(config: UpConfig) -> Plan:
@@ -128,33 +127,3 @@ def check_free(host: str, port: int, whose: str) -> None:
         if error.errno == errno.EADDRINUSE:
             raise StartupError(f"port {port} on {host} is in use; choose another with {whose}") from None
         raise StartupError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
-
-
-def open_run_dir(wanted: str) -> Path:
-    """The directory of this run's logs: as asked, else a fresh one in the cache directory, else a temporary one.
-
-    Raises:
-        StartupError: the directory asked for cannot be made, or not be written to.
-    """
-    if wanted:
-        path = Path(wanted).expanduser().resolve()
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StartupError(f"run directory {wanted} cannot be made: {error.strerror or error}") from None
-        try:
-            for name in ("cluster.json", "coordinator.json"):
-                (path / name).unlink(missing_ok=True)  # of an earlier run: nobody shall take it for this one's
-            with tempfile.TemporaryFile(dir=path):
-                pass
-        except OSError as error:
-            raise StartupError(f"run directory {wanted} cannot be used: {error}") from None
-        return path
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        path = cache / "baton" / "runs" / name
-        path.mkdir(parents=True, mode=0o700)
-        return path
-    except (OSError, RuntimeError):
-        return Path(tempfile.mkdtemp(prefix=f"baton-{name}-"))

@@ -117,7 +117,7 @@ def test_up_refuses_before_it_prints_or_makes_anything(
     def nothing(*_: object, **__: object) -> None:
         raise AssertionError("it went on")
 
-    for name in ("check_ports", "open_run_dir", "LocalCluster"):
+    for name in ("check_ports", "run_directory", "LocalCluster"):
         monkeypatch.setattr(launch.up, name, nothing)
     config = UpConfig(model=str(model_dir(tmp_path)), device="cpu", decode_tp=3, dry_run=dry)
     with pytest.raises(StartupError, match="decode-0: num_attention_heads 2 cannot be divided over 3"):

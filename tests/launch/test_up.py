@@ -172,6 +172,20 @@ def test_port_in_use_is_one_line(start) -> None:
         ]
 
 
+def test_a_second_one_in_the_same_run_directory_is_refused_and_changes_nothing(start, model: Path) -> None:
+    cluster = wait_ready(start())
+    known, logs = (cluster.run_dir / "cluster.json").read_text(), cluster.logs()
+    command = [*FAKE_UP, "--model", str(model), "--run-dir", str(cluster.run_dir), "--port", "0", "--grpc-port", "0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment)
+    said = f"is in use by pid {cluster.process.pid}; choose another with --run-dir"
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == f"error: run directory {cluster.run_dir} {said}\n"
+    assert (cluster.run_dir / "cluster.json").read_text() == known and cluster.logs() == logs
+    cluster.stop()
+    assert not (cluster.run_dir / "cluster.json").exists() and not (cluster.run_dir / "coordinator.json").exists()
+
+
 def test_second_signal_ends_what_does_not_drain(start) -> None:
     cluster = wait_ready(start(env={"FAKE_COORDINATOR": "hang", "FAKE_WORKER": "stubborn"}))
     cluster.process.send_signal(signal.SIGINT)

@@ -14,7 +14,7 @@ from baton.model_source import builtin_directory, resolve_model, served_name
 from launch.cluster_api import get_workers
 from launch.members import Addresses, Members, Programs
 from launch.plan import local_topology, make_plan, visible_gpus
-from launch.up import check_ports, open_run_dir
+from launch.up import check_ports
 from launch.up_config import COORDINATOR_FIELDS, WORKER_FIELDS, UpConfig, check_environment, check_supported
 
 
@@ -105,20 +105,6 @@ def test_ports() -> None:
             check(port=0, grpc_port=port)
     with pytest.raises(StartupError, match=r"192\.0\.2\.1"):
         check(host="192.0.2.1", port=0, grpc_port=0)
-
-
-def test_run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert open_run_dir("").parent == tmp_path / "baton" / "runs"
-    assert open_run_dir(str(tmp_path / "mine")) == tmp_path / "mine"
-    (tmp_path / "file").touch()
-    with pytest.raises(StartupError, match="cannot be made"):
-        open_run_dir(str(tmp_path / "file" / "below"))
-    with pytest.raises(StartupError, match="cannot be used"):
-        open_run_dir("/proc/self")
-    (tmp_path / "mine" / "cluster.json").mkdir()
-    with pytest.raises(StartupError, match=r"cannot be used.*cluster\.json"):
-        open_run_dir(str(tmp_path / "mine"))
 
 
 def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

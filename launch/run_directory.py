@@ -1,0 +1,86 @@
+"""The run directory: logs of the members, and the addresses of a cluster while it runs. It belongs to one `baton up`.
+
+Who has it holds a lock on a file in it for life; the kernel drops the lock however the process ends. The file stays:
+without the lock it says nothing, and who removed it could remove the one that another process has just locked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from baton.core.errors import StartupError
+
+LOCK = "up.lock"
+CLUSTER = "cluster.json"
+READY = "coordinator.json"
+
+
+@contextlib.contextmanager
+def run_directory(wanted: str) -> Iterator[Path]:
+    """The directory of this run's logs, held until the block ends: as asked, else a fresh one in the cache directory,
+    else a temporary one. The addresses of a run before are not in it, nor are this one's afterwards.
+
+    Raises:
+        StartupError: the directory asked for cannot be made, not be written to, or another process has it.
+    """
+    path = _made(wanted) if wanted else _fresh()
+    with contextlib.ExitStack() as stack:
+        try:
+            lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            stack.callback(os.close, lock)
+            _hold(lock, wanted)
+            _forget_addresses(path)  # of one that was killed: nobody shall take them for this one's
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            raise StartupError(f"run directory {wanted or path} cannot be used: {error}") from None
+        try:
+            yield path
+        finally:
+            with contextlib.suppress(OSError):
+                _forget_addresses(path)
+
+
+def _hold(lock: int, wanted: str) -> None:
+    """Raises StartupError when another process has it, with the pid that it left there."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        pid = os.read(lock, 32).decode(errors="replace").strip()
+        whom = f"pid {pid}" if pid else "another process"
+        raise StartupError(f"run directory {wanted} is in use by {whom}; choose another with --run-dir") from None
+    except OSError:
+        return  # a file system without locks: there nobody is refused
+    os.ftruncate(lock, 0)
+    os.write(lock, f"{os.getpid()}\n".encode())
+
+
+def _forget_addresses(path: Path) -> None:
+    for name in (CLUSTER, READY):
+        (path / name).unlink(missing_ok=True)
+
+
+def _made(wanted: str) -> Path:
+    path = Path(wanted).expanduser().resolve()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartupError(f"run directory {wanted} cannot be made: {error.strerror or error}") from None
+    return path
+
+
+def _fresh() -> Path:
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        path = cache / "baton" / "runs" / name
+        path.mkdir(parents=True, mode=0o700)
+        return path
+    except (OSError, RuntimeError):
+        return Path(tempfile.mkdtemp(prefix=f"baton-{name}-"))

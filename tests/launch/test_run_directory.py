@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.core.errors import StartupError
+from launch.run_directory import run_directory
+
+HOLDER = """
+import sys
+from launch.run_directory import run_directory
+with run_directory(sys.argv[1]) as path:
+    (path / "cluster.json").write_text("{}")
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def open_and_leave(wanted: str) -> Path:
+    with run_directory(wanted) as path:
+        return path
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_which_directory_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert open_and_leave("").parent == tmp_path / "baton" / "runs"
+    assert open_and_leave(str(tmp_path / "mine")) == tmp_path / "mine"
+    (tmp_path / "file").touch()
+    with pytest.raises(StartupError, match="cannot be made"):
+        open_and_leave(str(tmp_path / "file" / "below"))
+    with pytest.raises(StartupError, match="cannot be used"):
+        open_and_leave("/proc/self")
+    (tmp_path / "mine" / "cluster.json").mkdir()
+    with pytest.raises(StartupError, match=r"cannot be used.*cluster\.json"):
+        open_and_leave(str(tmp_path / "mine"))
+
+
+def test_one_in_use_is_refused_with_the_pid_that_has_it_and_left_as_it_is(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
+    run = tmp_path / "run"
+    for _ in range(2):
+        with pytest.raises(StartupError) as caught:
+            open_and_leave(str(run))
+        said = f"run directory {run} is in use by pid {holder.pid}; choose another with --run-dir"
+        assert caught.value.message == said and (run / "cluster.json").exists()
+
+
+def test_one_whose_process_was_killed_is_free_and_its_addresses_are_gone(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
+    holder.kill()
+    holder.wait(10)
+    assert (tmp_path / "run" / "cluster.json").exists()
+    with run_directory(str(tmp_path / "run")) as path:
+        assert not (path / "cluster.json").exists()
+
+
+def test_one_that_was_left_is_free_and_its_addresses_are_gone(tmp_path: Path) -> None:
+    for _ in range(2):
+        with run_directory(str(tmp_path)) as path:
+            for name in ("cluster.json", "coordinator.json", "decode-0.log"):
+                (path / name).write_text("{}")
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["decode-0.log", "up.lock"]
+
+
+def test_a_file_system_without_locks_refuses_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    assert open_and_leave(str(tmp_path)) == tmp_path
+
+
+def test_what_the_holder_starts_does_not_hold_it(tmp_path: Path) -> None:
+    with run_directory(str(tmp_path)):
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        open_and_leave(str(tmp_path))
+    finally:
+        child.kill()
+        child.communicate()
