@@ -6,6 +6,7 @@ deep; NaN and infinities; a key given twice (a proxy in front might read the oth
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from typing import Any, NoReturn
@@ -24,7 +25,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise _not_json(f"the body is not UTF-8 (byte {error.start})") from None
     try:
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        value = _loads(text)
     except json.JSONDecodeError as error:
         raise _not_json(f"the body is not JSON: {error.msg} at character {error.pos}") from None
     except RecursionError:
@@ -36,6 +37,19 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if "\0" in text or _SUSPECT.search(text):
         _check_strings(value, "")
     return value
+
+
+def _loads(text: str) -> Any:
+    """Without collecting garbage: JSON has no cycles, and a million lists would be searched again and again while no
+    other thread can run. Two threads may be here; only who switches it off switches it on, so it is on in the end."""
+    collecting = gc.isenabled()
+    if collecting:
+        gc.disable()
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

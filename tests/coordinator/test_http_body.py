@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from collections.abc import Callable
@@ -69,6 +70,24 @@ def test_the_first_of_many_wrong_ids_is_the_last_one_looked_at(
     with pytest.raises(InvalidRequest, match="must be an integer") as refused:
         parse(json.dumps({field: ["a"] * 100, **extra}).encode())
     assert (counts, refused.value.param) == ([1], f"{field}[0]")
+
+
+@pytest.mark.parametrize("end", [b"", b"["], ids=["json", "not json"])
+def test_lists_are_not_searched_for_garbage_while_they_are_made(end: bytes) -> None:
+    collections: list[str] = []
+
+    def seen(phase: str, _: dict[str, int]) -> None:
+        collections.append(phase)
+
+    body = b'{"prompt":[' + b"[]," * 100_000 + b"[]]}" + end
+    gc.callbacks.append(seen)
+    try:
+        with pytest.raises(InvalidRequest):
+            openai_schema.parse_completion(body)
+    finally:
+        gc.callbacks.remove(seen)
+    assert gc.isenabled()
+    assert collections.count("start") <= 2
 
 
 @pytest.mark.parametrize("length", [INLINE_BYTES // 2, 2 * INLINE_BYTES])
