@@ -5,23 +5,22 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from baton.core.errors import InvariantError
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId, TokenBias
 from baton.core.step import Row, StepOutcome, StepPlan
 from baton.engine.launches import Launches
-from baton.engine.processors import Draw
 from baton.engine.runner import Runner
 from baton.engine.sampler_device import decide
 from baton.model_source import builtin_directory
 from tests.engine.driver import GREEDY, random_tokens, tiny_runner
 from tests.support.decode_drive import Run, decode_all
+from tests.support.undecided import Undecided
 
 CPU = torch.device("cpu")
 WARM = SamplingParams(temperature=0.8)
@@ -111,28 +110,13 @@ def test_same_tokens_in_half_the_pool(target: Runner) -> None:
     assert same(found, expected) and found.preemptions > 0 and found.steps_ahead > 0
 
 
-class Undecided:
-    """Says of every third draw that it is too close to tell, and makes the likeliest token look like another."""
-
-    def __init__(self) -> None:
-        self.draws = 0
-
-    def __call__(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-        tokens = decide(logits, draws)
-        for row in range(len(draws)):
-            self.draws += 1
-            if self.draws % 3 == 0:
-                tokens[row] = -1
-        return tokens
-
-
 def test_what_the_device_could_not_decide_is_corrected_and_computed_again(target: Runner) -> None:
     """At temperature 0.8 the likeliest token, which the device goes on with, is often not the one drawn."""
     if not target.kernels.startswith("torch"):
         pytest.skip("compiled kernels read their tokens from the host")
     kept, some = target.launches, requests("warm", 8)
     try:
-        target.launches = Launches(CPU, target.group, Undecided())
+        target.launches = Launches(CPU, target.group, Undecided(every=3))
         found = decode_all(target, some, batch=4, launcher=Late(target))
         corrected = target.launches.rows_corrected
     finally:

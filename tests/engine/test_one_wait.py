@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from baton.core.request import GenerateRequest, SamplingParams, TokenBias
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.guesses_device import DeviceGuesses
 from baton.engine.launches import Launches
-from baton.engine.processors import Draw
 from baton.engine.runner import Runner
 from baton.engine.sampler_device import decide
 from baton.model_source import builtin_directory
@@ -30,6 +29,7 @@ from tests.engine.test_launches import SAMPLINGS, same
 from tests.engine.test_speculation import FixedCosts
 from tests.support.decode_drive import Run, decode_all
 from tests.support.marked_device import CPU, MarkedDevice
+from tests.support.undecided import Undecided
 
 EACH = (
     *SAMPLINGS["all"],
@@ -159,27 +159,12 @@ def test_guesses_from_the_text_wait_once_too(pair: tuple[Runner, Runner], device
     assert [waits for *_, waits in engine.steps] == [1] * len(engine.steps)
 
 
-class Undecided:
-    """Says of every fifth draw that it is too close to tell."""
-
-    def __init__(self) -> None:
-        self.draws = 0
-
-    def __call__(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-        tokens = decide(logits, draws)
-        for row in range(len(draws)):
-            self.draws += 1
-            if self.draws % 5 == 0:
-                tokens[row] = -1
-        return tokens
-
-
 def test_what_the_device_cannot_decide_the_plain_sampler_does(
     pair: tuple[Runner, Runner], device: MarkedDevice, plain: Run
 ) -> None:
     """Also of draws behind guesses that look back at them."""
     target, draft = pair
-    device.adopt(target, draft, Undecided())
+    device.adopt(target, draft, Undecided(every=5))
     engine = Counted(target, draft, device)
     guessing = Speculation(
         ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len), FixedCosts(), fixed_length=2
