@@ -59,7 +59,7 @@ class WorkerEnds:
         self._orders: dict[int, _Order] = {}
         self._numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.kind = local.kind
+        self.kind, self.section_bytes = local.kind, local.section_bytes
         channel.on_report = self._hear
 
     def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> EdgeEnd:

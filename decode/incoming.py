@@ -196,7 +196,11 @@ class IncomingLink:
             await self._refuse(sequence, e.message)
             return
         posted = Posted(sequence, chunk.index, end.generation, *key)
-        part = Part(transfer.blocks, chunk.start_token, chunk.end_token, chunk.num_bytes, chunk_identity(chunk))
+        tokens, places = (
+            (chunk.start_token, chunk.end_token),
+            self._plans[key].places(chunk.start_layer, chunk.end_layer),
+        )
+        part = Part(transfer.blocks, *tokens, chunk.num_bytes, chunk_identity(chunk), *places)
         intact, failure, writing = False, "", self._incoming.writing
         writing[sequence] += 1
         try:
@@ -221,8 +225,7 @@ class IncomingLink:
             await self._refuse(sequence, "another edge refused its part")
             return
         if intact:
-            transfer.arrived[key] = chunk.end_token
-            transfer.first_token = chunk.first_token
+            transfer.take_in(chunk, key, self._incoming.layout)
         else:
             log.warning("chunk %d of %s does not match its checksum", chunk.index, sequence)
             self._incoming.chunks_damaged += 1

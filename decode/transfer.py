@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.core.errors import HandoffError
 from baton.core.handover import Chunk
@@ -12,11 +12,13 @@ from baton.core.reshard import EdgeKey, EdgePlan
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """`arrived` tokens of the sequence are in its `blocks`, by edge; `first_token` once an edge has brought its end."""
+    """`arrived` tokens of the sequence are in its `blocks`, by edge; where first layers of more are there, too, `begun`
+    says how far: (end_token, layers). `first_token` once an edge has brought its end."""
 
     blocks: tuple[int, ...]
     num_tokens: int
     arrived: dict[EdgeKey, int]
+    begun: dict[EdgeKey, tuple[int, int]] = field(default_factory=dict)
     first_token: int | None = None
 
     @property
@@ -29,18 +31,34 @@ class Transfer:
         return min(self.arrived.values())
 
     def check(self, chunk: Chunk, plan: EdgePlan, layout: KVLayout) -> None:
-        """Raises HandoffError unless this is the next part of the sequence on its edge, whole and of the right size."""
-        arrived, tokens = self.arrived[plan.key], chunk.end_token - chunk.start_token
+        """Raises HandoffError unless this is the next part of the sequence on its edge, of the right size: tokens in
+        order, of each run of them the layers in order."""
+        arrived, tokens, total = self.arrived[plan.key], chunk.end_token - chunk.start_token, len(layout.layers)
         if chunk.start_token != arrived or tokens < 1 or chunk.end_token > self.num_tokens:
             raise HandoffError(
                 f"tokens [{chunk.start_token}, {chunk.end_token}) cannot follow {arrived} of {self.num_tokens}"
             )
-        if (chunk.start_layer, chunk.end_layer) != (0, len(layout.layers)):
-            raise HandoffError(f"layers [{chunk.start_layer}, {chunk.end_layer}) are not all {len(layout.layers)}")
-        if chunk.num_bytes != plan.bytes_per_token(layout) * tokens:
+        end, layers = self.begun.get(plan.key, (chunk.end_token, 0))
+        if (chunk.end_token, chunk.start_layer) != (end, layers) or not layers < chunk.end_layer <= total:
+            raise HandoffError(
+                f"layers [{chunk.start_layer}, {chunk.end_layer}) of tokens up to {chunk.end_token} cannot follow"
+                f" {layers} of {total} layers up to {end}"
+            )
+        size = plan.of_layers(chunk.start_layer, chunk.end_layer).bytes_per_token(layout) * tokens
+        if chunk.num_bytes != size or not size:
             raise HandoffError(f"{chunk.num_bytes} bytes cannot be KV of {tokens} tokens")
-        ends = chunk.end_token == self.num_tokens
+        ends = chunk.end_token == self.num_tokens and chunk.end_layer == total
         if chunk.last != ends or (ends and chunk.first_token is None):
             raise HandoffError("the last chunk, and only it, carries the end and the first token")
-        if self.first_token not in (None, chunk.first_token):
+        if ends and self.first_token not in (None, chunk.first_token):
             raise HandoffError(f"first token {chunk.first_token} here, {self.first_token} on another edge")
+
+    def take_in(self, chunk: Chunk, key: EdgeKey, layout: KVLayout) -> None:
+        """The chunk is in the blocks, as it was sent."""
+        if chunk.end_layer < len(layout.layers):
+            self.begun[key] = (chunk.end_token, chunk.end_layer)
+            return
+        self.begun.pop(key, None)
+        self.arrived[key] = chunk.end_token
+        if chunk.last:
+            self.first_token = chunk.first_token

@@ -27,7 +27,7 @@ from baton.event_log import EventLog
 from baton.transfer.edge_end import MakeEnd
 from baton.transfer.staging_room import StagingRoom
 from prefill.link import Link
-from prefill.pieces import HandOver, PieceSender
+from prefill.pieces import FirstLayers, HandOver, PieceSender
 
 log = logging.getLogger("baton.handover")
 
@@ -68,7 +68,7 @@ class Outgoing:
         self._make_end = make_end
         self._make_hello = make_hello
         self._events = event_log
-        self._pieces = PieceSender(layout, staging, event_log, piece_tokens, edge_timeout_s)
+        self._pieces = PieceSender(layout, staging, event_log, piece_tokens, make_end.section_bytes, edge_timeout_s)
         self._edge_timeout_s = edge_timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._links: dict[tuple[str, int], asyncio.Task[Link]] = {}
@@ -82,6 +82,11 @@ class Outgoing:
     @property
     def chunks_resent(self) -> int:
         return self._pieces.chunks_resent
+
+    @property
+    def sent_early(self) -> int:
+        """Pieces of first layers that were sent while others were computed."""
+        return self._pieces.sent_early
 
     def __len__(self) -> int:
         return len(self._hand_overs)
@@ -117,6 +122,13 @@ class Outgoing:
         if over is not None:
             over.computed, over.first_token, over.step = computed, first_token, step
             over.first_logprob, over.cached_tokens = first_logprob, cached_tokens
+            over.progress.set()
+
+    def advance_layers(self, sequence: SequenceId, end: int, layers: int) -> None:
+        """KV of the first `layers` is complete up to position `end` as well: where this is the leader's alone."""
+        over = self._hand_overs.get(sequence)
+        if over is not None:
+            over.first_layers = FirstLayers(end, layers)
             over.progress.set()
 
     def assign(self, sequence: SequenceId, targets: Sequence[Target], attempt: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from dataclasses import replace
 
@@ -13,6 +15,7 @@ from baton.core.handles import verify
 from baton.core.handover import LinkHello
 from baton.core.request import SequenceId
 from baton.core.sampling_limits import check_sampling
+from baton.core.sections import early_layers
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.runner import Runner
 from baton.event_log import EventLog
@@ -58,6 +61,8 @@ class PrefillWorker:
             connect_timeout_s=config.connect_timeout_s,
         )
         self.shell = WorkerShell(config, self, runner.step, read_token(config.cluster_token_file))
+        self._runner, self._section_bytes = runner, make_end.section_bytes
+        self._plan: StepPlan | None = None
 
     def leave(self, timeout_s: float) -> None:
         """Somebody asked the process to end: no new prompts; what is here finishes or is given back."""
@@ -65,7 +70,30 @@ class PrefillWorker:
 
     async def run(self) -> None:
         """Serves until drained; raises as WorkerShell.run does."""
+        loop = asyncio.get_running_loop()
+
+        def tell(step_id: int, layers: int) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(self.layers_computed, step_id, layers)
+
+        self._runner.tell_first_layers(self.early_layers, tell)
         await self.shell.run()
+
+    def early_layers(self, plan: StepPlan) -> int:
+        """Of how many layers we want to hear before the step is done: what can be sent while it is computed. On any
+        thread."""
+        layers = [layer.bytes_per_token for layer in self.scheduler.layout.layers]
+        last = [len(row.tokens) for row in plan.rows if row.num_sampled]
+        return max((early_layers([n * size for size in layers], self._section_bytes) for n in last), default=0)
+
+    def layers_computed(self, step_id: int, layers: int) -> None:
+        """The first layers of the step that is out have written their KV."""
+        plan = self._plan
+        if plan is None or plan.step_id != step_id:
+            return
+        for row in plan.rows:
+            if row.num_sampled:
+                self.outgoing.advance_layers(row.sequence_id, row.end, layers)
 
     # What the shell asks for.
 
@@ -103,7 +131,7 @@ class PrefillWorker:
         )
 
     def begin_step(self, now: float) -> StepPlan | None:
-        plan = self.scheduler.begin_step(now)
+        plan = self._plan = self.scheduler.begin_step(now)
         if plan is not None:
             for row in plan.rows:
                 if self.scheduler.hands_over(row.sequence_id):
@@ -114,7 +142,7 @@ class PrefillWorker:
         return plan
 
     def finish_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> StepEvents:
-        result = self.scheduler.finish_step(outcome, now)
+        result, self._plan = self.scheduler.finish_step(outcome, now), None
         current = self.outgoing.current_id
         ended = {e.sequence for e in result.ended}
         told = tuple(replace(e, sequence=current(e.sequence)) for e in result.ended)

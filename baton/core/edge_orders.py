@@ -16,13 +16,16 @@ from baton.core.reshard import EdgePlan
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one edge carries of tokens [start_token, end_token) of a sequence whose KV lies in `block_ids`: `num_bytes`,
-    in sections with a checksum over `identity`, their layers and their bytes."""
+    in sections with a checksum over `identity`, their layers and their bytes: of layers [first_layer, last_layer) of
+    those that the edge carries, without a `last_layer` of all behind the first."""
 
     block_ids: tuple[int, ...]
     start_token: int
     end_token: int
     num_bytes: int
     identity: bytes
+    first_layer: int = 0
+    last_layer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

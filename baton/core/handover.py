@@ -2,9 +2,10 @@
 
 Life of a hand-over: Offer -> Accept | Refuse; then per chunk Chunk -> Posted -> bytes on the edge -> Ack. The sender
 packs after it has announced. Nothing is sent before Posted, and one operation at most is in flight on an edge, so no
-wait depends on another edge. The bytes go in sections (baton.core.sections), behind each its checksum over
-`chunk_identity`, its layers and them. The last chunk carries the first token. Either side may send AbortTransfer at any
-time; what was posted is still sent (or the edge torn down), so a posted receive never waits for ever.
+wait depends on another edge. Chunks have their tokens in order, and chunks of the same tokens their layers. The bytes
+go in sections (baton.core.sections), behind each its checksum over `chunk_identity`, its layers and them. The last
+chunk carries the first token. Either side may send AbortTransfer at any time; what was posted is still sent (or the
+edge torn down), so a posted receive never waits for ever.
 """
 
 from __future__ import annotations

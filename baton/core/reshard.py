@@ -10,6 +10,7 @@ carries the same token range, and the wire is token-major, so block sizes need n
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -37,7 +38,8 @@ class HeadSlice:
 
 @dataclass(frozen=True, slots=True)
 class EdgePlan:
-    """What one edge carries of every token, in this order: for each slice K, then V."""
+    """What one edge carries of every token, in this order: for each slice K, then V. Layers rise, each is there once at
+    most."""
 
     prefill_rank: int
     decode_rank: int
@@ -46,6 +48,16 @@ class EdgePlan:
     @property
     def key(self) -> EdgeKey:
         return self.prefill_rank, self.decode_rank
+
+    def places(self, start_layer: int, end_layer: int) -> tuple[int, int]:
+        """Which of the slices are those of layers [start_layer, end_layer)."""
+        first, last = (bisect_left(self.slices, layer, key=lambda s: s.layer) for layer in (start_layer, end_layer))
+        return first, last
+
+    def of_layers(self, start_layer: int, end_layer: int) -> EdgePlan:
+        """What the edge carries of layers [start_layer, end_layer)."""
+        first, last = self.places(start_layer, end_layer)
+        return replace(self, slices=self.slices[first:last])
 
     def bytes_per_token(self, layout: KVLayout) -> int:
         """What the edge carries of one token of a whole model's `layout`."""

@@ -24,6 +24,13 @@ class Section:
     end: int
 
 
+def early_layers(layer_bytes: Sequence[int], section_bytes: int) -> int:
+    """How many layers of a chunk of `layer_bytes` are worth being sent while the others are computed: all but the last
+    section, none where there is but one (decision 0044)."""
+    sections = cut_sections(layer_bytes, section_bytes)
+    return sections[-1].first if sections else 0
+
+
 def cut_sections(layer_bytes: Sequence[int], section_bytes: int) -> tuple[Section, ...]:
     """Whole layers of `layer_bytes` each (all positive), in order, in sections of about one size: at most as many as
     would hold the whole with `section_bytes` each."""

@@ -22,16 +22,19 @@ from baton.engine.sampler import Choose
 from baton.engine.sampler_device import choose_on_device
 
 Guess = Callable[[Batch, Sequence[int]], list[list[int]]]
+ComputeInTwo = Callable[[Batch, int, Callable[[], None]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Computing:
     """`compute` gives the logits [S, vocab] of a batch; `choose` tokens from them, `guess` a draft model's in one call;
-    None where the plain way is the only one."""
+    `compute_in_two` is `compute` that calls back when so many layers have written their KV. None where the plain way is
+    the only one."""
 
     compute: Callable[[Batch], Tensor]
     choose: Choose | None
     guess: Guess | None
+    compute_in_two: ComputeInTwo | None = None
 
 
 def how_to_compute(
@@ -46,9 +49,13 @@ def how_to_compute(
 ) -> Computing:
     """`config` is the whole model's, `choose` that of compiled kernels, `longest` the most positions of a sequence."""
     if isinstance(model, NativeModel):
-        return Computing(
-            partial(model.forward, kv=kv), choose, partial(model.guess, kv=kv) if group.size == 1 else None
-        )
+        if group.size > 1:
+            return Computing(partial(model.forward, kv=kv), choose, None)
+
+        def in_two(batch: Batch, layers: int, on_first: Callable[[], None]) -> Tensor:
+            return model.forward(batch, kv, layers, on_first)
+
+        return Computing(partial(model.forward, kv=kv), choose, partial(model.guess, kv=kv), in_two)
     attention = _attention(config, group, kv, exact)
     device, size = kv.storage[0][0].device, kv.layout.block_size
     compute: Callable[[Batch], Tensor] = partial(model.forward, kv=kv, attention=attention)

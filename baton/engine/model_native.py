@@ -1,15 +1,15 @@
 """The decoder on the C++ kernels: the same model as model.py, its plain twin, in one call per step.
 
-Weights are packed once at load. On one rank a whole step is one call; on several, each half of a layer is one, and the
-ranks' shares are summed between them. Every row is computed in an order that does not depend on the others (cpu/gemm.h,
-cpu/attention.h), in float32 and in bf16 alike.
+Weights are packed once at load. On one rank a whole step is one call (two, where somebody wants to hear of its first
+layers); on several, each half of a layer is one, and the ranks' shares are summed between them. Every row is computed
+in an order that does not depend on the others (cpu/gemm.h, cpu/attention.h), in float32 and in bf16 alike.
 """
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -79,15 +79,20 @@ class NativeModel:
             threads=threads,
         )
 
-    def forward(self, batch: Batch, kv: KVPool) -> Tensor:
+    def forward(
+        self, batch: Batch, kv: KVPool, first_layers: int = 0, on_first: Callable[[], None] | None = None
+    ) -> Tensor:
         """Computes all rows, writes their KV, and returns logits [S, vocab] in float32 at the sampled positions; on
-        followers none: [0, vocab]."""
+        followers none: [0, vocab]. On one rank `on_first` is called when the first layers have written theirs."""
         x, logits = self._room(len(batch.token_ids), len(batch.sampled_at))
         rows = _rows(batch)
         step = self._step(batch, kv, rows, x, logits)
         model, reference = ctypes.byref(self._model), ctypes.byref(step)
         if self._group.size == 1:
-            self._kernels.forward(model, reference)
+            if on_first is not None:
+                self._kernels.forward(model, reference, 0, first_layers)
+                on_first()
+            self._kernels.forward(model, reference, first_layers if on_first else 0, len(self._layers))
             return logits
         self._forward_on_ranks(batch, x, model, step)
         if not batch.sampled_at:

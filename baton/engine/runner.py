@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,8 @@ class Runner:
         self.kernels = kernels
         self._compute, self._choose = computing.compute, computing.choose
         self._guess: Guess | None = computing.guess
+        self._compute_in_two = computing.compute_in_two
+        self._told_first: tuple[Callable[[StepPlan], int], Callable[[int, int], None]] | None = None
         self.guessed_at_once = 0  # calls
         self._limits = Limits(kv.layout.block_size, kv.num_blocks, model_config.vocab_size, max_model_len)
         self._max_num_tokens = options.max_num_tokens
@@ -135,6 +138,12 @@ class Runner:
     def lead(self, announce: Callable[[StepPlan], None]) -> None:
         """From now on every plan goes to `announce`, which tells the followers, before it is computed here."""
         self._announce = announce
+
+    def tell_first_layers(self, wanted: Callable[[StepPlan], int], tell: Callable[[int, int], None]) -> None:
+        """From now on `tell(step_id, layers)` is called on the compute thread when the first `wanted(plan)` layers (0:
+        none) of a step have written their KV; the rest of the step is computed behind it. Never where a step is not
+        computed layer by layer here: with torch's kernels, on a GPU, on several ranks."""
+        self._told_first = wanted, tell
 
     def step(self, plan: StepPlan) -> StepOutcome:
         """Computes the plan's rows and samples from them; a follower samples nothing. Raises InvariantError for a plan
@@ -230,6 +239,10 @@ class Runner:
         self.kv.expect([row.block_ids[-1] for row in plan.rows])
         if not batch.rows:
             return torch.empty((0, self.model_config.vocab_size))
+        if self._told_first is not None and self._compute_in_two is not None:
+            wanted, tell = self._told_first
+            if layers := wanted(plan):
+                return self._compute_in_two(batch, layers, partial(tell, plan.step_id, layers))
         return self._compute(self.launches.feed(batch, plan, guesses) if plan.fed or plan.guessed else batch)
 
 

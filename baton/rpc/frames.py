@@ -32,7 +32,7 @@ from baton.core.edge_orders import (
 from baton.core.errors import BatonError
 from baton.core.step import StepPlan
 
-VERSION = 5
+VERSION = 6
 MAX_FRAME_BYTES = 32 << 20
 _HEAD = struct.Struct(">IBB")
 _BODY_OFFSET = 2  # version and kind count as part of the length

@@ -69,6 +69,9 @@ class MakeEnd(Protocol):
     @property
     def kind(self) -> EdgeKind: ...
 
+    @property
+    def section_bytes(self) -> int: ...
+
     def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> EdgeEnd: ...
 
 
@@ -98,7 +101,7 @@ class LocalEnds:
         section_bytes: int = SECTION_BYTES,
     ) -> None:
         self._layers, self._block_size, self._host = layers, block_size, host
-        self._expect, self._section_bytes = expect, section_bytes
+        self._expect, self.section_bytes = expect, section_bytes
         self.buffers = StagingBuffers(0) if buffers is None else buffers
         self.kind = kind
 
@@ -107,7 +110,7 @@ class LocalEnds:
         mine = replace(spec, bind_host=self._host, device=str(device))
         layers = edge_layers(self._layers, plan, spec.side)
         make = EDGES[self.kind]
-        return LocalEnd(mine, layers, self._block_size, make, self._expect, self.buffers, self._section_bytes)
+        return LocalEnd(mine, layers, self._block_size, make, self._expect, self.buffers, self.section_bytes)
 
 
 class LocalEnd:

@@ -33,7 +33,7 @@ class _Sections:
     ) -> None:
         tokens = part.end_token - part.start_token
         self.part, self.buffer = part, buffer
-        self._layers = PagedLayers.of(layers)
+        self._layers = PagedLayers.of(layers)[part.first_layer : part.last_layer]
         self.sections = cut_sections(self._layers.layer_bytes(tokens), section_bytes)
         total = self.ends[-1] if self.sections else 0
         if total != part.num_bytes:

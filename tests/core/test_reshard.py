@@ -34,6 +34,24 @@ def test_every_destination_head_comes_once_and_from_its_own_source(heads: list[i
     assert set(covered) == wanted
 
 
+@given(
+    heads=st.lists(st.sampled_from([1, 2, 4, 8, 16]), min_size=1, max_size=6),
+    prefill=SIZES,
+    decode=SIZES,
+    cut=st.integers(0, 6),
+)
+def test_an_edge_of_some_layers_and_one_of_the_others_are_the_whole(
+    heads: list[int], prefill: int, decode: int, cut: int
+) -> None:
+    cut = min(cut, len(heads))
+    for edge in reshard(heads, prefill, decode):
+        first, rest = edge.of_layers(0, cut), edge.of_layers(cut, len(heads))
+        assert first.slices + rest.slices == edge.slices and first.key == rest.key == edge.key
+        assert all(s.layer < cut for s in first.slices) and all(s.layer >= cut for s in rest.slices)
+        assert edge.places(0, cut) == (0, len(first.slices))
+        assert edge.places(cut, len(heads)) == (len(first.slices), len(edge.slices))
+
+
 @given(heads=st.sampled_from([1, 2, 4, 8]), prefill=SIZES, decode=SIZES)
 def test_replicas_share_the_sending(heads: int, prefill: int, decode: int) -> None:
     """With as many sources as destinations for a head, no source sends twice."""

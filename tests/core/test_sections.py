@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.sections import Section, cut_sections
+from baton.core.sections import Section, cut_sections, early_layers
 
 LAYERS = st.lists(st.integers(1, 1000), min_size=1, max_size=80)
 
@@ -40,3 +40,11 @@ def test_equal_layers_make_equal_sections(each: int, count: int, layer: int) -> 
 def test_what_fits_is_one_section_and_nothing_is_none() -> None:
     assert cut_sections([3, 4, 5], 12) == (Section(0, 3, 0, 12),)
     assert cut_sections([], 12) == ()
+
+
+@given(LAYERS, st.integers(1, 5000))
+def test_all_but_the_last_section_may_go_early(layer_bytes: list[int], section_bytes: int) -> None:
+    early = early_layers(layer_bytes, section_bytes)
+    left = sum(layer_bytes[early:])
+    assert 0 <= early < len(layer_bytes) and left < section_bytes + max(layer_bytes)
+    assert (early == 0) == (len(cut_sections(layer_bytes, section_bytes)) == 1)

@@ -75,8 +75,11 @@ class Peer:
         return ready
 
     def chunk(self, start: int = 0, end: int = TOKENS, **changes: Any) -> tuple[Chunk, torch.Tensor]:
-        layout, last = self.source.runner.layout, end == TOKENS
-        buffer = torch.full((chunk_bytes(layout, end - start),), 7, dtype=torch.uint8)
+        layout = self.source.runner.layout
+        layers = range(len(layout.layers))[changes.get("start_layer", 0) : changes.get("end_layer", len(layout.layers))]
+        last = end == TOKENS and layers.stop == len(layout.layers)
+        size = chunk_bytes(layout, end - start) * len(layers) // len(layout.layers)
+        buffer = torch.full((size,), 7, dtype=torch.uint8)
         values = {
             "sequence": R,
             "index": start,
@@ -93,7 +96,7 @@ class Peer:
 
     async def send_bytes(self, chunk: Chunk, buffer: torch.Tensor, packed: torch.Tensor | None = None) -> None:
         """In sections of one layer; the checksums are those of `packed`, if given."""
-        layers = chunk.end_layer
+        layers = chunk.end_layer - chunk.start_layer
         ends = [buffer.numel() * (index + 1) // layers for index in range(layers)]
         parts = (buffer if packed is None else packed).chunk(layers)
         identity = chunk_identity(chunk)
@@ -138,8 +141,10 @@ async def test_the_whole_conversation() -> None:
         ("cannot follow 0", {"start_token": 1}),
         ("cannot follow 0", {"end_token": TOKENS + 1}),
         ("cannot follow 0", {"start_token": 0, "end_token": 0}),
-        ("layers", {"end_layer": 1}),
         ("layers", {"start_layer": 1}),
+        ("layers", {"end_layer": 0}),
+        ("layers", {"end_layer": 3}),
+        ("bytes cannot be KV", {"end_layer": 1}),
         ("bytes cannot be KV", {"num_bytes": 64}),
         ("the last chunk", {"last": False}),
         ("the last chunk", {"first_token": None}),
@@ -177,6 +182,39 @@ async def test_a_chunk_cannot_be_left_out() -> None:
         await p.send(*p.chunk(0, 3))
         chunk, _ = p.chunk(4, 8)
         assert "cannot follow 3" in (await p.ask(chunk)).reason
+        assert p.decode.idle
+
+
+async def test_the_layers_of_the_same_tokens_come_in_order() -> None:
+    async with peer() as p:
+        await p.ask(p.offer())
+        await p.open_edge(1)
+        assert await p.send(*p.chunk(0, 3, end_layer=1)) == Ack(R, 0)
+        assert await p.send(*p.chunk(0, 3, index=1, start_layer=1)) == Ack(R, 1)
+        assert await p.send(*p.chunk(3, 8, index=2, end_layer=1)) == Ack(R, 2)
+        assert p.decode.worker.scheduler.receiving(R)
+        assert await p.send(*p.chunk(3, 8, index=3, start_layer=1)) == Ack(R, 3, complete=True)
+        p.decode.compute()
+
+
+@pytest.mark.parametrize(
+    ("why", "start", "end", "changes"),
+    [
+        ("cannot follow 1 of 2 layers up to 5", 0, 5, {}),  # all of them again
+        ("cannot follow 1 of 2 layers up to 5", 0, 5, {"end_layer": 1}),
+        ("cannot follow 1 of 2 layers up to 5", 0, 4, {"start_layer": 1}),
+        ("cannot follow 1 of 2 layers up to 5", 0, 8, {"start_layer": 1}),
+        ("cannot follow 0 of 8", 5, 8, {}),
+        ("the last chunk", 0, 5, {"start_layer": 1, "last": True}),
+    ],
+)
+async def test_behind_first_layers_come_the_others(why: str, start: int, end: int, changes: dict[str, Any]) -> None:
+    async with peer() as p:
+        await p.ask(p.offer())
+        await p.open_edge(1)
+        await p.send(*p.chunk(0, 5, end_layer=1))
+        answer = await p.ask(p.chunk(start, end, **changes)[0])
+        assert isinstance(answer, AbortTransfer) and why in answer.reason
         assert p.decode.idle
 
 

@@ -21,7 +21,7 @@ from baton.transfer.sections import Packing
 from prefill.link import Link
 from prefill.outgoing import Outgoing
 from tests.support.builders import make_request
-from tests.support.fake_runner import DecodeNode, FakeRunner, PrefillNode, kv_bytes, oracle, pair, until
+from tests.support.fake_runner import DecodeNode, FakeRunner, PrefillNode, kv_bytes, links, oracle, pair, serve, until
 from tests.support.wire import Sums, flipped, on_the_wire
 
 R = SequenceId("r")
@@ -31,20 +31,6 @@ R = SequenceId("r")
 def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
-
-
-def links(source: PrefillNode) -> list[Link]:
-    return [t.result() for t in source.worker.outgoing._links.values() if t.done() and t.exception() is None]
-
-
-async def serve(source: PrefillNode, decode: DecodeNode, name: str = "again", prompt: int = 10) -> None:
-    """One more request from end to end: everything still works."""
-    request = make_request(name, prompt, max_tokens=4)
-    source.submit(request, decode)
-    source.compute()
-    await until(lambda: [o for o in source.told.handed_over if o.sequence.request_id == name], what="the hand-over")
-    decode.compute()
-    assert {**source.told.output(name), **decode.told.output(name)} == dict(enumerate(oracle(request.prompt, 4)))
 
 
 async def test_the_pool_hears_of_all_blocks_with_the_first_chunk() -> None:

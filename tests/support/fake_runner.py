@@ -12,7 +12,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,8 +34,9 @@ from baton.transfer.edge_end import LocalEnds, MakeEnd
 from baton.transfer.staging import pack
 from baton.transfer.staging_buffers import StagingBuffers
 from decode.worker import DecodeWorker
+from prefill.link import Link
 from prefill.worker import PrefillWorker
-from tests.support.builders import make_facts, make_layout
+from tests.support.builders import make_facts, make_layout, make_request
 from tests.support.dict_store import DictStore
 
 KEY = b"k" * 32
@@ -85,13 +86,14 @@ class FakeRunner:
         whole = torch.arange(first.num_kv_heads * first.head_dim).view(first.num_kv_heads, first.head_dim).float()
         self._pattern = whole[heads.start : heads.stop]
 
-    def step(self, plan: StepPlan) -> StepOutcome:
+    def step(self, plan: StepPlan, layers: slice = slice(None)) -> StepOutcome:
+        """Writes the KV of `layers` alone; a step may be computed by layers, the last ones last."""
         sampled: list[tuple[int, ...]] = []
         for row in plan.rows:
             state = 0 if row.start == 0 else self._read(row.block_ids, row.start - 1)
             for position, token in enumerate(row.tokens, row.start):
                 state = _mix(state, token)
-                self._write(row.block_ids, position, state)
+                self._write(row.block_ids, position, state, layers)
             sampled.append((_token(state),) * row.num_sampled)
         return StepOutcome(plan.step_id, tuple(sampled))
 
@@ -104,8 +106,8 @@ class FakeRunner:
         state = int(values[0, 0].item())
         return state if values.min() == values.max() else state + 1  # heads of different sequences: wrong tokens
 
-    def _write(self, blocks: tuple[int, ...], position: int, state: int) -> None:
-        for index, (k, v) in enumerate(self.kv.layers):
+    def _write(self, blocks: tuple[int, ...], position: int, state: int, layers: slice) -> None:
+        for index, (k, v) in list(enumerate(self.kv.layers))[layers]:
             k[self._slot(blocks, position)] = self._pattern + (state + index + 1)
             v[self._slot(blocks, position)] = self._pattern + state
 
@@ -218,6 +220,15 @@ class PrefillNode:
         while self.step():
             pass
 
+    async def step_by_layers(self, first: int, meanwhile: Callable[[], Awaitable[object]]) -> None:
+        """One step, whose first layers are there while the others are not computed."""
+        plan = self.worker.begin_step(time.monotonic())
+        assert plan is not None
+        self.runner.step(plan, slice(first))
+        self.worker.layers_computed(plan.step_id, first)
+        await meanwhile()
+        self.told.post(self.worker.finish_step(plan, self.runner.step(plan, slice(first, None)), time.monotonic()))
+
     def submit(self, request: GenerateRequest, *decodes: DecodeNode, handle: Handle | None = None) -> None:
         self.worker.command(Prefill(request, self.targets(request.sequence_id, decodes, handle)))
 
@@ -301,6 +312,20 @@ def kv_bytes(node: PrefillNode | DecodeNode, blocks: tuple[int, ...], num_tokens
     caches = zip(*(r.kv.layers for r in shares), strict=True)
     layers = [(torch.cat([k for k, _ in c], dim=2), torch.cat([v for _, v in c], dim=2)) for c in caches]
     return bytes(pack(layers, blocks, runner.layout.block_size, 0, num_tokens).tolist())
+
+
+def links(source: PrefillNode) -> list[Link]:
+    return [t.result() for t in source.worker.outgoing._links.values() if t.done() and t.exception() is None]
+
+
+async def serve(source: PrefillNode, decode: DecodeNode, name: str = "again", prompt: int = 10) -> None:
+    """One more request from end to end: everything still works."""
+    request = make_request(name, prompt, max_tokens=4)
+    source.submit(request, decode)
+    source.compute()
+    await until(lambda: [o for o in source.told.handed_over if o.sequence.request_id == name], what="the hand-over")
+    decode.compute()
+    assert {**source.told.output(name), **decode.told.output(name)} == dict(enumerate(oracle(request.prompt, 4)))
 
 
 @contextlib.asynccontextmanager

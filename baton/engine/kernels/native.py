@@ -101,7 +101,7 @@ class Wanted(ctypes.Structure):
 
 _FUNCTIONS = {
     "baton_pack": (c_int, c_int, c_void_p, c_int64, c_int64, c_void_p),
-    "baton_forward": (POINTER(Model), POINTER(Step)),
+    "baton_forward": (POINTER(Model), POINTER(Step), c_int64, c_int64),
     "baton_attention": (POINTER(Model), c_int64, POINTER(Step), c_void_p),
     "baton_mlp": (POINTER(Model), c_int64, POINTER(Step), c_void_p),
     "baton_head": (POINTER(Model), POINTER(Step)),

@@ -45,7 +45,7 @@ extern "C" void baton_guess(
   }
   Step pass = *step;
   for (int64_t depth = 0;; ++depth) {
-    baton_forward(model, &pass);
+    baton_forward(model, &pass, 0, model->num_layers);
     int64_t left = 0;
     for (size_t i = 0; i < going.size(); ++i) {
       const int64_t at = going[i];

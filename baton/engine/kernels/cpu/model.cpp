@@ -163,14 +163,14 @@ struct Computation {
 };
 
 template <class E>
-void forward(const Model& model, const Step& step) {
+void forward(const Model& model, const Step& step, int64_t first, int64_t last) {
   const Computation<E> compute(model, step);
-  compute.embed();
-  for (int64_t i = 0; i < model.num_layers; ++i) {
+  if (first == 0) compute.embed();
+  for (int64_t i = first; i < last; ++i) {
     compute.attention(model.layers[i], nullptr);
     compute.mlp(model.layers[i], nullptr);
   }
-  if (step.num_sampled > 0) compute.head();
+  if (last == model.num_layers && step.num_sampled > 0) compute.head();
 }
 
 }  // namespace
@@ -209,8 +209,8 @@ void baton_pack(int is_bf16, int is_int8, const void* weight, int64_t n, int64_t
                        : pack<E>(static_cast<const E*>(weight), n, k, static_cast<E*>(packed)));
 }
 
-void baton_forward(const Model* model, const Step* step) {
-  BATON_BY_TYPE(model->is_bf16, forward<E>(*model, *step));
+void baton_forward(const Model* model, const Step* step, int64_t first, int64_t last) {
+  BATON_BY_TYPE(model->is_bf16, forward<E>(*model, *step, first, last));
 }
 
 // One half of layer `index` on one of several ranks: partial [T, hidden] is this rank's share of what is added to x.

@@ -40,5 +40,6 @@ struct Step {
 
 }  // namespace baton
 
-// Computes a step's rows, their KV, and the logits it asks for.
-extern "C" void baton_forward(const baton::Model* model, const baton::Step* step);
+// Computes layers [first, last) of a step's rows and their KV, and with the last of all layers the logits it asks for.
+// A step goes through all layers in order, in as many calls as one likes; between them its x stays as it is.
+extern "C" void baton_forward(const baton::Model* model, const baton::Step* step, int64_t first, int64_t last);

@@ -1,0 +1,83 @@
+"""A step tells when its first layers have written their KV, and computes what it computes anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.core.request import SamplingParams, SequenceId
+from baton.core.step import Row, StepPlan
+from baton.engine.kernels.build import processor_levels
+from baton.engine.runner import Runner
+from tests.engine.driver import bfloat16_levels, float32_levels, random_tokens, tiny_runner
+
+LENGTH = 40
+
+
+def last_chunk(step_id: int = 1) -> StepPlan:
+    row = Row(SequenceId("r"), 0, tuple(random_tokens(LENGTH)), tuple(range(8)), SamplingParams(temperature=0.0), 1)
+    return StepPlan(step_id, (row,))
+
+
+def kv_of(runner: Runner) -> list[Tensor]:
+    """By layer, as it is now."""
+    return [torch.stack([t.clone() for t in layer]) for layer in runner.kv.layers]
+
+
+def written(runner: Runner) -> list[bool]:
+    return [bool(layer.any()) for layer in kv_of(runner)]
+
+
+def cases() -> list[tuple[str, str]]:
+    return [("float32", level) for level in float32_levels()] + [("bfloat16", level) for level in bfloat16_levels()]
+
+
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize(("dtype", "level"), cases())
+def test_it_is_told_in_the_middle_and_has_the_bits_of_a_step_as_one(
+    checkpoint: Callable[..., Path], dtype: str, level: str, first: int
+) -> None:
+    model_dir = checkpoint("llama", dtype=dtype, num_layers=3)
+    plain, told = (tiny_runner(model_dir, dtype=dtype, kernels=level) for _ in range(2))
+    for runner in (plain, told):
+        for layer in runner.kv.layers:
+            for tensor in layer:
+                tensor.zero_()
+    heard: list[tuple[int, int, list[bool]]] = []
+    told.tell_first_layers(lambda plan: first, lambda step, layers: heard.append((step, layers, written(told))))
+    outcomes = [runner.step(last_chunk(7)) for runner in (plain, told)]
+    assert heard == [(7, first, [index < first for index in range(3)])]
+    assert outcomes[0].sampled == outcomes[1].sampled
+    assert all(torch.equal(a, b) for a, b in zip(kv_of(plain), kv_of(told), strict=True))
+    assert torch.equal(plain.step_logits(last_chunk())[0], told.step_logits(last_chunk())[0])
+
+
+@pytest.mark.skipif(not processor_levels(), reason="there are no compiled kernels")
+def test_what_was_told_of_is_not_computed_again(checkpoint: Callable[..., Path]) -> None:
+    runner = tiny_runner(checkpoint("llama", num_layers=3))
+    keys, values = runner.kv.layers[0]
+
+    def forget(step: int, layers: int) -> None:
+        for tensor in (keys, values):
+            tensor.zero_()
+
+    runner.tell_first_layers(lambda plan: 1, forget)
+    runner.step(last_chunk())
+    assert written(runner) == [False, True, True]
+
+
+@pytest.mark.skipif(not processor_levels(), reason="there are no compiled kernels")
+def test_a_step_of_which_nobody_wants_to_hear_tells_nothing(checkpoint: Callable[..., Path]) -> None:
+    runner = tiny_runner(checkpoint("llama"))
+    runner.tell_first_layers(lambda plan: 0, lambda step, layers: pytest.fail("told"))
+    runner.step(last_chunk())
+
+
+def test_torchs_kernels_compute_a_step_as_one(checkpoint: Callable[..., Path]) -> None:
+    runner = tiny_runner(checkpoint("llama"), kernels="torch")
+    runner.tell_first_layers(lambda plan: 1, lambda step, layers: pytest.fail("told"))
+    runner.step(last_chunk())

@@ -1,0 +1,249 @@
+"""The first layers of a prompt's last tokens are handed over while its other layers are computed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from baton.core.request import SamplingParams, SequenceId
+from baton.core.step import Row, StepPlan
+from baton.transfer.edge_end import LocalEnds
+from tests.support.builders import make_layout, make_request
+from tests.support.fake_runner import (
+    DecodeNode,
+    FakeRanks,
+    FakeRunner,
+    PrefillNode,
+    kv_bytes,
+    links,
+    oracle,
+    pair,
+    serve,
+    until,
+)
+from tests.support.wire import Sums, flipped, on_the_wire
+
+R = SequenceId("r")
+LAYERS, FIRST = 3, 2
+LAYOUT = make_layout(4, layers=LAYERS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    torch.set_num_threads(1)
+    yield
+
+
+def prefill(step_tokens: int = 8, section_bytes: int = 1) -> PrefillNode:
+    runner = FakeRunner(layout=LAYOUT)
+    runner.make_end = LocalEnds(runner.kv.layers, LAYOUT.block_size, "127.0.0.1", section_bytes=section_bytes)
+    return PrefillNode(runner=runner, step_tokens=step_tokens)
+
+
+def decode(section_bytes: int = 1, name: str = "d0") -> DecodeNode:
+    runner = FakeRunner(layout=LAYOUT)
+    runner.make_end = LocalEnds(runner.kv.layers, LAYOUT.block_size, "127.0.0.1", section_bytes=section_bytes)
+    return DecodeNode(name, runner=runner)
+
+
+def arrived(source: PrefillNode, tokens: int, layers: int = LAYERS) -> bool:
+    """Whether as many bytes have been sent."""
+    return source.worker.outgoing.bytes_sent == tokens * layers * LAYOUT.layers[0].bytes_per_token
+
+
+async def test_first_layers_are_there_before_the_step_is_done() -> None:
+    async with pair(decode(), prefill=prefill()) as (source, [target]):
+        request = make_request("r", 14, max_tokens=4)
+        source.submit(request, target)
+        source.step()
+        await until(lambda: arrived(source, 8), what="the first chunk")
+
+        async def sent() -> None:
+            await until(lambda: source.worker.outgoing.sent_early == 1, what="the first layers")
+            assert source.worker.outgoing.bytes_sent == (8 * LAYERS + 6 * FIRST) * LAYOUT.layers[0].bytes_per_token
+            assert target.worker.scheduler.receiving(R) and not source.told.tokens
+
+        await source.step_by_layers(FIRST, sent)
+        blocks = source.worker.scheduler.block_ids(R)
+        await until(lambda: source.told.handed_over)
+        assert arrived(source, 14) and source.told.handed_over[0].bytes == target.worker.incoming.bytes_received
+        assert kv_bytes(source, blocks, 14) == kv_bytes(target, target.worker.scheduler.block_ids(R), 14)
+        target.compute()
+        assert target.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
+
+
+async def test_they_go_behind_what_decode_holds_and_what_was_computed_before() -> None:
+    async with pair(decode(), prefill=prefill(step_tokens=16)) as (source, [target]):
+        for name, early in (("first", 0), ("second", 1)):
+            request = make_request(name, 14, max_tokens=4)
+            source.submit(request, target)
+
+            async def sent(early: int = early) -> None:
+                await until(lambda: source.worker.outgoing.sent_early == early, what="the first layers")
+
+            if early:
+                await source.step_by_layers(FIRST, sent)
+            else:
+                source.step()
+            await until(lambda n=name: n in {o.sequence.request_id for o in source.told.handed_over})
+            target.compute()
+            assert target.told.output(name) == dict(enumerate(oracle(request.prompt, 4)))
+        tokens = source.told.handed_over[1].bytes / LAYOUT.bytes_per_token
+        assert tokens == 14 - 12  # three blocks are there
+
+
+@pytest.mark.parametrize("damaged", [0, 1])
+async def test_either_part_is_sent_again_where_it_arrives_damaged(
+    damaged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts: list[int] = []
+
+    def once(edge: object, buffer: torch.Tensor, sums: Sums) -> tuple[torch.Tensor, Sums]:
+        parts.append(buffer.numel())
+        return (flipped(buffer, 0) if len(parts) == damaged + 1 else buffer), sums
+
+    on_the_wire(monkeypatch, once)
+    async with pair(decode(), prefill=prefill()) as (source, [target]):
+        request = make_request("r", 8, max_tokens=4)
+        source.submit(request, target)
+
+        async def sent() -> None:
+            await until(lambda: source.worker.outgoing.sent_early == 1, what="the first layers")
+
+        await source.step_by_layers(FIRST, sent)
+        await until(lambda: source.told.handed_over)
+        early, late = (8 * layers * LAYOUT.layers[0].bytes_per_token for layers in (FIRST, LAYERS - FIRST))
+        assert parts == ([early, early, late] if damaged == 0 else [early, late, late])
+        assert source.worker.load().chunks_resent == 1 == target.worker.incoming.chunks_damaged
+        target.compute()
+        assert target.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("posted", [False, True])
+async def test_an_abort_between_the_two_leaves_nothing_and_the_pair_works_on(who: str, posted: bool) -> None:
+    async with pair(decode(), prefill=prefill()) as (source, [target]):
+        await serve(source, target, "before")
+        source.submit(make_request("r", range(50, 58), max_tokens=4), target)
+        early = source.worker.outgoing.sent_early
+
+        async def ended() -> None:
+            if posted:
+                await until(lambda: source.worker.outgoing.sent_early == early + 1, what="the first layers")
+            else:
+                await until(lambda: target.worker.incoming.writing, what="an open receive")
+            if who != "decode":
+                source.abort(R)
+            if who != "prefill":
+                target.abort(R)
+            assert not source.idle
+
+        await source.step_by_layers(FIRST, ended)
+        if who == "decode":
+            await until(lambda: source.told.parked, timeout_s=3, what="parked KV")
+            source.abort(R)
+        await until(lambda: source.idle and target.idle, timeout_s=3, what="idle pools")
+        assert all(end.dead is None for link in links(source) for end in link.edges.ends.values())
+        await serve(source, target, "behind")
+
+
+async def test_another_target_gets_all_layers_of_what_the_first_one_had_a_part_of() -> None:
+    async with pair(decode(), decode(name="d1"), prefill=prefill()) as (source, [first, second]):
+        request = make_request("r", 8, max_tokens=4)
+        source.submit(request, first)
+
+        async def lost() -> None:
+            await until(lambda: source.worker.outgoing.sent_early == 1, what="the first layers")
+            first.abort(R)
+
+        await source.step_by_layers(FIRST, lost)
+        await until(lambda: source.told.parked, what="parked KV")
+        source.assign(R, 2, second)
+        await until(lambda: source.told.handed_over)
+        assert source.told.handed_over[0].bytes == 8 * LAYOUT.bytes_per_token
+        second.compute()
+        assert second.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
+
+
+async def test_both_edges_of_a_link_carry_them() -> None:
+    ranks = FakeRanks(2, layout=LAYOUT)
+    try:
+        async with pair(DecodeNode(runner=ranks), prefill=prefill()) as (source, [target]):
+            request = make_request("r", 8, max_tokens=4)
+            source.submit(request, target)
+
+            async def sent() -> None:
+                await until(lambda: source.worker.outgoing.sent_early == 1, what="the first layers")
+
+            await source.step_by_layers(FIRST, sent)
+            blocks = source.worker.scheduler.block_ids(R)
+            await until(lambda: source.told.handed_over)
+            assert kv_bytes(source, blocks, 8) == kv_bytes(target, target.worker.scheduler.block_ids(R), 8)
+            target.compute()
+            assert target.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
+    finally:
+        ranks.close()
+
+
+async def test_behind_a_busy_edge_all_layers_go_as_one() -> None:
+    async with pair(decode(), prefill=prefill()) as (source, [target]):
+        await serve(source, target, "before")
+        (link,) = links(source)
+        request = make_request("r", range(50, 58), max_tokens=4)
+        source.submit(request, target)
+        async with link.edge_lock:
+
+            async def offered() -> None:
+                await until(lambda: target.worker.scheduler.receiving(R), what="an accepted offer")
+
+            await source.step_by_layers(FIRST, offered)
+        await until(lambda: len(source.told.handed_over) == 2)
+        assert source.worker.outgoing.sent_early == 0
+        target.compute()
+        assert target.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
+
+
+async def test_few_bytes_wait_for_the_rest() -> None:
+    whole = 8 * LAYOUT.bytes_per_token
+    async with pair(decode(whole), prefill=prefill(section_bytes=whole)) as (source, [target]):
+        source.submit(make_request("r", 8, max_tokens=4), target)
+
+        async def offered() -> None:
+            await until(lambda: target.worker.scheduler.receiving(R), what="an accepted offer")
+            await asyncio.sleep(0.1)  # in which they would go
+
+        await source.step_by_layers(FIRST, offered)
+        await until(lambda: source.told.handed_over)
+        assert source.worker.outgoing.sent_early == 0
+        target.compute()
+
+
+async def test_a_prompt_that_ends_with_its_first_token_leaves_nothing() -> None:
+    async with pair(decode(), prefill=prefill()) as (source, [target]):
+        (first,) = oracle(range(1000, 1008), 1)
+        source.submit(make_request("r", 8, max_tokens=4, eos=(first,)), target)
+
+        async def sent() -> None:
+            await until(lambda: source.worker.outgoing.sent_early == 1, what="the first layers")
+
+        await source.step_by_layers(FIRST, sent)
+        await until(lambda: source.idle and target.idle, what="idle pools")
+        assert source.told.ended[0].reason == "stop" and not source.told.handed_over
+
+
+def test_a_worker_wants_to_hear_of_the_layers_that_can_go_early() -> None:
+    def plan(*rows: tuple[int, int]) -> StepPlan:
+        """(tokens, how many it samples)"""
+        made = [Row(R, 0, (1,) * n, (0, 1, 2, 3), SamplingParams(), num_sampled=s) for n, s in rows]
+        return StepPlan(1, tuple(made))
+
+    of_one_layer = LAYOUT.layers[0].bytes_per_token
+    worker = prefill(section_bytes=4 * of_one_layer).worker
+    assert worker.early_layers(plan((16, 0))) == 0  # its last tokens are still to come
+    assert worker.early_layers(plan((1, 1))) == 0  # one section
+    assert worker.early_layers(plan((4, 1))) == 2
+    assert worker.early_layers(plan((1, 1), (16, 0), (2, 1))) == worker.early_layers(plan((2, 1))) == 2
+    worker.layers_computed(7, 2)  # of no step that is out
