@@ -81,7 +81,8 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
         except Exception as e:
             error = innermost(e)
             if isinstance(error, JoinRefused):
-                error = StartupError(f"{config.worker_id}: the coordinator refused this worker: {error.message}")
+                own = f" (--model here is {config.model})" if "_digest: " in error.message else ""
+                error = StartupError(f"{config.worker_id}: the coordinator refused this worker: {error.message}{own}")
             record_error(error.message if isinstance(error, BatonError) else f"{type(error).__name__}: {error}")
             if isinstance(error, StartupError | RankLost):  # at once: the other ranks wait for this one to end first
                 print(error_line(error), file=sys.stderr, flush=True)

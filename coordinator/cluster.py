@@ -22,6 +22,7 @@ from coordinator.members import Members
 from coordinator.mint import Mint
 from coordinator.policy.dispatch import Dispatcher
 from coordinator.policy.journal import Journal
+from coordinator.policy.own_model import OwnModel
 from coordinator.policy.registry import Registry
 from coordinator.policy.ticket import Ticket
 from coordinator.policy.worker_view import Prefix
@@ -41,11 +42,11 @@ class Cluster:
         lease_s: float,
         max_queued_requests: int,
         max_queued_tokens: int,
-        config_digest: str = "",
+        own_model: OwnModel | None = None,
         token: str = "",
     ) -> None:
         self.dispatcher = Dispatcher(max_queued_requests, max_queued_tokens)
-        self._mint = Mint(registry := Registry(lease_s, config_digest))
+        self._mint = Mint(registry := Registry(lease_s, own_model))
         self.members = Members(self, self.dispatcher, registry, self._mint.key, token)
         self.draining = False
         self.stale_events = 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from baton.core.cluster_token import check_listening
 from baton.core.config import CoordinatorConfig
 from baton.core.errors import StartupError
+from baton.core.model_config import parse_config_json, parse_model_config
 from baton.model_source import resolve_model, served_name
 from baton.token_file import read_token
 from coordinator.cluster import Cluster
@@ -21,6 +22,7 @@ from coordinator.grpc_service import PublicServer
 from coordinator.http import HttpSettings, create_app
 from coordinator.http_server import allow_connections, serve
 from coordinator.pipeline import Pipeline
+from coordinator.policy.own_model import OwnModel
 from coordinator.text import TextModel
 from coordinator.translate import Translator
 
@@ -37,12 +39,12 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     check_listening("--control-host", config.control_host, token)
     model_dir = resolve_model(config.model)
     name = config.served_model_name or served_name(config.model)
-    text = TextModel.load(model_dir, max_model_len=config.max_model_len or None)
+    own_model = _own_model(model_dir)
+    text = TextModel.load(model_dir, own_model.config, max_model_len=config.max_model_len or None)
     if text.ignored_defaults:
         log.warning("generation_config asks for what is not served, so it is ignored: %s", text.ignored_defaults)
-    digest = hashlib.sha256((model_dir / "config.json").read_bytes()).hexdigest()
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # one line per malformed request is for its sender
-    cluster = Cluster(config.lease_s, config.max_queued_requests, config.max_queued_tokens, digest, token)
+    cluster = Cluster(config.lease_s, config.max_queued_requests, config.max_queued_tokens, own_model, token)
     pipeline = Pipeline(cluster, text.vocabulary)
     max_body_bytes = round(config.max_body_mib * (1 << 20))
 
@@ -91,6 +93,16 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     failed = [t for t in background if t.done() and not t.cancelled() and t.exception() is not None]
     if failed:
         raise StartupError(f"{failed[0].get_name()} failed: {failed[0].exception()}")
+
+
+def _own_model(model_dir: Path) -> OwnModel:
+    """Raises StartupError with one line that names the file."""
+    path = model_dir / "config.json"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StartupError(f"cannot read {path}: {error.strerror or error}") from None
+    return OwnModel(str(model_dir), hashlib.sha256(data).hexdigest(), parse_model_config(parse_config_json(data)))
 
 
 def _end_on_failure(task: asyncio.Task[None], stop: asyncio.Event) -> None:

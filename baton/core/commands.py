@@ -41,8 +41,15 @@ class WorkerFacts:
                 continue
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
+                if name.endswith("_digest"):
+                    mine, theirs = short_digest(mine), short_digest(theirs)
                 return f"{name}: {mine} and {theirs}"
         return self.layout.first_difference(other.layout)
+
+
+def short_digest(digest: str) -> str:
+    """As much of it as people compare."""
+    return digest[:12]
 
 
 @dataclass(frozen=True, slots=True)

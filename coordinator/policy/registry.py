@@ -18,6 +18,7 @@ from baton.core.events import Load
 from baton.core.leases import LeaseTable
 from baton.core.names import name_error
 from baton.core.reshard import MAX_TENSOR_PARALLEL, local_layout
+from coordinator.policy.own_model import OwnModel
 
 WorkerState = Literal["joining", "ready", "draining", "lost"]
 KEEP_LOST_S = 300.0
@@ -44,11 +45,11 @@ class WorkerRecord:
 
 class Registry:
     """Complete state: `_records` by worker id, `leases`, and `_left`: the incarnation of each worker that drained last.
-    `config_digest` is the coordinator's own model's."""
+    `own` is the coordinator's own model."""
 
-    def __init__(self, lease_s: float, config_digest: str = "") -> None:
+    def __init__(self, lease_s: float, own: OwnModel | None = None) -> None:
         self.leases = LeaseTable(lease_s)
-        self._config_digest = config_digest
+        self._own = own
         self._records: dict[str, WorkerRecord] = {}
         self._left: dict[str, int] = {}
 
@@ -69,14 +70,15 @@ class Registry:
             JoinRefused: it does not fit; the message names the field and both values.
         """
         _check_possible(join)
-        if self._config_digest and join.facts.config_digest != self._config_digest:
-            raise _refused(join, f"config_digest: {self._config_digest} here and {join.facts.config_digest}")
+        difference = self._own.difference(join.facts) if self._own is not None else None
+        if difference is not None:
+            raise _refused(join, difference)
         for other in self._records.values():
             if other.state == "lost" or other.worker_id == join.worker_id:
                 continue
             difference = other.join.facts.first_difference(join.facts)
             if difference is not None:
-                raise _refused(join, difference)
+                raise _refused(join, difference + _whose(difference, join, other))
         known = self._records.get(join.worker_id)
         if known is not None and known.state != "lost" and known.role != join.role:
             raise _refused(join, f"role: {join.worker_id} is a {known.role} worker and {join.role} joins")
@@ -206,6 +208,14 @@ def _check_possible(join: Join) -> None:
         raise _refused(join, f"tensor_parallel: {e.message}") from None
     if join.role == "decode" and _ADDRESS.fullmatch(join.link_address) is None:
         raise _refused(join, f"link_address: {join.link_address[:100]!r} is not HOST:PORT")
+
+
+def _whose(difference: str, join: Join, other: WorkerRecord) -> str:
+    """Where to look for the other model: its digest alone tells nobody."""
+    if not difference.startswith("model_digest: "):
+        return ""
+    what = "weights" if join.facts.config_digest == other.join.facts.config_digest else "config.json"
+    return f"; its {what} differ from what {other.worker_id} has on host {other.join.host[:253]!a}"
 
 
 def _refused(join: Join, difference: str) -> JoinRefused:

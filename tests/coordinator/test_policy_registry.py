@@ -9,8 +9,22 @@ import pytest
 from baton.core.commands import Join, Role
 from baton.core.errors import JoinRefused
 from baton.core.events import Load
+from baton.core.model_config import parse_model_config
+from coordinator.policy.own_model import OwnModel
 from coordinator.policy.registry import KEEP_LOST_S, Registry
 from tests.support.builders import make_facts, make_layout
+from tests.support.model_dirs import model_config
+
+OWN = OwnModel(
+    "/models/m",
+    "c",
+    parse_model_config(
+        model_config(
+            hidden_size=16, head_dim=8, num_hidden_layers=2, num_key_value_heads=2, vocab_size=make_facts().vocab_size
+        )
+    ),
+)
+"""What the workers of `make_facts` have loaded."""
 
 
 def join(name: str = "d0", role: Role = "decode", incarnation: int = 1, **facts: object) -> Join:
@@ -21,7 +35,7 @@ def join(name: str = "d0", role: Role = "decode", incarnation: int = 1, **facts:
 
 @pytest.fixture
 def registry() -> Registry:
-    return Registry(lease_s=3.0, config_digest="c")
+    return Registry(lease_s=3.0, own=OWN)
 
 
 def state(registry: Registry, worker: str = "d0") -> str:
@@ -73,6 +87,38 @@ def test_the_first_worker_must_fit_the_coordinators_own_model_and_have_blocks(re
         registry.join(join(config_digest="x"), 0.0)
     with pytest.raises(JoinRefused, match="block_size"):
         registry.join(join(layout=make_layout(0)), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("facts", "difference"),
+    [
+        ({"vocab_size": 7}, "from which this one differs in vocab_size: 100 and 7"),
+        ({"layout": make_layout(layers=3)}, "from which this one differs in layers: 2 and 3"),
+        ({"layout": make_layout(8, heads=4)}, "from which this one differs in layers[0].num_kv_heads: 2 and 4"),
+        ({}, "this one has KV and a vocabulary of the same size but another config.json"),
+    ],
+)
+def test_another_model_than_the_coordinators_is_refused_with_how_it_differs(
+    registry: Registry, facts: dict[str, object], difference: str
+) -> None:
+    with pytest.raises(JoinRefused) as caught:
+        registry.join(join(config_digest="0123456789abcdef" * 4, **facts), 0.0)
+    digests = "config_digest: c here and 0123456789ab"
+    assert caught.value.message == (
+        f"decode worker d0 refused: {digests}; the coordinator's model is /models/m, {difference}"
+    )
+    assert caught.value.param == "config_digest"
+
+
+def test_other_weights_than_those_here_are_refused_with_who_has_them(registry: Registry) -> None:
+    registry.join(replace(join(model_digest="a" * 64), host="10.0.0.7"), 0.0)
+    with pytest.raises(JoinRefused) as caught:
+        registry.join(join("d1", model_digest="b" * 64), 0.0)
+    digests = f"model_digest: {'a' * 12} and {'b' * 12}"
+    assert caught.value.message == (
+        f"decode worker d1 refused: {digests}; its weights differ from what d0 has on host '10.0.0.7'"
+    )
+    assert caught.value.param == "model_digest"
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,22 @@ def test_a_worker_name_that_would_leave_a_directory_is_refused_before_anything_i
     assert done.stderr.strip() == "error: --worker-id: '../../evil' is not 1 to 128 of A-Z a-z 0-9 . _ -"
 
 
+@pytest.mark.parametrize(
+    ("field", "model_is_said"), [("model_digest", True), ("config_digest", True), ("dtype", False)]
+)
+def test_a_worker_refused_for_its_model_says_which_it_has(field: str, model_is_said: bool) -> None:
+    code = (
+        "from baton.core.errors import JoinRefused\nfrom baton.worker_main import worker_main\n"
+        f"def load(): raise JoinRefused('decode worker d refused: {field}: a and b')\n"
+        "worker_main('decode', load)"
+    )
+    command = [sys.executable, "-c", code, "--worker-id", "d", "--model", "/models/m"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    own = " (--model here is /models/m)" if model_is_said else ""
+    said = f"error: d: the coordinator refused this worker: decode worker d refused: {field}: a and b{own}\n"
+    assert (done.returncode, done.stderr) == (3, said)
+
+
 @pytest.mark.parametrize("tier", ["prefill", "decode"])
 def test_a_coordinator_that_cannot_be_dialled_is_refused_before_anything_is_loaded(tier: str) -> None:
     for value in ("10.0.0.1:83969", "nonsense", ""):
