@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from baton.core.errors import StartupError
+from baton.core.names import model_name_error
 
 ALLOWED_FILES = ("*.safetensors", "*.json", "*.jinja")
 HUB_TIMEOUT_S = 5.0
@@ -51,10 +52,17 @@ def resolve_draft(draft: str, model: Path) -> Path | None:
 
 
 def served_name(model: str) -> str:
-    """What clients call the model when nobody says otherwise: the hub's name, or the directory's."""
+    """What clients call the model when nobody says otherwise: the hub's name, or the directory's.
+
+    Raises:
+        StartupError: no model may be called what the directory is called.
+    """
     if model == "builtin" or (_HUB_NAME.fullmatch(model) and not Path(model).exists()):
         return model
-    return Path(model).expanduser().resolve().name
+    name = Path(model).expanduser().resolve().name
+    if wrong := model_name_error(name):
+        raise StartupError(f"the model's directory gives it a name that {wrong}; say another with --served-model-name")
+    return name
 
 
 def builtin_directory(which: str) -> Path:

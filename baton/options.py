@@ -95,15 +95,17 @@ def read_config_file(path: str | None) -> Mapping[str, object]:
     """The keys of a TOML file, or none without a path.
 
     Raises:
-        StartupError: no such file, or it is not TOML.
+        StartupError: no such file, or it is not TOML that can be read.
     """
     if path is None:
         return {}
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))  # some editors put a byte order mark in front
     except OSError as error:
         raise StartupError(f"config file {path}: {error.strerror or error}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise StartupError(f"config file {path} is nested too deeply") from None
+    except ValueError as error:  # not TOML, not UTF-8, or a number longer than Python reads
         raise StartupError(f"config file {path} is not TOML: {error}") from None
 
 

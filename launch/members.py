@@ -109,16 +109,25 @@ def nodes_here(topology: Topology, wanted: str = "") -> frozenset[str]:
     Raises:
         StartupError: there is none.
     """
-    names = [node.name for node in topology.nodes]
-    if wanted:
-        if wanted not in names:
-            raise StartupError(f"--node {wanted}: the topology names {', '.join(names)}")
-        return frozenset({wanted})
-    found = frozenset(node.name for node in topology.nodes if is_own(node.address))
+    found = own_nodes(topology, wanted)
     if not found:
-        what = f"no node of the topology has an address of this host; --node says which it is: {', '.join(names)}"
-        raise StartupError(what)
+        names = ", ".join(node.name for node in topology.nodes)
+        raise StartupError(f"no node of the topology has an address of this host; --node says which it is: {names}")
     return found
+
+
+def own_nodes(topology: Topology, wanted: str = "") -> frozenset[str]:
+    """The same, where there may be none.
+
+    Raises:
+        StartupError: the one that was asked for is none of them.
+    """
+    names = [node.name for node in topology.nodes]
+    if not wanted:
+        return frozenset(node.name for node in topology.nodes if is_own(node.address))
+    if wanted not in names:
+        raise StartupError(f"--node {wanted}: the topology names {', '.join(names)}")
+    return frozenset({wanted})
 
 
 def check_cores(plan: Plan, nodes: frozenset[str]) -> None:

@@ -1,5 +1,6 @@
 """What of a plan cannot work, seen before its first process starts: sizes that do not divide, workers that do not fit
-each other. In the words in which a worker that loads, or the coordinator at a join, would refuse it later.
+each other, files that are not there. In the words in which a worker that loads, or the coordinator at a join, would
+refuse it later.
 
 What only the running worker knows is left to it: what `--dtype auto` is on its host, and everything about a model that
 is not on this one. An option that nobody set is taken from this environment, as a worker here would.
@@ -8,18 +9,20 @@ is not on this one. An option that nobody set is taken from this environment, as
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import cast
 
+from baton.core.cluster_token import check_listening
 from baton.core.commands import WorkerFacts
-from baton.core.config import WorkerConfig, resolve
+from baton.core.config import CoordinatorConfig, WorkerConfig, resolve
 from baton.core.errors import StartupError
 from baton.core.kv_layout import KVLayout
 from baton.core.model_config import DType, ModelConfig, parse_config_json, parse_model_config
 from baton.core.reshard import even_share, local_heads
-from baton.model_source import resolve_model
-from launch.plan import Plan
+from baton.model_source import resolve_draft, resolve_model
+from baton.token_file import read_token
+from launch.plan import COORDINATOR, Part, Plan
 from launch.topology import WorkerPlace
 
 
@@ -46,6 +49,39 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
             if difference is not None:
                 raise StartupError(f"{worker.role} worker {worker.name} refused: {difference}")
         before.append(facts)
+
+
+def check_files(plan: Plan, nodes: Collection[str], environment: Mapping[str, str] = os.environ) -> None:
+    """Raises StartupError for the first member on `nodes`, which are this host, that would not find its model, its
+    draft or its cluster token, or would listen off loopback without a token; with its name."""
+    place, parts = plan.topology.coordinator, [part for part in plan.parts if part.node.name in nodes]
+    who = COORDINATOR if place.node in nodes else parts[0].name if parts else ""
+    if not who:
+        return
+    try:
+        model = resolve_model(plan.model)
+        if who == COORDINATOR:
+            told = resolve(CoordinatorConfig, file={}, env=environment, flags=place.options)
+            host = plan.topology.node(place.node).address
+            check_listening("--control-host", host, read_token(told.cluster_token_file))
+        for part in parts:
+            who = part.name
+            _check_files_of(part, model, environment)
+    except StartupError as error:
+        raise StartupError(f"{who}: {error.message}") from None
+
+
+def _check_files_of(part: Part, model: Path, environment: Mapping[str, str]) -> None:
+    """Of a worker; only its leader guesses and listens."""
+    if part.node_rank:
+        return
+    told = resolve(WorkerConfig, file={}, env=environment, flags=part.worker.options)
+    check_listening("--host", part.node.address, read_token(told.cluster_token_file))
+    if part.role == "decode":
+        try:
+            resolve_draft(told.draft, model)
+        except StartupError as error:
+            raise StartupError(f"--draft: {error.message}") from None
 
 
 def check_divides(config: ModelConfig, ranks: int) -> None:

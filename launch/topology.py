@@ -96,7 +96,7 @@ class Topology:
 @dataclass(frozen=True, slots=True)
 class _TopTable:
     model: str = option("builtin", "")
-    served_model_name: str = option("", "")
+    served_model_name: str = option("", "", model_name=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class _WorkerTable(WorkerConfig):
     nodes: tuple[str, ...] = option((), "")
     nnodes: int = option(0, "", low=0, high=64)
     tensor_parallel: int = option(1, "", low=1, high=MAX_TENSOR_PARALLEL)
-    devices: tuple[int, ...] = option((), "")
+    devices: tuple[int, ...] = option((), "", low=0)
     base_port: int = option(0, "", low=0, high=65533)
     rendezvous_port: int = option(0, "", low=0, high=65535)
 

@@ -15,9 +15,9 @@ from baton.model_source import resolve_model, served_name
 from baton.options import EXIT_STARTUP_ERROR, read_config_file
 from launch.console import Console
 from launch.local import LocalCluster
-from launch.members import Members, Programs, check_cores, nodes_here
+from launch.members import Members, Programs, check_cores, nodes_here, own_nodes
 from launch.plan import COORDINATOR, Plan, check_addresses, local_topology, make_plan, visible_gpus
-from launch.plan_checks import check_plan
+from launch.plan_checks import check_files, check_plan
 from launch.restart import Backoff
 from launch.run_directory import run_directory
 from launch.supervisor import MemberFailed
@@ -37,12 +37,14 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
     """
     plan = plan_for(config)
     check_plan(plan)
+    # A dry run may be made where no node is.
+    nodes = (own_nodes if config.dry_run else nodes_here)(plan.topology, config.node)
+    check_cores(plan, nodes)
+    check_files(plan, nodes)
     if config.dry_run:
         from launch.dry_run import dry_run
 
         return dry_run(plan, programs or Programs())
-    nodes = nodes_here(plan.topology, config.node)
-    check_cores(plan, nodes)
     check_ports(plan, nodes)
     drain_s = plan.topology.coordinator.options.get("drain_timeout_s", config.drain_timeout_s)
     with run_directory(config.run_dir) as run_dir:

@@ -19,7 +19,7 @@ class UpConfig:
     """A cluster on this machine: one coordinator, some prefill and some decode workers."""
 
     model: str = option("builtin", "checkpoint directory, ORG/NAME on the hub, or `builtin`")
-    served_model_name: str = option("", "name clients use; default the directory's or `builtin`")
+    served_model_name: str = option("", "name clients use; default the directory's or `builtin`", model_name=True)
     draft: str = option(
         "auto",
         "who guesses tokens ahead: `none`, `ngram`, a draft checkpoint; `auto`: the built-in model's own, else none",

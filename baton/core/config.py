@@ -3,7 +3,8 @@ nearest known one.
 
 Each process has one frozen dataclass. Its fields are the whole surface: the command line, the environment names
 (`BATON_` and the field in capitals) and the keys of the TOML file are all derived from them. Field metadata `help` is
-the text that `--help` prints; `choices`, `low`, `high` and `dialled` are checked here, whatever the source.
+the text that `--help` prints; `choices`, `low`, `high`, `dialled` and `model_name` are checked here, whatever the
+source.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from baton.core.errors import StartupError
-from baton.core.names import host_port_error
+from baton.core.names import host_port_error, model_name_error
 
 Config = TypeVar("Config")
+
+_MOST_SHOWN = 200
 
 
 def option(
@@ -28,10 +31,12 @@ def option(
     low: float | None = None,
     high: float | None = None,
     dialled: bool = False,
+    model_name: bool = False,
 ) -> Any:
-    """A dataclass field that is also a command-line option. What is `dialled` is a HOST:PORT."""
-    metadata = {"help": help, "choices": choices, "low": low, "high": high, "dialled": dialled}
-    return field(default=default, metadata=metadata)
+    """A dataclass field that is also a command-line option. What is `dialled` is a HOST:PORT; a `model_name` is what
+    clients call the model by, or empty. `low` and `high` hold for each entry of a list."""
+    metadata = {"help": help, "choices": choices, "low": low, "high": high}
+    return field(default=default, metadata={**metadata, "dialled": dialled, "model_name": model_name})
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ class CoordinatorConfig:
     """The front of the cluster."""
 
     model: str = option("builtin", "checkpoint directory, ORG/NAME on the hub, or `builtin`")
-    served_model_name: str = option("", "name clients use; default the directory's or `builtin`")
+    served_model_name: str = option("", "name clients use; default the directory's or `builtin`", model_name=True)
     host: str = option("127.0.0.1", "address of HTTP and public gRPC")
     port: int = option(8100, "HTTP port; 0: any free one", low=0, high=65535)
     grpc_port: int = option(8102, "public gRPC port; 0: any free one", low=0, high=65535)
@@ -190,7 +195,9 @@ def _checked(f: Field[Any], kind: Any, value: object, where: str) -> object:
     if get_origin(kind) is tuple:
         inner = get_args(kind)[0]
         if not isinstance(value, list) or not all(isinstance(v, inner) and not isinstance(v, bool) for v in value):
-            raise StartupError(f"{where} must be a list of {inner.__name__}, not {value!r}")
+            raise StartupError(f"{where} must be a list of {inner.__name__}, not {_said(value)}")
+        for entry in value:
+            _check_range(f, entry, where)
         return tuple(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         try:
@@ -198,17 +205,34 @@ def _checked(f: Field[Any], kind: Any, value: object, where: str) -> object:
         except OverflowError:
             value = math.inf
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise StartupError(f"{where} must be {getattr(kind, '__name__', kind)}, not {value!r}")
-    choices, low, high = f.metadata.get("choices"), f.metadata.get("low"), f.metadata.get("high")
+        raise StartupError(f"{where} must be {getattr(kind, '__name__', kind)}, not {_said(value)}")
+    choices = f.metadata.get("choices")
     if choices and value not in choices:
-        raise StartupError(f"{where} must be one of {', '.join(choices)}, not {value!r}")
+        raise StartupError(f"{where} must be one of {', '.join(choices)}, not {_said(value)}")
     if f.metadata.get("dialled") and isinstance(value, str) and (wrong := host_port_error(value)):
         raise StartupError(f"{where} {wrong}")
+    if f.metadata.get("model_name") and isinstance(value, str) and value and (wrong := model_name_error(value)):
+        raise StartupError(f"{where} {wrong}")
+    _check_range(f, value, where)
+    return value
+
+
+def _check_range(f: Field[Any], value: object, where: str) -> None:
+    low, high = f.metadata.get("low"), f.metadata.get("high")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if isinstance(value, float) and not math.isfinite(value):
             raise StartupError(f"{where} must be a finite number, not {value!r}")
         if low is not None and value < low:
-            raise StartupError(f"{where} must be at least {low}, not {value!r}")
+            raise StartupError(f"{where} must be at least {low}, not {_said(value)}")
         if high is not None and value > high:
-            raise StartupError(f"{where} must be at most {high}, not {value!r}")
-    return value
+            raise StartupError(f"{where} must be at most {high}, not {_said(value)}")
+
+
+def _said(value: object) -> str:
+    """A refused value, cut where it is long. Dotted keys nest deeper than Python prints, and so are hexadecimal numbers
+    longer."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):
+        return f"this {type(value).__name__}"
+    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + " ..."

@@ -1,5 +1,5 @@
 """What a member or a node of a cluster may be called, and what may be its address: both become part of scripts, log
-lines and keys, the name of paths, too. And what may be dialled."""
+lines and keys, the name of paths, too. What may be dialled, and what a model may be called."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
+_MODEL_NAME_CHARS = 256
 _ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9._:%-]{0,252}|\[[A-Fa-f0-9:][A-Za-z0-9.:%_-]{1,60}\]")
 
 
@@ -34,6 +35,15 @@ def host_port_error(text: str) -> str | None:
     if _PORT.fullmatch(port) is not None and int(port) <= 65535 and (_HOST.fullmatch(host) or _is_ipv6(host)):
         return None
     return f"must be HOST:PORT with a port from 1 to 65535, not {_shown(text)}"
+
+
+def model_name_error(name: str) -> str | None:
+    """What is wrong with the name that clients call a model by, in one line of ASCII that follows its option's name;
+    None when nothing is. It goes into answers, log lines and tables, so it has no line breaks, no other control
+    characters, and no bytes that are no text."""
+    if 0 < len(name) <= _MODEL_NAME_CHARS and name.isprintable():
+        return None
+    return f"must be 1 to {_MODEL_NAME_CHARS} printable characters, not {_shown(name)}"
 
 
 def _is_ipv6(host: str) -> bool:

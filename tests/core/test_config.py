@@ -10,6 +10,7 @@ import pytest
 
 from baton.core.config import CoordinatorConfig, EngineConfig, WorkerConfig, differences, resolve
 from baton.core.errors import StartupError
+from launch.up_config import UpConfig
 
 FIELDS = [(cls, f) for cls in (WorkerConfig, CoordinatorConfig) for f in fields(cls)]
 NUMBERS = [(cls, f) for cls, f in FIELDS if isinstance(f.default, (int, float)) and not isinstance(f.default, bool)]
@@ -170,6 +171,39 @@ def test_what_cannot_be_dialled_is_refused_whatever_the_source(value: str) -> No
 )
 def test_what_can_be_dialled_is_taken(value: str) -> None:
     assert config(flags={"coordinator": value}).coordinator == value
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[2J", "\x00", "a\u2028b", "a\u202eb", "a\udcff", "x" * 257])
+def test_a_model_cannot_be_called_what_cannot_be_printed(name: str) -> None:
+    for source, field in (
+        ({"flags": {"served_model_name": name}}, "--served-model-name"),
+        ({"env": {"BATON_SERVED_MODEL_NAME": name}}, "BATON_SERVED_MODEL_NAME"),
+        ({"file": {"served_model_name": name}}, "config file key 'served_model_name'"),
+    ):
+        for cls in (CoordinatorConfig, UpConfig):
+            with pytest.raises(StartupError) as caught:
+                config(cls, **source)
+            said = caught.value.message
+            assert said.startswith(f"{field} must be 1 to 256 printable characters, not ")
+            assert said.isascii() and said.isprintable() and len(said) < 150
+
+
+@pytest.mark.parametrize("name", ["", "org/name", "Modell ü 7B", "模型"])
+def test_a_model_may_be_called_what_can_be_printed(name: str) -> None:
+    assert config(CoordinatorConfig, flags={"served_model_name": name}).served_model_name == name
+
+
+def test_a_refused_value_is_shown_however_deep_or_long_it_is() -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    for value, shown in ((deep, "this dict"), (["x" * 5000], "['xxx"), ([1 << 100_000], "this list")):
+        with pytest.raises(StartupError) as caught:
+            config(file={"model": value})
+        said = caught.value.message
+        assert said.startswith(f"config file key 'model' must be str, not {shown}") and len(said) < 300
+    with pytest.raises(StartupError, match="'threads' must be at most 1024, not this int"):
+        config(file={"threads": 1 << 100_000})
 
 
 def test_workers_share_the_engine_options() -> None:

@@ -78,6 +78,29 @@ def test_config_file_that_cannot_be_read(tmp_path: Path) -> None:
         read_config_file(str(tmp_path / "bad.toml"))
 
 
+def test_config_files_as_some_editors_write_them(tmp_path: Path) -> None:
+    (tmp_path / "bom.toml").write_bytes(b"\xef\xbb\xbfthreads = 2\r\n")
+    assert read_config_file(str(tmp_path / "bom.toml")) == {"threads": 2}
+    (tmp_path / "utf16.toml").write_text("threads = 2\n", encoding="utf-16")
+    with pytest.raises(StartupError, match=r"config file .*utf16\.toml is not TOML: 'utf-8' codec can't decode"):
+        read_config_file(str(tmp_path / "utf16.toml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("threads = " + "[" * 100_000, "is nested too deeply"),
+        ("threads = " + "{a = " * 100_000, "is nested too deeply"),
+        ("threads = " + "1" * 100_000, "is not TOML: Exceeds the limit"),
+    ],
+)
+def test_a_config_file_beyond_what_is_read_is_one_line(text: str, error: str, tmp_path: Path) -> None:
+    (file := tmp_path / "big.toml").write_text(text)
+    with pytest.raises(StartupError) as caught:
+        read_config_file(str(file))
+    assert caught.value.message.startswith(f"config file {file} {error}")
+
+
 def test_as_flags_round_trips() -> None:
     config = WorkerConfig(exact=True, threads=4, kv_memory_gib=0.5, model="/a b")
     names = [f.name for f in fields(WorkerConfig)]

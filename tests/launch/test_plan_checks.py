@@ -19,6 +19,7 @@ from launch.plan_checks import check_plan
 from launch.up_config import UpConfig
 from tests.support.builders import make_facts
 from tests.support.model_dirs import model_config
+from tests.support.topologies import loopback_topology
 
 SIX_OVER_TWO: dict[str, object] = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2}
 
@@ -123,6 +124,63 @@ def test_up_refuses_before_it_prints_or_makes_anything(
     with pytest.raises(StartupError, match="decode-0: num_attention_heads 2 cannot be divided over 3"):
         launch.up.up(config)
     assert capsys.readouterr().out == ""
+
+
+TOKEN = "correct horse battery staple"
+
+
+def topology(tmp_path: Path, change: str, into: str, host: str = "127.0.0") -> UpConfig:
+    """Nodes `a` and `b` of this host, or of another one; what the file says is there, until `change` is put in."""
+    (model := tmp_path / "m").mkdir()
+    model_dir(model)
+    (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "token").chmod(0o600)
+    options = f'draft = "{model}"\ncluster_token_file = "{tmp_path / "token"}"'
+    path = loopback_topology(tmp_path / "t.toml", model, options=options)
+    text = path.read_text()
+    assert change in text
+    path.write_text(text.replace(change, into).replace("127.0.0", host))
+    return UpConfig(topology=str(path), dry_run=True)
+
+
+MISSING = [
+    ("cores = 2", 'cores = "0,4000"', "node a: 'cores' asks for 4000, but this process may run on "),
+    ("/m", "/n", "coordinator: model directory .*/n does not exist"),
+    ("draft = ", 'draft = "/n/o" #', "decode-0: --draft: model directory /n/o does not exist"),
+    ("/token", "/tokens", "coordinator: --cluster-token-file .*/tokens: No such file or directory"),
+]
+
+
+@pytest.mark.parametrize(("change", "into", "error"), MISSING)
+def test_up_refuses_what_this_host_does_not_have(
+    change: str, into: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = topology(tmp_path, change, into)
+    for dry in (True, False):
+        with pytest.raises(StartupError, match=f"^{error}"):
+            launch.up.up(replace(config, dry_run=dry, run_dir="/proc/self"))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("change", "into", "error"), MISSING)
+def test_a_dry_run_leaves_to_other_hosts_what_they_have(change: str, into: str, error: str, tmp_path: Path) -> None:
+    config = topology(tmp_path, change, into, host="203.0.113")
+    assert launch.up.up(config) == 0
+    with pytest.raises(StartupError, match=f"^{error}".replace("coordinator", "decode-0").replace("node a", "node b")):
+        launch.up.up(replace(config, node="b"))
+    with pytest.raises(StartupError, match="--node c: the topology names a, b"):
+        launch.up.up(replace(config, node="c"))
+
+
+def test_off_loopback_a_member_of_this_host_needs_a_token(tmp_path: Path) -> None:
+    config = topology(tmp_path, "cluster_token_file", "#", host="203.0.113")
+    assert launch.up.up(config) == 0
+    for node, error in (
+        ("a", "coordinator: --control-host 203.0.113.1 is not loopback"),
+        ("b", "decode-0: --host 203.0.113.2 is not loopback"),
+    ):
+        with pytest.raises(StartupError, match=f"^{error}: there joining takes a cluster token"):
+            launch.up.up(replace(config, node=node))
 
 
 def test_a_dry_run_that_is_refused_prints_no_half_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -136,6 +136,8 @@ def put(*path: str | int, value: object) -> Callable[[dict[str, Any]], None]:
         (put("prefill", 0, "tensor_parallel", value=3), "3 cannot be divided over 2 nodes"),
         (put("prefill", 0, "tensor_paralel", value=2), "did you mean 'tensor_parallel'?"),
         (put("prefill", 0, "devices", value=[0, 1]), "'devices' names 2, but it has 1 ranks"),
+        (put("prefill", 0, "devices", value=[-1]), r"prefill\[0\]: 'devices' must be at least 0, not -1"),
+        (put("served_model_name", value="a\nb"), r"topology: 'served_model_name' must be 1 to 256 printable .*'a\\nb'"),
         (put("prefill", 0, "base_port", value=0), "needs 'rendezvous_port' or 'base_port'"),
         (put("prefill", 0, "link_port", value=1), "'link_port' is a decode worker's"),
         (put("prefill", 0, "step_tokens", value="x"), "'step_tokens' must be int"),

@@ -122,6 +122,11 @@ def test_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(StartupError, match=message):
             resolve_model(model)
+    for model in ("a\nb", "/"):
+        with pytest.raises(
+            StartupError, match=r"name that must be .* printable .*; say another with --served-model-name"
+        ):
+            served_name(model)
 
 
 def test_hub_without_a_network_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
