@@ -12,6 +12,8 @@ here imports torch or grpc, so `--help` is instant.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
 import os
 import sys
@@ -31,6 +33,9 @@ Config = TypeVar("Config")
 
 EXIT_STARTUP_ERROR = 3
 """The exit code of a process that could not start and said why in one line."""
+
+EXIT_OUTPUT_LOST = 1
+"""The exit code of a process that did its work but could not write its output."""
 
 _CONFIG_FILE = "config_file"
 _PRINT_CONFIG = "print_config"
@@ -69,21 +74,33 @@ def config_command(
 
 
 def run_main(command: click.Command, argv: Sequence[str] | None = None, *, prog_name: str | None = None) -> NoReturn:
-    """Runs `command` and exits with what it returns; an error at start is one plain line on stderr and code 3."""
+    """Runs `command` and exits with what it returns; an error at start is one plain line on stderr and code 3, a stdout
+    that cannot be written one with code 1. Where the reader of a pipe has left, nothing is said."""
+    code = 0
     try:
-        code = command.main(args=argv, prog_name=prog_name, standalone_mode=False)
-    except click.ClickException as exception:
-        record_error(exception.format_message())
-        exception.show()
-        sys.exit(exception.exit_code)
-    except (click.Abort, KeyboardInterrupt):
-        sys.exit(130)
-    except StartupError as error:
-        record_error(error.message)
-        sys.stdout.flush()
-        print(error_line(error), file=sys.stderr, flush=True)
-        sys.exit(EXIT_STARTUP_ERROR)
-    sys.exit(code if isinstance(code, int) else 0)
+        code = _run(command, argv, prog_name)
+        lost = settle_stdout()
+    except OSError as error:
+        lost = settle_stdout("\n")  # was it stdout that failed? Unbuffered, it holds nothing that would tell
+        if lost is None or lost.errno != error.errno:
+            raise
+    if lost is not None and lost.errno != errno.EPIPE:
+        print(f"error: standard output cannot be written: {lost.strerror}", file=sys.stderr, flush=True)
+    sys.exit(code or (0 if lost is None else EXIT_OUTPUT_LOST))
+
+
+def settle_stdout(end: str = "") -> OSError | None:
+    """Writes what stdout still holds, and `end`. What cannot be written is given up, or the interpreter would try again
+    as it ends; the reason is returned."""
+    if sys.stdout is None or sys.stdout.closed:
+        return None
+    try:
+        print(end=end, file=sys.stdout, flush=True)
+    except OSError as error:
+        with contextlib.suppress(OSError), open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+        return error
+    return None
 
 
 def error_line(error: BatonError) -> str:
@@ -132,6 +149,23 @@ def flags_of(options: Mapping[str, object]) -> list[str]:
         else:
             flags += [f"--{flag}", str(value)]
     return flags
+
+
+def _run(command: click.Command, argv: Sequence[str] | None, prog_name: str | None) -> int:
+    try:
+        code = command.main(args=argv, prog_name=prog_name, standalone_mode=False)
+    except click.ClickException as exception:
+        record_error(exception.format_message())
+        exception.show()
+        return exception.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except StartupError as error:
+        record_error(error.message)
+        settle_stdout()
+        print(error_line(error), file=sys.stderr, flush=True)
+        return EXIT_STARTUP_ERROR
+    return code if isinstance(code, int) else 0
 
 
 def _parameters(cls: type[Any]) -> list[click.Parameter]:

@@ -78,7 +78,10 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         }
         log.info("serving %s: %s", name, addresses)
         if config.ready_file:
-            _write_atomically(Path(config.ready_file), json.dumps(addresses))
+            try:
+                _write_atomically(Path(config.ready_file), json.dumps(addresses))
+            except OSError as error:
+                raise StartupError(f"--ready-file {config.ready_file}: {error.strerror or error}") from None
 
         await stop.wait()  # until SIGTERM or SIGINT, or a background task fails
         await cluster.drain(config.drain_timeout_s)

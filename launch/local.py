@@ -31,7 +31,7 @@ from launch.failure import describe_exit
 from launch.members import Addresses, Members
 from launch.plan import COORDINATOR
 from launch.restart import Backoff
-from launch.run_directory import CLUSTER
+from launch.run_directory import CLUSTER, reason
 from launch.signals import Signals
 from launch.supervisor import Supervised
 
@@ -180,7 +180,10 @@ class LocalCluster:
         self._announced = True
         addresses = self._bound()
         known = {"http": addresses.http, "grpc": addresses.grpc, "control": addresses.control, "url": addresses.url}
-        write_json(self._members.run_dir / CLUSTER, {**known, "pid": os.getpid()})
+        try:
+            write_json(self._members.run_dir / CLUSTER, {**known, "pid": os.getpid()})
+        except OSError as error:
+            raise StartupError(f"run directory {self._members.run_dir} cannot be written: {reason(error)}") from None
         self._console.stage("ready", f"{addresses.url}   try:")
         self._console.plain(example_curl(addresses.url, self._members.plan.served_name))
 

@@ -20,6 +20,9 @@ LOCK = "up.lock"
 CLUSTER = "cluster.json"
 READY = "coordinator.json"
 
+ROOM_BYTES = 256 * 1024
+"""What must fit into it at a start: addresses, and the first lines of every log."""
+
 
 @contextlib.contextmanager
 def run_directory(wanted: str) -> Iterator[Path]:
@@ -27,7 +30,8 @@ def run_directory(wanted: str) -> Iterator[Path]:
     else a temporary one. The addresses of a run before are not in it, nor are this one's afterwards.
 
     Raises:
-        StartupError: the directory asked for cannot be made, not be written to, or another process has it.
+        StartupError: the directory asked for cannot be made, not be written to, has no room, or another process has
+            it; the message names it.
     """
     path = _made(wanted) if wanted else _fresh()
     with contextlib.ExitStack() as stack:
@@ -36,15 +40,22 @@ def run_directory(wanted: str) -> Iterator[Path]:
             stack.callback(os.close, lock)
             _hold(lock, wanted)
             _forget_addresses(path)  # of one that was killed: nobody shall take them for this one's
-            with tempfile.TemporaryFile(dir=path):
-                pass
+            with tempfile.TemporaryFile(dir=path) as file:  # on a full disk files can still be made, and stay empty
+                file.write(bytes(ROOM_BYTES))
         except OSError as error:
-            raise StartupError(f"run directory {wanted or path} cannot be used: {error}") from None
+            what = f"run directory {wanted or path} cannot be used: {reason(error)}"
+            raise StartupError(f"{what}; choose another with --run-dir") from None
         try:
             yield path
         finally:
             with contextlib.suppress(OSError):
                 _forget_addresses(path)
+
+
+def reason(error: OSError) -> str:
+    """`No space left on device`, and which file it was about if it was about one."""
+    what = error.strerror or str(error)
+    return f"{what}: {error.filename}" if error.filename else what
 
 
 def _hold(lock: int, wanted: str) -> None:
@@ -82,5 +93,11 @@ def _fresh() -> Path:
         path = cache / "baton" / "runs" / name
         path.mkdir(parents=True, mode=0o700)
         return path
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError) as error:
+        first = error
+    try:
         return Path(tempfile.mkdtemp(prefix=f"baton-{name}-"))
+    except OSError as error:
+        where = "neither in the cache directory nor in one for temporary files"
+        why = f"{reason(first) if isinstance(first, OSError) else first}; {reason(error)}"
+        raise StartupError(f"a run directory can be made {where}: {why}; say one with --run-dir") from None

@@ -101,6 +101,76 @@ def test_a_config_file_beyond_what_is_read_is_one_line(text: str, error: str, tm
     assert caught.value.message.startswith(f"config file {file} {error}")
 
 
+WRITES = """
+import sys
+import click
+from baton.core.errors import StartupError
+from baton.options import run_main
+
+@click.command()
+@click.argument("how")
+def command(how: str) -> int:
+    if how == "echo":
+        click.echo("said")
+    elif how == "rich":
+        import rich
+        rich.print("said")
+    else:
+        print("said")
+    if how == "refused":
+        raise StartupError("refused")
+    return 7 if how == "failed" else 0
+
+run_main(command)
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("print", 1, "error: standard output cannot be written: No space left on device\n"),
+        ("echo", 1, "error: standard output cannot be written: No space left on device\n"),
+        ("rich", 1, "error: standard output cannot be written: No space left on device\n"),
+        ("failed", 7, "error: standard output cannot be written: No space left on device\n"),
+        ("refused", 3, "error: refused\n"),
+    ],
+)
+def test_a_stdout_that_is_full_is_one_line_and_one_without_a_reader_none(
+    how: str, code: int, said: str, unbuffered: str
+) -> None:
+    if unbuffered and how in ("failed", "refused"):
+        code, said = 1, "error: standard output cannot be written: No space left on device\n"  # it ended there
+    command, environment = [sys.executable, "-c", WRITES, how], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (code, said)
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (code, said if said == "error: refused\n" else "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_file_without_room_for_stdout_is_one_line(unbuffered: str, tmp_path: Path) -> None:
+    no_room = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
+    command = [sys.executable, "-c", no_room + WRITES, "print"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    with (tmp_path / "out").open("wb") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "error: standard output cannot be written: File too large\n")
+
+
+def test_an_error_that_is_not_of_stdout_stays_one(capsys: pytest.CaptureFixture[str]) -> None:
+    @click.command()
+    def command() -> int:
+        raise OSError(28, "No space left on device", "elsewhere")
+
+    with pytest.raises(OSError, match="elsewhere"):
+        run_main(command, [])
+
+
 def test_as_flags_round_trips() -> None:
     config = WorkerConfig(exact=True, threads=4, kv_memory_gib=0.5, model="/a b")
     names = [f.name for f in fields(WorkerConfig)]

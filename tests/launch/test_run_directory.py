@@ -10,6 +10,7 @@ import pytest
 
 from baton.core.errors import StartupError
 from launch.run_directory import run_directory
+from tests.support.model_dirs import text_dir
 
 HOLDER = """
 import sys
@@ -18,6 +19,19 @@ with run_directory(sys.argv[1]) as path:
     (path / "cluster.json").write_text("{}")
     print("held", flush=True)
     sys.stdin.read()
+"""
+
+
+FULL = """
+import resource, sys
+from baton.core.errors import StartupError
+from launch.run_directory import run_directory
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # as on a full disk, files can be made and not be filled
+try:
+    with run_directory(sys.argv[1]):
+        print("held")
+except StartupError as error:
+    print(error.message)
 """
 
 
@@ -47,6 +61,39 @@ def test_which_directory_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "mine" / "cluster.json").mkdir()
     with pytest.raises(StartupError, match=r"cannot be used.*cluster\.json"):
         open_and_leave(str(tmp_path / "mine"))
+
+
+def test_one_without_room_is_refused_by_its_name(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=30)
+    assert done.stdout == f"run directory {tmp_path} cannot be used: File too large; choose another with --run-dir\n"
+    assert not done.stderr
+
+
+def test_a_ready_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    ready = tmp_path / "absent" / "ready.json"
+    command = [
+        sys.executable,
+        "-m",
+        "coordinator",
+        "--model",
+        str(text_dir(tmp_path / "m")),
+        "--ready-file",
+        str(ready),
+    ]
+    command += ["--port", "0", "--grpc-port", "0", "--control-port", "0", "--log-level", "error"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (3, f"error: --ready-file {ready}: No such file or directory\n")
+
+
+def test_where_none_can_be_made_it_says_how_to_name_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/x")
+
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    with pytest.raises(StartupError, match=r"Not a directory: .*; No space left .*: /tmp/x; say one with --run-dir"):
+        open_and_leave("")
 
 
 def test_one_in_use_is_refused_with_the_pid_that_has_it_and_left_as_it_is(

@@ -113,6 +113,28 @@ def test_a_log_that_cannot_be_written_before_the_first_life_is_one_line(start, t
     assert lines[-1].startswith("error: the log ") and "prefill-0.log" in lines[-1]
 
 
+def test_addresses_that_cannot_be_written_are_one_line_with_the_directory(start, tmp_path: Path) -> None:
+    (tmp_path / "run" / "cluster.json.partial").mkdir(parents=True)
+    lines = ended(start(), expect=3)
+    assert lines[-1].startswith(f"error: run directory {tmp_path / 'run'} cannot be written: Is a directory: ")
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_stdout_that_cannot_be_written_changes_nothing_else(tmp_path: Path, model: Path, refuses: bool) -> None:
+    program = ("/bin/sh", "-c", 'exec "$@" > /dev/full', "sh", *FAKE_UP)
+    env = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "", **({"FAKE_WORKER": "refuse"} if refuses else {})}
+    cluster = start_cluster(model, run_dir=tmp_path / "run", env=env, program=program)
+    try:
+        if refuses:
+            lines = ended(cluster, expect=3)
+            assert lines and lines == find_box(lines)
+        else:
+            wait_ready(cluster).stop(0)
+            assert output(cluster) == ""
+    finally:
+        cluster.destroy()
+
+
 @pytest.mark.parametrize("agent", ["", "forked"])
 def test_a_log_that_cannot_be_written_later_ends_nobody(start, agent: str) -> None:
     cluster = wait_ready(start(env={"FAKE_AGENT": agent}))
