@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,18 +62,26 @@ async def expected(client: Client, prompt: list[int] = PROMPT, count: int = COUN
 
 
 async def disturbed(running: FaultCluster, client: Client, what: str) -> tuple[Told, Told]:
-    """A request on its way from prefill-0 to decode-0, held in its first step or in its first send; and meanwhile a
-    stream that prefill-1 has handed over to decode-1."""
+    """A request on its way from prefill-0 to decode-0, held in its first step, in its first send, or in its last step
+    with its first layers computed and sent; and meanwhile a stream that prefill-1 has handed over to decode-1."""
     running.ask("prefill-0", "hold_step")
     victim = start(client)
     await running.held("prefill-0")
     bystander = start(client, *BYSTANDER)
     await asyncio.wait_for(bystander.decoding.wait(), 60)
-    if what == "hold_send":
-        running.ask("prefill-0", "hold_send")
+    if what != "hold_step":
+        began = time.monotonic()
+        running.ask("prefill-0", what)
         running.release("prefill-0", "hold_step")
         await running.held("prefill-0")
+        if what == "hold_layers":
+            await running.until(lambda: sent_early(running, "prefill-0", began), "first layers sent")
     return victim, bystander
+
+
+def sent_early(running: FaultCluster, worker: str, since: float) -> int:
+    """Chunks of first layers that it has sent."""
+    return sum(event["layers"] == [0, 2] for event in running.events(worker, "chunk_sent", since))
 
 
 async def calm(running: FaultCluster, client: Client, bystander: Told, stream: list[int]) -> None:

@@ -5,10 +5,13 @@ Trouble is asked for by files in $BATON_TEST_FAULTS named WORKER.WHAT; nothing i
     hold_step, hold_send    while it is there, a step or a send waits (a send: after its receiver has posted); the
                             worker answers with WORKER.held. A number in hold_step: only steps with a row that begins
                             there or behind
+    hold_layers             while it is there, a step waits behind the layers that go early, and answers, too
     refuse                  while it is there, a decode worker has no blocks for an offer
     flip, cut               once: one bit of the bytes of the next send is wrong; the next send finds its edge cut
-    swap                    once: the next send has the bytes and the checksum of the one before, which are intact
+    swap                    once: the next send has the bytes and checksums of the last one as long, which are intact
     late                    once: before the next chunk is announced, one of an older edge is announced again
+
+Every layer is a section, so that small parts have several and a prompt's last chunk goes as two (decision 0044).
 
 SIGUSR1 writes WORKER.state: the books checked, the load, threads and tasks. Followers are called WORKER.RANK.
 """
@@ -24,6 +27,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +47,7 @@ class Faults:
         self._directory, self._name = directory, name
         self.worker: Any = None
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.last_sent: tuple[int, Any] | None = None  # checksum and buffer
-        self.instead: Any = None
+        self.last_sent: dict[int, tuple[Any, list[int]]] = {}  # by bytes: a copy and its checksums
         self.last_announced: dict[tuple[str, int, int], Chunk] = {}
         self.of_older_edge: Chunk | None = None
 
@@ -95,39 +98,39 @@ class Faults:
 
 def _install(faults: Faults) -> None:
     """Wraps what a hand-over passes through. Imports torch, so only once the process has begun in earnest."""
-    import torch
-
+    from baton import worker_ranks
     from baton.engine.runner import Runner
     from baton.rpc.streams import MessageStream
-    from baton.transfer import sections, staging
+    from baton.transfer.edge_end import LocalEnds
     from baton.transfer.gloo import GlooEdge
 
-    step, send, checksum, say = Runner.step, GlooEdge.send, staging.checksum, MessageStream.send_to_the_end
+    step, tell_first = Runner.step, Runner.tell_first_layers
+    send, say = GlooEdge.send, MessageStream.send_to_the_end
 
     def held_step(runner: Runner, plan: StepPlan) -> Any:
         if faults.holds(plan):
             faults.hold("hold_step")
         return step(runner, plan)
 
+    def held_tell(runner: Runner, wanted: Any, tell: Any) -> None:
+        def told(step_id: int, layers: int) -> None:
+            tell(step_id, layers)
+            faults.hold("hold_layers")
+
+        tell_first(runner, wanted, told)
+
     def faulty_send(edge: GlooEdge, buf: Any, timeout_s: float, ends: Any = (), ready: Any = lambda _: 0) -> None:
         faults.hold("hold_send", edge._aborted)
         if faults.fires("cut"):
             edge.abort()
         sums = [ready(index) for index in range(len(ends))]  # all of it is packed by then
+        before, faults.last_sent[buf.numel()] = faults.last_sent.get(buf.numel()), (buf.clone(), sums)
         if faults.fires("flip"):
             buf = buf.clone()
             buf[buf.numel() // 3] ^= 4
-        if faults.instead is not None:
-            buf, faults.instead = faults.instead, None
+        if before is not None and faults.fires("swap"):
+            buf, sums = before
         send(edge, buf, timeout_s, ends, sums.__getitem__)
-
-    def faulty_checksum(identity: bytes, parts: Any) -> int:
-        buf, before = torch.cat(list(parts)), faults.last_sent  # a copy: the buffer itself is used again
-        if before is not None and before[1].numel() == buf.numel() and faults.fires("swap"):
-            faults.instead = before[1]
-            return before[0]
-        faults.last_sent = (checksum(identity, buf), buf)
-        return faults.last_sent[0]
 
     async def faulty_say(stream: MessageStream, value: object, timeout_s: float = 5.0) -> None:
         if isinstance(value, Chunk):
@@ -140,10 +143,10 @@ def _install(faults: Faults) -> None:
         await say(stream, value, timeout_s)
 
     Runner.step = held_step  # type: ignore[method-assign]
+    Runner.tell_first_layers = held_tell  # type: ignore[method-assign]
     GlooEdge.send = faulty_send  # type: ignore[method-assign]
     MessageStream.send_to_the_end = faulty_say  # type: ignore[method-assign]
-    if sys.argv[1] == "prefill":
-        sections.checksum_parts = faulty_checksum  # type: ignore[attr-defined]
+    worker_ranks.LocalEnds = partial(LocalEnds, section_bytes=1)  # type: ignore[attr-defined]
 
 
 def _refuse(faults: Faults, worker: Any) -> None:

@@ -1,0 +1,165 @@
+"""Where the wall time of a decode step goes: the model's forward pass, and all that is around it.
+
+    python benchmarks/step_profile.py DIR [--clients 8] [--prompt 512] [--tokens 64] [--runs 5]
+
+A real decode worker without its links: its scheduler plans, its step thread computes, its events are written as the
+bytes that the coordinator would get (sent to nobody). A step lasts from one plan to the next. Parts of it: planning;
+waking the thread and the event loop again; making the batch, choosing tokens and log-probabilities; the model; taking
+in what came and writing events. Everything but the model is held against 15 % of a step. Medians over the steps of all
+runs. Writes `benchmarks/results/step-profile.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from baton.core.commands import WorkerFacts
+from baton.core.config import WorkerConfig
+from baton.core.request import GenerateRequest, SamplingParams
+from baton.core.step import Row, StepPlan
+from baton.engine.runner import EngineOptions, Runner, load_runner
+from baton.rpc import codec
+from baton.rpc.step_thread import StepThread
+from baton.transfer.edge_end import LocalEnds
+from baton.v1 import worker_pb2
+from benchmarks.serving import ROOT, commit, machine
+from decode.worker import DecodeWorker
+
+BAR = 0.15
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLINGS = {
+    "greedy": GREEDY,
+    "T = 0.8": SamplingParams(temperature=0.8),
+    "T = 0.8, top_p 0.95": SamplingParams(temperature=0.8, top_p=0.95),
+    "greedy, 5 log-probabilities, repetition 1.1": replace(GREEDY, logprobs=5, repetition_penalty=1.1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Seconds of one step."""
+
+    plan: float
+    wake: float
+    around: float
+    model: float
+    events: float
+
+    @property
+    def whole(self) -> float:
+        return sum(astuple(self))
+
+
+class Timed:
+    """A runner whose forward passes are timed: `model_s` is what the last one took."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.model_s = 0.0
+        self._compute: Callable[[Any], Any] = runner._compute
+        runner._compute = self._timed
+
+    def _timed(self, batch: Any) -> Any:
+        began = time.perf_counter()
+        logits = self._compute(batch)
+        self.model_s = time.perf_counter() - began
+        return logits
+
+
+async def steps(runner: Runner, timed: Timed, requests: list[GenerateRequest]) -> list[Parts]:
+    """Those in which all requests have a row."""
+    facts = WorkerFacts("m", "c", runner.layout, runner.dtype_name, "0", False, runner.model_config.vocab_size, 4096)
+    ends = LocalEnds(runner.kv.layers, runner.layout.block_size, "127.0.0.1")
+    worker = DecodeWorker(WorkerConfig(worker_id="decode-0", max_running=64), runner, facts, (1,), ends)
+    for request in requests:
+        blocks = worker.scheduler.reserve(request, 0.0)
+        row = Row(request.sequence_id, 0, request.prompt, blocks, GREEDY, 1, 0)
+        worker.scheduler.received(request.sequence_id, runner.step(StepPlan(0, (row,))).sampled[0][0], 0.0)
+    compute, found = StepThread(runner.step), []
+    try:
+        while worker.scheduler.num_sequences:
+            began = time.perf_counter()
+            plan = worker.begin_step(time.monotonic())
+            if plan is None:
+                raise RuntimeError("sequences are left, and no step is planned for them")
+            planned = time.perf_counter()
+            compute.begin(plan)
+            plan, outcome = await compute.collect()
+            computed = time.perf_counter()
+            told = worker.finish_step(plan, outcome, time.monotonic())
+            codec.wrap(worker_pb2.SessionRequest, told).SerializeToString()
+            ended = time.perf_counter()
+            if len(plan.rows) == len(requests):
+                wake = computed - planned - outcome.elapsed_s
+                around = outcome.elapsed_s - timed.model_s
+                found.append(Parts(planned - began, wake, around, timed.model_s, ended - computed))
+    finally:
+        compute.close()
+        await worker.close()
+    return found
+
+
+def table(runner: Runner, clients: int, prompt: int, tokens: int, runs: int) -> str:
+    timed, draw = Timed(runner), random.Random(0)
+    lines = [
+        "| sampling | step | model | batch, choosing | waking | planning | events | all but the model | bar | met |",
+        "|---" * 10 + "|",
+    ]
+    parts: dict[str, list[Parts]] = {name: [] for name in SAMPLINGS}
+    for _ in range(runs):  # by turns: what a machine does changes
+        for name, sampling in SAMPLINGS.items():
+            batch = [
+                GenerateRequest(
+                    f"r{i}",
+                    tuple(draw.randrange(300, runner.model_config.vocab_size) for _ in range(prompt)),
+                    tokens,
+                    replace(sampling, seed=i),
+                )
+                for i in range(clients)
+            ]
+            parts[name] += asyncio.run(steps(runner, timed, batch))
+    for name, found in parts.items():
+        ms = [1e3 * statistics.median(getattr(p, field) for p in found) for field in Parts.__dataclass_fields__]
+        plan, wake, around, model, events = (f"{value:.2f} ms" for value in ms)
+        whole = 1e3 * statistics.median(p.whole for p in found)
+        share = statistics.median(1 - p.model / p.whole for p in found)
+        met = "yes" if share < BAR else "**no**"
+        cells = [name, f"{whole:.1f} ms", model, around, wake, plan, events, f"**{share:.1%}**", f"{BAR:.0%}", met]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "step-profile.md")
+    arguments = parser.parse_args()
+    options = EngineOptions(model_dir=arguments.model, device="cpu", threads=1, kv_memory_bytes=1 << 30)
+    runner = load_runner(options)
+    text = table(runner, arguments.clients, arguments.prompt, arguments.tokens, arguments.runs)
+    arguments.out.write_text(
+        f"# Where a decode step's time goes\n\n{machine()}. Commit {commit()}, {datetime.date.today()}.\n\n"
+        f"    python benchmarks/step_profile.py {' '.join(sys.argv[1:])}\n\n"
+        f"{arguments.clients} streams of {arguments.prompt} tokens and up, one thread, {runner.dtype_name}, kernels "
+        f"{runner.kernels}, no guesses. Medians over steps.\n\n{text}\n"
+    )
+    print(f"{text}\nwritten to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
