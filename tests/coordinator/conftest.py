@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from coordinator.http import HttpSettings, create_app
 from coordinator.text import TextModel
 from tests.support.fake_generator import FakeGenerator
+from tests.support.grpc_kit import Client, served
 from tests.support.model_dirs import text_dir
 
 
@@ -36,4 +37,10 @@ def app(generator: FakeGenerator, text_model: TextModel) -> FastAPI:
 @pytest.fixture
 async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
+        yield client
+
+
+@pytest.fixture
+async def grpc_client(generator: FakeGenerator, text_model: TextModel) -> AsyncIterator[Client]:
+    async with served(generator, text_model) as client:
         yield client

@@ -3,73 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.core import errors
 from baton.core.request import SamplingParams, TokenBias, TokenLogprob
 from baton.v1 import serving_pb2 as pb
-from baton.v1 import serving_pb2_grpc, types_pb2
+from baton.v1 import types_pb2
 from coordinator.grpc_service import NEUTRAL, SERVICE, PublicServer
 from coordinator.submission import Delta
 from coordinator.text import TextModel
 from coordinator.translate import Translator
 from tests.support.fake_generator import FakeGenerator, say
-
-
-class Client:
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.channel = channel
-        self.stub = serving_pb2_grpc.ServingStub(channel)
-
-    def generate(self, timeout: float | None = None, **fields: Any) -> Any:
-        if not {"text", "token_ids", "messages"} & set(fields):
-            fields["token_ids"] = types_pb2.TokenIds(ids=[1, 2, 3])
-        return self.stub.Generate(pb.GenerateRequest(**fields), timeout=timeout)
-
-    async def all(self, **fields: Any) -> list[Any]:
-        return [m async for m in self.generate(**fields)]
-
-    async def refused(self, **fields: Any) -> tuple[grpc.StatusCode, str, dict[str, Any], dict[str, Any]]:
-        """Code, message, details by type and trailing metadata of a call that fails."""
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await self.all(**fields)
-        metadata = dict(caught.value.trailing_metadata() or ())
-        details: dict[str, Any] = {}
-        for packed in status_pb2.Status.FromString(metadata["grpc-status-details-bin"]).details:
-            kind = packed.type_url.rsplit(".", 1)[1]
-            details[kind] = getattr(error_details_pb2, kind)()
-            packed.Unpack(details[kind])
-        return caught.value.code(), caught.value.details() or "", details, metadata
-
-
-@contextlib.asynccontextmanager
-async def served(generator: FakeGenerator, text_model: TextModel) -> AsyncIterator[Client]:
-    server = PublicServer(generator, Translator(text_model), "tiny", 1 << 16)
-    port = await server.start("127.0.0.1", 0)
-    watch = asyncio.create_task(server.watch_health())
-    try:
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Client(channel)
-    finally:
-        watch.cancel()
-        await server.stop(0)
-
-
-@pytest.fixture
-async def grpc_client(generator: FakeGenerator, text_model: TextModel) -> AsyncIterator[Client]:
-    async with served(generator, text_model) as client:
-        yield client
+from tests.support.grpc_kit import Client
 
 
 async def test_started_then_deltas_then_finished(grpc_client: Client, generator: FakeGenerator) -> None:
@@ -103,17 +54,6 @@ async def test_all_that_is_served_reaches_the_submission(grpc_client: Client, ge
     assert s.sampling.seed == (1 << 64) - 1
 
 
-@pytest.mark.parametrize("method", [m.name for m in pb.DESCRIPTOR.services_by_name["Serving"].methods])
-async def test_bytes_that_are_no_message_are_bad_input(
-    grpc_client: Client, method: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await grpc_client.channel.unary_stream(f"/{SERVICE}/{method}")(b"\xff\xff\xff").read()
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "the request is not a message of its type: " in (caught.value.details() or "")
-    assert not caplog.records
-
-
 async def test_each_kind_of_prompt(grpc_client: Client, generator: FakeGenerator) -> None:
     await grpc_client.all(text="Hello")
     await grpc_client.all(messages=pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hello")]))
@@ -129,33 +69,6 @@ async def test_zero_is_a_value_not_an_absence(grpc_client: Client, generator: Fa
     assert generator.submissions[0].sampling.seed == 0
     code, _, details, _ = await grpc_client.refused(max_tokens=0)
     assert (code, details["BadRequest"].field_violations[0].field) == (grpc.StatusCode.INVALID_ARGUMENT, "max_tokens")
-
-
-BAD_SAMPLING: list[tuple[str, dict[str, Any]]] = [
-    ("grammar", {"grammar": "x"}),
-    *[(n, {n: v}) for n in ("frequency_penalty", "presence_penalty") for v in (2.5, math.nan, -math.inf)],
-    *[("repetition_penalty", {"repetition_penalty": v}) for v in (0.0, -1.0, math.nan, math.inf)],
-    *[("min_p", {"min_p": v}) for v in (-0.1, 1.5, math.nan)],
-    *[("temperature", {"temperature": v}) for v in (-0.1, math.nan, math.inf)],
-    *[("top_p", {"top_p": v}) for v in (0.0, math.nan)],
-    *[(n, {n: v}) for n in ("logprobs", "prompt_logprobs") for v in (-1, 21)],
-    *[("min_tokens", {"min_tokens": v}) for v in (-1, 17)],
-    *[("logit_bias", {"logit_bias": b}) for b in ({-1: 0.0}, {512: 0.0}, {1: math.nan}, {1: 100.5})],
-    *[(n, {n: ids}) for n in ("stop_token_ids", "allowed_token_ids") for ids in ([-1], [512], [1, 2**31 - 1])],
-    *[("bad_words", {"bad_words": [types_pb2.TokenIds(ids=ids)]}) for ids in ([], [512], [-1], [1] * 65)],
-    ("bad_words", {"bad_words": [types_pb2.TokenIds(ids=[1])] * 129}),  # counted as they come, not as they differ
-    ("stop_token_ids", {"stop_token_ids": [1] * 65}),
-]
-
-
-@pytest.mark.parametrize(("name", "fields"), BAD_SAMPLING)
-async def test_a_sampling_field_out_of_range_is_refused_by_name(
-    grpc_client: Client, generator: FakeGenerator, name: str, fields: dict[str, Any]
-) -> None:
-    code, message, details, _ = await grpc_client.refused(sampling=types_pb2.SamplingParams(**fields))
-    assert code == grpc.StatusCode.INVALID_ARGUMENT and name in message
-    assert [v.field for v in details["BadRequest"].field_violations] == [name]
-    assert generator.submissions == []
 
 
 async def test_every_sampling_field_arrives(grpc_client: Client, generator: FakeGenerator) -> None:
@@ -200,73 +113,9 @@ async def test_log_probabilities_and_the_stop_token_are_told(grpc_client: Client
     assert finished.finished.stop_reason == "17"
 
 
-OTHERS = {"n": 129, "priority": 1, "tenant": "t", "include_stop_str_in_output": True, "echo": True}
-
-
-@pytest.mark.parametrize(("name", "value"), OTHERS.items())
-async def test_an_unserved_field_is_refused_by_name(grpc_client: Client, name: str, value: Any) -> None:
-    code, _, details, _ = await grpc_client.refused(**{name: value})
-    assert (code, details["BadRequest"].field_violations[0].field) == (grpc.StatusCode.INVALID_ARGUMENT, name)
-
-
 async def test_values_that_ask_for_nothing_are_accepted(grpc_client: Client) -> None:
     messages = await grpc_client.all(**{name: values[0] for name, values in NEUTRAL.items()})
     assert messages[-1].WhichOneof("message") == "finished"
-
-
-@pytest.mark.parametrize("bad", ["é", "a\nb", "x" * 129])
-async def test_a_request_id_is_short_and_printable(grpc_client: Client, bad: str) -> None:
-    code, _, details, _ = await grpc_client.refused(request_id=bad)
-    assert (code, details["BadRequest"].field_violations[0].field) == (grpc.StatusCode.INVALID_ARGUMENT, "request_id")
-
-
-async def test_no_prompt_and_another_model(grpc_client: Client) -> None:
-    code, *_ = await grpc_client.refused(token_ids=types_pb2.TokenIds())
-    assert code == grpc.StatusCode.INVALID_ARGUMENT
-    with pytest.raises(grpc.aio.AioRpcError, match="one of text, token_ids and messages"):
-        await grpc_client.stub.Generate(pb.GenerateRequest()).read()
-    code, message, details, _ = await grpc_client.refused(model="other")
-    assert code == grpc.StatusCode.NOT_FOUND and "other" in message
-    assert details["ErrorInfo"].reason == "MODEL_NOT_FOUND"
-
-
-async def test_a_prompt_that_is_too_long_names_both_numbers(grpc_client: Client, text_model: TextModel) -> None:
-    context = text_model.max_model_len
-    code, message, details, _ = await grpc_client.refused(token_ids=types_pb2.TokenIds(ids=[1] * (context + 1)))
-    assert code == grpc.StatusCode.INVALID_ARGUMENT
-    assert str(context) in message and str(context + 1) in message
-    assert details["ErrorInfo"].reason == "CONTEXT_LENGTH_EXCEEDED"
-
-
-ERRORS = [
-    (errors.Unavailable("full", retry_after_s=1.5), grpc.StatusCode.UNAVAILABLE, "1500"),
-    (errors.WorkerLost("gone", retry_after_s=1), grpc.StatusCode.UNAVAILABLE, "1000"),
-    (errors.HandoffError("no"), grpc.StatusCode.UNAVAILABLE, "1000"),
-    (errors.DuplicateRequest("twice", param="request_id"), grpc.StatusCode.ALREADY_EXISTS, None),
-    (errors.DeadlineExceeded("late"), grpc.StatusCode.DEADLINE_EXCEEDED, None),
-    (errors.KVCorrupt("bits"), grpc.StatusCode.DATA_LOSS, None),
-    (errors.InvariantError("secret"), grpc.StatusCode.INTERNAL, None),
-    (RuntimeError("secret"), grpc.StatusCode.INTERNAL, None),
-]
-
-
-@pytest.mark.parametrize("where", ["before the first token", "in the middle"])
-@pytest.mark.parametrize(("error", "code", "pushback"), ERRORS, ids=lambda e: type(e).__name__)
-async def test_the_error_table(
-    grpc_client: Client,
-    generator: FakeGenerator,
-    error: errors.BatonError,
-    code: grpc.StatusCode,
-    pushback: str | None,
-    where: str,
-) -> None:
-    generator.script = [*(say("a", "b")[:1] if where == "in the middle" else []), error]
-    got, message, details, metadata = await grpc_client.refused()
-    assert got == code
-    assert metadata.get("grpc-retry-pushback-ms") == pushback
-    assert ("RetryInfo" in details) == (pushback is not None)
-    assert details["ErrorInfo"].domain == "baton"
-    assert "secret" not in message
 
 
 async def test_a_client_that_cancels_closes_the_generator_at_once(
@@ -305,13 +154,6 @@ async def test_the_deadline_of_the_call_is_the_deadline_of_the_request(
 async def test_without_a_deadline_the_servers_own_holds(grpc_client: Client, generator: FakeGenerator) -> None:
     await grpc_client.all()
     assert generator.submissions[0].deadline_s == 600.0
-
-
-async def test_a_request_that_is_too_large_is_refused(grpc_client: Client, generator: FakeGenerator) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await grpc_client.all(text="x" * (1 << 17))
-    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert generator.submissions == []
 
 
 async def test_model_info(grpc_client: Client, text_model: TextModel) -> None:

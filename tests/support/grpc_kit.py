@@ -1,0 +1,59 @@
+"""The public gRPC API on a free port of the loopback interface, and a client of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from baton.v1 import serving_pb2 as pb
+from baton.v1 import serving_pb2_grpc, types_pb2
+from coordinator.grpc_service import PublicServer
+from coordinator.text import TextModel
+from coordinator.translate import Translator
+from tests.support.fake_generator import FakeGenerator
+
+
+class Client:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.stub = serving_pb2_grpc.ServingStub(channel)
+
+    def generate(self, timeout: float | None = None, **fields: Any) -> Any:
+        if not {"text", "token_ids", "messages"} & set(fields):
+            fields["token_ids"] = types_pb2.TokenIds(ids=[1, 2, 3])
+        return self.stub.Generate(pb.GenerateRequest(**fields), timeout=timeout)
+
+    async def all(self, **fields: Any) -> list[Any]:
+        return [m async for m in self.generate(**fields)]
+
+    async def refused(self, **fields: Any) -> tuple[grpc.StatusCode, str, dict[str, Any], dict[str, Any]]:
+        """Code, message, details by type and trailing metadata of a call that fails."""
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.all(**fields)
+        metadata = dict(caught.value.trailing_metadata() or ())
+        details: dict[str, Any] = {}
+        for packed in status_pb2.Status.FromString(metadata["grpc-status-details-bin"]).details:
+            kind = packed.type_url.rsplit(".", 1)[1]
+            details[kind] = getattr(error_details_pb2, kind)()
+            packed.Unpack(details[kind])
+        return caught.value.code(), caught.value.details() or "", details, metadata
+
+
+@contextlib.asynccontextmanager
+async def served(generator: FakeGenerator, text_model: TextModel) -> AsyncIterator[Client]:
+    server = PublicServer(generator, Translator(text_model), "tiny", 1 << 16)
+    port = await server.start("127.0.0.1", 0)
+    watch = asyncio.create_task(server.watch_health())
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield Client(channel)
+    finally:
+        watch.cancel()
+        await server.stop(0)
