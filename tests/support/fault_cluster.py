@@ -128,7 +128,7 @@ class FaultCluster:
 
 @contextlib.contextmanager
 def fault_cluster(
-    model: Path, *, prefill: int = 2, decode: int = 2, prefill_tp: int = 1, decode_tp: int = 1, **flags: object
+    model: Path | str, *, prefill: int = 2, decode: int = 2, prefill_tp: int = 1, decode_tp: int = 1, **flags: object
 ) -> Iterator[FaultCluster]:
     """A ready cluster; it has to end well too."""
     workers = [f"{role}-{n}" for role, count in (("prefill", prefill), ("decode", decode)) for n in range(count)]
