@@ -5,8 +5,8 @@
 
 One prefill and one decode worker, 135 M shape, one core and thread each. The instants are those of the workers' own
 event logs. Prefill alone is the same prompt with `max_tokens` 1, which is handed to nobody; both kinds take turns. The
-bandwidth of the link is that of a bare edge between two processes on the same cores, with a chunk of the same size,
-measured after each request while the cluster rests; the median counts.
+bandwidth of the link is that of a bare edge between two processes on the same cores, with as many bytes as the
+last chunk has, measured after each request while the cluster rests; the median counts.
 Writes `benchmarks/results/handover.md`.
 """
 
@@ -54,13 +54,15 @@ edge.close()
 
 @dataclass(frozen=True)
 class Sample:
-    """One request, in seconds and bytes. `last` is its last chunk, which nothing can overlap."""
+    """One request, in seconds and bytes. `last` is its last chunk, which nothing can overlap; `early` whether the first
+    layers of the same tokens went before."""
 
     ttft_s: float
     alone_s: float
     handover_s: float
     bytes: int
     last_bytes: int
+    early: bool
     link: float = 0.0  # bytes per second of a bare edge, right after it
 
 
@@ -100,8 +102,9 @@ class Bench:
         (begun,) = self._since("decode-0", "decode_begin", began)
         name = begun["sequence"]
         (end,) = (e["t"] for e in computed if e["last"] and e["sequence"] == name)
-        sizes = [e["bytes"] for e in sent if e["sequence"] == name]
-        return Sample(times[32], times[1], begun["t"] - end, sum(sizes), sizes[-1])
+        mine = [e for e in sent if e["sequence"] == name]
+        size, last = sum(e["bytes"] for e in mine), mine[-1]
+        return Sample(times[32], times[1], begun["t"] - end, size, last["bytes"], last["layers"][0] > 0)
 
     def _ttft(self, prompt: list[int], max_tokens: int) -> float:
         body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
@@ -146,8 +149,8 @@ def with_link(sample: Sample) -> Sample:
 
 def table(results: list[tuple[int, list[Sample]]]) -> str:
     rows = [
-        "| prompt | KV | last chunk | link | hand-over | bar | TTFT | prefill alone | ratio | bar |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| prompt | KV | last chunk | in two | link | hand-over | bar | TTFT | prefill alone | ratio | bar |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for length, samples in results:
         size, last = samples[0].bytes, statistics.median(s.last_bytes for s in samples)
@@ -155,10 +158,11 @@ def table(results: list[tuple[int, list[Sample]]]) -> str:
         cost, bar = statistics.median(s.handover_s for s in samples), SHARE * last / rate + FIXED_S
         ttft, alone = (statistics.median(getattr(s, name) for s in samples) for name in ("ttft_s", "alone_s"))
         most = 1.08 if length <= 512 else 1.05
+        in_two = f"{sum(s.early for s in samples)} of {len(samples)}"
         rows.append(
-            f"| {length} | {size / 1e6:.1f} MB | {last / 1e6:.1f} MB | {rate / 1e9:.2f} GB/s | {cost * 1e3:.1f} ms"
-            f" | {bar * 1e3:.1f} ms {_met(cost, bar)} | {ttft * 1e3:.0f} ms | {alone * 1e3:.0f} ms"
-            f" | {ttft / alone:.3f} | {most} {_met(ttft / alone, most)} |"
+            f"| {length} | {size / 1e6:.1f} MB | {last / 1e6:.1f} MB | {in_two} | {rate / 1e9:.2f} GB/s"
+            f" | {cost * 1e3:.1f} ms | {bar * 1e3:.1f} ms {_met(cost, bar)} | {ttft * 1e3:.0f} ms"
+            f" | {alone * 1e3:.0f} ms | {ttft / alone:.3f} | {most} {_met(ttft / alone, most)} |"
         )
     return "\n".join(rows)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from baton.core.commands import Abort, Following, Prefill, Release
 from baton.core.commands import Assign as AssignCommand
-from baton.core.errors import BatonError, DuplicateRequest, InvariantError, Unavailable, WorkerLost
+from baton.core.errors import BatonError, DuplicateRequest, InvariantError, KVCorrupt, Unavailable, WorkerLost
 from baton.core.events import HandedOver, Parked, SequenceEnded, StepEvents
 from baton.core.prefix_keys import HINT_BYTES, KeyChain
 from baton.core.request import ChoiceId, GenerateRequest, SequenceId
@@ -223,6 +223,9 @@ class Cluster:
                 self._start(live)  # its session broke before the command had arrived
             elif ended.code in ("draining", "abandoned") or (ended.code == "unknown_sequence" and here):
                 self._again(live, ended.message)
+            elif ended.code == KVCorrupt.code and not live.recomputed:
+                live.recomputed = True
+                self._again(live, ended.message)  # computed once more, from blocks that nobody had
             elif here or ended.code not in ("unknown_sequence", "worker_lost"):
                 self._fail(live, live.error_of(ended))
             elif ended.code == "worker_lost" and not self.members.connected(live.prefill_worker):

@@ -30,7 +30,8 @@ _WORKER_ERRORS: dict[str, type[BatonError]] = {
 class Live:
     """`fresh` is set whenever the journal grew, `error` was set, or the deadline has passed (`expired`).
     `dispatched_at` is 0 while it waits in the queue. `targets` are the decode workers named under the present attempt:
-    any of them may hold the sequence. `settled` once both pools have been told of the end."""
+    any of them may hold the sequence. `settled` once both pools have been told of the end. `recomputed` because
+    its KV was damaged: not a second time."""
 
     journal: Journal
     started_at: float
@@ -53,6 +54,7 @@ class Live:
     stamps: StageStamps = field(default_factory=StageStamps)
     speculation: SpeculationCounters | None = None
     expired: bool = False
+    recomputed: bool = False
 
     @property
     def request(self) -> GenerateRequest:

@@ -196,13 +196,12 @@ class IncomingLink:
             await self._refuse(sequence, e.message)
             return
         posted = Posted(sequence, chunk.index, end.generation, *key)
-        tokens, places = (
-            (chunk.start_token, chunk.end_token),
-            self._plans[key].places(chunk.start_layer, chunk.end_layer),
-        )
-        part = Part(transfer.blocks, *tokens, chunk.num_bytes, chunk_identity(chunk), *places)
+        tokens, layers = (chunk.start_token, chunk.end_token), (chunk.start_layer, chunk.end_layer)
+        slices = self._plans[key].slices_of(*layers)
+        part = Part(transfer.blocks, *tokens, chunk.num_bytes, chunk_identity(chunk), *slices)
         intact, failure, writing = False, "", self._incoming.writing
         writing[sequence] += 1
+        transfer.under_way.add(key)
         try:
             intact = await end.take(part, lambda: self._spawn(self._send(posted, spawned=True), "posted"))
             self._incoming.bytes_received += chunk.num_bytes
@@ -214,6 +213,7 @@ class IncomingLink:
             if end.dead is not None:
                 await self._edge_ended(chunk)
         finally:
+            transfer.under_way.discard(key)
             writing[sequence] -= 1
             if not writing[sequence]:
                 del writing[sequence]
@@ -230,7 +230,9 @@ class IncomingLink:
             log.warning("chunk %d of %s does not match its checksum", chunk.index, sequence)
             self._incoming.chunks_damaged += 1
         complete = intact and transfer.complete
-        self._incoming.events.write("chunk_received", sequence=sequence, index=chunk.index, end=chunk.end_token)
+        self._incoming.events.write(
+            "chunk_received", sequence=sequence, index=chunk.index, end=chunk.end_token, layers=layers, intact=intact
+        )
         if complete and chunk.first_token is not None:
             self._transfers.pop(sequence, None)
             self._owner.received(sequence, chunk.first_token, chunk.first_logprob, chunk.cached_tokens)

@@ -13,13 +13,14 @@ from baton.core.reshard import EdgeKey, EdgePlan
 @dataclass(slots=True, eq=False)
 class Transfer:
     """`arrived` tokens of the sequence are in its `blocks`, by edge; where first layers of more are there, too, `begun`
-    says how far: (end_token, layers). `first_token` once an edge has brought its end."""
+    says how far: (end_token, layers). A chunk comes now on the edges `under_way`. `first_token` once there is one."""
 
     blocks: tuple[int, ...]
     num_tokens: int
     arrived: dict[EdgeKey, int]
     begun: dict[EdgeKey, tuple[int, int]] = field(default_factory=dict)
     first_token: int | None = None
+    under_way: set[EdgeKey] = field(default_factory=set)
 
     @property
     def complete(self) -> bool:
@@ -33,6 +34,8 @@ class Transfer:
     def check(self, chunk: Chunk, plan: EdgePlan, layout: KVLayout) -> None:
         """Raises HandoffError unless this is the next part of the sequence on its edge, of the right size: tokens in
         order, of each run of them the layers in order."""
+        if plan.key in self.under_way:  # it would be written behind one that may be the last
+            raise HandoffError(f"chunk {chunk.index} comes before the end of the one before it")
         arrived, tokens, total = self.arrived[plan.key], chunk.end_token - chunk.start_token, len(layout.layers)
         if chunk.start_token != arrived or tokens < 1 or chunk.end_token > self.num_tokens:
             raise HandoffError(

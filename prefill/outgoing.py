@@ -84,9 +84,9 @@ class Outgoing:
         return self._pieces.chunks_resent
 
     @property
-    def sent_early(self) -> int:
-        """Pieces of first layers that were sent while others were computed."""
-        return self._pieces.sent_early
+    def chunks_early(self) -> int:
+        """Last chunks whose first layers were sent while the others were computed."""
+        return self._pieces.chunks_early
 
     def __len__(self) -> int:
         return len(self._hand_overs)

@@ -15,7 +15,6 @@ import logging
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from baton.core.commands import Target
@@ -28,6 +27,7 @@ from baton.core.reshard import EdgePlan
 from baton.core.sections import early_layers
 from baton.event_log import EventLog
 from baton.transfer.staging_room import StagingRoom
+from prefill.edges import LinkEdges
 from prefill.link import Link
 
 log = logging.getLogger("baton.handover")
@@ -92,7 +92,7 @@ class PieceSender:
         self._edge_timeout_s = edge_timeout_s
         self.bytes_sent = 0
         self.chunks_resent = 0
-        self.sent_early = 0  # pieces of first layers
+        self.chunks_early = 0  # pieces of first layers
 
     async def send_all(self, over: HandOver, link: Link, sent: int, total: int) -> None:
         """Sends tokens [sent, total) as they are computed, and returns when all are acknowledged.
@@ -106,7 +106,7 @@ class PieceSender:
         piece = _Piece(0, sent, 0, total, 0, 0)
         while piece.start < total:
             piece = await self._send_piece(over, link, piece)
-            self.sent_early += piece.end_layer < len(self._layout.layers)
+            self.chunks_early += piece.end_layer < len(self._layout.layers)
             piece = piece.next(len(self._layout.layers))
 
     async def _send_piece(self, over: HandOver, link: Link, piece: _Piece) -> _Piece:
@@ -153,7 +153,7 @@ class PieceSender:
             cut = self._cut(over, link, piece)
             if cut is None:
                 raise InvariantError(f"what was computed of {over.request.sequence_id} is no longer there")
-            needed = sum(map(partial(self._bytes, cut), plans))
+            needed = sum(cut.bytes_on(link.edges, plan) for plan in plans)
             over.holds_edge = False
             async with self._staging.hold(needed, STAGING_WAIT_S):
                 over.holds_edge = True  # to the end, whatever becomes of the sequence
@@ -174,15 +174,10 @@ class PieceSender:
         halves = (cut, cut.next(layers))
         if not early_layers(sizes, self._section_bytes):  # few bytes: a message more costs as much
             return None
-        return cut if all(self._bytes(half, plan) for half in halves for plan in link.edges.plans) else None
-
-    def _bytes(self, piece: _Piece, plan: EdgePlan) -> int:
-        """What a piece has on one edge."""
-        of_layers = plan.of_layers(piece.start_layer, piece.end_layer)
-        return of_layers.bytes_per_token(self._layout) * (piece.end - piece.start)
+        return cut if all(half.bytes_on(link.edges, plan) for half in halves for plan in link.edges.plans) else None
 
     def _most_tokens(self, link: Link) -> int:
-        fit = link.edges.most_tokens(self._layout, self._staging.quota.limit_bytes)
+        fit = link.edges.most_tokens(self._staging.quota.limit_bytes)
         if fit < 1:
             raise HandoffError(f"the KV of one token does not fit into staging memory, here or at {link.decode_worker}")
         return min(self._piece_tokens, fit)
@@ -216,7 +211,7 @@ class PieceSender:
             end_token=piece.end,
             start_layer=piece.start_layer,
             end_layer=piece.end_layer,
-            num_bytes=self._bytes(piece, plan),
+            num_bytes=piece.bytes_on(link.edges, plan),
             edge_generation=end.generation,
             prefill_rank=plan.prefill_rank,
             decode_rank=plan.decode_rank,
@@ -226,8 +221,8 @@ class PieceSender:
             last=last,
             resend=piece.resend,
         )
-        places = plan.places(piece.start_layer, piece.end_layer)
-        part = Part(over.block_ids, piece.start, piece.end, chunk.num_bytes, chunk_identity(chunk), *places)
+        slices = plan.slices_of(piece.start_layer, piece.end_layer)
+        part = Part(over.block_ids, piece.start, piece.end, chunk.num_bytes, chunk_identity(chunk), *slices)
         begun = asyncio.Event()
 
         async def send(posted: Coroutine[Any, Any, Posted]) -> None:
@@ -270,6 +265,10 @@ class _Piece:
     start_layer: int
     end_layer: int
     resend: int = 0
+
+    def bytes_on(self, edges: LinkEdges, plan: EdgePlan) -> int:
+        """What it has on one edge."""
+        return edges.bytes_per_token(plan, self.start_layer, self.end_layer) * (self.end - self.start)
 
     def next(self, num_layers: int) -> _Piece:
         """What comes behind it: the other layers of the same tokens, if there are any, else other tokens."""

@@ -69,6 +69,7 @@ class _Entry:
     prefix: PrefixUse
     number: int
     pinned: bool = False
+    distrusted: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     times: _Times = field(default_factory=_Times)
 
@@ -223,7 +224,8 @@ class PrefillScheduler:
             sequence.step_id = None
             sequence.num_computed = row.end
             self.prompt_tokens_computed += len(row.tokens)
-            entry.prefix.store()
+            if not entry.distrusted:
+                entry.prefix.store()
             entry.prompt_logprobs += outcome.scored_of(index)
             if sequence.ending is not None:
                 self._leave(entry)
@@ -284,8 +286,9 @@ class PrefillScheduler:
         return True
 
     def distrust(self, sequence_id: SequenceId) -> None:
-        """No later request gets what is in the blocks of a sequence: its KV may be damaged."""
+        """No later request gets what is in the blocks of a sequence, or will be: its KV may be damaged."""
         if (entry := self._entries.get(sequence_id)) is not None:
+            entry.distrusted = True
             self.cache.drop(entry.sequence.block_ids)
 
     def release_send(self, sequence_id: SequenceId) -> None:

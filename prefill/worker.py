@@ -127,6 +127,7 @@ class PrefillWorker:
             sequences=scheduler.num_sequences,
             leases=len(self.outgoing),
             chunks_resent=self.outgoing.chunks_resent,
+            chunks_early=self.outgoing.chunks_early,
             handles_refused=self.handles_refused,
         )
 

@@ -96,7 +96,8 @@ class Load:
     """Counters and gauges of a worker. A cached block that nothing refers to counts as free. `prompt_tokens_cached`
     were not computed by a prefill worker, `kv_bytes_reused` not sent to a decode worker, since they were there.
     `preempted` sequences wait for blocks to go on; `preemptions` counts how often that was. `steps_ahead`
-    were planned before the tokens of the step before were known, `rows_discarded` computed in vain."""
+    were planned before the tokens of the step before were known, `rows_discarded` computed in vain. Of
+    `chunks_early` the first layers were sent while others were computed."""
 
     blocks_total: int = 0
     blocks_free: int = 0
@@ -121,6 +122,7 @@ class Load:
     preempted: int = 0
     steps_ahead: int = 0
     rows_discarded: int = 0
+    chunks_early: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,14 +49,14 @@ class EdgePlan:
     def key(self) -> EdgeKey:
         return self.prefill_rank, self.decode_rank
 
-    def places(self, start_layer: int, end_layer: int) -> tuple[int, int]:
+    def slices_of(self, start_layer: int, end_layer: int) -> tuple[int, int]:
         """Which of the slices are those of layers [start_layer, end_layer)."""
         first, last = (bisect_left(self.slices, layer, key=lambda s: s.layer) for layer in (start_layer, end_layer))
         return first, last
 
     def of_layers(self, start_layer: int, end_layer: int) -> EdgePlan:
         """What the edge carries of layers [start_layer, end_layer)."""
-        first, last = self.places(start_layer, end_layer)
+        first, last = self.slices_of(start_layer, end_layer)
         return replace(self, slices=self.slices[first:last])
 
     def bytes_per_token(self, layout: KVLayout) -> int:

@@ -180,6 +180,7 @@ class Registry:
                 "handles_refused": r.load.handles_refused,
                 "stale_messages": r.load.stale_messages,
                 "chunks_resent": r.load.chunks_resent,
+                "chunks_early": r.load.chunks_early,
                 "links_refused": r.load.links_refused,
             }
             for r in self.records()

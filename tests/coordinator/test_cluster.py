@@ -408,6 +408,20 @@ async def test_what_a_worker_has_ended_by_itself_goes_on_from_the_journal(who: s
         assert await reader.done() == [5, 6, 7, 8]
 
 
+async def test_kv_that_arrived_damaged_twice_is_computed_again_and_not_a_third_time() -> None:
+    async with bench("p0", "d0") as b:
+        reader = b.submit()
+        p, _, s = await begun(b)
+        p.say(s, 0, 5)
+        await reader.got(1)
+        p.fail(s, "kv_corrupt", "chunk 0 arrived damaged twice")
+        again = (await p.told(Prefill, 2)).request
+        assert again.output == (5,) and again.attempt > s.attempt
+        p.fail(again.sequence_id, "kv_corrupt", "chunk 0 arrived damaged twice")
+        assert (await reader.failed()).code == "kv_corrupt"
+        assert len(p.all(Prefill)) == 2
+
+
 async def test_a_decode_worker_is_not_asked_for_what_may_be_on_its_way() -> None:
     """It would say that it does not know the sequence, and could be heard after it has taken the KV."""
     async with bench("p0", "d0") as b:

@@ -247,8 +247,8 @@ async def test_one_choice_that_fails_ends_the_others() -> None:
         p.hand_over(s, "d0")
         await until(lambda: len(p.all(Prefill)) == 2, timeout_s=3)
         other = p.all(Prefill)[1].request.sequence_id
-        p.fail(other, "kv_corrupt")
-        assert (await reader.failed()).code == "kv_corrupt"
+        p.fail(other, "worker_lost")
+        assert (await reader.failed()).code == "worker_lost"
         await d.told(Abort, 2)
         assert {a.sequence for a in d.all(Abort)} == {s, other}
         assert b.cluster.dispatcher.num_active == b.cluster.num_live == 0

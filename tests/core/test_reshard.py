@@ -48,8 +48,8 @@ def test_an_edge_of_some_layers_and_one_of_the_others_are_the_whole(
         first, rest = edge.of_layers(0, cut), edge.of_layers(cut, len(heads))
         assert first.slices + rest.slices == edge.slices and first.key == rest.key == edge.key
         assert all(s.layer < cut for s in first.slices) and all(s.layer >= cut for s in rest.slices)
-        assert edge.places(0, cut) == (0, len(first.slices))
-        assert edge.places(cut, len(heads)) == (len(first.slices), len(edge.slices))
+        assert edge.slices_of(0, cut) == (0, len(first.slices))
+        assert edge.slices_of(cut, len(heads)) == (len(first.slices), len(edge.slices))
 
 
 @given(heads=st.sampled_from([1, 2, 4, 8]), prefill=SIZES, decode=SIZES)

@@ -144,6 +144,8 @@ async def test_the_whole_conversation() -> None:
         ("layers", {"start_layer": 1}),
         ("layers", {"end_layer": 0}),
         ("layers", {"end_layer": 3}),
+        ("layers", {"start_layer": -1}),
+        ("layers", {"start_layer": 1, "end_layer": 1}),
         ("bytes cannot be KV", {"end_layer": 1}),
         ("bytes cannot be KV", {"num_bytes": 64}),
         ("the last chunk", {"last": False}),
@@ -216,6 +218,26 @@ async def test_behind_first_layers_come_the_others(why: str, start: int, end: in
         answer = await p.ask(p.chunk(start, end, **changes)[0])
         assert isinstance(answer, AbortTransfer) and why in answer.reason
         assert p.decode.idle
+
+
+@pytest.mark.parametrize("first", [{}, {"end_layer": 1}])
+async def test_a_chunk_before_the_end_of_the_one_before_it_is_refused(first: dict[str, Any]) -> None:
+    """Its bytes would be written when the blocks are another's."""
+    async with peer() as p:
+        await p.ask(p.offer())
+        await p.open_edge(1)
+        chunk, buffer = p.chunk(**first)
+        assert isinstance(await p.ask(chunk), Posted)
+        await p.say(p.chunk(index=1)[0])
+        await until(lambda: not p.decode.worker.scheduler.receiving(R), what="the end of the hand-over")
+        assert p.decode.worker.incoming.writing[R] == 1  # what is posted may still come, and its blocks wait for it
+        await p.send_bytes(chunk, buffer)
+        answer = await p.hear()
+        assert isinstance(answer, AbortTransfer) and "before the end of the one before it" in answer.reason
+        await until(lambda: p.decode.idle)
+        await p.ask(p.offer("s"))
+        assert (await p.send(*p.chunk(sequence=SequenceId("s")))).complete  # others and the edge are as they were
+        p.decode.compute()
 
 
 async def test_an_older_generation_does_not_stand_any_more() -> None:

@@ -62,7 +62,7 @@ async def test_first_layers_are_there_before_the_step_is_done() -> None:
         await until(lambda: arrived(source, 8), what="the first chunk")
 
         async def sent() -> None:
-            await until(lambda: source.worker.outgoing.sent_early == 1, what="the first layers")
+            await until(lambda: source.worker.outgoing.chunks_early == 1, what="the first layers")
             assert source.worker.outgoing.bytes_sent == (8 * LAYERS + 6 * FIRST) * LAYOUT.layers[0].bytes_per_token
             assert target.worker.scheduler.receiving(R) and not source.told.tokens
 
@@ -82,7 +82,7 @@ async def test_they_go_behind_what_decode_holds_and_what_was_computed_before() -
             source.submit(request, target)
 
             async def sent(early: int = early) -> None:
-                await until(lambda: source.worker.outgoing.sent_early == early, what="the first layers")
+                await until(lambda: source.worker.outgoing.chunks_early == early, what="the first layers")
 
             if early:
                 await source.step_by_layers(FIRST, sent)
@@ -111,7 +111,7 @@ async def test_either_part_is_sent_again_where_it_arrives_damaged(
         source.submit(request, target)
 
         async def sent() -> None:
-            await until(lambda: source.worker.outgoing.sent_early == 1, what="the first layers")
+            await until(lambda: source.worker.outgoing.chunks_early == 1, what="the first layers")
 
         await source.step_by_layers(FIRST, sent)
         await until(lambda: source.told.handed_over)
@@ -122,17 +122,52 @@ async def test_either_part_is_sent_again_where_it_arrives_damaged(
         assert target.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
 
 
+async def test_what_arrived_damaged_twice_is_nobodys_prefix_although_its_step_ends_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_the_wire(monkeypatch, lambda edge, buffer, sums: (flipped(buffer, 0), sums))
+    async with pair(decode(), prefill=prefill(step_tokens=16)) as (source, [target]):
+        source.submit(make_request("r", 12, max_tokens=4), target)
+
+        async def ended() -> None:
+            await until(lambda: [e.code for e in source.told.ended] == ["kv_corrupt"], what="the end")
+
+        await source.step_by_layers(FIRST, ended)
+        await until(lambda: source.idle and target.idle, what="idle pools")
+        cached = source.worker.scheduler.prompt_tokens_cached
+        source.submit(make_request("s", 12, max_tokens=1), target)
+        source.step()
+        assert source.worker.scheduler.prompt_tokens_cached == cached == 0
+        await until(lambda: source.idle and target.idle, what="idle pools")
+
+
+async def test_two_prompts_that_end_in_one_step_go_one_behind_the_other() -> None:
+    async with pair(decode(), prefill=prefill(step_tokens=16)) as (source, [target]):
+        prompts = {name: list(range(first, first + 8)) for name, first in (("a", 1), ("b", 100))}
+        for name, prompt in prompts.items():
+            source.submit(make_request(name, prompt, max_tokens=4), target)
+
+        async def sent() -> None:
+            await until(lambda: source.worker.load().chunks_early == 2, what="the first layers of both")
+
+        await source.step_by_layers(FIRST, sent)
+        await until(lambda: len(source.told.handed_over) == 2)
+        target.compute()
+        for name, prompt in prompts.items():
+            assert target.told.output(name) == dict(enumerate(oracle(prompt, 4)))
+
+
 @pytest.mark.parametrize("who", ["prefill", "decode", "both"])
 @pytest.mark.parametrize("posted", [False, True])
 async def test_an_abort_between_the_two_leaves_nothing_and_the_pair_works_on(who: str, posted: bool) -> None:
     async with pair(decode(), prefill=prefill()) as (source, [target]):
         await serve(source, target, "before")
         source.submit(make_request("r", range(50, 58), max_tokens=4), target)
-        early = source.worker.outgoing.sent_early
+        early = source.worker.outgoing.chunks_early
 
         async def ended() -> None:
             if posted:
-                await until(lambda: source.worker.outgoing.sent_early == early + 1, what="the first layers")
+                await until(lambda: source.worker.outgoing.chunks_early == early + 1, what="the first layers")
             else:
                 await until(lambda: target.worker.incoming.writing, what="an open receive")
             if who != "decode":
@@ -156,7 +191,7 @@ async def test_another_target_gets_all_layers_of_what_the_first_one_had_a_part_o
         source.submit(request, first)
 
         async def lost() -> None:
-            await until(lambda: source.worker.outgoing.sent_early == 1, what="the first layers")
+            await until(lambda: source.worker.outgoing.chunks_early == 1, what="the first layers")
             first.abort(R)
 
         await source.step_by_layers(FIRST, lost)
@@ -176,7 +211,7 @@ async def test_both_edges_of_a_link_carry_them() -> None:
             source.submit(request, target)
 
             async def sent() -> None:
-                await until(lambda: source.worker.outgoing.sent_early == 1, what="the first layers")
+                await until(lambda: source.worker.outgoing.chunks_early == 1, what="the first layers")
 
             await source.step_by_layers(FIRST, sent)
             blocks = source.worker.scheduler.block_ids(R)
@@ -201,7 +236,7 @@ async def test_behind_a_busy_edge_all_layers_go_as_one() -> None:
 
             await source.step_by_layers(FIRST, offered)
         await until(lambda: len(source.told.handed_over) == 2)
-        assert source.worker.outgoing.sent_early == 0
+        assert source.worker.outgoing.chunks_early == 0
         target.compute()
         assert target.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
 
@@ -217,7 +252,7 @@ async def test_few_bytes_wait_for_the_rest() -> None:
 
         await source.step_by_layers(FIRST, offered)
         await until(lambda: source.told.handed_over)
-        assert source.worker.outgoing.sent_early == 0
+        assert source.worker.outgoing.chunks_early == 0
         target.compute()
 
 
@@ -227,7 +262,7 @@ async def test_a_prompt_that_ends_with_its_first_token_leaves_nothing() -> None:
         source.submit(make_request("r", 8, max_tokens=4, eos=(first,)), target)
 
         async def sent() -> None:
-            await until(lambda: source.worker.outgoing.sent_early == 1, what="the first layers")
+            await until(lambda: source.worker.outgoing.chunks_early == 1, what="the first layers")
 
         await source.step_by_layers(FIRST, sent)
         await until(lambda: source.idle and target.idle, what="idle pools")
@@ -246,4 +281,20 @@ def test_a_worker_wants_to_hear_of_the_layers_that_can_go_early() -> None:
     assert worker.early_layers(plan((1, 1))) == 0  # one section
     assert worker.early_layers(plan((4, 1))) == 2
     assert worker.early_layers(plan((1, 1), (16, 0), (2, 1))) == worker.early_layers(plan((2, 1))) == 2
-    worker.layers_computed(7, 2)  # of no step that is out
+
+
+async def test_layers_of_a_step_that_is_not_out_are_not_sent() -> None:
+    async with pair(decode(), prefill=prefill()) as (source, [target]):
+        source.worker.layers_computed(1, FIRST)  # none is
+        source.submit(make_request("r", 8, max_tokens=4), target)
+
+        async def said_of_another() -> None:
+            source.worker.outgoing._hand_overs[R].first_layers = None  # what step_by_layers said
+            source.worker.layers_computed(7, FIRST)
+            await until(lambda: target.worker.scheduler.receiving(R), what="an accepted offer")
+            await asyncio.sleep(0.1)  # in which they would go
+            assert not target.worker.incoming.writing and not source.worker.outgoing.bytes_sent
+
+        await source.step_by_layers(FIRST, said_of_another)
+        await until(lambda: source.told.handed_over)
+        target.compute()
