@@ -20,11 +20,11 @@ from baton.core.handover import Accept, LinkHello, Offer, Refuse
 from baton.core.request import GenerateRequest, SequenceId
 from baton.rpc.link import DialledLink, dial_link
 from tests.support.checkpoints import make_checkpoint
-from tests.support.fake_runner import until
 from tests.support.fake_workers import Bench, Reader, bench
 from tests.support.jobs import Workers, workers
 from tests.support.limits import HANG_S, Stall
 from tests.support.misfits import MISFITS, REFUSED_WITHIN_S, changed
+from tests.support.nodes import until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 

@@ -23,8 +23,8 @@ from baton.core.prefix_keys import HINT_BYTES, KeyChain
 from baton.core.request import ChoiceId, SequenceId
 from coordinator.live import MAX_TIMES_PARKED
 from tests.support.builders import make_facts
-from tests.support.fake_runner import until
 from tests.support.fake_workers import Bench, FakeWorker, bench
+from tests.support.nodes import until
 
 
 async def begun(b: Bench, name: str = "r", **more: object) -> tuple[FakeWorker, FakeWorker, SequenceId]:

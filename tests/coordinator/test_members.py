@@ -8,8 +8,8 @@ import pytest
 
 from baton.core.commands import Abort, Assign, Drain, Prefill
 from baton.core.errors import JoinRefused, NotFound, WorkerLost
-from tests.support.fake_runner import until
 from tests.support.fake_workers import Bench, FakeWorker, bench
+from tests.support.nodes import until
 
 
 async def leaves(b: Bench, worker: FakeWorker) -> None:

@@ -12,8 +12,8 @@ from baton.core.errors import DeadlineExceeded, WorkerLost
 from baton.core.events import StepEvents, TokenEvent
 from baton.core.request import SamplingParams, TokenLogprob
 from coordinator.submission import Submission
-from tests.support.fake_runner import until
 from tests.support.fake_workers import bench
+from tests.support.nodes import until
 from tests.support.tokenizers_kit import byte_level
 
 

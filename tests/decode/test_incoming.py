@@ -36,8 +36,8 @@ from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.staging import checksum, chunk_bytes
 from decode import incoming
 from tests.support.builders import make_request
-from tests.support.fake_runner import DecodeNode, PrefillNode, pair, until
 from tests.support.limits import HANG_S
+from tests.support.nodes import DecodeNode, PrefillNode, pair, until
 
 R = SequenceId("r")
 TOKENS = 8

@@ -14,9 +14,9 @@ from baton.core.errors import BatonError
 from baton.core.request import SequenceId
 from baton.rpc.link import dial_link
 from tests.support.builders import make_layout, make_request
-from tests.support.fake_runner import pair, until
 from tests.support.limits import HANG_S, Stall
 from tests.support.misfits import MISFITS, REFUSED_WITHIN_S, changed
+from tests.support.nodes import pair, until
 
 IDS = [f"{n}-{why.split(':')[0]}" for n, (why, _) in enumerate(MISFITS)]
 

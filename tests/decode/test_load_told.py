@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 
 from tests.support.builders import make_request
-from tests.support.fake_runner import DecodeNode, FakeRunner, pair, until
+from tests.support.fake_runner import FakeRunner
 from tests.support.late_device import LateDevice
+from tests.support.nodes import DecodeNode, pair, until
 
 BLOCK = 4  # tokens, of the fake runner
 

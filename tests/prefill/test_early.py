@@ -12,18 +12,8 @@ from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
 from baton.transfer.edge_end import LocalEnds
 from tests.support.builders import make_layout, make_request
-from tests.support.fake_runner import (
-    DecodeNode,
-    FakeRanks,
-    FakeRunner,
-    PrefillNode,
-    kv_bytes,
-    links,
-    oracle,
-    pair,
-    serve,
-    until,
-)
+from tests.support.fake_runner import FakeRanks, FakeRunner, oracle
+from tests.support.nodes import DecodeNode, PrefillNode, kv_bytes, links, pair, serve, until
 from tests.support.wire import Sums, flipped, on_the_wire
 
 R = SequenceId("r")

@@ -18,8 +18,9 @@ from baton.edge_ranks import FollowerEnds, RemoteEnd, WorkerEnds
 from baton.transfer import edge_end, sections
 from baton.transfer.edge_end import LocalEnd, LocalEnds
 from tests.support.builders import make_layout, make_request
-from tests.support.fake_runner import oracle, until
+from tests.support.fake_runner import oracle
 from tests.support.limits import HANG_S
+from tests.support.nodes import until
 from tests.support.rank_pairs import hand_over, only_link, ranks
 
 R = SequenceId("r")

@@ -17,7 +17,8 @@ from baton.transfer.edge_end import LocalEnd
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.gloo import GlooEdge
 from tests.support.builders import make_request
-from tests.support.fake_runner import kv_bytes, oracle, until
+from tests.support.fake_runner import oracle
+from tests.support.nodes import kv_bytes, until
 from tests.support.rank_pairs import hand_over, only_link, ranks
 from tests.support.wire import Sums, flipped, on_the_wire
 

@@ -21,7 +21,8 @@ from baton.transfer.sections import Packing
 from prefill.link import Link
 from prefill.outgoing import Outgoing
 from tests.support.builders import make_request
-from tests.support.fake_runner import DecodeNode, FakeRunner, PrefillNode, kv_bytes, links, oracle, pair, serve, until
+from tests.support.fake_runner import FakeRunner, oracle
+from tests.support.nodes import DecodeNode, PrefillNode, kv_bytes, links, pair, serve, until
 from tests.support.wire import Sums, flipped, on_the_wire
 
 R = SequenceId("r")

@@ -20,7 +20,7 @@ from baton.core.step import StepOutcome, StepPlan
 from baton.rpc import step_thread
 from baton.rpc.shell import WorkerShell
 from tests.support.builders import make_facts, make_request
-from tests.support.fake_runner import until
+from tests.support.nodes import until
 
 R = SequenceId("r")
 

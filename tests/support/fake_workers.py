@@ -21,7 +21,7 @@ from coordinator.pipeline import Pipeline
 from coordinator.submission import Delta, Submission
 from coordinator.text_stream import Vocabulary
 from tests.support.builders import make_facts
-from tests.support.fake_runner import until
+from tests.support.nodes import until
 from tests.support.tokenizers_kit import byte_level
 
 C = TypeVar("C")

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 from baton.edge_ranks import WorkerEnds
 from prefill.link import Link
 from tests.support.builders import make_layout, make_request
-from tests.support.fake_runner import DecodeNode, FakeRanks, FakeRunner, PrefillNode, oracle, pair, until
+from tests.support.fake_runner import FakeRanks, FakeRunner, oracle
+from tests.support.nodes import DecodeNode, PrefillNode, pair, until
 
 
 @contextlib.asynccontextmanager

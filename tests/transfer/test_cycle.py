@@ -22,7 +22,8 @@ from baton.core.kv_layout import KVLayout
 from baton.transfer.edge_thread import EdgeWorker
 from prefill.link import Link
 from tests.support.builders import make_layout, make_request
-from tests.support.fake_runner import DecodeNode, FakeRanks, FakeRunner, PrefillNode, pair
+from tests.support.fake_runner import FakeRanks, FakeRunner
+from tests.support.nodes import DecodeNode, PrefillNode, pair
 
 ROUND_LIMIT_S = 20.0  # a stall lasts for ever; a slow machine does not
 SMALL = make_layout(4)  # 256 bytes a token
