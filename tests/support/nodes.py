@@ -92,14 +92,16 @@ class PrefillNode:
         while self.step():
             pass
 
-    async def step_by_layers(self, first: int, meanwhile: Callable[[], Awaitable[object]]) -> None:
-        """One step, whose first layers are there while the others are not computed."""
+    async def step_by_layers(self, first: int, meanwhile: Callable[[], Awaitable[object]]) -> bool:
+        """One step, whose first layers are there while the others are not computed; False when there is none."""
         plan = self.worker.begin_step(time.monotonic())
-        assert plan is not None
+        if plan is None:
+            return False
         self.runner.step(plan, slice(first))
         self.worker.layers_computed(plan.step_id, first)
         await meanwhile()
         self.told.post(self.worker.finish_step(plan, self.runner.step(plan, slice(first, None)), time.monotonic()))
+        return True
 
     def submit(self, request: GenerateRequest, *decodes: DecodeNode, handle: Handle | None = None) -> None:
         self.worker.command(Prefill(request, self.targets(request.sequence_id, decodes, handle)))

@@ -37,12 +37,18 @@ def one_thread() -> Iterator[None]:
     yield
 
 
-async def round_trip(number: int, sources: list[PrefillNode], decodes: list[DecodeNode], tokens: int) -> None:
-    """The first sends in order, the second in the opposite order; ends when all four have handed over."""
-    for source, order in zip(sources, (decodes, decodes[::-1]), strict=True):
-        for decode in order:
+async def round_trip(
+    number: int, sources: list[PrefillNode], decodes: list[DecodeNode], tokens: int, early: bool
+) -> None:
+    """The first sends in order, the second in the opposite order; ends when all four have handed over. With `early`
+    first layers are told of before their step is done."""
+    for who, (source, order) in enumerate(zip(sources, (decodes, decodes[::-1]), strict=True)):
+        for turn, decode in enumerate(order):
             name = f"{number}-{source.worker.config.worker_id}-{decode.worker.config.worker_id}"
-            source.submit(make_request(name, range(number, number + tokens), max_tokens=2), decode)
+            prompt = [4 * number + 2 * who + turn, *range(tokens - 1)]  # nobody's prefix
+            source.submit(make_request(name, prompt, max_tokens=2), decode)
+    while early and any(await asyncio.gather(*(s.step_by_layers(1, lambda: asyncio.sleep(0.002)) for s in sources))):
+        pass
     while [source for source in sources if source.step()]:  # both at once, step by step
         pass
     deadline = time.monotonic() + ROUND_LIMIT_S
@@ -57,10 +63,15 @@ async def round_trip(number: int, sources: list[PrefillNode], decodes: list[Deco
 
 
 async def cycle(
-    rounds: int, layout: KVLayout, timeout_s: float = ROUND_LIMIT_S, tp: tuple[int, int] = (1, 1), edges: int = 1
+    rounds: int,
+    layout: KVLayout,
+    timeout_s: float = ROUND_LIMIT_S,
+    tp: tuple[int, int] = (1, 1),
+    edges: int = 1,
+    early: bool = False,
 ) -> None:
     """With `tp` ranks at prefill and decode each of the four links has `edges` edges, and every piece goes over all."""
-    tokens = TOKENS[layout]
+    tokens = 8 if early else TOKENS[layout]  # one step: nothing that is before it can be late
     runners: list[FakeRunner] = []
 
     def node(kind: Any, name: str, size: int) -> Any:
@@ -74,11 +85,12 @@ async def cycle(
         )
         async with pair(*decodes, prefill=sources[0], more=sources[1:]):
             for number in range(rounds):
-                await round_trip(number, sources, decodes, tokens)
+                await round_trip(number, sources, decodes, tokens, early)
             sent = rounds * 2 * tokens * layout.bytes_per_token
             assert [s.worker.outgoing.bytes_sent for s in sources] == [sent, sent]
             assert [d.worker.incoming.bytes_received for d in decodes] == [sent, sent]
             assert sum(d.worker.incoming.chunks_damaged + d.worker.incoming.stale_messages for d in decodes) == 0
+            assert all((s.worker.outgoing.chunks_early > 0) == early for s in sources)
             links = [task.result() for s in sources for task in s.worker.outgoing._links.values()]
             assert [len(link.edges.ends) for link in links] == [edges] * 4
         assert not [runner.lost for runner in runners if isinstance(runner, FakeRanks) and runner.lost]
@@ -94,11 +106,17 @@ async def test_opposite_orders_never_stall(layout: KVLayout, rounds: int) -> Non
     await cycle(rounds, layout)
 
 
+@pytest.mark.timeout(300)
+async def test_nor_where_first_layers_go_early() -> None:
+    await cycle(60, LARGE, early=True)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("early", [False, True], ids=["whole", "early"])
 @pytest.mark.parametrize("layout", [SMALL, LARGE], ids=["small", "large"])
-async def test_a_thousand_rounds_never_stall(layout: KVLayout) -> None:
-    await cycle(1000, layout)
+async def test_a_thousand_rounds_never_stall(layout: KVLayout, early: bool) -> None:
+    await cycle(1000, layout, early=early)
 
 
 # Ranks at prefill and decode, and how many edges a link then has.
