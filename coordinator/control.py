@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import grpc.aio
 
-from baton.core.errors import BatonError, JoinRefused, StartupError
+from baton.core.errors import BatonError, JoinRefused
+from baton.core.names import host_port
+from baton.rpc.ports import open_port
 from baton.rpc.status import grpc_code
 from baton.rpc.streams import SERVER_OPTIONS, serve_stream
 from baton.v1 import worker_pb2, worker_pb2_grpc
@@ -36,16 +38,11 @@ async def serve_control(cluster: Cluster, host: str, port: int) -> tuple[grpc.ai
     """Starts the service, makes its address known to the cluster, and returns it with its port.
 
     Raises:
-        StartupError: the port is in use.
+        StartupError: nobody can listen there.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
     worker_pb2_grpc.add_WorkerControlServicer_to_server(_Servicer(cluster), server)
-    try:
-        bound = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError:
-        bound = 0
-    if bound == 0:
-        raise StartupError(f"control port {port} on {host} is in use; choose another with --control-port")
+    bound = open_port(server, host, port, "control", "--control-port")
     await server.start()
-    cluster.members.address = f"{host}:{bound}"
+    cluster.members.address = host_port(host, bound)
     return server, bound

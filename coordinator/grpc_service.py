@@ -17,9 +17,10 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from baton.core.errors import InvalidRequest, InvariantError, NotFound, StartupError
+from baton.core.errors import InvalidRequest, InvariantError, NotFound
 from baton.core.sampling_limits import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKENS, check_count
 from baton.rpc import codec, status
+from baton.rpc.ports import open_port
 from baton.rpc.streams import SERVER_OPTIONS
 from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2
 from coordinator.chat import ChatMessage
@@ -250,15 +251,10 @@ class PublicServer:
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 
     async def start(self, host: str, port: int) -> int:
-        """Raises StartupError when the port is in use."""
-        try:
-            bound = self._server.add_insecure_port(f"{host}:{port}")
-        except RuntimeError:
-            bound = 0
-        if bound == 0:
-            raise StartupError(f"gRPC port {port} on {host} is in use; choose another with --grpc-port")
+        """Raises StartupError where it cannot listen."""
+        bound = open_port(self._server, host, port, "gRPC", "--grpc-port")
         await self._server.start()
-        return int(bound)
+        return bound
 
     async def watch_health(self) -> None:
         """Keeps the health service true, for ever."""

@@ -16,7 +16,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Protocol
 
-from baton.core.cluster_token import check_token
+from baton.core.cluster_token import FLAG, check_token
 from baton.core.commands import Command, Drain, Drained, Following, Heartbeat, HeartbeatAck, Join, Leave, Welcome
 from baton.core.errors import InvariantError, JoinRefused, NotFound, Unavailable
 from baton.core.events import StepEvents
@@ -122,7 +122,10 @@ class Members:
     def _admit(self, join: Join) -> WorkerRecord | None:
         """The record that it replaces. Nothing is done for one that does not know the token."""
         try:
-            self.check_token(join.token, f"{join.role} worker {join.worker_id[:128]!r}")
+            who = f"{join.role} worker {join.worker_id[:128]!r}"
+            self.check_token(join.token, who)
+            if join.token and not self._token:  # its peers have none either, and it would refuse their links
+                raise JoinRefused(f"{who} refused: token: this cluster has none; leave out {FLAG}", param="token")
             if self._owner.draining and self._incarnations.get(join.worker_id) != join.incarnation:
                 raise Unavailable(f"{join.worker_id} cannot join: the cluster is draining", code="draining")
             return self.registry.join(replace(join, token=""), self.now())

@@ -14,6 +14,7 @@ from baton.core.cluster_token import check_listening
 from baton.core.config import CoordinatorConfig
 from baton.core.errors import StartupError
 from baton.core.model_config import parse_config_json, parse_model_config
+from baton.core.names import host_port
 from baton.model_source import resolve_model, served_name
 from baton.token_file import read_token
 from coordinator.cluster import Cluster
@@ -72,9 +73,9 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         for task in background:
             task.add_done_callback(lambda t: _end_on_failure(t, stop))
         addresses = {
-            "http": f"{config.host}:{http.address[1]}",
-            "grpc": f"{config.host}:{grpc_port}",
-            "control": f"{config.control_host}:{control_port}",
+            "http": host_port(config.host, http.address[1]),
+            "grpc": host_port(config.host, grpc_port),
+            "control": host_port(config.control_host, control_port),
         }
         log.info("serving %s: %s", name, addresses)
         if config.ready_file:

@@ -13,6 +13,7 @@ from baton.core.errors import JoinRefused, StaleHandle, StartupError, Unavailabl
 from baton.core.events import Load, StepEvents
 from baton.core.handles import SpentHandles, verify
 from baton.core.handover import LinkHello, LinkWelcome, Offer
+from baton.core.names import host_port
 from baton.core.request import SequenceId, TokenLogprob
 from baton.core.reshard import reshard_layout
 from baton.core.sampling_limits import check_sampling
@@ -105,7 +106,7 @@ class DecodeWorker:
             "decode",
             self.incarnation,
             self.facts,
-            link_address=f"{self.config.host}:{self._link_port}",
+            link_address=host_port(self.config.host, self._link_port),
             host=self.config.host,
             pids=self.pids,
             blocks_total=self.scheduler.blocks.num_blocks,

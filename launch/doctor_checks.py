@@ -12,10 +12,10 @@ from pathlib import Path
 
 from baton.core.errors import StartupError
 from baton.model_source import resolve_model
+from baton.rpc.ports import check_free
 from baton.token_file import read_token
 from launch.members import is_own
 from launch.plan import COORDINATOR, Plan
-from launch.up import check_free
 
 _LIBRARIES = ("torch", "grpcio", "xxhash")
 

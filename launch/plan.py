@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from baton.core.commands import Role
 from baton.core.errors import StartupError
+from baton.core.names import host_port
 from baton.options import flags_of
 from launch.cores import Placement, assign_gpus, place
 from launch.topology import ROLES, CoordinatorPlace, Node, Topology, WorkerPlace, part_name
@@ -195,11 +196,6 @@ def check_addresses(topology: Topology) -> None:
     for node in topology.nodes:
         if not node.address:
             raise StartupError(f"topology: node {node.name!r} has no address; only `baton emit slurm` does without")
-
-
-def host_port(host: str, port: int | str) -> str:
-    """`10.0.0.1:80`, `[::1]:80`"""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _placements(node: Node, workers: Sequence[WorkerPlace]) -> list[Placement]:

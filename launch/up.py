@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
 import sys
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +11,7 @@ from baton.core.config import differences
 from baton.core.errors import StartupError
 from baton.model_source import resolve_model, served_name
 from baton.options import EXIT_STARTUP_ERROR, read_config_file, settle_stdout
+from baton.rpc.ports import check_free
 from launch.console import Console
 from launch.local import LocalCluster
 from launch.members import Members, Programs, check_cores, nodes_here, own_nodes
@@ -117,17 +116,3 @@ def check_ports(plan: Plan, nodes: frozenset[str]) -> None:
             flag = f"--{listener.key.replace('_', '-')}"
             whose = flag if listener.member == COORDINATOR else f"{flag} of {listener.member}"
             check_free(listener.host, listener.port, whose)
-
-
-def check_free(host: str, port: int, whose: str) -> None:
-    """Raises StartupError unless somebody may listen there now."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise StartupError(f"port {port} on {host} is in use; choose another with {whose}") from None
-        raise StartupError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None

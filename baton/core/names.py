@@ -28,6 +28,11 @@ def address_error(address: str) -> str | None:
     return f"{_shown(address)} is no host name and no IP address"
 
 
+def host_port(host: str, port: int | str) -> str:
+    """`10.0.0.1:80`, `[::1]:80`"""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def host_port_error(text: str) -> str | None:
     """What is wrong with an address to dial, in one line of ASCII that follows its option's name; None when nothing is.
     An IPv6 address is in brackets. gRPC takes any text: it wraps a port, and dials for ever what is no address."""

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from baton.core.errors import HandoffError, StartupError
+from baton.core.errors import HandoffError
 from baton.core.handover import LinkHello, LinkWelcome
+from baton.rpc.ports import open_port
 from baton.rpc.streams import SERVER_OPTIONS, MessageStream, dial, serve_stream
 from baton.v1 import kv_pb2, kv_pb2_grpc
 
@@ -61,15 +62,10 @@ async def serve_links(host: str, handler: LinkHandler, port: int = 0) -> tuple[g
     """Starts a link service on `host` (port 0: a free one) and returns the server and the port.
 
     Raises:
-        StartupError: the port is in use.
+        StartupError: nobody can listen there.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
     kv_pb2_grpc.add_KVLinkServicer_to_server(_Servicer(handler), server)
-    try:
-        bound = server.add_insecure_port(f"{host}:{port}")
-    except RuntimeError:
-        bound = 0
-    if bound == 0:
-        raise StartupError(f"link port {port} on {host} cannot be used; choose another with --link-port")
+    bound = open_port(server, host, port, "link", "--link-port")
     await server.start()
     return server, bound

@@ -103,6 +103,14 @@ async def test_what_may_differ_joins() -> None:
             assert isinstance(await join(b.port, replace(said, worker_id=f"d{number}")), Welcome)
 
 
+async def test_a_token_that_the_cluster_has_not_is_refused() -> None:
+    """The worker would refuse the links of the others, which have none."""
+    async with bench() as b:
+        with pytest.raises(BatonError, match="token: this cluster has none; leave out --cluster-token-file"):
+            await join(b.port, HERE)
+        assert isinstance(await join(b.port, replace(HERE, token="")), Welcome)
+
+
 async def test_draining_a_worker_takes_the_token_too() -> None:
     async with bench(token=TOKEN) as b:
         address = f"127.0.0.1:{b.port}"

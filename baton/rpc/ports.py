@@ -1,0 +1,54 @@
+"""Ports to listen on: whether one is free, and opening a gRPC server's. Where that fails gRPC does not say why."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import TYPE_CHECKING
+
+from baton.core.errors import StartupError
+from baton.core.names import host_port
+
+if TYPE_CHECKING:
+    import grpc.aio
+
+
+def open_port(server: grpc.aio.Server, host: str, port: int, what: str, flag: str) -> int:
+    """Makes `server` listen (port 0: on a free one) and returns the port.
+
+    Raises:
+        StartupError: nobody can listen there; says which port of whom it is (`what`), why, and the flag for another.
+    """
+    try:
+        if bound := server.add_insecure_port(host_port(host, port)):
+            return int(bound)
+    except RuntimeError:
+        pass
+    raise StartupError(f"{what} port {port} on {host} {_why(host, port)}; choose another with {flag}")
+
+
+def check_free(host: str, port: int, whose: str) -> None:
+    """Raises StartupError unless somebody may listen there now; `whose` says which flag, of whom, names another."""
+    try:
+        _listen(host, port)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise StartupError(f"port {port} on {host} is in use; choose another with {whose}") from None
+        raise StartupError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+
+
+def _why(host: str, port: int) -> str:
+    try:
+        _listen(host, port)
+    except OSError as error:
+        return "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror or error}"
+    return "cannot be used: gRPC does not say why"
+
+
+def _listen(host: str, port: int) -> None:
+    """Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+        probe.listen(1)

@@ -1,0 +1,51 @@
+"""Ports that cannot be listened on are told with the reason."""
+
+from __future__ import annotations
+
+import socket
+
+import grpc.aio
+import pytest
+
+from baton.core.errors import StartupError
+from baton.core.names import host_port
+from baton.rpc.ports import check_free, open_port
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+async def test_a_server_listens_where_it_is_told(host: str) -> None:
+    if host == "::1" and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    server = grpc.aio.server()
+    port = open_port(server, host, 0, "link", "--link-port")
+    await server.start()
+    with socket.create_connection((host, port), timeout=2.0):
+        pass
+    await server.stop(None)
+
+
+async def test_a_taken_port_and_a_foreign_address_are_two_things() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        said = f"link port {port} on 127.0.0.1 is in use; choose another with --link-port"
+        with pytest.raises(StartupError, match=said):
+            open_port(grpc.aio.server(), "127.0.0.1", port, "link", "--link-port")
+        with pytest.raises(StartupError, match=f"^port {port} on 127.0.0.1 is in use; choose another with --port$"):
+            check_free("127.0.0.1", port, "--port")
+    with pytest.raises(StartupError, match=r"on 192\.0\.2\.1 cannot be used: Cannot assign requested address; choose"):
+        open_port(grpc.aio.server(), "192.0.2.1", port, "link", "--link-port")
+    with pytest.raises(StartupError, match=r"cannot listen on 192\.0\.2\.1 port"):
+        check_free("192.0.2.1", port, "--port")
+
+
+def test_an_ipv6_address_stands_in_brackets() -> None:
+    assert (host_port("::1", 80), host_port("10.0.0.1", 80), host_port("a", 0)) == ("[::1]:80", "10.0.0.1:80", "a:0")
