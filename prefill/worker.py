@@ -76,10 +76,10 @@ class PrefillWorker:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(self.layers_computed, step_id, layers)
 
-        self._runner.tell_first_layers(self.early_layers, tell)
+        self._runner.tell_first_layers(self.layers_wanted, tell)
         await self.shell.run()
 
-    def early_layers(self, plan: StepPlan) -> int:
+    def layers_wanted(self, plan: StepPlan) -> int:
         """Of how many layers we want to hear before the step is done: what can be sent while it is computed. On any
         thread."""
         layers = [layer.bytes_per_token for layer in self.scheduler.layout.layers]

@@ -16,8 +16,8 @@ from baton.core.reshard import EdgePlan
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one edge carries of tokens [start_token, end_token) of a sequence whose KV lies in `block_ids`: `num_bytes`,
-    in sections with a checksum over `identity`, their layers and their bytes: of layers [first_layer, last_layer) of
-    those that the edge carries, without a `last_layer` of all behind the first."""
+    in sections with a checksum over `identity`, their layers and their bytes. Its layers are [first_layer, last_layer)
+    of those that the edge carries, counted from 0; without a `last_layer` to the end."""
 
     block_ids: tuple[int, ...]
     start_token: int

@@ -267,10 +267,10 @@ def test_a_worker_wants_to_hear_of_the_layers_that_can_go_early() -> None:
 
     of_one_layer = LAYOUT.layers[0].bytes_per_token
     worker = prefill(section_bytes=4 * of_one_layer).worker
-    assert worker.early_layers(plan((16, 0))) == 0  # its last tokens are still to come
-    assert worker.early_layers(plan((1, 1))) == 0  # one section
-    assert worker.early_layers(plan((4, 1))) == 2
-    assert worker.early_layers(plan((1, 1), (16, 0), (2, 1))) == worker.early_layers(plan((2, 1))) == 2
+    assert worker.layers_wanted(plan((16, 0))) == 0  # its last tokens are still to come
+    assert worker.layers_wanted(plan((1, 1))) == 0  # one section
+    assert worker.layers_wanted(plan((4, 1))) == 2
+    assert worker.layers_wanted(plan((1, 1), (16, 0), (2, 1))) == worker.layers_wanted(plan((2, 1))) == 2
 
 
 async def test_layers_of_a_step_that_is_not_out_are_not_sent() -> None:
