@@ -1,15 +1,17 @@
 """What the death of one pair of workers does to the streams of the other: their gaps between tokens, before and after.
 
-    python benchmarks/neighbours.py                      2 prefill x 2 decode workers, built-in model, five runs of each
-    python benchmarks/neighbours.py --runs 3 --streams 8
+    python benchmarks/neighbours.py                      2 prefill x 2 decode workers, built-in model, five turns
+    python benchmarks/neighbours.py --runs 3 --streams 4 --window-s 8      a slow processor
     python benchmarks/neighbours.py --only "prefill worker" --before DIR     another checkout beside it, by turns
 
-Streams run on both pairs. Then the decode worker of one pair gets SIGKILL, in another run its prefill worker, in a
-third nobody. Compared is the 99th percentile of the gaps of the streams on the other decode worker, in the seconds
-after that instant and in as many before: the lease of the dead worker, and the start of the one in its place, fall into
-them. Processor time is that of the dead worker's next life, agent and rank, until the window ends: it depends less on
-what else the machine does. Every run has a cluster of its own, since a supervisor waits longer before each restart. The
-kinds take turns.
+Streams run on both pairs, and a long prompt arrives. An instant later the decode worker of one pair gets SIGKILL, in
+another run its prefill worker, which computes that prompt, in a third nobody. Compared is the 99th percentile of the
+gaps of the streams on the other decode worker in the seconds after that instant, with that of the same seconds of the
+same turn's run in which nobody died: work and length of streams are alike there, while the seconds before that instant,
+printed too, have shorter streams and no prompt (decision 0045). The lease of the dead worker, and the start of the one
+in its place, fall into these seconds. Processor time is that of the dead worker's next life, agent and rank, until the
+window ends: it depends less on what else the machine does. Every run has a cluster of its own, since a supervisor waits
+longer before each restart. The kinds take turns, and who comes first changes with the turn.
 Writes `benchmarks/results/neighbours.md`.
 """
 
@@ -41,7 +43,8 @@ from benchmarks.serving import BATON, ROOT, commit, machine, ready_url
 from launch.bench_stats import percentile
 
 BAR = 1.3
-KINDS = {"decode worker": "decode-0", "prefill worker": "prefill-0", "nobody": ""}
+CONTROL = "nobody"
+VICTIMS = {"decode worker": "decode-0", "prefill worker": "prefill-0"}
 PROMPT_TOKENS, CUT_TOKENS = 64, 3000
 WARM_S, CUT_AFTER_S = 2.0, 0.05
 
@@ -60,20 +63,17 @@ class Stream:
 
 @dataclass(frozen=True)
 class Run:
-    """p99 in seconds and how many gaps it is of, before and after; `ready_s` is when the next life was ready, `cost_s`
-    the processor time it took."""
+    """p99 in seconds and how many gaps it is of, before and after; `longest_s` is the longest gap after; `back`: the
+    next life was ready when the window ended, having taken `cost_s` of a processor."""
 
     before_s: float
     after_s: float
+    longest_s: float
     before: int
     after: int
     survivors: int
-    ready_s: float | None
+    back: bool
     cost_s: float | None
-
-    @property
-    def ratio(self) -> float:
-        return self.after_s / self.before_s
 
 
 async def read(client: httpx.AsyncClient, stream: Stream, seed: int, length: int = PROMPT_TOKENS) -> None:
@@ -124,9 +124,8 @@ async def one(url: str, events: Path, victim: str, streams: int, window_s: float
         await asyncio.sleep(WARM_S + window_s)
         known, went = await workers(), routes(events)
         survivors = [s for s in made if "decode-1" in went[s.name]]
-        if victim.startswith("prefill"):  # so that it dies with work in hand; idle prefill workers are taken in order
-            tasks.append(asyncio.create_task(read(client, Stream("cut"), 0, CUT_TOKENS)))
-            await asyncio.sleep(CUT_AFTER_S)
+        tasks.append(asyncio.create_task(read(client, Stream("cut"), 0, CUT_TOKENS)))
+        await asyncio.sleep(CUT_AFTER_S)  # so that prefill-0 has work in hand: idle prefill workers are taken in order
         struck, agent, agent_s = time.monotonic(), 0, 0.0
         if victim:
             agent, _ = processor_s(int(known[victim]["pids"][0]))
@@ -136,9 +135,9 @@ async def one(url: str, events: Path, victim: str, streams: int, window_s: float
         late = next((s for s in survivors if not s.at or s.at[-1] < struck + window_s - 1 or s.error), None)
         if late is not None or not survivors:
             raise SystemExit(f"a stream of the other pair ended too early: {late and (late.name, late.error)}")
-        now, ready_s, cost_s = await workers(), None, None
+        now, back, cost_s = await workers(), False, None
         if victim and now[victim]["state"] == "ready" and now[victim]["incarnation"] != known[victim]["incarnation"]:
-            ready_s = window_s
+            back = True
             above, rank_s = processor_s(int(now[victim]["pids"][0]))
             cost_s = rank_s + processor_s(above)[1] - (agent_s if above == agent else 0.0)
         for task in tasks:
@@ -146,7 +145,8 @@ async def one(url: str, events: Path, victim: str, streams: int, window_s: float
         await asyncio.gather(*tasks, return_exceptions=True)
     before = sorted(gap for s in survivors for gap in s.gaps(struck - window_s, struck))
     after = sorted(gap for s in survivors for gap in s.gaps(struck, struck + window_s))
-    return Run(percentile(before, 99), percentile(after, 99), len(before), len(after), len(survivors), ready_s, cost_s)
+    p99 = percentile(before, 99), percentile(after, 99)
+    return Run(*p99, after[-1], len(before), len(after), len(survivors), back, cost_s)
 
 
 def measure(kind: str, streams: int, window_s: float, tree: Path = ROOT) -> Run:
@@ -161,49 +161,57 @@ def measure(kind: str, streams: int, window_s: float, tree: Path = ROOT) -> Run:
         )
         try:
             url = ready_url(process, run_dir / "cluster.json")
-            return asyncio.run(one(url, events, KINDS[kind], streams, window_s))
+            return asyncio.run(one(url, events, VICTIMS.get(kind, ""), streams, window_s))
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(60)
 
 
-def table(results: dict[str, list[Run]]) -> str:
+def table(results: dict[str, dict[str, list[Run]]]) -> str:
+    """One row for each kind of each tree: `results[tree][kind]`, a run a turn."""
     rows = [
-        "| who died | ITL p99 before | after | ratio | worst run | back within the window | processor time | bar |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| who died | ITL p99 before | after | longest gap after | beside the same turn's run of nobody | runs "
+        "| beside the window before | back within the window | processor time | bar |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for kind, runs in results.items():
-        before, after = (statistics.median(getattr(r, name) for r in runs) for name in ("before_s", "after_s"))
-        ratio, back = statistics.median(r.ratio for r in runs), sum(r.ready_s is not None for r in runs)
-        victim = KINDS[kind.partition(",")[0]]
-        bar = "control" if not victim else f"{BAR} {'met' if ratio <= BAR else 'missed'}"
-        shown = f"{back} of {len(runs)}" if victim else "–"
-        costs = [r.cost_s for r in runs if r.cost_s is not None]
-        cost = f"{statistics.median(costs):.2f} s" if costs else "–"
-        worst = max(r.ratio for r in runs)
-        gaps = f"{before * 1e3:.1f} ms | {after * 1e3:.1f} ms | {ratio:.2f} | {worst:.2f}"
-        rows.append(f"| {kind} | {gaps} | {shown} | {cost} | {bar} |")
+    for which, kinds in results.items():
+        for kind, runs in kinds.items():
+            before, after, longest = (
+                statistics.median(getattr(r, name) for r in runs) for name in ("before_s", "after_s", "longest_s")
+            )
+            own = statistics.median(r.after_s / r.before_s for r in runs)
+            gaps = f"{before * 1e3:.1f} ms | {after * 1e3:.1f} ms | {longest * 1e3:.0f} ms"
+            if kind == CONTROL:
+                rows.append(f"| {kind}{which} | {gaps} | 1 | | {own:.2f} | – | – | control |")
+                continue
+            ratios = sorted(r.after_s / c.after_s for r, c in zip(runs, kinds[CONTROL], strict=True))
+            ratio, costs = statistics.median(ratios), [r.cost_s for r in runs if r.cost_s is not None]
+            cost = f"{statistics.median(costs):.2f} s" if costs else "–"
+            shown = f"**{ratio:.2f}** | {', '.join(f'{r:.2f}' for r in ratios)} | {own:.2f}"
+            back, met = f"{sum(r.back for r in runs)} of {len(runs)}", "met" if ratio <= BAR else "missed"
+            rows.append(f"| {kind}{which} | {gaps} | {shown} | {back} | {cost} | {BAR} {met} |")
     return "\n".join(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--streams", type=int, default=4, help="of each pair")
-    parser.add_argument("--window-s", type=float, default=8.0)
+    parser.add_argument("--streams", type=int, default=6, help="of each pair")
+    parser.add_argument("--window-s", type=float, default=6.0)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "neighbours.md")
     parser.add_argument("--note", default="", help="what else ran on the machine, for the report")
-    parser.add_argument("--only", choices=list(KINDS), action="append", help="who dies; may be repeated")
+    parser.add_argument("--only", choices=list(VICTIMS), action="append", help="who dies; may be repeated")
     parser.add_argument("--before", type=Path, help="another checkout, measured by turns with this one")
     given = parser.parse_args(arguments)
     trees = {", before": given.before.resolve(), "": ROOT} if given.before else {"": ROOT}
-    turns = {kind + which: (kind, tree) for kind in given.only or KINDS for which, tree in trees.items()}
-    results: dict[str, list[Run]] = {name: [] for name in turns}
+    kinds = [CONTROL, *(given.only or VICTIMS)]
+    results: dict[str, dict[str, list[Run]]] = {which: {kind: [] for kind in kinds} for which in trees}
     for number in range(given.runs):
-        for kind, runs in results.items():
-            victim, tree = turns[kind]
-            runs.append(measure(victim, given.streams, given.window_s, tree))
-            print(f"run {number + 1}, {kind}: {runs[-1]}", flush=True)
+        first = number % len(kinds)
+        for kind in kinds[first:] + kinds[:first]:
+            for which, tree in trees.items():
+                results[which][kind].append(measure(kind, given.streams, given.window_s, tree))
+                print(f"turn {number + 1}, {kind}{which}: {results[which][kind][-1]}", flush=True)
     options = [f"--only {shlex.quote(kind)}" for kind in given.only or ()] + ["--before DIR"] * bool(given.before)
     given.out.write_text(
         f"# Neighbours: what the death of one pair costs the other\n\n{machine()}. Commit {commit()},"
@@ -212,8 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         + "\n\n"
         f"Two prefill and two decode workers, built-in model without guesses, {given.streams} streams a pair; the\n"
         "client runs on the same cores. ITL p99 of the streams on the other decode worker, in the"
-        f" {given.window_s:g} s before and after;\nmedians of {given.runs} runs, of the ratio too."
-        f" Bar: at most {BAR}.\n\n{table(results)}\n"
+        f" {given.window_s:g} s before and after;\nmedians of {given.runs} turns, of the ratios too. Bar: at most {BAR}"
+        " beside the run of the same turn in which nobody died.\n\n{table(results)}\n"
     )
     print(f"written to {given.out}")
 
