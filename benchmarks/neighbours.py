@@ -221,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"Two prefill and two decode workers, built-in model without guesses, {given.streams} streams a pair; the\n"
         "client runs on the same cores. ITL p99 of the streams on the other decode worker, in the"
         f" {given.window_s:g} s before and after;\nmedians of {given.runs} turns, of the ratios too. Bar: at most {BAR}"
-        " beside the run of the same turn in which nobody died.\n\n{table(results)}\n"
+        f" beside the run of the same turn in which nobody died.\n\n{table(results)}\n"
     )
     print(f"written to {given.out}")
 
