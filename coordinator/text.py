@@ -52,7 +52,7 @@ class TextModel:
         self.vocabulary = Vocabulary(files.tokenizer, files.parts)
         self.vocab_size = files.config.vocab_size
         _check_vocabulary(self.vocabulary, self.vocab_size)
-        self.max_model_len = _context(files.config.max_position_embeddings, max_model_len)
+        self.max_model_len = files.config.longest(max_model_len)
         self.eos_token_ids = files.eos_token_ids
         bos = files.special_tokens.get("bos_token")
         self.bos_token_id: int | None = None if bos is None else files.tokenizer.token_to_id(bos)
@@ -144,12 +144,6 @@ class TextModel:
 
     async def _off_loop(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-
-def _context(own: int, wanted: int | None) -> int:
-    if wanted is not None and not 2 <= wanted <= own:
-        raise StartupError(f"max-model-len must be from 2 to {own}, the model's max_position_embeddings, not {wanted}")
-    return own if wanted is None else wanted
 
 
 def _utf8_length(text: str) -> int:

@@ -217,7 +217,8 @@ class DecodeWorker:
                 raise JoinRefused(f"link refused: {name}: {theirs!r:.80} is not {mine!r}", param=name)
         difference = self.facts.layout.first_difference(hello.layout)
         if difference is not None:
-            raise JoinRefused(f"link refused: {difference}", param=difference.split(":")[0])
+            what = f"{difference}; the first is this decode worker's"
+            raise JoinRefused(f"link refused: {what}", param=difference.split(":")[0])
         try:
             reshard_layout(self.facts.layout, hello.tensor_parallel, self.facts.tensor_parallel)
         except StartupError as e:

@@ -1,13 +1,16 @@
 """How much memory each rank of a plan will take, before anything is loaded: parameters, KV, buffers of edges.
 
-Parameters follow from the checkpoint's config alone. What a topology leaves to the machine (dtype, KV memory) is taken
-as this machine would decide it.
+Parameters follow from the checkpoint's config alone. What a topology leaves to the machine (device, dtype, KV memory)
+is taken as this machine would decide it. That there are GPUs where the plan says `cuda` is believed: it may be made
+where there are none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from baton.core.config import WorkerConfig
 from baton.core.errors import StartupError
@@ -21,6 +24,7 @@ from baton.engine.runner import DEFAULT_SEQUENCES
 from baton.engine.weights import EMBEDDING, HEAD, expected_tensors, stored_bytes
 from baton.transfer.edge_kinds import choose_edges
 from baton.transfer.staging_buffers import kept_limit
+from baton.transfer.staging_room import check_staging
 from launch.plan import Part, Plan
 from launch.plan_checks import check_divides
 
@@ -48,12 +52,15 @@ def rank_memory(plan: Plan, part: Part, config: ModelConfig, local_rank: int = 0
     """What the `local_rank`-th rank of a part will take.
 
     Raises:
-        StartupError: the model's sizes cannot be divided over the ranks, with the numbers; or KV memory is too small.
+        StartupError: the model's sizes cannot be divided over the ranks, with the numbers; or memory for KV, or for
+            KV on its way, is too small.
     """
     options, size = part.worker.options, part.worker.tensor_parallel
     rank = part.node_rank * part.ranks + local_rank
     exact = bool(options.get("exact", False))
-    device = choose_device(str(options.get("device", "auto")), exact, local_rank)
+    wanted = str(options.get("device", "auto"))
+    planned = wanted == "cuda" and not exact
+    device = torch.device("cuda", local_rank) if planned else choose_device(wanted, exact, local_rank)
     dtype = choose_dtype(str(options.get("dtype", "auto")), device, exact, str(options.get("kernels", "auto")))
     quantize = str(options.get("quantize", "none"))
     check_quantize(quantize, device)
@@ -75,6 +82,10 @@ def rank_memory(plan: Plan, part: Part, config: ModelConfig, local_rank: int = 0
     kind = choose_edges(str(options.get("edge_kind", "auto")), device)
     channel_bytes = EDGE_CHANNELS * CHANNEL_BYTES if kind == "nccl" else 0
     staging = round(float(str(options.get("staging_mib", WorkerConfig().staging_mib))) * (1 << 20))
+    try:
+        check_staging(staging, layout)
+    except StartupError as error:
+        raise StartupError(f"{part.name}: {error.message}") from None
     return RankMemory(
         parameter_bytes(config, size, rank, DTYPE_BYTES[dtype], quantize == "int8"),
         (blocks + 1) * mine.bytes_per_block if budget else 0,

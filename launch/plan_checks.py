@@ -29,26 +29,28 @@ from launch.topology import WorkerPlace
 def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
     """Raises StartupError for the first worker that cannot be started, or not beside those before it, with its name."""
     config = _model_config(plan.model)
+    told = [(w, resolve(WorkerConfig, file={}, env=environment, flags=w.options)) for w in plan.topology.workers]
     if config is not None:
-        for worker in plan.topology.workers:
+        for worker, options in told:
             try:
                 check_divides(config, worker.tensor_parallel)
+                config.longest(options.max_model_len)
             except StartupError as error:
                 raise StartupError(f"{worker.name}: {error.message}") from None
-    told = [(w, resolve(WorkerConfig, file={}, env=environment, flags=w.options)) for w in plan.topology.workers]
     # What is not known of a worker is taken to be as in the first of which it is.
     dtype = next((known for _, options in told if (known := _dtype(options))), "float32")
     longest = next((options.max_model_len for _, options in told if options.max_model_len), 0)
     if config is not None:
         longest = config.max_position_embeddings
-    before: list[WorkerFacts] = []
+    before: list[tuple[str, WorkerFacts]] = []
     for worker, options in told:
         facts = _facts(worker, options, config, _dtype(options) or dtype, options.max_model_len or longest)
-        for other in before:
+        for name, other in before:
             difference = other.first_difference(facts)
             if difference is not None:
-                raise StartupError(f"{worker.role} worker {worker.name} refused: {difference}")
-        before.append(facts)
+                what = f"{difference}; the first is that of {name}"
+                raise StartupError(f"{worker.role} worker {worker.name} refused: {what}")
+        before.append((worker.name, facts))
 
 
 def check_files(plan: Plan, nodes: Collection[str], environment: Mapping[str, str] = os.environ) -> None:

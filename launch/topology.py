@@ -29,7 +29,7 @@ name. Nothing here looks at a machine.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from baton.core.commands import Role
 from baton.core.config import CoordinatorConfig, WorkerConfig, from_table, nearest, option
@@ -157,7 +157,8 @@ def parse_topology(file: Mapping[str, object]) -> Topology:
     for role in ROLES:
         if not any(worker.role == role for worker in workers):
             raise StartupError(f"topology: it names no [[{role}]] worker; a cluster needs one of each role")
-    return Topology(settings.model, settings.served_model_name, nodes, coordinator, tuple(workers))
+    placed = tuple(_on_gpus(worker, nodes) for worker in workers)
+    return Topology(settings.model, settings.served_model_name, nodes, coordinator, placed)
 
 
 def _node(table: Mapping[str, object], where: str) -> Node:
@@ -237,6 +238,14 @@ def _worker(
         found.store_port or (base + 2 if base and decodes else 0),
         options,
     )
+
+
+def _on_gpus(worker: WorkerPlace, nodes: tuple[Node, ...]) -> WorkerPlace:
+    """A worker that the file gives GPUs computes there or not at all: `auto` would take the CPU where none is found."""
+    given = worker.devices or all(node.gpus for node in nodes if node.name in worker.nodes)
+    if not given or worker.options.get("device", "auto") != "auto" or worker.options.get("exact"):
+        return worker
+    return replace(worker, options={**worker.options, "device": "cuda"})
 
 
 def _shared(file: Mapping[str, object]) -> Mapping[str, object]:

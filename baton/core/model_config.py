@@ -63,6 +63,15 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     torch_dtype: DType | None
 
+    def longest(self, wanted: int | None) -> int:
+        """Most tokens of a prompt and its output together: those asked for, or what the model can (0 and None). Raises
+        StartupError for more than that, or fewer than one of each."""
+        own = self.max_position_embeddings
+        if wanted and not 2 <= wanted <= own:
+            what = f"the model's max_position_embeddings, not {wanted}"
+            raise StartupError(f"max-model-len must be from 2 to {own}, {what}")
+        return wanted or own
+
     def kv_layout(self, block_size: int, dtype: DType) -> KVLayout:
         """The KV cache of this model: one attention entry per layer, all KV heads."""
         return KVLayout(

@@ -268,7 +268,7 @@ def load_runner(
         share = TPGroup(ranks.rank, ranks.size)  # says who has what; connected further down
         int8 = options.quantize == "int8"
         weights = WeightReader(Checkpoint.open(options.model_dir), config, share, torch_dtype, device, int8=int8)
-        longest = _longest(config, options)
+        longest = config.longest(options.max_model_len)
         digest = model_digest(options.model_dir)
     kernels, kernels_name = choose_kernels(options.kernels, device)
     if int8 and kernels is None and options.kernels != "torch":
@@ -322,15 +322,6 @@ def load_runner(
             prove_row_invariance(runner.step_logits, kv, *limits)
     group.barrier("end of loading")
     return runner
-
-
-def _longest(config: ModelConfig, options: EngineOptions) -> int:
-    longest = options.max_model_len or config.max_position_embeddings
-    if longest > config.max_position_embeddings:
-        raise StartupError(
-            f"max-model-len {longest} is more than the model's max_position_embeddings {config.max_position_embeddings}"
-        )
-    return longest
 
 
 def _warm_up(runner: Runner) -> None:

@@ -12,16 +12,21 @@ from baton.core.kv_layout import KVLayout
 from baton.core.staging_quota import StagingQuota
 
 
+def check_staging(limit_bytes: int, layout: KVLayout) -> None:
+    """Raises StartupError where not even one block of `layout`, of all ranks together, fits."""
+    if limit_bytes < layout.bytes_per_block:
+        raise StartupError(
+            f"staging memory of {limit_bytes} bytes is too small: one KV block has {layout.bytes_per_block};"
+            " give more with --staging-mib"
+        )
+
+
 class StagingRoom:
     """The staging memory of one worker, all its ranks together. Raises StartupError where not even one block of
     `layout` fits."""
 
     def __init__(self, limit_bytes: int, layout: KVLayout) -> None:
-        if limit_bytes < layout.bytes_per_block:
-            raise StartupError(
-                f"staging memory of {limit_bytes} bytes is too small: one KV block has {layout.bytes_per_block};"
-                " give more with --staging-mib"
-            )
+        check_staging(limit_bytes, layout)
         self.quota = StagingQuota(limit_bytes)
 
     @asynccontextmanager

@@ -212,9 +212,9 @@ def _check_possible(join: Join) -> None:
 
 
 def _whose(difference: str, join: Join, other: WorkerRecord) -> str:
-    """Where to look for the other model: its digest alone tells nobody."""
+    """Which worker has the other value: digests, and numbers alone, tell nobody."""
     if not difference.startswith("model_digest: "):
-        return ""
+        return f"; the first is that of {other.worker_id}"
     what = "weights" if join.facts.config_digest == other.join.facts.config_digest else "config.json"
     return f"; its {what} differ from what {other.worker_id} has on host {other.join.host[:253]!a}"
 

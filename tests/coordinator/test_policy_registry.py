@@ -61,6 +61,7 @@ def test_a_fact_that_differs_is_refused_by_name(registry: Registry, field: str, 
     with pytest.raises(JoinRefused, match=f"decode worker d1 refused: {field}: ") as caught:
         registry.join(join("d1", **{field: value}), 0.0)
     assert caught.value.param == field
+    assert ("; the first is that of d0" in caught.value.message) == (not field.endswith("_digest"))
     assert state(registry, "d1") == "forgotten"
 
 

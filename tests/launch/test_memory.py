@@ -16,7 +16,7 @@ from baton.engine.weights import WeightReader
 from baton.transfer import nccl
 from launch.dry_run import dry_run
 from launch.members import Programs
-from launch.memory import EDGE_CHANNELS, parameter_bytes, rank_memory
+from launch.memory import CHANNEL_BYTES, EDGE_CHANNELS, parameter_bytes, rank_memory
 from launch.plan import Plan, local_topology, make_plan
 from launch.up_config import UpConfig
 from tests.support.checkpoints import ARCHS, Arch, make_checkpoint
@@ -71,6 +71,22 @@ def test_what_does_not_fit_is_said_before_anything_starts(tmp_path: Path) -> Non
     made = plan(tmp_path / "m", kv_memory_gib=0.00001, max_model_len=256)
     with pytest.raises(StartupError, match="too small"):
         rank_memory(made, made.parts[0], read_model_config(tmp_path / "m"))
+
+
+def test_no_room_for_one_block_on_its_way_is_said_before_anything_starts(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "m", "llama")
+    made = plan(model, staging_mib=0.001)
+    with pytest.raises(StartupError, match=r"^prefill-0: staging memory of 1049 bytes is too small: one KV block has"):
+        rank_memory(made, made.parts[0], read_model_config(model))
+
+
+def test_a_plan_for_gpus_is_made_where_there_are_none(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "m", "llama")
+    made = make_plan(local_topology(UpConfig(device="cuda"), [0, 1], ("0", "1")), str(model), "m")
+    found = rank_memory(made, made.parts[1], read_model_config(model))
+    assert (found.kv_bytes, found.kv_blocks) == (0, 0)  # a share of what is free there
+    assert found.edge_bytes == EDGE_CHANNELS * CHANNEL_BYTES  # of NCCL
+    assert found.parameter_bytes == parameter_bytes(read_model_config(model), 1, 0, 2)  # bfloat16
 
 
 def test_a_dry_run_prints_placement_ports_memory_and_commands(tmp_path: Path) -> None:

@@ -71,8 +71,9 @@ def test_every_module_of_the_repository_is_in_the_wheel(wheel: Path) -> None:
 
 def test_command_and_tiers_in_a_directory_with_a_decode_py(python: Path, tmp_path: Path) -> None:
     (tmp_path / "decode.py").write_text("raise SystemExit('the wrong decode')\n")
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
-    assert "prefill and decode" in run([python.with_name("baton"), "--help"], cwd=tmp_path).stdout
+    elsewhere = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    environment = {**elsewhere, "PYTHONSAFEPATH": "1"}
+    assert "prefill and decode" in run([python.with_name("baton"), "--help"], cwd=tmp_path, env=elsewhere).stdout
     code = "import baton, prefill, decode, coordinator, launch; print(decode.__file__)"
     found = run([python, "-c", code], cwd=tmp_path, env=environment).stdout.strip()
     assert Path(found).is_relative_to(python.parents[1])

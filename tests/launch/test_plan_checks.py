@@ -58,7 +58,8 @@ def test_workers_that_differ_are_refused_in_the_words_of_a_join(
         environment = {"BATON_MAX_MODEL_LEN": "64"}
     with pytest.raises(StartupError) as caught:
         check_plan(plan(model, first, last), environment)
-    assert caught.value.message == f"decode worker decode-0 refused: {difference}"
+    said = f"decode worker decode-0 refused: {difference}; the first is that of prefill-0"
+    assert caught.value.message == said
 
 
 @pytest.mark.parametrize(
@@ -109,6 +110,14 @@ def test_sizes_that_do_not_divide_are_refused_with_the_numbers(
     with pytest.raises(StartupError) as caught:
         check_plan(plan(model_dir(tmp_path, **changes), {}, {}, decode_tp=ranks), {})
     assert caught.value.message == f"decode-0: {error}"
+
+
+@pytest.mark.parametrize("longest", [1, 129])
+def test_a_length_that_the_model_has_not_is_refused(longest: int, tmp_path: Path) -> None:
+    limit = "max-model-len must be from 2 to 128, the model's max_position_embeddings, not"
+    with pytest.raises(StartupError) as caught:
+        check_plan(plan(model_dir(tmp_path, max_position_embeddings=128), {}, {"max_model_len": longest}), {})
+    assert caught.value.message == f"decode-0: {limit} {longest}"
 
 
 @pytest.mark.parametrize("dry", [True, False])

@@ -179,6 +179,20 @@ def test_cores_as_text() -> None:
             parse_cores(bad, "x")
 
 
+def test_a_worker_that_is_given_gpus_computes_there_or_not_at_all() -> None:
+    def device(worker: str, tables: dict[str, Any]) -> str:
+        return words(plan(tables), worker).partition("--device ")[2].partition(" ")[0]
+
+    assert device("prefill-0", file()) == device("d", file()) == "cuda"
+    tables = file()
+    del tables["nodes"][1]["gpus"]
+    assert device("prefill-0", tables) == "cuda"  # it names its devices
+    del tables["prefill"][0]["devices"]
+    assert device("prefill-0", tables) == "" and device("d", tables) == "cuda"  # a node of it has none
+    for key, value, expected in (("device", "cpu", "cpu"), ("exact", True, "")):  # exact mode is the CPU's
+        assert device("d", {**file(), "options": {key: value}}) == expected
+
+
 def test_workers_that_share_a_gpu_of_a_node_move_kv_by_gloo() -> None:
     assert "--edge-kind" not in words(plan(), "d")
     tables = file()
