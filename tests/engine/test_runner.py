@@ -110,7 +110,7 @@ def test_max_model_len(checkpoint: Callable[..., Path]) -> None:
     model_dir = checkpoint("llama")
     assert tiny_runner(model_dir, max_model_len=100).max_model_len == 100
     assert tiny_runner(model_dir, kv_memory_bytes=10 * 16 * 768).max_model_len == 160
-    with pytest.raises(StartupError, match="max-model-len must be from 2 to 4096, .*, not 4097"):
+    with pytest.raises(StartupError, match=r"max-model-len must be from 2 to 4096, .*, not 4097"):
         tiny_runner(model_dir, max_model_len=4097)
     with pytest.raises(StartupError, match=r"KV memory of .* is too small"):
         tiny_runner(model_dir, max_model_len=161, kv_memory_bytes=10 * 16 * 768)
