@@ -263,3 +263,21 @@ async def bench(*names: str, lease_s: float = 3.0, max_requests: int = 100, toke
             await worker.wire.close()
         tick.cancel()
         await server.stop(0)
+
+
+async def begun(b: Bench) -> tuple[FakeWorker, FakeWorker, SequenceId]:
+    """The two workers of a request that has been dispatched; its first token is not there yet."""
+    p, d = b.workers[0], b.workers[1]
+    command = await p.told(Prefill, len(p.all(Prefill)) or 1)
+    p.here.add(command.request.sequence_id)
+    return p, d, command.request.sequence_id
+
+
+def run_out(p: FakeWorker, d: FakeWorker, s: SequenceId) -> None:
+    """A request of four tokens, which is with its prefill worker, run to its end."""
+    p.say(s, 0, 5)
+    p.hand_over(s, d.name)
+    p.here.discard(s)
+    d.say(s, 0, 5, 6)
+    d.say(s, 2, 7)
+    d.say(s, 3, 8, ended="length")

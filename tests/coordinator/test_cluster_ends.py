@@ -1,0 +1,128 @@
+"""What is refused, left by its client, too late or drained: it ends with a code, and all its workers hear."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.core.commands import Abort, Drain, Prefill
+from baton.core.errors import DeadlineExceeded, DuplicateRequest, JoinRefused, WorkerLost
+from tests.support.fake_workers import begun, bench, run_out
+
+
+async def test_nobody_there_is_refused_at_once() -> None:
+    async with bench() as b:
+        assert (await b.submit().failed(0.5)).code == "no_prefill_worker"
+        assert b.pipeline.ready() == (False, "no prefill worker is ready")
+        await b.add("p0")
+        error = await b.submit().failed(0.5)
+        assert (error.code, error.retry_after_s) == ("no_decode_worker", 2)
+        await b.add("d0")
+        assert b.pipeline.ready() == (True, "ready")
+
+
+async def test_a_worker_that_does_not_fit_is_told_the_field_and_stays_away() -> None:
+    async with bench("p0", "d0") as b:
+        worker = await b.add("d1", ready=False, model_digest="other")
+        assert worker.task is not None
+        with pytest.raises(JoinRefused, match="model_digest: m and other"):
+            await asyncio.wait_for(worker.task, 3)
+        assert b.state("d1") == "forgotten"
+
+
+async def test_what_waits_is_refused_when_the_last_worker_of_a_pool_is_lost() -> None:
+    async with bench("p0", "d0", lease_s=0.5) as b:
+        first, second = b.submit("a", prompt=(1,) * 40), b.submit("b", prompt=(1,) * 8)
+        _, d, _ = await begun(b)
+        d.wire.refuses = True
+        d.cut()
+        assert isinstance(await first.failed(), WorkerLost)
+        assert (await second.failed()).code == "no_decode_worker"
+
+
+async def test_queue_full_and_duplicates() -> None:
+    async with bench("p0", "d0", max_requests=1) as b:
+        a, waits = b.submit("a", prompt=(1,) * 40), b.submit("b", prompt=(1,) * 8)
+        p, d, s = await begun(b)
+        assert (await b.submit("c").failed()).code == "overloaded"
+        for name in ("a", "b"):
+            assert isinstance(await b.submit(name).failed(), DuplicateRequest)
+        run_out(p, d, s)
+        assert len(await a.done()) == 4
+        run_out(p, d, (await p.told(Prefill, 2)).request.sequence_id)
+        assert len(await waits.done()) == 4
+
+
+@pytest.mark.parametrize("phase", ["dispatched", "first token", "handed over"])
+async def test_both_workers_and_the_spare_hear_when_the_client_leaves(phase: str) -> None:
+    async with bench("p0", "d0", "d1") as b:
+        reader = b.submit()
+        p, _d, s = await begun(b)
+        if phase != "dispatched":
+            p.say(s, 0, 5)
+            await reader.got(1)
+        if phase == "handed over":
+            p.hand_over(s, "d0")
+        await reader.leave()
+        for worker in b.workers:
+            assert (await worker.told(Abort)).sequence == s
+        assert b.cluster.num_live == 0
+
+
+async def test_a_client_that_leaves_the_queue_is_gone_from_it() -> None:
+    async with bench("p0", "d0") as b:
+        first, second = b.submit("a", prompt=(1,) * 40), b.submit("b", prompt=(1,) * 8)
+        p, d, s = await begun(b)
+        assert b.cluster.dispatcher.num_queued == 1
+        await second.leave()
+        assert b.cluster.dispatcher.num_queued == 0
+        run_out(p, d, s)
+        await first.done()
+        assert len(p.all(Prefill)) == 1
+
+
+async def test_a_deadline_names_its_stage_and_both_workers_hear() -> None:
+    async with bench("p0", "d0") as b:
+        reader = b.submit(deadline_s=0.3)
+        p, d, _ = await begun(b)
+        assert p.all(Prefill)[0].request.deadline_s <= 0.3
+        error = await reader.failed()
+        assert isinstance(error, DeadlineExceeded) and "stage prefill" in error.message
+        await p.told(Abort)
+        await d.told(Abort)
+
+
+async def test_a_deadline_that_is_over_starts_nothing() -> None:
+    async with bench("p0", "d0") as b:
+        assert isinstance(await b.submit(deadline_s=-1.0).failed(), DeadlineExceeded)
+        await asyncio.sleep(0.05)
+        assert not b.workers[0].commands
+
+
+async def test_draining() -> None:
+    async with bench("p0", "d0") as b:
+        reader = b.submit()
+        p, d, s = await begun(b)
+        draining = asyncio.create_task(b.cluster.drain(2.0))
+        await asyncio.sleep(0)
+        assert (await b.submit("late").failed()).code == "draining"
+        assert b.pipeline.ready() == (False, "draining")
+        run_out(p, d, s)
+        assert len(await reader.done()) == 4
+        for worker in (p, d):
+            await worker.told(Drain)
+            await worker.session.drained(1.0)
+            await worker.stop()
+        await asyncio.wait_for(draining, 3)
+        assert b.pipeline.workers()["workers"] == []
+
+
+async def test_a_drain_ends_what_does_not_finish_in_time() -> None:
+    async with bench("p0", "d0") as b:
+        reader = b.submit()
+        _p, d, s = await begun(b)
+        draining = asyncio.create_task(b.cluster.drain(0.1))
+        assert (await reader.failed()).code == "draining"
+        assert (await d.told(Abort)).sequence == s
+        draining.cancel()

@@ -1,0 +1,127 @@
+"""The stream between the coordinator and a worker breaks: what was said meanwhile is said again, and counts once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.core.commands import Following, Prefill
+from baton.core.errors import Unavailable
+from coordinator.submission import Submission
+from tests.support.fake_workers import begun, bench, run_out
+from tests.support.nodes import until
+
+
+@pytest.mark.parametrize("phase", ["dispatched", "first token", "handed over", "decoding", "last token"])
+@pytest.mark.parametrize("who", ["p0", "d0", "both"])
+async def test_a_session_that_breaks_in_any_phase_loses_and_doubles_nothing(phase: str, who: str) -> None:
+    """What is said while the wire is down is said again after the redial."""
+    async with bench("p0", "d0") as b:
+        reader = b.submit(max_tokens=4)
+        p, d, s = await begun(b)
+        steps = {
+            "dispatched": lambda: None,
+            "first token": lambda: p.say(s, 0, 5),
+            "handed over": lambda: (p.hand_over(s, "d0"), p.here.discard(s), d.here.add(s)),
+            "decoding": lambda: (d.say(s, 0, 5, 6), d.say(s, 2, 7)),
+            "last token": lambda: d.say(s, 3, 8, ended="length"),
+        }
+        for name, step in steps.items():
+            if name == phase:
+                broken = [w for w in (p, d) if who in (w.name, "both")]
+                for worker in broken:
+                    worker.cut()  # the step below is said into a dead stream, or into none
+                step()
+                await until(lambda ws=broken: all(len(w.welcomes) == 2 for w in ws), timeout_s=3, what="the redial")
+                await asyncio.sleep(0.02)
+            else:
+                step()
+        assert await reader.done() == [5, 6, 7, 8]
+        assert not p.abandoned and not d.abandoned
+        assert len(p.all(Prefill)) == 1  # it was here, though nothing had been said of it
+
+
+async def test_a_command_lost_with_its_stream_is_given_again() -> None:
+    async with bench("p0", "d0") as b:
+        p, d = b.workers
+        p.wire.refuses = True
+        p.wire.mute()
+        reader = b.submit()
+        await asyncio.sleep(0.05)
+        assert not p.all(Prefill)
+        p.cut()
+        p.wire._flows.set()
+        p.wire.refuses = False
+        command = await p.told(Prefill)
+        run_out(p, d, command.request.sequence_id)
+        assert await reader.done() == [5, 6, 7, 8]
+        assert len(p.all(Prefill)) == 1
+
+
+async def test_a_short_break_does_not_refuse_what_waits_in_the_queue() -> None:
+    async with bench("p0", "d0") as b:
+        first, second = b.submit("a", prompt=(1,) * 40), b.submit("b", prompt=(1,) * 8)
+        p, d, s = await begun(b)
+        d.wire.refuses = True
+        d.cut()
+        await until(lambda: b.state("d0") == "joining")
+        with pytest.raises(Unavailable, match="no decode worker is ready"):
+            await b.pipeline.generate(Submission("c", (1,), 4)).__anext__()
+        await asyncio.sleep(0.25)
+        d.wire.refuses = False
+        run_out(p, d, s)
+        assert len(await first.done()) == 4
+        s2 = (await p.told(Prefill, 2)).request.sequence_id
+        run_out(p, d, s2)
+        assert len(await second.done()) == 4
+
+
+async def test_a_decode_worker_is_not_asked_for_what_may_be_on_its_way() -> None:
+    """It would say that it does not know the sequence, and could be heard after it has taken the KV."""
+    async with bench("p0", "d0") as b:
+        reader = b.submit(max_tokens=4)
+        p, d, s = await begun(b)
+        for handed_over in (False, True):
+            if handed_over:
+                p.say(s, 0, 5)
+                p.hand_over(s, "d0")
+                await reader.got(1)
+                await until(lambda: b.cluster._live[s.choice_id].handed_over)
+                d.here.add(s)
+            welcomes = {w.name: len(w.welcomes) for w in (p, d)}
+            for worker in (p, d):
+                worker.cut()
+            await until(lambda seen=welcomes: all(len(w.welcomes) > seen[w.name] for w in (p, d)), timeout_s=3)
+            assert d.welcomes[-1].following == (Following(s, int(handed_over), handed_over),)
+            assert p.welcomes[-1].following == (Following(s, int(handed_over), not handed_over),)
+        d.say(s, 0, 5, 6, 7, 8, ended="length")
+        assert await reader.done() == [5, 6, 7, 8]
+
+
+async def test_a_command_that_cannot_be_sent_breaks_the_session_and_not_in_silence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with bench("p0", "d0") as b:
+        reader = b.submit()
+        p, d, s = await begun(b)
+        b.cluster.members.send("p0", object())  # type: ignore[arg-type]
+        await until(lambda: len(p.welcomes) == 2, what="p0 to join again", timeout_s=3)
+        assert "commands to p0" in caplog.text
+        run_out(p, d, s)
+        assert await reader.done() == [5, 6, 7, 8]
+
+
+async def test_two_sessions_of_one_worker_are_one_worker() -> None:
+    """A half-open stream and its successor: the successor counts, what the old one still says is dropped."""
+    async with bench("p0", "d0") as b:
+        reader = b.submit()
+        p, d, s = await begun(b)
+        d.wire.refuses = True  # the old one does not dial again
+        # The same incarnation, as after a redial that the coordinator saw before the break.
+        twin = await b.add("d0", here=[s])
+        stale = list(b.cluster.members._outgoing.values())
+        assert len(stale) == 2
+        run_out(p, twin, s)
+        assert len(await reader.done()) == 4
+        b.cluster.dispatcher.check()
