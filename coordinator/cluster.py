@@ -268,18 +268,20 @@ class Cluster:
         return tuple(Following(live.sequence, live.journal.next_index, live.is_at(worker)) for live in here)
 
     def gone(self, worker: str, why: str, *, drained: bool) -> None:
-        """A worker is not there any more: what needed it ends, or goes elsewhere when the worker gave it back."""
+        """A worker is not there any more: what needed it ends, or goes elsewhere when the worker gave it back. What is
+        still at prefill goes on there: that worker gives the KV to another one."""
         for name in self.dispatcher.remove_worker(worker):
             if (live := self._live.get(name)) is None:
+                continue
+            if live.dispatched_at and worker != live.prefill_worker and not live.decoding:
                 continue
             if not drained:
                 self._fail(live, WorkerLost(f"worker {worker} was lost in stage {live.stage}: {why}", retry_after_s=1))
             elif not live.dispatched_at:
                 what = f"no worker that is left after {worker} can hold the request"
                 self._fail(live, Unavailable(what, code="exceeds_pool"))
-            elif worker == live.prefill_worker or live.decoding:
+            else:
                 self._again(live, why)
-            # else the KV is still at prefill, which gives it to another decode worker
         self.dispatch()
 
     def _again(self, live: Live, why: str) -> None:

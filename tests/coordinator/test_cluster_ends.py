@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from baton.core.commands import Abort, Drain, Prefill
-from baton.core.errors import DeadlineExceeded, DuplicateRequest, JoinRefused, WorkerLost
+from baton.core.errors import DeadlineExceeded, DuplicateRequest, JoinRefused
 from tests.support.fake_workers import begun, bench, run_out
 
 
@@ -34,11 +34,13 @@ async def test_a_worker_that_does_not_fit_is_told_the_field_and_stays_away() -> 
 async def test_what_waits_is_refused_when_the_last_worker_of_a_pool_is_lost() -> None:
     async with bench("p0", "d0", lease_s=0.5) as b:
         first, second = b.submit("a", prompt=(1,) * 40), b.submit("b", prompt=(1,) * 8)
-        _, d, _ = await begun(b)
+        p, d, s = await begun(b)
         d.wire.refuses = True
         d.cut()
-        assert isinstance(await first.failed(), WorkerLost)
         assert (await second.failed()).code == "no_decode_worker"
+        p.say(s, 0, 5)
+        p.park(s)
+        assert (await first.failed()).code == "no_decode_worker"
 
 
 async def test_queue_full_and_duplicates() -> None:

@@ -39,6 +39,9 @@ async def test_a_lost_worker_comes_back_empty_handed() -> None:
     async with bench("p0", "d0", lease_s=1.0) as b:  # heartbeats every quarter of it, on a busy machine
         reader = b.submit()
         p, d, s = await begun(b)
+        p.say(s, 0, 5)
+        p.hand_over(s, "d0")
+        await reader.got(1)
         d.here.add(s)
         d.wire.refuses = True
         d.cut()
@@ -55,7 +58,10 @@ async def test_a_lost_worker_comes_back_empty_handed() -> None:
 async def test_a_new_incarnation_replaces_the_old_one_at_once() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit()
-        _, old, s = await begun(b)
+        p, old, s = await begun(b)
+        p.say(s, 0, 5)
+        p.hand_over(s, "d0")
+        await reader.got(1)
         old.wire.mute()
         new = await b.add("d0", incarnation=2)
         error = await reader.failed(1.0)
@@ -66,7 +72,6 @@ async def test_a_new_incarnation_replaces_the_old_one_at_once() -> None:
         await until(lambda: not old.session._connected, what="the old one to be cut off")
         assert new.welcomes[0].following == ()
         again = b.submit("again")
-        p = b.workers[0]
         command = await p.told(Prefill, 2)
         assert command.targets[0].incarnation == 2
         run_out(p, new, command.request.sequence_id)

@@ -86,6 +86,7 @@ async def test_a_failure_frees_both_pools_although_the_client_does_not_read() ->
         first = asyncio.ensure_future(slow.__anext__())
         s = (await p.told(Prefill)).request.sequence_id
         p.say(s, 0, 5)
+        p.hand_over(s, "d0")
         await first
         d.wire.refuses = True
         d.cut()
