@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,12 +18,6 @@ from tests.support.wire import Sums, flipped, on_the_wire
 R = SequenceId("r")
 LAYERS, FIRST = 3, 2
 LAYOUT = make_layout(4, layers=LAYERS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    torch.set_num_threads(1)
-    yield
 
 
 def prefill(step_tokens: int = 8, section_bytes: int = 1) -> PrefillNode:

@@ -1,0 +1,126 @@
+"""An abort of a hand-over, at whatever moment it comes: nothing is left of it, and the pair works on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from baton.core.handover import AbortTransfer, Accept, Ack
+from baton.core.request import SequenceId
+from prefill.link import Link
+from tests.support.builders import make_request
+from tests.support.link_gate import Gate
+from tests.support.nodes import DecodeNode, links, pair, serve, until
+
+R = SequenceId("r")
+PHASES = [(m, w) for m in ("offer", "fill", "announce", "send") for w in ("before", "after")]
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode", "both"])
+@pytest.mark.parametrize(("method", "when"), PHASES)
+async def test_an_abort_in_any_phase_leaves_nothing_and_the_pair_works_on(
+    method: str, when: str, who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair() as (source, [decode]):
+        gate = Gate(monkeypatch, method, when)
+        source.submit(make_request("r", 20, max_tokens=4), decode)
+        source.step()
+        await asyncio.wait_for(gate.reached.wait(), 3)
+        if who != "decode":
+            source.abort(R)
+        if who != "prefill":
+            decode.abort(R)
+        await asyncio.sleep(0.02)
+        gate.opened.set()
+        source.compute()
+        if who == "decode":
+            await until(lambda: source.told.parked, timeout_s=1.5, what="parked KV")
+            source.abort(R)
+        await until(lambda: source.idle and decode.idle, timeout_s=1.5, what="idle pools")
+        assert not source.told.handed_over and not decode.told.tokens
+        assert all(end.dead is None for link in links(source) for end in link.edges.ends.values())  # others go on
+        assert not [k for link in links(source) for k in link._waiting if k[0] != "ping"]
+        await asyncio.wait_for(serve(source, decode), 1.5)
+
+
+@pytest.mark.parametrize("answer", [Accept, Ack, AbortTransfer])
+async def test_an_abort_that_comes_in_one_turn_with_an_answer_is_not_lost(
+    answer: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both pools hear of an abort in the same moment, so the one's word reaches the other together with its own."""
+    async with pair() as (source, [decode]):
+        resolve = Link._resolve
+        aborted = asyncio.Event()
+
+        def resolve_and_abort(link: Link, message: Any) -> None:
+            resolve(link, message)
+            if isinstance(message, answer) and not aborted.is_set():
+                aborted.set()
+                source.abort(R)
+
+        monkeypatch.setattr(Link, "_resolve", resolve_and_abort)
+        source.submit(make_request("r", 20, max_tokens=4), decode)
+        source.step()
+        if answer is AbortTransfer:
+            await until(lambda: source.worker.outgoing.bytes_sent, what="the first chunk")
+            decode.abort(R)
+        await asyncio.wait_for(aborted.wait(), 3)
+        source.compute()
+        await until(lambda: source.idle and decode.idle, timeout_s=1.5, what="idle pools")
+        assert not source.told.handed_over and not source.told.parked
+        await asyncio.wait_for(serve(source, decode), 1.5)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_an_abort_before_the_hand_over_has_made_its_first_step(begun: bool) -> None:
+    """A task that is cancelled before it has begun never runs, not even its `finally`."""
+    async with pair() as (source, [decode]):
+        source.submit(make_request("r", 20, max_tokens=4), decode)
+        if begun:
+            source.step()  # the task is made here and the event loop has not run since
+        source.abort(R)
+        source.compute()
+        await asyncio.sleep(0)
+        assert source.idle
+        source.submit(make_request("r", 20, max_tokens=4), decode)  # tombstones are for unknown ones only
+        source.compute()
+        await until(lambda: source.told.handed_over)
+        decode.compute()
+
+
+async def test_an_abort_while_it_waits_for_its_turn_on_the_edge_waits_for_nobody() -> None:
+    async with pair(DecodeNode(num_blocks=64)) as (source, [decode]):
+        await serve(source, decode, "before")
+        (link,) = links(source)
+        async with link.edge_lock:  # somebody else's transfer takes long
+            source.submit(make_request("r", 20, max_tokens=4), decode)
+            source.compute()
+            await until(lambda: decode.worker.scheduler.num_sequences)
+            await asyncio.sleep(0.02)
+            source.abort(R)
+            await until(lambda: source.idle and decode.idle, timeout_s=1.0, what="idle pools")
+        await serve(source, decode)
+
+
+async def test_an_abort_after_the_last_acknowledgement_ends_decode_too() -> None:
+    async with pair() as (source, [decode]):
+        source.submit(make_request("r", 10, max_tokens=40), decode)
+        source.compute()
+        await until(lambda: source.told.handed_over)
+        assert source.idle
+        decode.step()
+        source.abort(R)
+        decode.abort(R)
+        assert decode.idle
+
+
+async def test_an_abort_that_overtakes_the_offer_leaves_a_tombstone() -> None:
+    async with pair() as (source, [decode]):
+        decode.abort(R)
+        source.submit(make_request("r", 10, max_tokens=4), decode)
+        source.compute()
+        await until(lambda: source.told.parked)
+        assert "the sequence was aborted" in source.told.parked[0].reason
+        source.abort(R)

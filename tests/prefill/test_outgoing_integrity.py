@@ -1,0 +1,105 @@
+"""Nothing but a request's own KV is taken for it: no flipped bit, no KV of another, no handle that is not its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from baton.core.commands import Abort
+from baton.core.errors import StaleHandle
+from baton.core.handover import Offer
+from baton.core.request import SequenceId
+from baton.transfer.gloo import GlooEdge
+from tests.support.builders import make_request
+from tests.support.fake_runner import oracle
+from tests.support.nodes import pair, until
+from tests.support.wire import Sums, flipped, on_the_wire
+
+R = SequenceId("r")
+
+
+def damage(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    count = 0
+
+    def damaged(edge: GlooEdge, buffer: torch.Tensor, sums: Sums) -> tuple[torch.Tensor, Sums]:
+        nonlocal count
+        count += 1
+        return (flipped(buffer, buffer.numel() // 2) if count <= times else buffer), sums
+
+    on_the_wire(monkeypatch, damaged)
+
+
+async def test_a_flipped_bit_is_sent_again_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    damage(monkeypatch, 1)
+    async with pair() as (source, [decode]):
+        request = make_request("r", 20, max_tokens=4)
+        source.submit(request, decode)
+        source.compute()
+        await until(lambda: source.told.handed_over)
+        decode.compute()
+        assert decode.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
+        assert source.worker.load().chunks_resent == 1 == decode.worker.incoming.chunks_damaged
+
+
+async def test_a_bit_flipped_twice_ends_the_request_and_frees_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    damage(monkeypatch, 2)
+    async with pair() as (source, [decode]):
+        source.submit(make_request("r", 20, max_tokens=4), decode)
+        source.compute()
+        await until(lambda: source.told.ended and decode.idle and source.idle)
+        (ended,) = source.told.ended
+        assert (ended.reason, ended.code) == ("error", "kv_corrupt")
+        assert "damaged twice" in ended.message
+
+
+async def test_intact_kv_of_another_request_is_found_by_its_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes come with the checksums that belong to them."""
+    sent: list[tuple[torch.Tensor, Sums]] = []
+
+    def swapped(edge: GlooEdge, buffer: torch.Tensor, sums: Sums) -> tuple[torch.Tensor, Sums]:
+        sent.append((buffer.clone(), sums))  # the buffer itself is used again
+        return sent[0] if len(sent) == 2 else (buffer, sums)
+
+    on_the_wire(monkeypatch, swapped)
+    async with pair() as (source, [decode]):
+        for name, first in (("a", 1), ("b", 100)):
+            source.submit(make_request(name, range(first, first + 8), max_tokens=4), decode)
+            source.compute()
+            await until(lambda n=name: n in {o.sequence.request_id for o in source.told.handed_over})
+        assert decode.worker.incoming.chunks_damaged == 1
+        decode.compute()
+        assert decode.told.output("b") == dict(enumerate(oracle(range(100, 108), 4)))
+
+
+async def test_a_forged_handle_is_refused_and_counted() -> None:
+    async with pair() as (source, [decode]):
+        good = decode.handle(R, source.worker)
+        forged = [
+            replace(good, signature=b"x" * 32),
+            decode.handle(R._replace(request_id="other"), source.worker),
+            decode.handle(R._replace(attempt=2), source.worker),
+            decode.handle(R, source.worker, source_worker="p9"),
+            decode.handle(R, source.worker, source_incarnation=1),
+            decode.handle(R, source.worker, destination_incarnation=1),
+        ]
+        for number, handle in enumerate(forged, 1):
+            source.submit(make_request("r", 6, max_tokens=4), decode, handle=handle)
+            assert [e.code for e in source.told.ended] == ["stale_handle"] * number
+            assert "handle of r/0#1" in source.told.ended[-1].message and source.idle
+            offer = Offer(make_request("r", 6, max_tokens=4), handle, 6)
+            with pytest.raises(StaleHandle):  # were it offered all the same
+                decode.worker.reserve(offer, source.worker._hello())
+        assert source.worker.load().handles_refused == decode.worker.load().handles_refused == len(forged)
+        assert decode.worker.scheduler.num_sequences == 0
+
+
+async def test_a_handle_gives_its_right_once() -> None:
+    async with pair() as (source, [decode]):
+        offer = Offer(make_request("r", 6, max_tokens=4), decode.handle(R, source.worker), 6)
+        decode.worker.reserve(offer, source.worker._hello())
+        decode.worker.shell.command(Abort(R, "the client left", 0.0))
+        with pytest.raises(StaleHandle, match="used before"):
+            decode.worker.reserve(offer, source.worker._hello())
+        assert decode.worker.load().handles_refused == 1 and decode.idle

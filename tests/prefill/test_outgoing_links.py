@@ -1,0 +1,95 @@
+"""Links and edges that cannot be made, break or die: the KV is parked, and the next request has new ones."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from baton.core.request import SequenceId
+from prefill.link import Link
+from tests.support.builders import make_request
+from tests.support.fake_runner import oracle
+from tests.support.link_gate import Gate
+from tests.support.nodes import DecodeNode, links, pair, serve, until
+
+R = SequenceId("r")
+
+
+async def test_nobody_listens_at_the_target() -> None:
+    async with pair(timeout_s=0.5) as (source, [decode]):
+        address, decode.address = decode.address, "127.0.0.1:1"
+        source.submit(make_request("r", 10, max_tokens=4), decode)
+        source.compute()
+        await until(lambda: source.told.parked)
+        decode.address = address
+        source.assign(R, 2, decode)
+        await until(lambda: source.told.handed_over)
+        decode.compute()
+
+
+@pytest.mark.parametrize(("method", "when"), [("offer", "after"), ("announce", "before"), ("announce", "after")])
+async def test_a_link_that_breaks_cleans_up_both_ends_and_the_next_one_has_a_new_generation(
+    method: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with pair() as (source, [decode]):
+        await serve(source, decode, "before")
+        old = links(source)[0]
+        generation = old.edges.generation
+        gate = Gate(monkeypatch, method, when)
+        source.submit(make_request("r", 20, max_tokens=4), decode)
+        source.step()
+        await asyncio.wait_for(gate.reached.wait(), 3)
+        old._stream.end("cut by the test")
+        gate.opened.set()
+        source.compute()
+        await until(lambda: source.told.parked and decode.idle, timeout_s=1.5)
+        source.assign(R, 2, decode)
+        await until(lambda: source.told.handed_over and source.idle)
+        decode.compute()
+        assert decode.told.output("r") == dict(enumerate(oracle(range(1000, 1020), 4)))
+        (new,) = links(source)
+        assert new is not old and new.edges.generation > generation
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_an_edge_that_died_at_one_end_is_rebuilt_for_the_next_request(side: str) -> None:
+    async with pair() as (source, [decode]):
+        await serve(source, decode, "before")
+        (link,) = links(source)
+        (incoming,) = decode.worker.incoming._links
+        generation = link.edges.generation
+        (end,) = (link.edges.ends if side == "prefill" else incoming._edges).values()
+        end.abort("killed by the test")
+        source.submit(make_request("r", 20, max_tokens=4), decode)
+        source.compute()
+        await until(lambda: source.told.parked or len(source.told.handed_over) == 2)
+        if source.told.parked:  # only the decode side knew: the first chunk found out
+            source.assign(R, 2, decode)
+            await until(lambda: len(source.told.handed_over) == 2)
+        decode.compute()
+        assert decode.told.output("r") == dict(enumerate(oracle(range(1000, 1020), 4)))
+        assert link.edges.generation > generation
+        assert links(source) == [link]
+
+
+async def test_many_on_a_lost_link_dial_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    dials = 0
+    original = Link.dial.__func__  # type: ignore[attr-defined]
+
+    async def counted(cls: type[Link], *args: Any) -> Link:
+        nonlocal dials
+        dials += 1
+        return await original(cls, *args)  # type: ignore[no-any-return]
+
+    async with pair(DecodeNode(num_blocks=64)) as (source, [decode]):
+        await serve(source, decode, "before")
+        links(source)[0]._stream.end("cut by the test")
+        monkeypatch.setattr(Link, "dial", classmethod(counted))
+        for i in range(3):
+            source.submit(make_request(f"r{i}", 8, max_tokens=4), decode)
+        source.compute()
+        await until(lambda: len(source.told.handed_over) == 4)
+        decode.compute()
+        assert dials == 1

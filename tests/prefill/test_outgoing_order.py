@@ -1,0 +1,94 @@
+"""In which order a chunk is announced, received and packed, and what ends when packing fails."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from baton.core.request import SequenceId
+from baton.rpc.streams import MessageStream
+from baton.transfer.edge_end import LocalEnd
+from baton.transfer.sections import Packing
+from prefill.link import Link
+from tests.support.builders import make_request
+from tests.support.link_gate import Gate
+from tests.support.nodes import pair, serve, until
+
+R = SequenceId("r")
+
+
+async def test_the_receive_is_open_before_the_chunk_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair() as (source, [decode]):
+        gate = Gate(monkeypatch, "fill", "before")
+        source.submit(make_request("r", 8, max_tokens=4), decode)
+        source.compute()
+        await asyncio.wait_for(gate.reached.wait(), 3)
+        await until(lambda: decode.worker.incoming.writing[R] == 1, what="an open receive")
+        gate.opened.set()
+        await until(lambda: source.told.handed_over)
+        decode.compute()
+
+
+async def test_nothing_is_packed_before_its_chunk_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packing keeps the core busy: an announcement that is not written by then waits for it."""
+    async with pair() as (source, [decode]):
+        write, order = MessageStream.send_to_the_end, []
+
+        async def written(stream: Any, message: Any, *limits: float) -> None:
+            await write(stream, message, *limits)
+            order.append(type(message).__name__)
+
+        begin = Packing.begin
+        monkeypatch.setattr(MessageStream, "send_to_the_end", written)
+        monkeypatch.setattr(Packing, "begin", lambda packing: (order.append("packed"), begin(packing)))
+        source.submit(make_request("r", 8, max_tokens=4), decode)
+        source.compute()
+        await until(lambda: source.told.handed_over)
+        decode.compute()
+        assert [what for what in order if what != "Posted"] == ["Chunk", "packed"]
+
+
+async def test_a_piece_that_nobody_is_before_is_announced_in_the_next_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair() as (source, [decode]):
+        announced: list[int] = []
+        announce = Link.announce
+
+        async def noted(link: Link, chunk: Any, timeout_s: float) -> Any:
+            announced.append(chunk.index)
+            return await announce(link, chunk, timeout_s)
+
+        monkeypatch.setattr(Link, "announce", noted)
+        source.submit(make_request("r", 16, max_tokens=4), decode)
+        source.step()
+        await until(lambda: source.worker.outgoing.bytes_sent and announced == [0])
+        over = source.worker.outgoing._hand_overs[R]
+        await until(lambda: over.on_edge is not None and over.on_edge.get_name() == "piece 1")
+        await asyncio.sleep(0)  # the first piece is acknowledged, and now the next one waits for the step
+        source.step()
+        assert announced == [0]
+        await asyncio.sleep(0)
+        assert announced == [0, 1]
+        await until(lambda: source.told.handed_over)
+        decode.compute()
+
+
+async def test_a_bug_while_packing_ends_the_receive_that_was_opened_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next chunk on the edge would go into the receive of this one."""
+    async with pair(timeout_s=30.0) as (source, [decode]):
+        fill, failed = LocalEnd.fill, []
+
+        async def failing(end: LocalEnd, *what: Any) -> None:
+            if not failed:
+                await until(lambda: decode.worker.incoming.writing[R] == 1, what="an open receive")
+                failed.append(end)
+                raise RuntimeError("a bug")
+            await fill(end, *what)
+
+        monkeypatch.setattr(LocalEnd, "fill", failing)
+        source.submit(make_request("r", 8, max_tokens=4), decode)
+        source.compute()
+        await until(lambda: failed and decode.idle and source.idle, what="idle pools")
+        assert failed[0].dead is not None and not decode.worker.incoming.writing
+        await serve(source, decode)

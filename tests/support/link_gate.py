@@ -1,0 +1,35 @@
+"""A call of a link, or of its end of an edge, held at a moment that a test chooses."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from baton.transfer.edge_end import LocalEnd
+from prefill.link import Link
+
+
+class Gate:
+    """Holds the first call of a public method of `Link`, or of its end of an edge, before or after it has done its
+    work."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, when: str) -> None:
+        self.reached, self.opened = asyncio.Event(), asyncio.Event()
+        owner = Link if hasattr(Link, method) else LocalEnd
+        original = getattr(owner, method)
+
+        async def held(link: Any, *args: Any, **kwargs: Any) -> Any:
+            if when == "before":
+                await self._pass()
+            result = await original(link, *args, **kwargs)
+            if when == "after":
+                await self._pass()
+            return result
+
+        monkeypatch.setattr(owner, method, held)
+
+    async def _pass(self) -> None:
+        self.reached.set()
+        await self.opened.wait()
