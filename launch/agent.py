@@ -142,6 +142,8 @@ def _torchrun(stopping: _Stopping) -> int:
     args = parse_args(_with_defaults(sys.argv[1:]))  # type: ignore[no-untyped-call]
     _name_the_store(args)
     args.signals_to_handle = "SIGQUIT"  # the others are ours
+    if args.nproc_per_node != "1":
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun would, with a warning; a rank sets its own threads
     if not args.log_dir:
         try:
             args.log_dir = stopping.made = make_rank_directory()
