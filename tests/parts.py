@@ -14,7 +14,7 @@ _BESIDE = (
 )  # fmt: skip
 _ALONE = (
     "engine/test_parallel*.py", "engine/test_lockstep.py", "engine/test_kernels_build.py", "engine/test_quantize.py",
-    "engine/test_checkpoint_errors.py", "decode/test_links_refused.py", "decode/test_incoming.py",
+    "engine/test_checkpoint_errors.py", "decode/test_links_refused.py", "decode/test_incoming*.py",
     "prefill/test_edge*.py", "coordinator/test_text.py",
 )  # fmt: skip
 _TESTS = Path(__file__).parent

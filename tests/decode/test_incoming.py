@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import struct
-import threading
-import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,112 +10,11 @@ import pytest
 import torch
 
 from baton.core.errors import HandoffError
-from baton.core.handover import (
-    AbortTransfer,
-    Accept,
-    Ack,
-    Chunk,
-    EdgeOpen,
-    EdgeReady,
-    Offer,
-    Ping,
-    Posted,
-    Refuse,
-    chunk_identity,
-)
+from baton.core.handover import AbortTransfer, Accept, Ack, EdgeOpen, EdgeReady, Ping, Posted, Refuse
 from baton.core.request import SequenceId
-from baton.rpc.link import DialledLink, dial_link
-from baton.transfer import sections
-from baton.transfer.edge import EdgeSpec, edge_prefix
-from baton.transfer.edge_thread import EdgeWorker
-from baton.transfer.staging import checksum, chunk_bytes
-from decode import incoming
-from tests.support.builders import make_request
-from tests.support.limits import HANG_S
-from tests.support.nodes import DecodeNode, PrefillNode, pair, until
-
-R = SequenceId("r")
-TOKENS = 8
-
-
-class Peer:
-    """A prefill worker that does as it is told."""
-
-    def __init__(self, source: PrefillNode, decode: DecodeNode, link: DialledLink) -> None:
-        self.source, self.decode, self.link = source, decode, link
-        self.edge: EdgeWorker | None = None
-
-    async def say(self, message: Any) -> None:
-        await self.link.stream.send(message)
-
-    async def hear(self) -> Any:
-        return await asyncio.wait_for(self.link.stream.receive(), HANG_S)
-
-    async def ask(self, message: Any) -> Any:
-        await self.say(message)
-        return await self.hear()
-
-    def offer(self, name: str = "r") -> Offer:
-        request = make_request(name, TOKENS, max_tokens=4)
-        return Offer(request, self.decode.handle(request.sequence_id, self.source.worker), TOKENS)
-
-    async def open_edge(self, generation: int) -> EdgeReady:
-        welcome = self.link.welcome
-        prefix = edge_prefix(welcome.store_nonce, "p0", 0, welcome.decode_worker, 0, generation)
-        spec = EdgeSpec(welcome.store_host, welcome.store_port, prefix, generation, "prefill", connect_timeout_s=2.0)
-        self.edge = EdgeWorker(spec)
-        await self.say(EdgeOpen(0, 0, generation, prefix))
-        await self.edge.connect()
-        ready: EdgeReady = await self.hear()
-        return ready
-
-    def chunk(self, start: int = 0, end: int = TOKENS, **changes: Any) -> tuple[Chunk, torch.Tensor]:
-        layout = self.source.runner.layout
-        layers = range(len(layout.layers))[changes.get("start_layer", 0) : changes.get("end_layer", len(layout.layers))]
-        last = end == TOKENS and layers.stop == len(layout.layers)
-        size = chunk_bytes(layout, end - start) * len(layers) // len(layout.layers)
-        buffer = torch.full((size,), 7, dtype=torch.uint8)
-        values = {
-            "sequence": R,
-            "index": start,
-            "start_token": start,
-            "end_token": end,
-            "start_layer": 0,
-            "end_layer": len(layout.layers),
-            "num_bytes": buffer.numel(),
-            "edge_generation": 1,
-            "first_token": 5 if last else None,
-            "last": last,
-        }
-        return Chunk(**{**values, **changes}), buffer  # type: ignore[arg-type]
-
-    async def send_bytes(self, chunk: Chunk, buffer: torch.Tensor, packed: torch.Tensor | None = None) -> None:
-        """In sections of one layer; the checksums are those of `packed`, if given."""
-        layers = chunk.end_layer - chunk.start_layer
-        ends = [buffer.numel() * (index + 1) // layers for index in range(layers)]
-        parts = (buffer if packed is None else packed).chunk(layers)
-        identity = chunk_identity(chunk)
-        sums = [checksum(identity + struct.pack("<II", i, i + 1), part) for i, part in enumerate(parts)]
-        assert self.edge is not None
-        await self.edge.send(buffer, ends=ends, ready=sums.__getitem__)
-
-    async def send(self, chunk: Chunk, buffer: torch.Tensor, packed: torch.Tensor | None = None) -> Any:
-        """Announces, waits for `posted`, sends, and gives the answer. The checksums are those of `packed`, if given."""
-        assert isinstance(posted := await self.ask(chunk), Posted), posted
-        await self.send_bytes(chunk, buffer, packed)
-        return await self.hear()
-
-
-@contextlib.asynccontextmanager
-async def peer() -> AsyncIterator[Peer]:
-    async with pair() as (source, [decode]):
-        made = Peer(source, decode, await dial_link(decode.address, source.worker._hello(), 2.0))
-        try:
-            yield made
-        finally:
-            await made.link.close()
-            if made.edge is not None:
-                await made.edge.close()
+from baton.rpc.link import dial_link
+from tests.support.nodes import pair, until
+from tests.support.prefill_peer import TOKENS, R, peer
 
 
 async def test_the_whole_conversation() -> None:
@@ -133,6 +27,16 @@ async def test_the_whole_conversation() -> None:
         assert await p.send(*p.chunk(5, 8)) == Ack(R, 5, complete=True)
         assert p.decode.worker.scheduler.num_waiting
         p.decode.compute()
+
+
+async def test_an_offer_made_twice_is_refused_and_the_first_stands() -> None:
+    async with peer() as p:
+        await p.ask(p.offer())
+        again = await p.ask(p.offer())
+        assert isinstance(again, Refuse) and again.code == "duplicate_request"
+        assert p.decode.worker.scheduler.receiving(R)
+        short = await p.ask(replace(p.offer("s"), num_tokens=3))
+        assert isinstance(short, Refuse) and "3 tokens offered of 8" in short.message
 
 
 @pytest.mark.parametrize(
@@ -240,6 +144,19 @@ async def test_a_chunk_before_the_end_of_the_one_before_it_is_refused(first: dic
         p.decode.compute()
 
 
+async def test_a_damaged_chunk_is_asked_for_once_more() -> None:
+    async with peer() as p:
+        await p.ask(p.offer())
+        await p.open_edge(1)
+        chunk, buffer = p.chunk()
+        damaged = buffer.clone()
+        damaged[0] ^= 1
+        assert await p.send(chunk, damaged, packed=buffer) == Ack(R, 0, ok=False)
+        assert p.decode.worker.scheduler.receiving(R)
+        assert (await p.send(chunk, buffer)).complete
+        p.decode.compute()
+
+
 async def test_an_older_generation_does_not_stand_any_more() -> None:
     async with peer() as p:
         await p.ask(p.offer())
@@ -271,126 +188,6 @@ async def test_an_edge_whose_other_end_never_comes_is_reported_as_an_error() -> 
         answer = await asyncio.wait_for(link.stream.receive(), 3)
         assert isinstance(answer, EdgeReady) and answer.error
         await link.close()
-
-
-@pytest.mark.parametrize("who", ["prefill", "decode"])
-async def test_what_was_posted_is_still_sent_and_its_blocks_stay_until_then(who: str) -> None:
-    async with peer() as p:
-        await p.ask(p.offer())
-        await p.open_edge(1)
-        chunk, buffer = p.chunk()
-        assert isinstance(await p.ask(chunk), Posted)
-        if who == "prefill":
-            await p.say(AbortTransfer(R, "the client left", 0.0))
-        else:
-            p.decode.abort(R)
-        await until(lambda: not p.decode.worker.scheduler.receiving(R))
-        assert p.decode.worker.scheduler.blocks.num_free == 14  # two are still written into
-        assert p.edge is not None
-        await p.send_bytes(chunk, buffer)
-        assert isinstance(await p.hear(), AbortTransfer)
-        await until(lambda: p.decode.idle)
-        # The edge has not suffered: the next sequence uses it at once.
-        await p.ask(p.offer("s"))
-        assert (await p.send(*p.chunk(sequence=SequenceId("s")))).complete
-        p.decode.compute()
-
-
-async def test_bytes_that_never_come_end_the_sequence_and_the_edge() -> None:
-    async with pair(timeout_s=1.5) as (source, [decode]):  # the edge itself must be built within it
-        p = Peer(source, decode, await dial_link(decode.address, source.worker._hello(), 2.0))
-        await p.ask(p.offer())
-        assert not (await p.open_edge(1)).error
-        assert isinstance(await p.ask(p.chunk()[0]), Posted)
-        answer = await p.hear()
-        assert isinstance(answer, EdgeReady) and answer.error
-        assert isinstance(await p.hear(), AbortTransfer)
-        assert decode.idle
-        await p.link.close()
-        assert p.edge is not None
-        await p.edge.close()
-
-
-async def test_a_damaged_chunk_is_asked_for_once_more() -> None:
-    async with peer() as p:
-        await p.ask(p.offer())
-        await p.open_edge(1)
-        chunk, buffer = p.chunk()
-        damaged = buffer.clone()
-        damaged[0] ^= 1
-        assert await p.send(chunk, damaged, packed=buffer) == Ack(R, 0, ok=False)
-        assert p.decode.worker.scheduler.receiving(R)
-        assert (await p.send(chunk, buffer)).complete
-        p.decode.compute()
-
-
-async def test_an_offer_made_twice_is_refused_and_the_first_stands() -> None:
-    async with peer() as p:
-        await p.ask(p.offer())
-        again = await p.ask(p.offer())
-        assert isinstance(again, Refuse) and again.code == "duplicate_request"
-        assert p.decode.worker.scheduler.receiving(R)
-        short = await p.ask(replace(p.offer("s"), num_tokens=3))
-        assert isinstance(short, Refuse) and "3 tokens offered of 8" in short.message
-
-
-async def test_the_end_of_the_link_frees_what_had_not_arrived() -> None:
-    async with peer() as p:
-        await p.ask(p.offer())
-        await p.open_edge(1)
-        await p.send(*p.chunk(0, 5))
-        await p.link.close()
-        await until(lambda: p.decode.idle)
-        assert [(e.sequence, e.code) for e in p.decode.told.ended] == [(R, "worker_lost")]
-
-
-async def test_a_prefill_worker_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may have stopped in the middle of anything; its connection stands, and no chunk may be under way to tell."""
-    monkeypatch.setattr(incoming, "SILENCE_S", 0.3)
-    async with peer() as p:
-        await p.ask(p.offer())
-        for nonce in range(4):
-            await asyncio.sleep(0.1)
-            assert await p.ask(Ping(nonce)) == Ping(nonce)
-        assert p.decode.worker.scheduler.receiving(R)
-        await until(lambda: p.decode.idle)
-        assert [(e.sequence, e.code) for e in p.decode.told.ended] == [(R, "worker_lost")]
-        assert "silent for 0.3 s" in p.decode.told.ended[0].message
-
-
-@pytest.mark.parametrize("slow", ["checksum", "unpack"])
-async def test_nothing_is_written_into_blocks_that_are_free_again(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The edge is torn down while its thread is still at work: the loop hears of it at once, the thread does not."""
-    started, wrote_with_free = threading.Event(), []
-    original = getattr(sections, slow)
-
-    def slowly(*args: Any) -> Any:
-        started.set()
-        time.sleep(0.2)
-        return original(*args)
-
-    monkeypatch.setattr(sections, slow, slowly)
-    async with peer() as p:
-        written = sections.unpack
-
-        def noted(*args: Any) -> None:
-            written(*args)
-            wrote_with_free.append(p.decode.worker.scheduler.blocks.num_free)
-
-        monkeypatch.setattr(sections, "unpack", noted)
-        await p.ask(p.offer())
-        await p.open_edge(1)
-        chunk, buffer = p.chunk()
-        assert isinstance(await p.ask(chunk), Posted)
-        assert p.edge is not None
-        sending = asyncio.create_task(p.send_bytes(chunk, buffer))
-        await asyncio.to_thread(started.wait, 2)
-        await p.link.close()
-        await until(lambda: p.decode.idle)
-        await asyncio.sleep(0.3)
-        with contextlib.suppress(HandoffError):  # the edge may have been torn down under it
-            await sending
-        assert wrote_with_free == ([14] if slow == "unpack" else [])
 
 
 @pytest.mark.parametrize("key", [(0, 1), (1, 0), (-1, 0)])
