@@ -1,13 +1,11 @@
 """DecodeScheduler under random offers, writes, steps, guesses and aborts, against a model that knows only the contract.
 
-The model has KV of its own: for each slot of both pools, the salt and all tokens up to the one that was last written
-there. A row may only be computed on KV that is there and is of the tokens before it. Sequences share blocks as long as
-that holds.
+The model has KV of its own, in both pools. A row may only be computed on KV that is there and is of the tokens before
+it. Sequences share blocks as long as that holds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import cycle
 
 import pytest
@@ -18,32 +16,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from baton.core.blocks import Holder
 from baton.core.errors import DuplicateRequest, Unavailable
 from baton.core.prefix_cache import CACHE
-from baton.core.request import GenerateRequest, SequenceId, finish_reason
+from baton.core.request import SequenceId, finish_reason
 from baton.core.step import DraftRow, Row, StepOutcome, StepPlan
 from decode.drafts import Drafts, ModelDrafts, NgramDrafts
 from decode.speculation import Speculation
 from tests.support.builders import EOS, make_decode, make_layout, make_request
+from tests.support.decode_contract import Life, WrittenKV
 
 sampled_tokens = st.sampled_from([EOS, 7, 7, 8, 9])
-KV = dict[tuple[int, int], tuple[str, tuple[int, ...]]]
-
-
-@dataclass
-class Life:
-    """What the contract says about one reserved sequence. `writing`: KV may be landing in its blocks. `landed`: so many
-    positions have KV while more is to come."""
-
-    request: GenerateRequest
-    output: list[int] = field(default_factory=list)
-    told: int = 0
-    phase: str = "receiving"
-    writing: bool = False
-    aborted: bool = False
-    landed: int = 0
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        return (*self.request.prompt, *self.output)
 
 
 class DecodeMachine(RuleBasedStateMachine):
@@ -80,8 +60,7 @@ class DecodeMachine(RuleBasedStateMachine):
         )
         self.ever: list[tuple[int, ...]] = [tuple(range(1000, 1012))]
         self.lives: dict[SequenceId, Life] = {}
-        self.kv: KV = {}
-        self.draft_kv: KV = {}
+        self.kv, self.draft_kv = WrittenKV(block_size), WrittenKV(block_size)
         self.plan: StepPlan | None = None
         self.now = 0.0
         self.reserved = self.generated = 0
@@ -128,7 +107,7 @@ class DecodeMachine(RuleBasedStateMachine):
         life = self.lives[request.sequence_id] = Life(request, list(request.output), len(request.output))
         cached = self.scheduler.num_cached(request.sequence_id)
         assert cached % self.size == 0 and cached < len(life.tokens)
-        self.check_kv(self.kv, life, blocks, cached)
+        self.kv.check(life, blocks, cached)
 
     @precondition(lambda self: self.lives)
     @rule(data=st.data())
@@ -180,24 +159,17 @@ class DecodeMachine(RuleBasedStateMachine):
         if reason:
             del self.lives[sequence]
 
-    def write(self, kv: KV, sequence: SequenceId, blocks: tuple[int, ...], start: int, tokens: tuple[int, ...]) -> None:
-        life = self.lives[sequence]
-        context = life.tokens[:start] + tokens
-        for position in range(start, len(context)):
-            slot = blocks[position // self.size], position % self.size
-            kv[slot] = life.request.cache_salt, context[: position + 1]
+    def write(
+        self, kv: WrittenKV, sequence: SequenceId, blocks: tuple[int, ...], start: int, tokens: tuple[int, ...]
+    ) -> None:
+        end = kv.write(self.lives[sequence], blocks, start, tokens)
         if kv is self.kv:
-            for block in set(blocks[start // self.size : -(-len(context) // self.size)]):
+            for block in set(blocks[start // self.size : -(-end // self.size)]):
                 others = [o for o in self.lives if o != sequence and block in self.scheduler.block_ids(o)]
                 assert not others, "written into a shared block"
 
-    def check_context(self, kv: KV, row: Row | DraftRow) -> None:
-        self.check_kv(kv, self.lives[row.sequence_id], row.block_ids, row.start)
-
-    def check_kv(self, kv: KV, life: Life, blocks: tuple[int, ...], end: int) -> None:
-        for position in range(end):
-            slot = blocks[position // self.size], position % self.size
-            assert kv[slot] == (life.request.cache_salt, life.tokens[: position + 1])
+    def check_context(self, kv: WrittenKV, row: Row | DraftRow) -> None:
+        kv.check(self.lives[row.sequence_id], row.block_ids, row.start)
 
     @rule(passed=st.sampled_from([0.0, 0.1, 2.0]))
     def begin(self, passed: float) -> None:
@@ -210,7 +182,9 @@ class DecodeMachine(RuleBasedStateMachine):
         rows = plan.rows if plan else ()
         assert len({row.sequence_id for row in rows}) == len(rows) <= self.scheduler.max_running
         for row in rows:
-            self.check_row(row)
+            self.lives[row.sequence_id].check_row(row)
+            assert row.end <= len(row.block_ids) * self.size
+            self.check_context(self.kv, row)
             self.write(self.kv, row.sequence_id, row.block_ids, row.start, row.tokens)
         for draft in plan.drafts if plan else ():
             self.check_context(self.draft_kv, draft)
@@ -219,18 +193,6 @@ class DecodeMachine(RuleBasedStateMachine):
             assert draft.tokens and draft.tokens == life.tokens[draft.start : end]
             assert end == len(life.tokens) or not draft.num_guesses
             self.write(self.draft_kv, draft.sequence_id, draft.block_ids, draft.start, draft.tokens)
-
-    def check_row(self, row: Row) -> None:
-        life = self.lives[row.sequence_id]
-        assert life.phase == "here" and not life.aborted
-        guesses = max(0, row.num_sampled - 1)
-        own = row.tokens[: len(row.tokens) - guesses]
-        assert own == life.tokens[row.start : row.start + len(own)] and own
-        assert (row.num_sampled > 0) == (row.start + len(own) == len(life.tokens))
-        assert row.output_index == len(life.output)
-        assert row.end <= len(row.block_ids) * self.size
-        assert row.num_sampled <= life.request.max_tokens - len(life.output)
-        self.check_context(self.kv, row)
 
     @precondition(lambda self: self.plan is not None)
     @rule(data=st.data())
@@ -358,5 +320,5 @@ class DecodeMachine(RuleBasedStateMachine):
         self.scheduler.check()
 
 
-DecodeMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50)
+DecodeMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
 TestDecodeScheduler = DecodeMachine.TestCase
