@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.support.bad_inputs import CHAT, COMPLETIONS, GOOD, TABLE, Bad
+from tests.support.bad_inputs import TABLE
 from tests.support.fake_generator import FakeGenerator
+from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD, Bad
 
 SLOW_ROW_S = 0.25  # processor time: tests share their machine
 

@@ -15,7 +15,7 @@ import pytest
 from baton.core.errors import InvalidRequest, Unavailable
 from coordinator import http_body, openai_schema
 from coordinator.http_body import INLINE_BYTES, BodyParser
-from tests.support.bad_inputs import CHAT, COMPLETIONS, GOOD
+from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 
 HANG_S = 10.0
 JSON = {"content-type": "application/json"}

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from coordinator import openai_schema_fields as fields
 from coordinator.openai_schema import ChatBody, CompletionBody
-from tests.support.bad_inputs import CHAT, COMPLETIONS, GOOD
 from tests.support.fake_generator import FakeGenerator
+from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 
 SCALARS = st.one_of(
     st.none(),

@@ -18,8 +18,9 @@ from fastapi import FastAPI
 from baton.core import errors
 from baton.core.request import TokenLogprob
 from coordinator.submission import Delta
-from tests.support.bad_inputs import CHAT, COMPLETIONS, GOOD, TABLE
+from tests.support.bad_inputs import TABLE
 from tests.support.fake_generator import FakeGenerator, say
+from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 
 SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "support" / "openai_schemas.json").read_text())
 HI: list[Any] = [{"role": "user", "content": "hi"}]

@@ -1,0 +1,52 @@
+"""Good bodies of each path, and bad requests made of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+GOOD: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"model": "tiny", "prompt": "Hello"},
+    CHAT: {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]},
+    "/tokenize": {"prompt": "Hello"},
+    "/detokenize": {"tokens": [1]},
+}
+GOOD_RAW = json.dumps(GOOD[COMPLETIONS]).encode()
+DROP = object()  # as a field's value: leave the field out
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A bad request, and what must be answered. Its body is bytes as they are sent, or JSON fields put on top of a good
+    body of its path."""
+
+    id: str
+    body: bytes | dict[str, Any]
+    param: str | None
+    status: int = 400
+    code: str | None = None
+    path: str = COMPLETIONS
+    headers: dict[str, str] = field(default_factory=dict)
+    method: str = "POST"
+
+    def raw(self) -> bytes:
+        if isinstance(self.body, bytes):
+            return self.body
+        fields = GOOD[self.path] | self.body
+        return json.dumps({k: v for k, v in fields.items() if v is not DROP}).encode()
+
+
+def raw(prompt: str) -> bytes:
+    """A body in which the prompt's JSON is given literally."""
+    return b'{"model":"tiny","prompt":' + prompt.encode() + b"}"
+
+
+def chat(messages: Any) -> dict[str, Any]:
+    return {"messages": messages}
+
+
+def user(content: Any, **more: Any) -> dict[str, Any]:
+    return chat([{"role": "user", "content": content, **more}])
