@@ -1,286 +1,28 @@
-"""Taking KV in: one handler per link, one coroutine per announced chunk. A link has an edge for each pair of ranks that
-share KV heads; every edge brings its own chunks of a sequence.
-
-1. An offer is checked (handle, tombstone) and reserves all blocks of the sequence, or is refused with the reason. The
-   answer says how much of the sequence is here already, in blocks that others may share: only the rest is sent.
-2. A chunk is posted, while the peer packs it: a receive into a staging buffer of our own is open before we say so. The
-   peer's bytes never go into the pool directly, so a late or wrong byte cannot touch a block.
-3. Each section that arrived is verified (checksum over identity and bytes) and scattered into the blocks, by the rank
-   that has them, while others still come; with the last of them the chunk is acknowledged.
-4. With the last chunk of every edge the sequence is ready. An abort, the end of the link, or an edge that fails ends
-   it; its blocks are free as soon as no scatter into them is under way at any rank.
-"""
+"""All links into a decode worker, what they share and what they count."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
-from typing import Protocol
 
-from baton.core.edge_orders import Part
-from baton.core.errors import BatonError, HandoffError
-from baton.core.handover import (
-    AbortTransfer,
-    Accept,
-    Ack,
-    Chunk,
-    EdgeOpen,
-    EdgeReady,
-    FromDecode,
-    LinkHello,
-    LinkWelcome,
-    Offer,
-    Ping,
-    Posted,
-    Refuse,
-    chunk_identity,
-)
+from baton.core.errors import InvariantError
+from baton.core.handover import EdgeOpen, LinkHello
 from baton.core.kv_layout import KVLayout
-from baton.core.request import SequenceId, TokenLogprob
+from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, EdgePlan, reshard_layout
 from baton.event_log import EventLog
-from baton.rpc.streams import LinkLost, MessageStream
+from baton.rpc.streams import MessageStream
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_end import EdgeEnd, MakeEnd
 from baton.transfer.staging_room import StagingRoom
-from decode.entry import Reserved
-from decode.transfer import Transfer
+from decode.incoming_link import IncomingLink, IncomingOwner
 
-log = logging.getLogger("baton.incoming")
 STAGING_WAIT_SHARE = 0.8  # of the time that the peer waits for `posted`: it hears why before it gives up its edge
-SILENCE_S = 4.0
-
-
-class IncomingOwner(Protocol):
-    """What links need of their worker."""
-
-    def welcome(self, hello: LinkHello) -> LinkWelcome:
-        """Raises JoinRefused or LayoutMismatch when the two workers do not fit."""
-        ...
-
-    def reserve(self, offer: Offer, hello: LinkHello) -> Reserved:
-        """Raises BatonError with the reason to refuse."""
-        ...
-
-    def receiving(self, sequence: SequenceId) -> bool: ...
-
-    def landed(self, sequence: SequenceId, num_tokens: int) -> None: ...
-
-    def received(self, sequence: SequenceId, first_token: int, logprob: TokenLogprob | None, cached: int) -> None: ...
-
-    def transfer_lost(self, sequence: SequenceId, reason: str) -> None:
-        """The link broke before all KV had arrived."""
-        ...
-
-    def transfer_aborted(self, sequence: SequenceId, reason: str, tombstone_s: float) -> None: ...
-
-    def write_ended(self, sequence: SequenceId) -> None:
-        """No scatter into the blocks of the sequence is under way any more."""
-        ...
-
-
-class IncomingLink:
-    """One link from one prefill worker. Complete state: the stream, the ends of its edges, the transfers that came over
-    it, and the refusals that wait for what is posted to end."""
-
-    def __init__(self, stream: MessageStream, hello: LinkHello, owner: IncomingOwner, incoming: Incoming) -> None:
-        self._stream = stream
-        self._hello = hello
-        self._owner = owner
-        self._incoming = incoming
-        self._plans: dict[EdgeKey, EdgePlan] = {}
-        self._edges: dict[EdgeKey, EdgeEnd] = {}
-        self._transfers: dict[SequenceId, Transfer] = {}
-        self._refusals: dict[SequenceId, str] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def run(self) -> None:
-        """Serves the link to its end, then ends what had not arrived completely."""
-        reason = "the link broke"
-        try:
-            await self._stream.send(self._owner.welcome(self._hello))
-            self._plans = self._incoming.plans(self._hello)
-            while (message := await self._hear()) is not None:
-                await self._on(message)
-            reason = f"the link to {self._hello.prefill_worker} ended: {self._stream.ended}"
-        except LinkLost as e:
-            reason = e.message
-        except TimeoutError:
-            self._stream.end(reason := f"{self._hello.prefill_worker} was silent for {SILENCE_S:g} s")
-        finally:
-            for end in self._edges.values():
-                end.abort(reason)
-            for sequence in list(self._transfers):
-                del self._transfers[sequence]
-                self._owner.transfer_lost(sequence, reason)
-            if self._tasks:
-                await asyncio.wait(self._tasks, timeout=5.0)
-            await self.close_edges()
-
-    async def _hear(self) -> object | None:
-        """The next message; a prefill worker that lives pings every second."""
-        async with asyncio.timeout(SILENCE_S):
-            return await self._stream.receive()
-
-    async def close_edges(self) -> None:
-        for end in self._edges.values():
-            end.abort("the link is closed")
-        await asyncio.gather(*(end.close(timeout_s=2.0) for end in self._edges.values()))
-
-    async def _on(self, message: object) -> None:
-        match message:
-            case Ping():
-                await self._send(message)
-            case EdgeOpen():
-                self._spawn(self._open_edge(message), "edge open")
-            case Offer():
-                await self._send(self._answer(message))
-            case Chunk():
-                self._spawn(self._take_in_turn(message), f"chunk {message.index} of {message.sequence}")
-            case AbortTransfer(sequence, reason, tombstone_s):
-                self._give_up(sequence, reason, tombstone_s)
-            case _:
-                raise HandoffError(f"{self._hello.prefill_worker} sent {type(message).__name__} on a link")
-
-    def _answer(self, offer: Offer) -> Accept | Refuse:
-        sequence = offer.request.sequence_id
-        try:
-            reserved = self._owner.reserve(offer, self._hello)
-        except BatonError as e:
-            return Refuse(sequence, e.code, e.message)
-        arrived = dict.fromkeys(self._plans, reserved.prefix_tokens)
-        self._transfers[sequence] = Transfer(reserved.blocks, offer.num_tokens, arrived)
-        return Accept(sequence, reserved.prefix_tokens, reserved.generations)
-
-    async def _open_edge(self, message: EdgeOpen) -> None:
-        key = (message.prefill_rank, message.decode_rank)
-        error, plan = "", self._plans.get(key)
-        if plan is None:
-            error = f"no KV goes from rank {message.prefill_rank} to rank {message.decode_rank}"
-        else:
-            if key in self._edges:
-                self._edges[key].abort(f"replaced by generation {message.generation}")
-            end = self._edges[key] = self._incoming.make_end(plan, message)
-            try:
-                await end.connect()
-            except HandoffError as e:
-                error = e.message
-        await self._send(EdgeReady(*key, message.generation, error))
-
-    async def _take_in_turn(self, chunk: Chunk) -> None:
-        """Takes a chunk in when there is room for its bytes; the peer waits for `posted` no longer than the limit."""
-        try:
-            async with self._incoming.staging.hold(chunk.num_bytes, self._incoming.staging_wait_s):
-                await self._take(chunk)
-        except HandoffError as e:
-            if chunk.sequence in self._transfers:
-                self._give_up(chunk.sequence, e.message, tombstone_s=0.0)
-            await self._refuse(chunk.sequence, e.message)
-
-    async def _take(self, chunk: Chunk) -> None:
-        """Receives, verifies and stores one chunk."""
-        sequence, key = chunk.sequence, (chunk.prefill_rank, chunk.decode_rank)
-        end, transfer = self._edges.get(key), self._transfers.get(sequence)
-        try:
-            if end is None or end.dead is not None or end.generation != chunk.edge_generation:
-                self._incoming.stale_messages += 1
-                await self._edge_ended(chunk)
-                raise HandoffError(f"edge generation {chunk.edge_generation} does not stand")
-            if transfer is None or not self._owner.receiving(sequence):
-                raise HandoffError("the sequence is not being received here")
-            transfer.check(chunk, self._plans[key], self._incoming.layout)
-        except HandoffError as e:
-            if transfer is not None:  # its chunks on other edges, announced before the peer hears of this, end here too
-                self._give_up(sequence, e.message, tombstone_s=0.0)
-            await self._refuse(sequence, e.message)
-            return
-        posted = Posted(sequence, chunk.index, end.generation, *key)
-        tokens, layers = (chunk.start_token, chunk.end_token), (chunk.start_layer, chunk.end_layer)
-        slices = self._plans[key].slices_of(*layers)
-        part = Part(transfer.blocks, *tokens, chunk.num_bytes, chunk_identity(chunk), *slices)
-        intact, failure, writing = False, "", self._incoming.writing
-        writing[sequence] += 1
-        transfer.under_way.add(key)
-        try:
-            intact = await end.take(part, lambda: self._spawn(self._send(posted, spawned=True), "posted"))
-            self._incoming.bytes_received += chunk.num_bytes
-        except Exception as e:
-            if not isinstance(e, HandoffError):
-                log.exception("chunk %d of %s", chunk.index, sequence)
-            failure = str(e)
-            self._give_up(sequence, failure, tombstone_s=0.0)
-            if end.dead is not None:
-                await self._edge_ended(chunk)
-        finally:
-            transfer.under_way.discard(key)
-            writing[sequence] -= 1
-            if not writing[sequence]:
-                del writing[sequence]
-                self._owner.write_ended(sequence)
-        if failure or not self._owner.receiving(sequence):
-            await self._refuse(sequence, failure or "it was ended here")
-            return
-        if sequence in self._refusals:
-            await self._refuse(sequence, "another edge refused its part")
-            return
-        if intact:
-            transfer.take_in(chunk, key, self._incoming.layout)
-        else:
-            log.warning("chunk %d of %s does not match its checksum", chunk.index, sequence)
-            self._incoming.chunks_damaged += 1
-        complete = intact and transfer.complete
-        self._incoming.events.write(
-            "chunk_received", sequence=sequence, index=chunk.index, end=chunk.end_token, layers=layers, intact=intact
-        )
-        if complete and chunk.first_token is not None:
-            self._transfers.pop(sequence, None)
-            self._owner.received(sequence, chunk.first_token, chunk.first_logprob, chunk.cached_tokens)
-            await asyncio.sleep(0)  # its first step begins before anything else is done
-        elif intact:
-            self._owner.landed(sequence, transfer.landed)
-        await self._send(Ack(sequence, chunk.index, intact, complete, *key))
-
-    async def _refuse(self, sequence: SequenceId, reason: str) -> None:
-        """Ends the hand-over at the peer, with the first reason; where receives are open for it on other edges, when
-        these have ended: what was posted is still sent."""
-        reason = self._refusals.setdefault(sequence, reason)
-        if sequence not in self._incoming.writing:
-            del self._refusals[sequence]
-            await self._send(AbortTransfer(sequence, reason, 0.0))
-
-    async def _edge_ended(self, chunk: Chunk) -> None:
-        """An edge ends at one end only now and then: the other must hear of it, or it would go on announcing."""
-        error = f"generation {chunk.edge_generation} has ended here"
-        await self._send(EdgeReady(chunk.prefill_rank, chunk.decode_rank, chunk.edge_generation, error))
-
-    def _give_up(self, sequence: SequenceId, reason: str, tombstone_s: float) -> None:
-        self._transfers.pop(sequence, None)
-        self._owner.transfer_aborted(sequence, reason, tombstone_s)
-
-    def abort(self, sequence: SequenceId, reason: str) -> None:
-        """This side ends a sequence whose KV is still coming. The peer hears of it now, or where a receive is open
-        for it, when that has ended: what was posted is still sent."""
-        if self._transfers.pop(sequence, None) is not None and sequence not in self._incoming.writing:
-            self._spawn(self._send(AbortTransfer(sequence, reason, 0.0)), "abort")
-
-    async def _send(self, message: FromDecode, *, spawned: bool = False) -> None:
-        """`spawned`: in a task that nobody cancels."""
-        try:
-            await (self._stream.send_to_the_end(message) if spawned else self._stream.send(message))
-        except LinkLost as e:
-            log.info("%s not sent: %s", type(message).__name__, e.message)
-
-    def _spawn(self, work: object, name: str) -> None:
-        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
-        task.set_name(name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 class Incoming:
-    """All links into a decode worker, and what they count. `layout` is the whole model's; `writing` has the number of
-    chunks under way into the blocks of each sequence."""
+    """Complete state: the links, the number of chunks under way into the blocks of each sequence (`writing`), who
+    offered each sequence (name and incarnation), and the counters. `layout` is the whole model's."""
 
     def __init__(
         self,
@@ -294,6 +36,7 @@ class Incoming:
         store_port: int,
         tensor_parallel: int,
         edge_timeout_s: float,
+        vocab_size: int,
     ) -> None:
         self._owner = owner
         self._make_end = make_end
@@ -303,10 +46,12 @@ class Incoming:
         self._edge_timeout_s = edge_timeout_s
         self.staging_wait_s = STAGING_WAIT_SHARE * edge_timeout_s
         self.layout = layout
+        self.vocab_size = vocab_size
         self.staging = staging
         self._links: set[IncomingLink] = set()
         self.events = events
         self.writing: Counter[SequenceId] = Counter()
+        self._sources: dict[SequenceId, tuple[str, int]] = {}
         self.bytes_received = 0
         self.chunks_damaged = 0
         self.stale_messages = 0
@@ -316,8 +61,23 @@ class Incoming:
         self._links.add(link)
         try:
             await link.run()
+        except InvariantError as e:
+            self._owner.failed(e)
+            raise
         finally:
             self._links.discard(link)
+
+    def taken(self, sequence: SequenceId, source: tuple[str, int]) -> None:
+        """A sequence was reserved for this prefill worker; those that have ended are forgotten."""
+        self._sources = {s: found for s, found in self._sources.items() if self._owner.knows(s)}
+        self._sources[sequence] = source
+
+    def may_end(self, sequence: SequenceId, source: tuple[str, int]) -> bool:
+        """Whether a prefill worker may end a sequence: its own, or one that is not here (yet)."""
+        if not self._owner.knows(sequence) or self._sources.get(sequence) == source:
+            return True
+        self.stale_messages += 1
+        return False
 
     def abort(self, sequence: SequenceId, reason: str) -> None:
         for link in self._links:

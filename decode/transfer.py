@@ -13,10 +13,12 @@ from baton.core.reshard import EdgeKey, EdgePlan
 @dataclass(slots=True, eq=False)
 class Transfer:
     """`arrived` tokens of the sequence are in its `blocks`, by edge; where first layers of more are there, too, `begun`
-    says how far: (end_token, layers). A chunk comes now on the edges `under_way`. `first_token` once there is one."""
+    says how far: (end_token, layers). A chunk comes now on the edges `under_way`. `first_token`, one of `vocab_size`,
+    once there is one."""
 
     blocks: tuple[int, ...]
     num_tokens: int
+    vocab_size: int
     arrived: dict[EdgeKey, int]
     begun: dict[EdgeKey, tuple[int, int]] = field(default_factory=dict)
     first_token: int | None = None
@@ -53,6 +55,8 @@ class Transfer:
         ends = chunk.end_token == self.num_tokens and chunk.end_layer == total
         if chunk.last != ends or (ends and chunk.first_token is None):
             raise HandoffError("the last chunk, and only it, carries the end and the first token")
+        if ends and chunk.first_token is not None and not 0 <= chunk.first_token < self.vocab_size:
+            raise HandoffError(f"first token {chunk.first_token} is not one of {self.vocab_size}")
         if ends and self.first_token not in (None, chunk.first_token):
             raise HandoffError(f"first token {chunk.first_token} here, {self.first_token} on another edge")
 

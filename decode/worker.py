@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from baton.core.cluster_token import check_token
 from baton.core.commands import Command, Join, WorkerFacts
 from baton.core.config import WorkerConfig
-from baton.core.errors import JoinRefused, StaleHandle, StartupError, Unavailable
+from baton.core.errors import InvariantError, JoinRefused, StaleHandle, StartupError, Unavailable
 from baton.core.events import Load, StepEvents
 from baton.core.handles import SpentHandles, verify
 from baton.core.handover import LinkHello, LinkWelcome, Offer
 from baton.core.names import host_port
 from baton.core.request import SequenceId, TokenLogprob
 from baton.core.reshard import reshard_layout
-from baton.core.sampling_limits import check_sampling
+from baton.core.sampling_limits import check_sampling, check_tokens
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.runner import Runner
 from baton.event_log import EventLog
@@ -76,6 +76,7 @@ class DecodeWorker:
             store_port=self.store.port,
             tensor_parallel=facts.tensor_parallel,
             edge_timeout_s=config.edge_timeout_s,
+            vocab_size=facts.vocab_size,
         )
         step = runner.step if engine is None else engine.step
         launcher = runner if self.scheduler.plan_ahead else None  # where nothing guesses, its engine only steps
@@ -247,6 +248,7 @@ class DecodeWorker:
             raise Unavailable("this decode worker is draining", code="draining")
         if offer.num_tokens != offer.request.num_prefill_tokens:
             raise Unavailable(f"{offer.num_tokens} tokens offered of {offer.request.num_prefill_tokens}")
+        check_tokens(offer.request, self.facts.vocab_size)
         check_sampling(offer.request.sampling, offer.request.max_tokens, self.facts.vocab_size)
         blocks = self.scheduler.reserve(offer.request, time.monotonic())
         self.shell.follow(offer.request)
@@ -254,6 +256,12 @@ class DecodeWorker:
 
     def receiving(self, sequence: SequenceId) -> bool:
         return self.scheduler.receiving(sequence)
+
+    def knows(self, sequence: SequenceId) -> bool:
+        return self.scheduler.knows(sequence)
+
+    def failed(self, error: InvariantError) -> None:
+        self.shell.fail(error)
 
     def landed(self, sequence: SequenceId, num_tokens: int) -> None:
         self.scheduler.landed(sequence, num_tokens)

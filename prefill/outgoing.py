@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from baton.core.commands import Target
-from baton.core.errors import BatonError, KVCorrupt
+from baton.core.errors import BatonError, InvariantError, KVCorrupt
 from baton.core.events import HandedOver, Parked, StageStamps
 from baton.core.handover import LinkHello, Offer, Refuse
 from baton.core.kv_layout import KVLayout
@@ -45,6 +45,10 @@ class OutgoingOwner(Protocol):
 
     def hand_over_failed(self, sequence: SequenceId, error: BatonError) -> None:
         """No other worker could do better (the KV is damaged here, or a bug of ours); `hand_over_ended` follows."""
+        ...
+
+    def failed(self, error: InvariantError) -> None:
+        """The books do not balance: the worker must end."""
         ...
 
 
@@ -188,14 +192,22 @@ class Outgoing:
         except KVCorrupt as e:
             log.error("hand-over of %s failed: %s", origin, e.message)
             self._owner.hand_over_failed(origin, e)
+        except InvariantError as e:
+            self._owner.failed(e)
         except Exception:
             log.exception("hand-over of %s failed", origin)
             self._owner.hand_over_failed(origin, BatonError("internal error in a KV hand-over"))
         finally:
             if over.on_edge is not None and not over.on_edge.done():
-                await asyncio.wait({over.on_edge}, timeout=3 * self._edge_timeout_s)
+                if not over.holds_edge:
+                    over.on_edge.cancel()
+                # No limit here, it would free blocks that are still read: each wait of a piece has its own.
+                await asyncio.wait({over.on_edge})
             del self._hand_overs[origin]
-            self._owner.hand_over_ended(origin)
+            try:
+                self._owner.hand_over_ended(origin)
+            except InvariantError as e:
+                self._owner.failed(e)
 
     async def _try_targets(self, over: HandOver, origin: SequenceId) -> bool:
         """True when a target has all KV; else the KV is parked and the coordinator was told."""
@@ -224,6 +236,8 @@ class Outgoing:
                 if link is not None:
                     why = over.abort_reason or "aborted"
                     await link.abort(over.request.sequence_id, why, tombstone_s=over.left_s)
+                raise
+            except InvariantError:
                 raise
             except BatonError as e:
                 reason = f"{target.worker_id}: {e.message}"

@@ -150,6 +150,8 @@ class PieceSender:
         async with link.edge_lock:
             over.holds_edge = True
             await link.edges.ready(plans)
+            if over.abort_reason is not None:  # meanwhile, when nobody might cancel this
+                raise HandoffError(f"{over.request.sequence_id} was ended: {over.abort_reason}")
             cut = self._cut(over, link, piece)
             if cut is None:
                 raise InvariantError(f"what was computed of {over.request.sequence_id} is no longer there")

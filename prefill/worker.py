@@ -9,12 +9,12 @@ from dataclasses import replace
 
 from baton.core.commands import PROTOCOL_VERSION, Assign, Command, Join, Prefill, Target, WorkerFacts
 from baton.core.config import WorkerConfig
-from baton.core.errors import BatonError, StaleHandle
+from baton.core.errors import BatonError, InvariantError, StaleHandle
 from baton.core.events import HandedOver, Load, Parked, StepEvents, TokenEvent
 from baton.core.handles import verify
 from baton.core.handover import LinkHello
 from baton.core.request import SequenceId
-from baton.core.sampling_limits import check_sampling
+from baton.core.sampling_limits import check_sampling, check_tokens
 from baton.core.sections import early_layers
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.runner import Runner
@@ -201,6 +201,7 @@ class PrefillWorker:
         if not self._may_hand_over(request.sequence_id, command.targets):
             return
         try:
+            check_tokens(request, self.facts.vocab_size)
             check_sampling(request.sampling, request.max_tokens, self.facts.vocab_size)
             hand_over = bool(command.targets)
             self.scheduler.submit(request, time.monotonic(), hand_over=hand_over)
@@ -266,3 +267,6 @@ class PrefillWorker:
         self.shell.say_ended(self.outgoing.current_id(sequence), error.code, error.message)
         self.scheduler.distrust(sequence)
         self.scheduler.abort(sequence)
+
+    def failed(self, error: InvariantError) -> None:
+        self.shell.fail(error)

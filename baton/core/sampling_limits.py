@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from baton.core.errors import InvalidRequest
-from baton.core.request import SamplingParams
+from baton.core.request import GenerateRequest, SamplingParams
 
 MAX_LOGPROBS = 20
 MAX_BIASES = 300
@@ -72,6 +72,13 @@ def shown(value: float) -> str:
 def check_count(param: str, count: int, most: int) -> None:
     if count > most:
         raise InvalidRequest(f"{param} has at most {most} entries, not {count}", param=param)
+
+
+def check_tokens(request: GenerateRequest, vocab_size: int) -> None:
+    """Raises InvalidRequest where a token of the prompt, or of the output so far, is not one of `vocab_size`."""
+    for param, tokens in (("prompt", request.prompt), ("output", request.output)):
+        if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+            _check_ids(param, tokens, vocab_size)
 
 
 def _check_ids(param: str, ids: Iterable[int], vocab_size: int) -> None:

@@ -24,8 +24,10 @@ class StagingQuota:
         """True when `who` has them now; else it waits until a `give` or `leave` names it.
 
         Raises:
-            HandoffError: they are more than there will ever be.
+            HandoffError: they are none, or more than there will ever be.
         """
+        if num_bytes < 1:  # a peer says how many: less than none would lift the limit for others
+            raise HandoffError(f"{num_bytes} bytes of KV cannot be staged")
         if num_bytes > self.limit_bytes:
             raise HandoffError(f"{num_bytes} bytes of KV do not fit into {self.limit_bytes} of staging")
         self._waiting.append((who, num_bytes))

@@ -104,6 +104,42 @@ async def test_an_abort_while_it_waits_for_its_turn_on_the_edge_waits_for_nobody
         await serve(source, decode)
 
 
+async def test_an_abort_while_edges_are_built_is_the_end_when_they_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It neither waits for room in staging nor announces anything."""
+    async with pair() as (source, [decode]):
+        gate = Gate(monkeypatch, "connect", "after")
+        room = source.worker.outgoing._pieces._staging.quota
+        assert room.take("others", room.limit_bytes)
+        source.submit(make_request("r", 20, max_tokens=4), decode)
+        source.compute()
+        await asyncio.wait_for(gate.reached.wait(), 3)
+        source.abort(R)
+        gate.opened.set()
+        await until(lambda: source.idle and decode.idle, timeout_s=1.5, what="idle pools")
+        (link,) = links(source)
+        assert not link.edge_lock.locked()
+        assert not room.give(room.limit_bytes), "it still waits for room"
+        assert not source.worker.outgoing.bytes_sent
+        await asyncio.wait_for(serve(source, decode), 1.5)
+
+
+async def test_blocks_are_held_as_long_as_a_piece_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that takes: its own waits have limits, and only they know when nobody reads the blocks any more."""
+    async with pair(DecodeNode(num_blocks=64)) as (source, [decode]):
+        await serve(source, decode, "before")
+        source.worker.outgoing._edge_timeout_s = 0.02
+        gate = Gate(monkeypatch, "send", "before")
+        source.submit(make_request("r", 20, max_tokens=4), decode)
+        source.compute()
+        await asyncio.wait_for(gate.reached.wait(), 3)
+        source.abort(R)
+        await asyncio.sleep(0.3)
+        assert not source.idle
+        gate.opened.set()
+        await until(lambda: source.idle and decode.idle, timeout_s=1.5, what="idle pools")
+        await asyncio.wait_for(serve(source, decode), 1.5)
+
+
 async def test_an_abort_after_the_last_acknowledgement_ends_decode_too() -> None:
     async with pair() as (source, [decode]):
         source.submit(make_request("r", 10, max_tokens=40), decode)

@@ -168,6 +168,15 @@ async def test_a_bug_ends_the_worker(running: Running, where: str) -> None:
     assert isinstance(error, BaseExceptionGroup) and error.subgroup(InvariantError) is not None
 
 
+async def test_a_bug_that_a_hand_over_meets_ends_the_worker(running: Running) -> None:
+    first = InvariantError("the first")
+    running.shell.fail(first)
+    running.shell.fail(InvariantError("what came of it"))
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await asyncio.wait_for(running.task, 3)
+    assert caught.value.exceptions == (first,) and running.tier.closed
+
+
 async def test_a_step_that_hangs_ends_the_worker(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_thread, "STEP_LIMIT_S", 0.2)
     released = running.step_gate = threading.Event()

@@ -29,6 +29,7 @@ from tests.support.builders import make_facts, make_request
 from tests.support.fake_runner import FakeRunner, oracle
 
 KEY = b"k" * 32
+VOCAB_SIZE = 1 << 16
 
 
 class Told:
@@ -62,7 +63,8 @@ def _config(name: str, timeout_s: float, step_tokens: int) -> WorkerConfig:
 
 
 def _facts(runner: FakeRunner) -> WorkerFacts:
-    return make_facts(layout=runner.layout, tensor_parallel=len(getattr(runner, "ranks", (runner,))))
+    ranks = len(getattr(runner, "ranks", (runner,)))
+    return make_facts(layout=runner.layout, tensor_parallel=ranks, vocab_size=VOCAB_SIZE)
 
 
 class PrefillNode:

@@ -1,0 +1,121 @@
+"""What a prefill worker may not do to a decode worker: an offer costs no other one, nor does an abort."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton.core.errors import InvariantError
+from baton.core.handover import AbortTransfer, Accept, Offer, Posted, Refuse
+from baton.core.request import SequenceId
+from baton.rpc.link import dial_link
+from tests.support.builders import make_request
+from tests.support.nodes import VOCAB_SIZE, DecodeNode, PrefillNode, pair, until
+from tests.support.prefill_peer import TOKENS, Peer, R, peer
+
+
+def offer_of(p: Peer, name: str, **changes: Any) -> Offer:
+    request = replace(make_request(name, TOKENS, max_tokens=4), **changes)
+    return Offer(request, p.decode.handle(request.sequence_id, p.source.worker), request.num_prefill_tokens)
+
+
+@pytest.mark.parametrize("token", [-1, VOCAB_SIZE, (1 << 31) - 1])
+@pytest.mark.parametrize("where", ["prompt", "output"])
+async def test_an_offer_of_tokens_that_are_none_is_refused_alone(where: str, token: int) -> None:
+    async with peer() as p:
+        assert isinstance(await p.ask(p.offer()), Accept)
+        tokens = (1,) * (TOKENS - 1) + (token,) if where == "prompt" else (token,)
+        answer = await p.ask(offer_of(p, "s", **{where: tokens}))
+        assert isinstance(answer, Refuse) and where in answer.message and "token ids are 0 to 65535" in answer.message
+        await p.open_edge(1)
+        assert (await p.send(*p.chunk())).complete  # the link and what else it brings are as they were
+        p.decode.compute()
+
+
+async def test_an_offer_that_nobody_thought_of_is_refused_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unheard_of(*_: object) -> None:
+        raise KeyError("unheard of")
+
+    async with peer() as p:
+        assert isinstance(await p.ask(p.offer()), Accept)
+        with monkeypatch.context() as changed:
+            changed.setattr(p.decode.worker.scheduler, "reserve", unheard_of)
+            answer = await p.ask(p.offer("s"))
+        assert answer == Refuse(SequenceId("s"), "internal_error", "internal error at an offer")
+        assert "unheard of" in caplog.text
+        await p.open_edge(1)
+        assert (await p.send(*p.chunk())).complete
+        p.decode.compute()
+
+
+async def test_a_sequence_is_ended_only_by_the_prefill_worker_that_it_came_from() -> None:
+    other = PrefillNode("p1")
+    async with pair(more=[other]) as (source, [decode]):
+        source.submit(make_request("r", TOKENS, max_tokens=8), decode)
+        source.compute()
+        await until(lambda: source.told.handed_over)
+        decode.step()
+        stranger = await dial_link(decode.address, other.worker._hello(), 2.0)
+        await stranger.stream.send(AbortTransfer(R, "not mine", 5.0))
+        await until(lambda: decode.worker.load().stale_messages == 1, what="the abort")
+        assert decode.worker.scheduler.num_running == 1
+        await stranger.stream.send(AbortTransfer(SequenceId("later"), "it comes no more", 5.0))  # not here yet
+        await until(lambda: decode.worker.shell.buried(SequenceId("later")), what="a tombstone")
+        own = await dial_link(decode.address, source.worker._hello(), 2.0)  # another link, the same worker
+        await own.stream.send(AbortTransfer(R, "its last chunk was not acknowledged", 0.0))
+        await until(lambda: not decode.worker.scheduler.knows(R), what="the end of the sequence")
+        for link in (stranger, own):
+            await link.close()
+
+
+async def failure(decode: DecodeNode) -> InvariantError:
+    """What would end the process."""
+    shell = decode.worker.shell
+    await asyncio.wait_for(shell._failed.wait(), 3)
+    assert shell._failure is not None
+    return shell._failure
+
+
+@pytest.mark.parametrize("where", ["received", "reserve"])
+async def test_books_that_do_not_balance_end_the_worker(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise InvariantError("the books do not balance")
+
+    async with peer() as p:
+        await p.ask(p.offer())
+        await p.open_edge(1)
+        with monkeypatch.context() as changed:
+            changed.setattr(p.decode.worker.scheduler, where, broken)
+            if where == "reserve":
+                await p.say(p.offer("s"))
+            else:
+                chunk, buffer = p.chunk()
+                assert isinstance(await p.ask(chunk), Posted)
+                await p.send_bytes(chunk, buffer)
+            assert "do not balance" in (await failure(p.decode)).message
+        p.decode.abort(R)
+
+
+async def test_another_error_of_a_task_costs_the_link_and_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("unheard of")
+
+    async with peer() as p:
+        await p.ask(p.offer())
+        await p.open_edge(1)
+        monkeypatch.setattr(p.decode.worker, "landed", broken)
+        chunk, buffer = p.chunk(0, 3)
+        assert isinstance(await p.ask(chunk), Posted)
+        with caplog.at_level(logging.ERROR, "baton.incoming"):
+            await p.send_bytes(chunk, buffer)
+            await until(lambda: p.decode.idle, what="the end of the link")
+        assert "chunk 0 of r/0#1: KeyError('unheard of')" in caplog.text
+        assert [e.code for e in p.decode.told.ended] == ["worker_lost"]

@@ -1,0 +1,39 @@
+"""Books that do not balance, met by a hand-over: the worker ends, since nobody else would hear of it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from baton.core.errors import InvariantError
+from prefill.pieces import PieceSender
+from prefill.scheduler import PrefillScheduler
+from tests.support.builders import make_request
+from tests.support.nodes import pair, until
+
+BUG = InvariantError("the books do not balance")
+
+
+def broken(*_: object) -> None:
+    raise BUG
+
+
+@pytest.mark.parametrize(("owner", "name"), [(PieceSender, "send_all"), (PrefillScheduler, "release_send")])
+async def test_it_ends_the_worker(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair() as (source, [decode]):
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, broken)
+        request = make_request("r", 10, max_tokens=4)
+        source.submit(request, decode)
+        source.compute()
+        await asyncio.wait_for(source.worker.shell._failed.wait(), 3)
+        assert source.worker.shell._failure is BUG and not source.told.parked
+        monkeypatch.setattr(owner, name, real)
+        await until(lambda: not len(source.worker.outgoing), what="the end of the hand-over")
+        if name == "release_send":
+            source.worker.hand_over_ended(request.sequence_id)
+        source.abort(request.sequence_id)
+        decode.abort(request.sequence_id)
+        decode.compute()
