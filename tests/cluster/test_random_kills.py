@@ -109,6 +109,7 @@ async def test_random_kills_leak_nothing_and_falsify_nothing(
             await running.settle()
         said = running.cluster.output.read_text()
         print(f"{work.finished} finished, {kills.result()} kills, errors {dict(work.errors)}")
-        assert work.finished >= requests and kills.result() >= seconds // 20
+        least = int(seconds / KILL_EVERY_S * (0.5 if tp == 1 else 0.25))  # of two ranks most are starting
+        assert work.finished >= requests and kills.result() >= least
         # Nobody died but by our hand: a worker whose books do not balance would end itself and be started again.
         assert said.count("died: killed by SIGKILL") == said.count("died: ") == kills.result()
