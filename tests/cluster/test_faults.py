@@ -168,7 +168,10 @@ async def test_kv_of_another_request_is_found_though_it_is_intact(
     for _ in range(times):
         assert await expected(client, prompts[0]) == answers[0]
         running.ask("prefill-0", "swap")
-        assert await expected(client, prompts[1]) == answers[1]
+        for turn in range(1, 20):  # one may go in two parts and the next in one, which are not as long
+            assert await expected(client, prompts[turn % 2]) == answers[turn % 2]
+            if not running.asked("prefill-0", "swap"):
+                break
         await running.fired("prefill-0", "swap")
     after = await running.settle()
     assert after["decode-0"]["chunks_damaged"] - before["decode-0"]["chunks_damaged"] == times

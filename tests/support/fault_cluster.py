@@ -40,6 +40,10 @@ class FaultCluster:
         (self.shared / f"{worker}.held").unlink(missing_ok=True)
         (self.shared / f"{worker}.{what}").touch()
 
+    def asked(self, worker: str, what: str) -> bool:
+        """Whether it has not happened yet."""
+        return (self.shared / f"{worker}.{what}").exists()
+
     def release(self, worker: str, what: str) -> None:
         (self.shared / f"{worker}.{what}").unlink(missing_ok=True)
 
@@ -52,7 +56,7 @@ class FaultCluster:
         await self.until(lambda: (self.shared / f"{worker}.held").exists(), f"{worker} held")
 
     async def fired(self, worker: str, what: str) -> None:
-        await self.until(lambda: not (self.shared / f"{worker}.{what}").exists(), f"{what} at {worker}")
+        await self.until(lambda: not self.asked(worker, what), f"{what} at {worker}")
 
     async def until(self, condition: Callable[[], object], what: str, timeout_s: float = SETTLE_S) -> None:
         """Polls without holding up the streams of a test; the coordinator may be away."""
