@@ -24,7 +24,7 @@ class EdgeStore:
     """Hosts the store. `host` is a numeric address or a name; `port` 0 takes a free one.
 
     Both ends of an edge delete its keys once they have met, and the end that gives up deletes them too, so the number
-    of keys is bounded by the number of edges being made. `forget` clears what two dead ends left behind.
+    of keys is bounded by the number of edges being made. An end that is killed meanwhile leaves its key: one, once.
 
     Raises StartupError when the address cannot be bound.
     """
@@ -54,10 +54,6 @@ class EdgeStore:
     def num_keys(self) -> int:
         """Keys now in the store, without the store's own."""
         return len([k for k in self._open().list_keys() if k.startswith(self.nonce)])
-
-    def forget(self, prefix: str) -> None:
-        """Deletes all keys of one edge generation (or of any longer prefix)."""
-        delete_keys(self._open(), prefix)
 
     def close(self) -> None:
         """Stops listening and drops every connection to the store. Edges already made do not need it."""
