@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from threading import Event
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 
 from baton.core.errors import HandoffError
 from baton.transfer.edge import Arrived, EdgeSpec, Ready, check_buffer, cut_buffer
-from baton.transfer.rendezvous import meet
+from baton.transfer.rendezvous import Meeting
 from baton.transfer.sockets import Connections
 
 _HEADER = struct.Struct("<8sQQQQ")  # edge id, generation, operation number, payload bytes, sections
@@ -55,7 +54,7 @@ class GlooEdge:
         self.spec = spec
         self._group: Any = None
         self._connections: Connections | None = None
-        self._aborted = Event()
+        self._meeting = Meeting(spec)
         self._dead = False
         self._operations = 0
         self._doing, self._since = "connect", 0.0  # for messages: the call under way and its start (monotonic)
@@ -64,7 +63,7 @@ class GlooEdge:
     def connect(self) -> None:
         self._since = time.monotonic()
         gloo: Any = ProcessGroupGloo  # the stubs lack `_Options`
-        with meet(self.spec, self._aborted) as (store, deadline):
+        with self._meeting.meet() as (store, deadline):
             left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
             options = gloo._Options()
             options._devices = [gloo.create_device(hostname=self.spec.bind_host)]
@@ -123,7 +122,7 @@ class GlooEdge:
             self._wait(closing, deadline)
 
     def abort(self) -> None:
-        self._aborted.set()
+        self._meeting.abort()
         self._shut_down()
 
     def close(self) -> None:
@@ -144,7 +143,7 @@ class GlooEdge:
 
     def _post(self, name: str, buf: Tensor, tag: int) -> _Posted:
         """Launches one Gloo message. Raises HandoffError; the edge is dead then."""
-        if self._dead or self._group is None or self._aborted.is_set():
+        if self._dead or self._group is None or self._meeting.aborted:
             raise self.spec.error(f"{self._doing} on an edge that has ended")
         try:
             return _Posted(buf, getattr(self._group, name)([buf], self.spec.peer_rank, tag))
@@ -160,7 +159,7 @@ class GlooEdge:
 
     def _failed(self, e: RuntimeError) -> HandoffError:
         self._dead = True
-        cause = "aborted" if self._aborted.is_set() else _CHATTER.sub("", str(e).splitlines()[0])
+        cause = "aborted" if self._meeting.aborted else _CHATTER.sub("", str(e).splitlines()[0])
         return self.spec.error(f"{self._doing} failed after {time.monotonic() - self._since:.2f} s: {cause}")
 
     def _header(self, size: int, sections: int = 0) -> Tensor:

@@ -18,14 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from baton.transfer.edge import Arrived, EdgeSpec, Ready, check_buffer, cut_buffer
-from baton.transfer.rendezvous import meet
+from baton.transfer.rendezvous import Meeting
 
 _WORD = struct.Struct("<Q")
 _POLL_MIN_S, _POLL_MAX_S = 0.00005, 0.002
@@ -55,7 +54,7 @@ class NcclEdge:
         self.spec = spec
         self._group: Any = None
         self._stream: Any = None
-        self._aborted = Event()
+        self._meeting = Meeting(spec)
         self._dead = False
 
     def connect(self) -> None:
@@ -63,7 +62,7 @@ class NcclEdge:
         if nccl is None or not torch.cuda.is_available():
             raise self.spec.error("this torch has no NCCL or no GPU")
         device = torch.device(self.spec.device)
-        with meet(self.spec, self._aborted) as (store, deadline):
+        with self._meeting.meet() as (store, deadline):
             options = nccl.Options(is_high_priority_stream=False)
             options._timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
             options.config.blocking = 0
@@ -104,7 +103,7 @@ class NcclEdge:
                 arrived(index, _WORD.unpack(bytes(behind.tolist()))[0])
 
     def abort(self) -> None:
-        self._aborted.set()
+        self._meeting.abort()
         group = self._group
         if group is not None:  # on a thread: ending a communicator may take a while, and this must not block
             threading.Thread(target=_abort, args=(group,), name="edge-abort", daemon=True).start()
@@ -117,7 +116,7 @@ class NcclEdge:
 
     def _move(self, name: str, buf: Tensor, timeout_s: float, on_posted: Callable[[], None] | None = None) -> None:
         """Launches one operation on the side stream and polls it. Raises HandoffError; the edge is dead then."""
-        if self._dead or self._group is None or self._aborted.is_set():
+        if self._dead or self._group is None or self._meeting.aborted:
             raise self.spec.error(f"{name} on an edge that has ended")
         start, pause_s, cause = time.monotonic(), _POLL_MIN_S, ""
         try:
@@ -127,8 +126,8 @@ class NcclEdge:
             if on_posted is not None:
                 on_posted()
             while not work.is_completed():
-                if self._aborted.is_set() or time.monotonic() - start > timeout_s:
-                    cause = "aborted" if self._aborted.is_set() else "timed out"
+                if self._meeting.aborted or time.monotonic() - start > timeout_s:
+                    cause = "aborted" if self._meeting.aborted else "timed out"
                     break
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 1.5, _POLL_MAX_S)

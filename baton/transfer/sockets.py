@@ -1,8 +1,9 @@
-"""Finding and shutting down the TCP connection under a Gloo pair.
+"""Finding and shutting down TCP connections that torch does not show: under a Gloo pair, and to a store.
 
 Gloo offers nothing that frees a blocked wait (measured: neither `abort` nor `shutdown` does). Its connection's end
 does, within milliseconds, at both ends. Each rank publishes the address it listens on as a `sockaddr` in the store,
-which tells the pair's connection from all others of the process.
+which tells the pair's connection from all others of the process. A call of a TCPStore waits without limit while its
+server says nothing; there, too, only the connection's end helps. It is the one that the caller waits for.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import os
 import re
 import socket
 import stat
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 _IPV4 = re.compile(rb"\x02\x00(..)(....)\x00{8}", re.DOTALL)  # sockaddr_in: family, port, address, padding
-
 
 Address = tuple[str, int]
 
@@ -34,26 +35,66 @@ class Connections:
 
     def shut_down(self) -> int:
         """Shuts down this rank's end of the pair; returns how many connections that was. Does not block or raise."""
-        count = 0
-        known = self.mine and self.theirs and os.path.isdir("/proc/self/fd")
-        for name in os.listdir("/proc/self/fd") if known else ():
-            try:
-                if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                    continue
-                # A duplicate: the shutdown reaches the connection, the close only the duplicate.
-                with socket.socket(fileno=os.dup(int(name))) as sock:
-                    if self._is_mine(sock):
-                        sock.shutdown(socket.SHUT_RDWR)
-                        count += 1
-            except OSError:
-                continue  # closed meanwhile, or not connected
-        return count
+        return _shut_down(self._is_mine) if self.mine and self.theirs else 0
 
     def _is_mine(self, sock: socket.socket) -> bool:
         if sock.family != socket.AF_INET or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             return False
         # Either I accepted it on my port or I dialled theirs; the peer's end, if in this process, has it reversed.
         return bool(sock.getsockname() == self.mine or sock.getpeername() == self.theirs)
+
+
+def free_from(port: int, thread: int) -> bool:
+    """Shuts down the connection to `port` of a peer that a thread of this process (its native id) waits for in a system
+    call; returns whether there was one. The kernel says what a thread waits for. Does not block or raise."""
+    try:
+        number = _awaited(thread)
+        if not stat.S_ISSOCK(os.fstat(number).st_mode):
+            return False
+        # A duplicate, looked at again: as long as the thread waits for it, nobody else can have got its number.
+        with socket.socket(fileno=os.dup(number)) as held:
+            if held.getpeername()[1] == port and os.path.sameopenfile(_awaited(thread), held.fileno()):
+                held.shutdown(socket.SHUT_RDWR)
+                return True
+    except (OSError, ValueError, OverflowError, IndexError):
+        pass  # it waits for nothing of the kind, or does not any more
+    return False
+
+
+def _awaited(thread: int) -> int:
+    """The first argument of the system call that a thread is in: the descriptor, where it sends or receives."""
+    with open(f"/proc/self/task/{thread}/syscall", encoding="ascii") as call:
+        return int(call.read().split()[1], 16)
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """All sockets of this process, to look at: they stay their owners', who may close them meanwhile."""
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            sock = socket.socket(fileno=int(name))
+        except OSError:
+            continue  # closed meanwhile
+        try:
+            yield sock
+        finally:
+            sock.detach()
+
+
+def _shut_down(wanted: Callable[[socket.socket], bool]) -> int:
+    count = 0
+    for sock in _sockets():
+        try:
+            if wanted(sock):
+                # A duplicate, looked at again: its number is nobody else's, and its close reaches no connection.
+                with sock.dup() as held:
+                    if wanted(held):
+                        held.shutdown(socket.SHUT_RDWR)
+                        count += 1
+        except OSError:
+            continue  # closed meanwhile, or not connected
+    return count
 
 
 def _listener(published: bytes) -> Address | None:

@@ -16,6 +16,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from baton.core.errors import HandoffError, StartupError
 from baton.transfer.edge import EdgeSpec
 
+HERE = "here"
+"""What an end's first key is called: prefix/here/rank."""
+_NAMES = (f"{HERE}/0", f"{HERE}/1", "0/0", "0/1", "0:1")  # the ends' own, Gloo's, NCCL's (read in its source, not run)
 _CALL_TIMEOUT_S = 5.0
 _DIAL_S = 1.0
 
@@ -87,8 +90,11 @@ def scoped(spec: EdgeSpec, client: TCPStore) -> Store:
     return PrefixStore(spec.prefix, client)
 
 
-def delete_keys(store: Store, prefix: str) -> None:
-    """Deletes every key under `prefix`."""
-    for key in store.list_keys():
-        if key.startswith(prefix + "/"):
-            store.delete_key(key)
+def delete_keys(client: Store, prefix: str) -> None:
+    """Deletes what the two ends of an edge leave under `prefix`: their own keys and those of the group.
+
+    By name: torch lists keys with the interpreter's lock held (measured), so that a store that is stopped would stop
+    this process too.
+    """
+    for name in _NAMES:
+        client.delete_key(f"{prefix}/{name}")

@@ -120,7 +120,7 @@ def _install(faults: Faults) -> None:
         tell_first(runner, wanted, told)
 
     def faulty_send(edge: GlooEdge, buf: Any, timeout_s: float, ends: Any = (), ready: Any = lambda _: 0) -> None:
-        faults.hold("hold_send", edge._aborted)
+        faults.hold("hold_send", edge._meeting._aborted)
         if faults.fires("cut"):
             edge.abort()
         sums = [ready(index) for index in range(len(ends))]  # all of it is packed by then

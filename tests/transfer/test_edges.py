@@ -266,7 +266,7 @@ def test_a_second_address_is_honoured_and_a_taken_port_is_one_plain_error(store:
 
 
 def test_the_keys_of_one_generation_are_deleted_and_no_others(store: EdgeStore) -> None:
-    for name in ("a/g1/x", "a/g1/y", "a/g11/x"):
+    for name in ("a/g1/here/0", "a/g1/0/1", "a/g11/here/0"):
         store._open().set(f"{store.nonce}/{name}", "1")
     delete_keys(store._open(), f"{store.nonce}/a/g1")
     assert store.num_keys() == 1
