@@ -9,6 +9,8 @@ Measured facts this file stands on (torch 2.13):
 - `ProcessGroup.abort` and `shutdown` do not free a blocked `wait`; shutting down its TCP connection does (`sockets`);
 - a message longer than the posted receive ends the *process* (std::terminate on Gloo's thread) and a shorter one
   passes unnoticed; so every payload is announced by a header of fixed size, and received only if it fits.
+- its listener takes whoever comes, each a descriptor until the edge ends, and an error of that ends the *process*
+  (std::terminate): so it must neither be closed nor shut down, and is made deaf once the pair stands (`sockets`);
 - messages with one tag arrive in the order in which they were sent. So a payload may go in sections, each followed by
   a small message of its own, and the receiver opens receives for all of them as soon as the header fits.
 """
@@ -79,6 +81,7 @@ class GlooEdge:
                     self._wait(self._post("send", self._header(0), _HEADER_TAG), deadline)
                 else:
                     self._receive_header(0, deadline)
+        self._connections.stop_listening()
 
     def send(self, buf: Tensor, timeout_s: float, ends: Sequence[int] = (), ready: Ready | None = None) -> None:
         check_buffer(self.spec, buf)

@@ -8,14 +8,17 @@ server says nothing; there, too, only the connection's end helps. It is the one 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import socket
 import stat
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 _IPV4 = re.compile(rb"\x02\x00(..)(....)\x00{8}", re.DOTALL)  # sockaddr_in: family, port, address, padding
+_SO_ATTACH_FILTER = 26  # which Python's socket module does not name
 
 Address = tuple[str, int]
 
@@ -35,7 +38,19 @@ class Connections:
 
     def shut_down(self) -> int:
         """Shuts down this rank's end of the pair; returns how many connections that was. Does not block or raise."""
-        return _shut_down(self._is_mine) if self.mine and self.theirs else 0
+        return _to_each(self._is_mine, _shut_down) if self.mine and self.theirs else 0
+
+    def stop_listening(self) -> int:
+        """Once the pair stands: nobody else is let in. The kernel drops what comes to the listener.
+
+        To close it or to shut it down would end the process, as running out of descriptors would: Gloo takes whoever
+        comes, and an error of that as fatal (measured). Returns how many listeners that was, 0 or 1. Does not raise.
+        """
+        return _to_each(self._is_my_listener, _deafen) if self.mine else 0
+
+    def _is_my_listener(self, sock: socket.socket) -> bool:
+        listens = sock.family == socket.AF_INET and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return bool(listens and sock.getsockname() == self.mine)
 
     def _is_mine(self, sock: socket.socket) -> bool:
         if sock.family != socket.AF_INET or sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -82,7 +97,8 @@ def _sockets() -> Iterator[socket.socket]:
             sock.detach()
 
 
-def _shut_down(wanted: Callable[[socket.socket], bool]) -> int:
+def _to_each(wanted: Callable[[socket.socket], bool], act: Callable[[socket.socket], None]) -> int:
+    """Acts on those that are wanted; returns how many it was. Does not raise."""
     count = 0
     for sock in _sockets():
         try:
@@ -90,11 +106,20 @@ def _shut_down(wanted: Callable[[socket.socket], bool]) -> int:
                 # A duplicate, looked at again: its number is nobody else's, and its close reaches no connection.
                 with sock.dup() as held:
                     if wanted(held):
-                        held.shutdown(socket.SHUT_RDWR)
+                        act(held)
                         count += 1
         except OSError:
             continue  # closed meanwhile, or not connected
     return count
+
+
+def _shut_down(sock: socket.socket) -> None:
+    sock.shutdown(socket.SHUT_RDWR)
+
+
+def _deafen(listener: socket.socket) -> None:
+    nothing = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF_RET: keep 0 bytes of each packet
+    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(nothing)))
 
 
 def _listener(published: bytes) -> Address | None:

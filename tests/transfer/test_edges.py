@@ -257,6 +257,26 @@ def test_everything_listens_on_the_named_address_only(spec: MakeSpec, store: Edg
     assert ("0100007F", store.port) not in listeners()
 
 
+def test_nobody_else_gets_in_once_the_pair_stands(spec: MakeSpec) -> None:
+    before = listeners()
+    prefill, decode = connected(spec)
+    opened = listeners() - before
+    ports = {port for _, port in opened}
+    held = len(os.listdir("/proc/self/fd"))
+    for port in ports:
+        for _ in range(3):
+            with socket.socket() as stray, pytest.raises(TimeoutError):
+                stray.settimeout(0.1)
+                stray.connect(("127.0.0.1", port))
+    assert len(ports) == 2 and len(os.listdir("/proc/self/fd")) == held
+    sent, got = torch.randint(0, 256, (3_000_001,), dtype=torch.uint8), torch.zeros(3_000_001, dtype=torch.uint8)
+    assert both(lambda: prefill.send(sent, 5), lambda: decode.recv(got, 5)) == [None, None]
+    assert torch.equal(sent, got)
+    prefill.close()
+    decode.close()
+    assert not opened & listeners()
+
+
 def test_a_second_address_is_honoured_and_a_taken_port_is_one_plain_error(store: EdgeStore) -> None:
     other = EdgeStore("127.0.0.2")
     assert ("0200007F", other.port) in listeners()
