@@ -22,7 +22,7 @@ from baton.core.config import WorkerConfig
 from baton.core.errors import BatonError, JoinRefused, RankLost, StartupError, innermost
 from baton.core.names import name_error
 from baton.core.ranks import Ranks
-from baton.model_source import resolve_model
+from baton.model_source import resolve_draft, resolve_model
 from baton.options import EXIT_STARTUP_ERROR, config_command, error_line, run_main
 from baton.process import EXIT_RANK_LOST, die_with_parent, lasting_imports, limit_name_lookups, record_error
 from baton.token_file import read_token
@@ -75,7 +75,7 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
             if wrong := name_error(config.worker_id):
                 raise StartupError(f"--worker-id: {wrong}")
             if ranks.leads:
-                asyncio.run(_serve(config, ranks, load))
+                asyncio.run(_serve(role, config, ranks, load))
             else:
                 _follow(config, ranks)
         except Exception as e:
@@ -125,7 +125,7 @@ def _drain_on_sigterm(worker: Worker, timeout_s: float) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
 
 
-async def _serve(config: WorkerConfig, ranks: Ranks, load: Callable[[], MakeWorker]) -> None:
+async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[[], MakeWorker]) -> None:
     check_listening("--host", config.host, read_token(config.cluster_token_file))
     started, before = time.monotonic(), len(sys.modules)
     with lasting_imports():
@@ -136,6 +136,8 @@ async def _serve(config: WorkerConfig, ranks: Ranks, load: Callable[[], MakeWork
     log.info("stage imports: %.2f s, %d modules", time.monotonic() - started, imported)
     started = time.monotonic()
     options = _engine_options(config, ranks)
+    if role == "decode":
+        options = _beside_draft(options, config)
     with lead(ranks, options, lambda stage, seconds: log.info("stage %s: %.2f s", stage, seconds)) as crew:
         runner = crew.runner
         facts = WorkerFacts(
@@ -179,6 +181,13 @@ def _follow(config: WorkerConfig, ranks: Ranks) -> None:
         from baton.worker_ranks import follow
 
     follow(ranks, _engine_options(config, ranks))
+
+
+def _beside_draft(options: EngineOptions, config: WorkerConfig) -> EngineOptions:
+    """What a leader has to know of the draft that it will load where memory is the GPU's; on CPU nothing."""
+    if config.device == "cpu":
+        return options
+    return replace(options, draft_dir=resolve_draft(config.draft, options.model_dir), max_running=config.max_running)
 
 
 def _engine_options(config: WorkerConfig, ranks: Ranks) -> EngineOptions:

@@ -13,9 +13,11 @@ from functools import partial
 from baton.core.config import WorkerConfig
 from baton.core.errors import InvariantError, StartupError
 from baton.core.kv_layout import KVLayout
+from baton.core.model_config import DType
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from baton.core.step import Row, StepOutcome, StepPlan
 from baton.engine.checkpoint import read_model_config
+from baton.engine.draft_share import draft_share
 from baton.engine.runner import EngineOptions, Runner, load_runner
 from baton.model_source import resolve_draft, resolve_model
 from decode.drafts import CATCH_UP, Drafts, ModelDrafts, NgramDrafts
@@ -89,9 +91,8 @@ def load_draft(config: WorkerConfig, runner: Runner) -> Runner | None:
             f"draft {directory.name}: its vocabulary has {draft_config.vocab_size} tokens, the model's"
             f" {target_config.vocab_size}; they must be the same"
         )
-    longest = min(draft_config.max_position_embeddings, runner.max_model_len)
-    layout = draft_config.kv_layout(runner.layout.block_size, runner.dtype_name)  # type: ignore[arg-type]
-    num_blocks = min(runner.num_blocks, config.max_running * layout.blocks_for(longest))
+    of_target: DType = runner.dtype_name  # type: ignore[assignment]
+    share = draft_share(draft_config, runner.max_model_len, runner.layout.block_size, of_target, config.max_running)
     started = time.monotonic()
     draft = load_runner(
         EngineOptions(
@@ -100,8 +101,8 @@ def load_draft(config: WorkerConfig, runner: Runner) -> Runner | None:
             dtype=runner.dtype_name,
             threads=runner.threads,
             block_size=runner.layout.block_size,
-            kv_memory_bytes=num_blocks * layout.bytes_per_block,
-            max_model_len=longest,
+            kv_memory_bytes=share.num_blocks(runner.num_blocks) * share.layout.bytes_per_block,
+            max_model_len=share.max_model_len,
             kernels=config.kernels,
             max_num_tokens=max(config.step_tokens + 2 * CATCH_UP * config.max_running, 512),
         )

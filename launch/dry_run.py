@@ -66,15 +66,24 @@ def _ports(plan: Plan) -> Table:
 
 def _memory(plan: Plan) -> Table | str:
     """The table, or why there is none."""
-    from launch.memory import model_config, rank_memory
+    from launch.memory import draft_config, model_config, rank_memory
 
     try:
-        config = model_config(resolve_model(plan.model))
+        model_dir = resolve_model(plan.model)
+        config = model_config(model_dir)
     except StartupError as error:
         return f"not known here: {error.message}"
-    table = make_table(("member", "parameters MiB", "KV MiB", "KV blocks", "edges", "edge buffers MiB", "staging MiB"))
+    head = ("member", "parameters MiB", "KV MiB", "KV blocks", "edges", "edge buffers MiB", "staging MiB", "draft MiB")
+    table = make_table(head)
     for part in plan.parts:
-        found = rank_memory(plan, part, config)
+        try:
+            guesses, known = draft_config(part, model_dir), True
+        except StartupError:
+            guesses, known = None, False  # a node that is not this one may have it
+        found = rank_memory(plan, part, config, draft=guesses)
+        draft = _mib(found.draft_bytes) if known else "?"
+        if found.draft_bytes and not found.kv_blocks:
+            draft += " and its KV"
         kv = (_mib(found.kv_bytes), str(found.kv_blocks)) if found.kv_bytes else ("85 % of what is free", "?")
         table.add_row(
             part.name,
@@ -83,6 +92,7 @@ def _memory(plan: Plan) -> Table | str:
             str(found.edges),
             _mib(found.edge_bytes),
             _mib(found.staging_bytes),
+            draft,
         )
     return table
 

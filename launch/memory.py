@@ -1,4 +1,4 @@
-"""How much memory each rank of a plan will take, before anything is loaded: parameters, KV, buffers of edges.
+"""How much memory each rank of a plan will take, before anything is loaded: parameters, KV, buffers of edges, a draft.
 
 Parameters follow from the checkpoint's config alone. What a topology leaves to the machine (device, dtype, KV memory)
 is taken as this machine would decide it. That there are GPUs where the plan says `cuda` is believed: it may be made
@@ -18,10 +18,12 @@ from baton.core.kv_layout import DTYPE_BYTES
 from baton.core.model_config import ModelConfig
 from baton.core.reshard import local_heads, local_layout, reshard
 from baton.engine.checkpoint import read_model_config
-from baton.engine.device import choose_device, choose_dtype, default_kv_bytes
+from baton.engine.device import choose_device, choose_dtype
+from baton.engine.draft_share import draft_share
+from baton.engine.kv_pool import default_budget
 from baton.engine.quantize import check_quantize
-from baton.engine.runner import DEFAULT_SEQUENCES
 from baton.engine.weights import EMBEDDING, HEAD, expected_tensors, stored_bytes
+from baton.model_source import resolve_draft
 from baton.transfer.edge_kinds import choose_edges
 from baton.transfer.staging_buffers import kept_limit
 from baton.transfer.staging_room import check_staging
@@ -38,7 +40,8 @@ CHANNEL_BYTES = 4 << 20
 class RankMemory:
     """Bytes of one rank. `kv_blocks` is 0 where only the running worker can tell (a share of a GPU's free memory).
     `edge_bytes` is what NCCL keeps for its edges, 0 on Gloo; `staging_bytes` the most for KV on its way,
-    with the buffers kept for more of it."""
+    with the buffers kept for more of it; `draft_bytes` a draft model's parameters and KV, of which the KV is left out
+    where `kv_blocks` is 0."""
 
     parameter_bytes: int
     kv_bytes: int
@@ -46,10 +49,13 @@ class RankMemory:
     edges: int
     edge_bytes: int
     staging_bytes: int
+    draft_bytes: int = 0
 
 
-def rank_memory(plan: Plan, part: Part, config: ModelConfig, local_rank: int = 0) -> RankMemory:
-    """What the `local_rank`-th rank of a part will take.
+def rank_memory(
+    plan: Plan, part: Part, config: ModelConfig, local_rank: int = 0, draft: ModelConfig | None = None
+) -> RankMemory:
+    """What the `local_rank`-th rank of a part will take; `draft` is the model that guesses for the part's worker.
 
     Raises:
         StartupError: the model's sizes cannot be divided over the ranks, with the numbers; or memory for KV, or for
@@ -71,13 +77,18 @@ def rank_memory(plan: Plan, part: Part, config: ModelConfig, local_rank: int = 0
     if given:
         budget = round(given * (1 << 30)) // size
     elif device.type == "cpu":
-        enough = mine.blocks_for(longest) * mine.bytes_per_block * DEFAULT_SEQUENCES
-        budget = min(default_kv_bytes(device, part.ranks), enough)
+        budget = default_budget(mine, longest, device, part.ranks, None)
     else:
         budget = 0
     blocks = budget // mine.bytes_per_block
     if budget and blocks < mine.blocks_for(_number(options.get("max_model_len", 0)) or 1):
         raise StartupError(f"{part.name}: KV memory of {budget / 2**20:.1f} MiB a rank is too small for one sequence")
+    draft_bytes = 0
+    if draft is not None and part.role == "decode" and rank == 0:
+        usable = min(longest, blocks * layout.block_size) if blocks else longest
+        running = _number(options.get("max_running", WorkerConfig().max_running))
+        share = draft_share(draft, usable, layout.block_size, dtype, running)
+        draft_bytes = share.parameter_bytes + (share.kv_bytes(blocks) if blocks else 0)
     edges = _edges(plan, part, config, rank)
     kind = choose_edges(str(options.get("edge_kind", "auto")), device)
     channel_bytes = EDGE_CHANNELS * CHANNEL_BYTES if kind == "nccl" else 0
@@ -93,6 +104,7 @@ def rank_memory(plan: Plan, part: Part, config: ModelConfig, local_rank: int = 0
         edges,
         edges * channel_bytes,
         staging // size + kept_limit(staging, size),
+        draft_bytes,
     )
 
 
@@ -128,6 +140,15 @@ def parameter_bytes(config: ModelConfig, size: int, rank: int, item_bytes: int, 
 def model_config(model_dir: Path) -> ModelConfig:
     """Raises StartupError for a directory that cannot be served."""
     return read_model_config(model_dir)
+
+
+def draft_config(part: Part, model_dir: Path) -> ModelConfig | None:
+    """The model that guesses for a part's worker: decode workers alone have one, and not all. Raises StartupError for
+    one that is not here."""
+    if part.role != "decode":
+        return None
+    found = resolve_draft(str(part.worker.options.get("draft", WorkerConfig().draft)), model_dir)
+    return None if found is None else read_model_config(found)
 
 
 def _edges(plan: Plan, part: Part, config: ModelConfig, rank: int) -> int:

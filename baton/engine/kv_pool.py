@@ -9,7 +9,11 @@ from torch import Tensor
 
 from baton.core.errors import StartupError
 from baton.core.kv_layout import KVLayout
+from baton.engine.device import default_kv_bytes
+from baton.engine.draft_share import DraftShare
 from baton.engine.pages_ahead import PagesAhead
+
+DEFAULT_SEQUENCES = 256  # without a given KV memory, no more than this many sequences of full length
 
 
 class KVPool:
@@ -53,6 +57,18 @@ class KVPool:
         """Stores keys and values [T, kv_heads, head_dim] at `slots` [T] (block id * block_size + offset)."""
         for tensor, new in zip(self.storage[layer], (keys, values), strict=True):
             tensor.view(-1, *tensor.shape[2:]).index_copy_(0, slots, new)
+
+
+def default_budget(
+    layout: KVLayout, longest: int, device: torch.device, local_size: int, draft: DraftShare | None
+) -> int:
+    """Bytes for a rank's KV when nobody says how many; `layout` is the rank's, `local_size` counts the worker's ranks
+    on this machine. A `draft` that comes later has its share of a GPU; on CPU its pages are taken as they are used."""
+    enough = layout.blocks_for(longest) * layout.bytes_per_block * DEFAULT_SEQUENCES
+    free = default_kv_bytes(device, local_size)
+    if draft is not None and device.type == "cuda":
+        free = draft.left_of(free, layout.bytes_per_block)
+    return min(free, enough)
 
 
 def plan_blocks(layout: KVLayout, kv_memory_bytes: int, max_model_len: int | None) -> int:

@@ -30,10 +30,11 @@ from baton.engine.attention_exact import KEY_STEP
 from baton.engine.batch import Batch, Limits, make_batch
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
 from baton.engine.computing import Computing, Guess, how_to_compute
-from baton.engine.device import choose_device, choose_dtype, default_kv_bytes
+from baton.engine.device import choose_device, choose_dtype
+from baton.engine.draft_share import draft_share
 from baton.engine.guesses_device import DeviceGuesses, Queued
 from baton.engine.kernels.native import choose_kernels, row_invariant
-from baton.engine.kv_pool import KVPool, plan_blocks
+from baton.engine.kv_pool import KVPool, default_budget, plan_blocks
 from baton.engine.launches import Launches
 from baton.engine.layers import EXACT, FAST, Rotary
 from baton.engine.logprobs import asked, sampled_rows, scored_rows
@@ -52,8 +53,6 @@ from baton.engine.weights import WeightReader
 
 OnStage = Callable[[str, float], None]
 
-DEFAULT_SEQUENCES = 256  # without a given KV memory, no more than this many sequences of full length
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
@@ -66,7 +65,8 @@ class EngineOptions:
     its way at once, all ranks together. `kernels` is `auto` (the best compiled ones that this processor has, else
     torch's), `torch`, or the level of compiled ones. `quantize` is `none` or `int8` (weights of linear layers and head;
     CPU). torch's kernels keep int8 widened: then the memory report says less than is used. `version` is the code's.
-    What ranks must have alike: `rank_options`.
+    `draft_dir` is the draft that this rank loads afterwards, for `max_running` sequences. What ranks must have alike:
+    `rank_options`.
     """
 
     model_dir: Path
@@ -84,6 +84,8 @@ class EngineOptions:
     staging_bytes: int = 0
     quantize: str = "none"
     version: str = ""
+    draft_dir: Path | None = None
+    max_running: int = 0
 
 
 class Runner:
@@ -294,8 +296,11 @@ def load_runner(
         layout = config.kv_layout(options.block_size, dtype)
         mine = local_layout(layout, ranks.size, ranks.rank)
         if options.kv_memory_bytes is None:
-            enough = mine.blocks_for(longest) * mine.bytes_per_block * DEFAULT_SEQUENCES
-            budget = min(default_kv_bytes(device, ranks.local_size), enough)
+            draft = None
+            if options.draft_dir is not None:
+                of_draft = read_model_config(options.draft_dir)
+                draft = draft_share(of_draft, longest, options.block_size, dtype, options.max_running)
+            budget = default_budget(mine, longest, device, ranks.local_size, draft)
         else:
             budget = options.kv_memory_bytes // ranks.size
         num_blocks = group.minimum(plan_blocks(mine, budget, options.max_model_len), "KV blocks")

@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from baton.core.config import WorkerConfig
 from baton.core.errors import StartupError
 from baton.engine.checkpoint import Checkpoint, read_model_config
 from baton.engine.parallel import TPGroup
 from baton.engine.runner import EngineOptions, load_runner
 from baton.engine.weights import WeightReader
 from baton.transfer import nccl
+from decode.draft_model import load_draft
 from launch.dry_run import dry_run
 from launch.members import Programs
-from launch.memory import CHANNEL_BYTES, EDGE_CHANNELS, parameter_bytes, rank_memory
+from launch.memory import CHANNEL_BYTES, EDGE_CHANNELS, draft_config, parameter_bytes, rank_memory
 from launch.plan import Plan, local_topology, make_plan
 from launch.up_config import UpConfig
 from tests.support.checkpoints import ARCHS, Arch, make_checkpoint
@@ -56,6 +58,41 @@ def test_parameters_and_kv_are_those_of_a_running_engine(quantize: str, tmp_path
     assert found.parameter_bytes == runner.memory.parameter_bytes
     assert (found.kv_bytes, found.kv_blocks) == (runner.memory.kv_bytes, runner.num_blocks)
     assert (found.edges, found.edge_bytes) == (1, 0) and EDGE_CHANNELS == nccl._MAX_CTAS
+
+
+def test_a_draft_is_on_the_first_rank_of_decode_workers_and_is_that_of_a_running_one(tmp_path: Path) -> None:
+    model, draft = (make_checkpoint(tmp_path / name, "llama") for name in ("m", "d"))
+    runner = load_runner(EngineOptions(model_dir=model, dtype="float32", kv_memory_bytes=1 << 20, kernels="torch"))
+    running = load_draft(WorkerConfig(model=str(model), draft=str(draft), kernels="torch", max_running=5), runner)
+    assert running is not None
+    made = plan(model, kv_memory_gib=1 / 1024, draft=str(draft), max_running=5)
+    config = read_model_config(model)
+    prefill, decode = (
+        rank_memory(made, part, config, draft=draft_config(part, model)).draft_bytes for part in made.parts
+    )
+    assert (prefill, decode) == (0, running.memory.parameter_bytes + running.memory.kv_bytes)
+    several = plan(model, kv_memory_gib=1 / 1024, draft=str(draft), decode_tp=2)
+    ranks = [rank_memory(several, several.parts[1], config, rank, config).draft_bytes > 0 for rank in (0, 1)]
+    assert ranks == [True, False]
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram", "auto"])
+def test_a_worker_without_a_draft_model_takes_nothing_for_one(draft: str, tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "m", "llama")
+    made = plan(model, draft=draft)
+    assert [draft_config(part, model) for part in made.parts] == [None, None]
+
+
+def test_the_built_in_draft_is_in_the_dry_run_and_one_that_is_not_here_is_not_known() -> None:
+    def shown(**options: object) -> list[str]:
+        out = io.StringIO()
+        console = Console(file=out, width=200, soft_wrap=True)
+        dry_run(plan(Path("builtin"), **options), Programs(("C",), ("T",)), console)
+        lines = out.getvalue().split("memory of each rank")[1].splitlines()
+        return [line.split()[-1] for line in lines if line.startswith(("prefill-0", "decode-0"))][:2]
+
+    assert shown(kv_memory_gib=4.0) == ["0.0", "261.3"]  # 5.3 and 256
+    assert shown(draft="/not/on/this/host") == ["0.0", "?"]
 
 
 def test_every_pair_of_ranks_that_share_heads_is_an_edge(tmp_path: Path) -> None:

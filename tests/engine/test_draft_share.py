@@ -1,0 +1,104 @@
+"""Room for a draft beside its target, in numbers: what both take together, and that no block more would fit."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.core.config import WorkerConfig
+from baton.engine import kv_pool
+from baton.engine import runner as runner_module
+from baton.engine.checkpoint import read_model_config
+from baton.engine.draft_share import DraftShare, draft_share
+from baton.engine.kv_pool import DEFAULT_SEQUENCES, default_budget
+from baton.engine.runner import EngineOptions, Runner, load_runner
+from baton.worker_main import _beside_draft
+from decode.draft_model import load_draft
+from tests.support.builders import make_layout
+from tests.support.checkpoints import make_checkpoint
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LAYOUT = make_layout(4)  # 1024 bytes a block
+
+
+def both_take(share: DraftShare, blocks: int, target_block_bytes: int) -> int:
+    return blocks * target_block_bytes + share.parameter_bytes + share.kv_bytes(blocks)
+
+
+def test_the_target_gets_all_that_both_leave() -> None:
+    chance = random.Random(5)
+    for _ in range(300):
+        share = DraftShare(chance.randrange(50_000), LAYOUT, chance.randrange(1, 60), 64)
+        budget, target = chance.randrange(400_000), chance.choice((512, 1024, 5000))
+        blocks = share.left_of(budget, target) // target
+        if blocks:
+            assert both_take(share, blocks, target) <= budget
+        assert both_take(share, blocks + 1, target) > budget
+
+
+@pytest.mark.parametrize(("most", "left"), [(10, 1_000_000 - 30_000 - 11 * 1024), (1000, 236 * 3072)])
+def test_by_hand(most: int, left: int) -> None:
+    """A draft whose sequences use few blocks leaves the rest; one that wants as many as the target gets as many."""
+    assert LAYOUT.bytes_per_block == 1024
+    assert DraftShare(30_000, LAYOUT, most, 64).left_of(1_000_000, 3072) // 3072 == left // 3072
+
+
+def test_a_draft_that_does_not_fit_leaves_nothing() -> None:
+    assert DraftShare(10_000, LAYOUT, 4, 16).left_of(5_000, 1024) == 0
+
+
+def test_only_a_gpu_is_shared_before_the_draft_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_pool, "default_kv_bytes", lambda device, local_size: 1_000_000 // local_size)
+    share = DraftShare(30_000, LAYOUT, 10, 1 << 20)
+    longest = 1 << 20  # of which 256 are more than there is
+    assert default_budget(LAYOUT, longest, CUDA, 1, None) == 1_000_000
+    assert default_budget(LAYOUT, longest, CUDA, 1, share) == share.left_of(1_000_000, 1024) < 1_000_000
+    assert default_budget(LAYOUT, longest, CUDA, 2, share) == share.left_of(500_000, 1024)
+    assert default_budget(LAYOUT, longest, CPU, 1, share) == 1_000_000
+    assert default_budget(LAYOUT, 4, CUDA, 1, share) == DEFAULT_SEQUENCES * 1024  # as much as they can use
+
+
+def loaded(tmp_path: Path) -> tuple[Runner, Runner, DraftShare]:
+    """A target, its draft and what was expected of that."""
+    target, draft = (make_checkpoint(tmp_path / name, "llama") for name in ("target", "draft"))
+    runner = load_runner(EngineOptions(model_dir=target, dtype="float32", kv_memory_bytes=1 << 20, kernels="torch"))
+    config = WorkerConfig(model=str(target), draft=str(draft), device="cpu", kernels="torch", max_running=3)
+    made = load_draft(config, runner)
+    assert made is not None
+    share = draft_share(read_model_config(draft), runner.max_model_len, 16, "float32", 3)
+    return runner, made, share
+
+
+def test_only_the_leader_of_a_decode_worker_knows_of_the_draft_and_only_where_it_matters(tmp_path: Path) -> None:
+    target, draft = (make_checkpoint(tmp_path / name, "llama") for name in ("target", "draft"))
+    config = WorkerConfig(model=str(target), draft=str(draft), max_running=3)
+    options = EngineOptions(model_dir=target)
+    known = _beside_draft(options, config)
+    assert (known.draft_dir, known.max_running) == (draft.resolve(), 3)
+    assert _beside_draft(options, replace(config, device="cpu")) == options
+    assert _beside_draft(options, replace(config, draft="ngram")).draft_dir is None
+
+
+def test_the_target_of_a_draft_loads_with_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose free memory is 1 MB here."""
+    target, draft = (make_checkpoint(tmp_path / name, "llama") for name in ("target", "draft"))
+    monkeypatch.setattr(kv_pool, "default_kv_bytes", lambda device, local_size: 1_000_000)
+    monkeypatch.setattr(runner_module, "default_budget", lambda *where: default_budget(*where[:2], CUDA, *where[3:]))
+    options = EngineOptions(model_dir=target, dtype="float32", kernels="torch", draft_dir=draft, max_running=3)
+    beside, alone = load_runner(options), load_runner(replace(options, draft_dir=None))
+    share = draft_share(read_model_config(draft), beside.max_model_len, 16, "float32", 3)
+    block = alone.local_layout.bytes_per_block
+    assert both_take(share, beside.num_blocks, block) <= 1_000_000 < both_take(share, alone.num_blocks, block)
+
+
+def test_a_draft_takes_what_was_expected(tmp_path: Path) -> None:
+    runner, made, share = loaded(tmp_path)
+    assert made.memory.parameter_bytes == share.parameter_bytes
+    assert (made.num_blocks, made.memory.kv_bytes) == (
+        share.num_blocks(runner.num_blocks),
+        share.kv_bytes(runner.num_blocks),
+    )
