@@ -56,7 +56,8 @@ async def test_a_follower_killed(running: FaultCluster, when: str, times: int) -
 @pytest.mark.parametrize("times", TIMES)
 async def test_a_decode_follower_killed_in_mid_transfer(running: FaultCluster, times: int) -> None:
     """Its part of a chunk is posted and on its way: its worker ends whole, the prefill worker lives and keeps nothing
-    of it, and the request ends, for there is no other decode worker to go to."""
+    of it. There is no other decode worker to go to: the request goes on in the next life of this one, or ends where
+    that takes longer than a lease."""
     async with Client(running.cluster, timeout_s=120.0) as client:
         answer, senders = await expected(client), running.cluster.pids("prefill-0")
         for _ in range(times):
@@ -66,8 +67,9 @@ async def test_a_decode_follower_killed_in_mid_transfer(running: FaultCluster, t
             await kill_follower(running, "decode-0")
             running.release("prefill-0.1", "hold_send")
             told = await request.end()
-            assert told.error in ("worker_lost", "no_decode_worker"), running.cluster.logs()
-            assert told.tokens == answer[: len(told.tokens)] and len(told.tokens) < 2
+            assert told.error in ("", "no_decode_worker"), running.cluster.logs()
+            assert told.tokens == (answer[: len(told.tokens)] if told.error else answer)
+            assert not told.error or len(told.tokens) < 2
             await running.settle()
             assert running.cluster.pids("prefill-0") == senders
             assert await expected(client) == answer
