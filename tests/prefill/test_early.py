@@ -12,6 +12,7 @@ from baton.core.step import Row, StepPlan
 from baton.transfer.edge_end import LocalEnds
 from tests.support.builders import make_layout, make_request
 from tests.support.fake_runner import FakeRanks, FakeRunner, oracle
+from tests.support.link_gate import Gate
 from tests.support.nodes import DecodeNode, PrefillNode, kv_bytes, links, pair, serve, until
 from tests.support.wire import Sums, flipped, on_the_wire
 
@@ -142,9 +143,14 @@ async def test_two_prompts_that_end_in_one_step_go_one_behind_the_other() -> Non
 
 @pytest.mark.parametrize("who", ["prefill", "decode", "both"])
 @pytest.mark.parametrize("posted", [False, True])
-async def test_an_abort_between_the_two_leaves_nothing_and_the_pair_works_on(who: str, posted: bool) -> None:
+async def test_an_abort_between_the_two_leaves_nothing_and_the_pair_works_on(
+    who: str, posted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with pair(decode(), prefill=prefill()) as (source, [target]):
         await serve(source, target, "before")
+        gate = Gate(monkeypatch, "send", "before")
+        if posted:
+            gate.opened.set()
         source.submit(make_request("r", range(50, 58), max_tokens=4), target)
         early = source.worker.outgoing.chunks_early
 
@@ -158,6 +164,7 @@ async def test_an_abort_between_the_two_leaves_nothing_and_the_pair_works_on(who
             if who != "prefill":
                 target.abort(R)
             assert not source.idle
+            gate.opened.set()
 
         await source.step_by_layers(FIRST, ended)
         if who == "decode":
