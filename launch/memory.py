@@ -16,13 +16,13 @@ from baton.core.config import WorkerConfig
 from baton.core.errors import StartupError
 from baton.core.kv_layout import DTYPE_BYTES
 from baton.core.model_config import ModelConfig
-from baton.core.reshard import local_heads, local_layout, reshard
+from baton.core.reshard import local_layout, reshard
 from baton.engine.checkpoint import read_model_config
 from baton.engine.device import choose_device, choose_dtype
 from baton.engine.draft_share import draft_share
 from baton.engine.kv_pool import default_budget
 from baton.engine.quantize import check_quantize
-from baton.engine.weights import EMBEDDING, HEAD, expected_tensors, stored_bytes
+from baton.engine.weights import parameter_bytes
 from baton.model_source import resolve_draft
 from baton.transfer.edge_kinds import choose_edges
 from baton.transfer.staging_buffers import kept_limit
@@ -62,6 +62,7 @@ def rank_memory(
             KV on its way, is too small.
     """
     options, size = part.worker.options, part.worker.tensor_parallel
+    check_divides(config, size)
     rank = part.node_rank * part.ranks + local_rank
     exact = bool(options.get("exact", False))
     wanted = str(options.get("device", "auto"))
@@ -72,7 +73,7 @@ def rank_memory(
     check_quantize(quantize, device)
     layout = config.kv_layout(_number(options.get("block_size", 16)), dtype)
     mine = local_layout(layout, size, rank)
-    longest = _number(options.get("max_model_len", 0)) or config.max_position_embeddings
+    longest = config.longest(_number(options.get("max_model_len", 0)))
     given = float(str(options.get("kv_memory_gib", 0)))
     if given:
         budget = round(given * (1 << 30)) // size
@@ -106,35 +107,6 @@ def rank_memory(
         staging // size + kept_limit(staging, size),
         draft_bytes,
     )
-
-
-def parameter_bytes(config: ModelConfig, size: int, rank: int, item_bytes: int, int8: bool = False) -> int:
-    """What `rank` of `size` holds of the weights, as `WeightReader` shares them out; tied embeddings count twice.
-
-    Raises:
-        StartupError: heads or columns cannot be divided over the ranks.
-    """
-    check_divides(config, size)
-    kv_share = len(local_heads(config.num_kv_heads, size, rank)) / config.num_kv_heads
-    shapes = expected_tensors(config)
-    if config.tie_word_embeddings:
-        shapes[HEAD] = shapes[EMBEDDING]
-    total = 0
-    for name, (rows, *columns) in shapes.items():
-        layer = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-        if name in (EMBEDDING, HEAD):
-            rows = -(-rows // size)
-        elif layer in ("k_proj", "v_proj"):
-            rows = round(rows * kv_share)
-        elif layer in ("o_proj", "down_proj"):
-            if columns:
-                columns = [columns[0] // size]
-            elif rank > 0:
-                rows = 0
-        elif layer.endswith("_proj"):
-            rows //= size
-        total += stored_bytes(name, (rows, *columns), item_bytes, int8)
-    return total
 
 
 def model_config(model_dir: Path) -> ModelConfig:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from baton.core.kv_layout import DTYPE_BYTES, KVLayout
 from baton.core.model_config import DType, ModelConfig
-from baton.engine.weights import EMBEDDING, HEAD, expected_tensors, stored_bytes
+from baton.engine.weights import parameter_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,5 @@ def draft_share(
     """`config` is the draft's, `target_longest` how many positions the target's sequences may have."""
     longest = min(config.max_position_embeddings, target_longest)
     layout = config.kv_layout(block_size, dtype)
-    return DraftShare(_parameter_bytes(config, dtype), layout, max_running * layout.blocks_for(longest), longest)
-
-
-def _parameter_bytes(config: ModelConfig, dtype: DType) -> int:
-    """On one rank; tied embeddings count twice, as they are read."""
-    shapes = expected_tensors(config)
-    if config.tie_word_embeddings:
-        shapes[HEAD] = shapes[EMBEDDING]
-    return sum(stored_bytes(name, shape, DTYPE_BYTES[dtype], False) for name, shape in shapes.items())
+    parameters = parameter_bytes(config, 1, 0, DTYPE_BYTES[dtype])
+    return DraftShare(parameters, layout, max_running * layout.blocks_for(longest), longest)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from baton.core.errors import StartupError
 from baton.core.model_config import ModelConfig
+from baton.core.reshard import local_heads
 from baton.engine import quantize
 from baton.engine.checkpoint import Checkpoint
 from baton.engine.parallel import TPGroup
@@ -84,6 +85,31 @@ def stored_bytes(name: str, shape: tuple[int, ...], item_bytes: int, int8: bool)
     if int8 and (name.endswith("_proj.weight") or (name == HEAD and quantize.QUANTIZE_HEAD)):
         return math.prod(shape) + 4 * shape[0]
     return math.prod(shape) * item_bytes
+
+
+def parameter_bytes(config: ModelConfig, size: int, rank: int, item_bytes: int, int8: bool = False) -> int:
+    """What `rank` of `size` will hold of the weights, as `WeightReader` shares them out, before any is read; tied
+    embeddings count twice. Heads and columns can be divided over the ranks."""
+    kv_share = len(local_heads(config.num_kv_heads, size, rank)) / config.num_kv_heads
+    shapes = expected_tensors(config)
+    if config.tie_word_embeddings:
+        shapes[HEAD] = shapes[EMBEDDING]
+    total = 0
+    for name, (rows, *columns) in shapes.items():
+        layer = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        if name in (EMBEDDING, HEAD):
+            rows = -(-rows // size)
+        elif layer in ("k_proj", "v_proj"):
+            rows = round(rows * kv_share)
+        elif layer in ("o_proj", "down_proj"):
+            if columns:
+                columns = [columns[0] // size]
+            elif rank > 0:
+                rows = 0
+        elif layer.endswith("_proj"):
+            rows //= size
+        total += stored_bytes(name, (rows, *columns), item_bytes, int8)
+    return total
 
 
 class WeightReader:

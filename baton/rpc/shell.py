@@ -87,8 +87,7 @@ class WorkerShell:
         self._wake = asyncio.Event()
         self._drain = asyncio.Event()
         self._drain_until = math.inf
-        self._failed = asyncio.Event()
-        self._failure: InvariantError | None = None
+        self._failures: asyncio.Queue[InvariantError] = asyncio.Queue()
 
     async def run(self) -> None:
         """Serves until drained.
@@ -135,8 +134,7 @@ class WorkerShell:
 
     def fail(self, error: InvariantError) -> None:
         """A task beside the loops, a hand-over's, has met a bug of ours: `run` raises it."""
-        self._failure = self._failure or error
-        self._failed.set()
+        self._failures.put_nowait(error)
 
     def leave(self, timeout_s: float) -> None:
         """Somebody asked this process to end: the coordinator hears of it, and the worker drains."""
@@ -223,8 +221,7 @@ class WorkerShell:
             self.wake()
 
     async def _fails(self) -> None:
-        await self._failed.wait()  # most never do
-        raise self._failure or InvariantError("a failure without an error")
+        raise await self._failures.get()  # most workers never have one
 
     def _begin_drain(self, timeout_s: float) -> None:
         self._drain_until = min(self._drain_until, time.monotonic() + timeout_s)

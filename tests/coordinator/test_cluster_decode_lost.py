@@ -8,7 +8,7 @@ import pytest
 from baton.core.commands import Assign, Prefill
 from baton.core.errors import WorkerLost
 from baton.core.request import SequenceId
-from tests.support.fake_workers import Bench, FakeWorker, bench
+from tests.support.fake_workers import Bench, FakeWorker, begun, bench
 from tests.support.nodes import until
 
 
@@ -32,8 +32,8 @@ async def goes_to(p: FakeWorker, taker: FakeWorker, s: SequenceId) -> None:
 async def test_its_kv_goes_to_another(first_token: str) -> None:
     async with bench("p0", "d0", "d1", lease_s=0.5) as b:
         reader = b.submit()
-        p, d0, d1 = b.workers
-        s = (await p.told(Prefill)).request.sequence_id
+        p, d0, s = await begun(b)
+        d1 = b.workers[2]
         if first_token == "before":
             p.say(s, 0, 5)
             await reader.got(1)
@@ -50,8 +50,7 @@ async def test_its_kv_goes_to_another(first_token: str) -> None:
 async def test_or_to_its_own_next_life() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit()
-        p, old = b.workers
-        s = (await p.told(Prefill)).request.sequence_id
+        p, old, s = await begun(b)
         old.wire.mute()
         new = await b.add("d0", incarnation=2)
         p.say(s, 0, 5)
@@ -64,8 +63,7 @@ async def test_one_that_has_taken_all_of_it_is_a_lost_worker() -> None:
     """Prefill may tell of the hand-over when the taker has been lost already: the KV is nowhere any more."""
     async with bench("p0", "d0", "d1", lease_s=0.5) as b:
         reader = b.submit()
-        p, d0, _ = b.workers
-        s = (await p.told(Prefill)).request.sequence_id
+        p, d0, s = await begun(b)
         p.say(s, 0, 5)
         await lose(b, d0)
         p.hand_over(s, "d0")
@@ -77,8 +75,7 @@ async def test_one_that_has_taken_all_of_it_is_a_lost_worker() -> None:
 async def test_one_whose_last_tokens_came_before_the_word_of_the_hand_over_is_a_lost_worker() -> None:
     async with bench("p0", "d0", "d1", lease_s=0.5) as b:
         reader = b.submit()
-        p, d0, _ = b.workers
-        s = (await p.told(Prefill)).request.sequence_id
+        p, d0, s = await begun(b)
         p.say(s, 0, 5)
         d0.say(s, 1, 6)
         await reader.got(2)

@@ -13,12 +13,12 @@ from baton.core.errors import StartupError
 from baton.engine.checkpoint import Checkpoint, read_model_config
 from baton.engine.parallel import TPGroup
 from baton.engine.runner import EngineOptions, load_runner
-from baton.engine.weights import WeightReader
+from baton.engine.weights import WeightReader, parameter_bytes
 from baton.transfer import nccl
 from decode.draft_model import load_draft
 from launch.dry_run import dry_run
 from launch.members import Programs
-from launch.memory import CHANNEL_BYTES, EDGE_CHANNELS, draft_config, parameter_bytes, rank_memory
+from launch.memory import CHANNEL_BYTES, EDGE_CHANNELS, draft_config, rank_memory
 from launch.plan import Plan, local_topology, make_plan
 from launch.up_config import UpConfig
 from tests.support.checkpoints import ARCHS, Arch, make_checkpoint

@@ -28,8 +28,8 @@ async def test_it_ends_the_worker(owner: Any, name: str, monkeypatch: pytest.Mon
         request = make_request("r", 10, max_tokens=4)
         source.submit(request, decode)
         source.compute()
-        await asyncio.wait_for(source.worker.shell._failed.wait(), 3)
-        assert source.worker.shell._failure is BUG and not source.told.parked
+        assert await asyncio.wait_for(source.worker.shell._failures.get(), 3) is BUG
+        assert not source.told.parked
         monkeypatch.setattr(owner, name, real)
         await until(lambda: not len(source.worker.outgoing), what="the end of the hand-over")
         if name == "release_send":
