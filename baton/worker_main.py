@@ -77,7 +77,7 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
             if ranks.leads:
                 asyncio.run(_serve(role, config, ranks, load))
             else:
-                _follow(config, ranks)
+                _follow(role, config, ranks)
         except Exception as e:
             error = innermost(e)
             if isinstance(error, JoinRefused):
@@ -135,7 +135,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
 
     log.info("stage imports: %.2f s, %d modules", time.monotonic() - started, imported)
     started = time.monotonic()
-    options = _engine_options(config, ranks)
+    options = _engine_options(role, config, ranks)
     if role == "decode":
         options = _beside_draft(options, config)
     with lead(ranks, options, lambda stage, seconds: log.info("stage %s: %.2f s", stage, seconds)) as crew:
@@ -176,11 +176,11 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
         await worker.run()
 
 
-def _follow(config: WorkerConfig, ranks: Ranks) -> None:
+def _follow(role: Role, config: WorkerConfig, ranks: Ranks) -> None:
     with lasting_imports():
         from baton.worker_ranks import follow
 
-    follow(ranks, _engine_options(config, ranks))
+    follow(ranks, _engine_options(role, config, ranks))
 
 
 def _beside_draft(options: EngineOptions, config: WorkerConfig) -> EngineOptions:
@@ -190,7 +190,7 @@ def _beside_draft(options: EngineOptions, config: WorkerConfig) -> EngineOptions
     return replace(options, draft_dir=resolve_draft(config.draft, options.model_dir), max_running=config.max_running)
 
 
-def _engine_options(config: WorkerConfig, ranks: Ranks) -> EngineOptions:
+def _engine_options(role: Role, config: WorkerConfig, ranks: Ranks) -> EngineOptions:
     """A worker's threads are shared out among its ranks on this machine."""
     from baton.engine.runner import EngineOptions
 
@@ -211,4 +211,6 @@ def _engine_options(config: WorkerConfig, ranks: Ranks) -> EngineOptions:
         edge_kind=config.edge_kind,
         version=code_version(),
         staging_bytes=round(config.staging_mib * (1 << 20)),
+        decode_rows=config.max_running if role == "decode" else 0,
+        gpu_share=config.gpu_share,
     )

@@ -25,10 +25,10 @@ from baton.engine.parallel import open_store
 from baton.engine.runner import EngineOptions, OnStage, Runner, load_runner
 from baton.options import error_line
 from baton.process import EXIT_RANK_LOST, record_error
-from baton.transfer.edge_end import LocalEnds, MakeEnd
-from baton.transfer.edge_kinds import buffer_device, choose_edges
-from baton.transfer.nccl import configure_watchdog
-from baton.transfer.staging_buffers import StagingBuffers, kept_limit
+from baton.transfer.edge_end import LocalEnds, MakeEnd, make_buffers
+from baton.transfer.edge_kinds import choose_edges
+from baton.transfer.nccl import configure_nccl
+from baton.transfer.staging_buffers import kept_limit
 
 log = logging.getLogger("baton.worker")
 
@@ -51,7 +51,7 @@ class Crew:
 @contextmanager
 def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Crew]:
     """All ranks end with the block: well when it ends well, else with its error."""
-    configure_watchdog()
+    configure_nccl()
     if ranks.size == 1:
         runner = load_runner(options, on_stage)
         yield Crew(runner, (os.getpid(),), _local_ends(runner, options, ranks))
@@ -68,7 +68,7 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Cr
 
 def follow(ranks: Ranks, options: EngineOptions) -> None:
     """Computes what the leader plans until it has drained."""
-    configure_watchdog()
+    configure_nccl()
     store = open_store(os.environ)
     channel = FollowerChannel.open(store, ranks.rank, lambda error: _end(ranks, error))
     with _telling(channel):
@@ -88,9 +88,10 @@ def _local_ends(runner: Runner, options: EngineOptions, ranks: Ranks) -> LocalEn
     layers = runner.kv.layers
     device = layers[0][0].device
     kind = choose_edges(options.edge_kind, device)
-    buffers = StagingBuffers(kept_limit(options.staging_bytes, ranks.size), buffer_device(kind, device))
+    buffers = make_buffers(kind, device, kept_limit(options.staging_bytes, ranks.size))
     expect = partial(runner.kv.expect, ahead=False)
-    return LocalEnds(layers, runner.layout.block_size, options.host, kind, expect, buffers)
+    behind = runner.marks.order_behind
+    return LocalEnds(layers, runner.layout.block_size, options.host, kind, expect, buffers, order_behind=behind)
 
 
 @contextmanager

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from baton.engine.runner import EngineOptions, load_runner
 from baton.model_source import builtin_directory
-from baton.transfer.staging import checksum, pack, unpack
+from baton.transfer.checksum import checksum
+from baton.transfer.staging import pack, unpack
 from benchmarks.engine import decode
 from benchmarks.serving import commit, machine
 

@@ -105,6 +105,7 @@ def load_draft(config: WorkerConfig, runner: Runner) -> Runner | None:
             max_model_len=share.max_model_len,
             kernels=config.kernels,
             max_num_tokens=max(config.step_tokens + 2 * CATCH_UP * config.max_running, 512),
+            decode_rows=config.max_running,
         )
     )
     log.info("draft %s: %d blocks, loaded in %.2f s", directory.name, draft.num_blocks, time.monotonic() - started)

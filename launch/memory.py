@@ -25,13 +25,12 @@ from baton.engine.quantize import check_quantize
 from baton.engine.weights import parameter_bytes
 from baton.model_source import resolve_draft
 from baton.transfer.edge_kinds import choose_edges
+from baton.transfer.nccl import MAX_CTAS
 from baton.transfer.staging_buffers import kept_limit
 from baton.transfer.staging_room import check_staging
 from launch.plan import Part, Plan
 from launch.plan_checks import check_divides
 
-EDGE_CHANNELS = 4
-"""The most channels NCCL may use for an edge, as baton/transfer/nccl.py caps them."""
 CHANNEL_BYTES = 4 << 20
 """NCCL's buffer of one channel (NCCL_BUFFSIZE), unless the environment says otherwise."""
 
@@ -92,7 +91,7 @@ def rank_memory(
         draft_bytes = share.parameter_bytes + (share.kv_bytes(blocks) if blocks else 0)
     edges = _edges(plan, part, config, rank)
     kind = choose_edges(str(options.get("edge_kind", "auto")), device)
-    channel_bytes = EDGE_CHANNELS * CHANNEL_BYTES if kind == "nccl" else 0
+    channel_bytes = MAX_CTAS * CHANNEL_BYTES if kind == "nccl" else 0
     staging = round(float(str(options.get("staging_mib", WorkerConfig().staging_mib))) * (1 << 20))
     try:
         check_staging(staging, layout)

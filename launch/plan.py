@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,13 +24,14 @@ LOOPBACK = "127.0.0.1"
 @dataclass(frozen=True, slots=True)
 class Part:
     """The ranks of one worker on one node: one agent (torchrun). `gpus` is what CUDA_VISIBLE_DEVICES says there, empty
-    without."""
+    without; `gpu_ranks` how many ranks of the cluster share the busiest of them."""
 
     worker: WorkerPlace
     node: Node
     node_rank: int
     placement: Placement
     gpus: str = ""
+    gpu_ranks: int = 1
 
     @property
     def name(self) -> str:
@@ -124,6 +125,8 @@ class Plan:
         for key in ("link_port", "store_port"):
             if getattr(worker, key):
                 words += [f"--{key.replace('_', '-')}", str(getattr(worker, key))]
+        if part.gpu_ranks > 1 and not worker.options.get("gpu_share"):
+            words += ["--gpu-share", f"{1 / part.gpu_ranks:.4f}"]
         return (*words, *flags_of({k: v for k, v in worker.options.items() if k != "threads"}))
 
     def listeners(self) -> tuple[Listener, ...]:
@@ -151,11 +154,13 @@ def make_plan(topology: Topology, model: str, served_name: str) -> Plan:
     """
     if any(_shares_a_gpu(topology, node) for node in topology.nodes):  # NCCL takes no two ranks on one GPU
         topology = replace(topology, workers=tuple(map(_on_gloo, topology.workers)))
-    placed: dict[tuple[str, str], tuple[Placement, str]] = {}
+    placed: dict[tuple[str, str], tuple[Placement, str, int]] = {}
     for node in topology.nodes:
         here = [worker for worker in topology.workers if node.name in worker.nodes]
-        for worker, placement, gpus in zip(here, _placements(node, here), _gpus(node, here), strict=True):
-            placed[worker.name, node.name] = (placement, gpus)
+        gpus = _gpus(node, here)
+        sharing = _gpu_ranks(here, gpus)
+        for worker, placement, seen, ranks in zip(here, _placements(node, here), gpus, sharing, strict=True):
+            placed[worker.name, node.name] = (placement, seen, ranks)
     parts = [
         Part(worker, topology.node(name), rank, *placed[worker.name, name])
         for worker in topology.workers
@@ -227,9 +232,23 @@ def _gpus(node: Node, workers: Sequence[WorkerPlace]) -> list[str]:
     return [",".join(worker.devices) or given if asked else "" for worker, asked, given in found]
 
 
+def _gpu_ranks(workers: Sequence[WorkerPlace], gpus: Sequence[str]) -> list[int]:
+    """For each worker the most ranks, its own and others', on any GPU that it uses; 1 without."""
+    counts: Counter[str] = Counter()
+    for worker, seen in zip(workers, gpus, strict=True):
+        names = seen.split(",")
+        for rank in range(worker.tensor_parallel // len(worker.nodes) if seen else 0):
+            counts[names[rank % len(names)]] += 1
+    return [max(counts[name] for name in seen.split(",")) if seen else 1 for seen in gpus]
+
+
 def _shares_a_gpu(topology: Topology, node: Node) -> bool:
-    on_gpu = [w for w in topology.workers if node.name in w.nodes and w.options.get("device") != "cpu"]
-    return 0 < len(node.gpus) < sum(worker.tensor_parallel // len(worker.nodes) for worker in on_gpu)
+    """NCCL counts the MIG instances of a GPU as that GPU."""
+    here = [worker for worker in topology.workers if node.name in worker.nodes]
+    gpus = _gpus(node, here)
+    on_gpu = [worker.tensor_parallel // len(worker.nodes) for worker, seen in zip(here, gpus, strict=True) if seen]
+    too_few = 0 < len(node.gpus) < sum(on_gpu)
+    return too_few or "MIG-" in ",".join(gpus) or any(ranks > 1 for ranks in _gpu_ranks(here, gpus))
 
 
 def _on_gloo(worker: WorkerPlace) -> WorkerPlace:
@@ -247,15 +266,3 @@ def _check_collisions(plan: Plan) -> None:
             ours, theirs = (f"--{found.key.replace('_', '-')} of {found.member}" for found in (listener, other))
             where = f"on node {listener.node!r}"
             raise StartupError(f"{theirs} and {ours} are both {listener.port} {where}; give them different ports")
-
-
-def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The NVIDIA devices a worker may be given, without loading torch."""
-    named = environment.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return tuple(part.strip() for part in named.split(",") if part.strip())
-    try:
-        found = [name.removeprefix("nvidia") for name in os.listdir("/dev") if name.startswith("nvidia")]
-    except OSError:
-        return ()
-    return tuple(sorted((name for name in found if name.isdigit()), key=int))

@@ -28,7 +28,7 @@ from baton.process import die_with_parent
 from baton.transfer.edge import EdgeSpec, edge_prefix
 from baton.transfer.edge_kinds import EDGES, buffer_device, choose_edges
 from baton.transfer.edge_thread import EdgeWorker
-from baton.transfer.nccl import configure_watchdog
+from baton.transfer.nccl import configure_nccl
 from baton.transfer.store import EdgeStore
 from launch.board import BoardClient
 from launch.probes import STEPS, Rank, Task, edge_key, task_from_json
@@ -48,15 +48,15 @@ class Probe:
         self._kept = ExitStack()
         self._store: Any = None
         self._device = self._buffers = torch.device("cpu")
-        self._make_edge = EDGES["gloo"]
+        self._backend = EDGES["gloo"]
         self._inner_s = task.limit_s * _INNER_SHARE
 
     def run(self) -> None:
         task = self.task
-        configure_watchdog()
+        configure_nccl()
         self._device = choose_device(task.device, False, task.local_rank)
         kind = choose_edges(task.edge_kind, self._device)
-        self._make_edge, self._buffers = EDGES[kind], buffer_device(kind, self._device)
+        self._backend, self._buffers = EDGES[kind], buffer_device(kind, self._device)
         self.board.put(f"here/{task.me.key}", {"pid": os.getpid()})
         steps = (self._rendezvous, self._all_reduce, self._link, self._edges)
         for name, step in zip(STEPS, steps, strict=True):
@@ -181,7 +181,7 @@ class Probe:
                 operation_timeout_s=task.limit_s,
                 device=str(self._buffers),
             )
-            edge = EdgeWorker(spec, self._make_edge)
+            edge = EdgeWorker(spec, self._backend.make)
             await edge.connect()
             return edge
         except BatonError as error:
@@ -201,7 +201,7 @@ class Probe:
         await asyncio.to_thread(self._put, edge_key(self.task.me, peer), result)
 
     async def _timed(self, edge: EdgeWorker, count: int) -> float:
-        buf = _pattern(count).to(self._buffers)
+        buf = self._backend.allocate(count, self._buffers).copy_(_pattern(count))
         began = time.monotonic()
         await edge.send(buf)
         return time.monotonic() - began

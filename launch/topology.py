@@ -8,7 +8,8 @@
     [[nodes]]
     name = "a"
     address = "10.0.0.1"          # what the other nodes reach it by; Slurm fills in what is left out
-    cores = 8                     # how many; or which, "0-7": then workers are pinned. gpus likewise
+    cores = 8                     # how many; or which, "0-7": then workers are pinned
+    gpus = 2                      # how many; or which, as CUDA_VISIBLE_DEVICES names them: "0,3", "GPU-5f..,MIG-1a.."
 
     [coordinator]
     node = "a"
@@ -119,7 +120,7 @@ class _WorkerTable(WorkerConfig):
     nodes: tuple[str, ...] = option((), "")
     nnodes: int = option(0, "", low=0, high=64)
     tensor_parallel: int = option(1, "", low=1, high=MAX_TENSOR_PARALLEL)
-    devices: tuple[int, ...] = option((), "", low=0)
+    devices: tuple[int | str, ...] = option((), "", low=0)
     base_port: int = option(0, "", low=0, high=65533)
     rendezvous_port: int = option(0, "", low=0, high=65535)
 
@@ -232,7 +233,7 @@ def _worker(
         role,
         on,
         ranks,
-        tuple(map(str, found.devices)),
+        tuple(_device(name, where) for name in found.devices),
         rendezvous,
         found.link_port or (base + 1 if base and decodes else 0),
         found.store_port or (base + 2 if base and decodes else 0),
@@ -286,6 +287,13 @@ def _check_name(name: str, where: str) -> None:
 def _check_address(address: str, where: str) -> None:
     if wrong := address_error(address):
         raise StartupError(f"{where} {wrong}")
+
+
+def _device(name: int | str, where: str) -> str:
+    """A GPU as CUDA_VISIBLE_DEVICES names it: a number, or the UUID of a GPU or of a MIG instance."""
+    if isinstance(name, str) and not name.isdecimal() and not name.startswith(("GPU-", "MIG-")):
+        raise StartupError(f"{where}: 'devices' are numbers or UUIDs (GPU-..., MIG-...), not {name!r:.60}")
+    return str(name)
 
 
 def _refuse_twice(names: list[str] | tuple[str, ...], what: str) -> None:

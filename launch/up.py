@@ -13,9 +13,10 @@ from baton.model_source import resolve_model, served_name
 from baton.options import EXIT_STARTUP_ERROR, read_config_file, settle_stdout
 from baton.rpc.ports import check_free
 from launch.console import Console
+from launch.gpus import visible_gpus
 from launch.local import LocalCluster
 from launch.members import Members, Programs, check_cores, nodes_here, own_nodes
-from launch.plan import COORDINATOR, Plan, check_addresses, local_topology, make_plan, visible_gpus
+from launch.plan import COORDINATOR, Plan, check_addresses, local_topology, make_plan
 from launch.plan_checks import check_files, check_plan
 from launch.restart import Backoff
 from launch.run_directory import run_directory

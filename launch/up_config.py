@@ -52,7 +52,11 @@ class UpConfig:
     prefill_block_size: int = option(0, "the same on prefill workers; 0: as --block-size", low=0, high=1024)
     decode_block_size: int = option(0, "the same on decode workers; 0: as --block-size", low=0, high=1024)
     staging_mib: float = option(256.0, "memory of a worker for KV on its way; a quarter more is kept", low=0.001)
-    edge_kind: str = option("auto", "how KV moves; auto: nccl on cuda, else gloo", choices=("auto", "gloo", "nccl"))
+    edge_kind: str = option(
+        "auto",
+        "how KV moves; auto: nccl on cuda, else gloo; ipc: within one host, by shared memory",
+        choices=("auto", "gloo", "nccl", "ipc"),
+    )
     step_tokens: int = option(512, "most tokens computed in one step", low=1, high=1 << 20)
     prefix_cache: bool = option(True, "keep KV of finished requests for later ones that begin with the same tokens")
     max_running: int = option(64, "most sequences in one decode step", low=1, high=65536)

@@ -3,6 +3,7 @@ the same Hypothesis examples in every run; and `--part`, for `make test`."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -14,7 +15,18 @@ from tests.parts import runs_beside
 
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
-if not Path("/dev/nvidiactl").exists():
+
+
+def has_cuda() -> bool:
+    """As CUDA's driver says, without torch: a container may have GPUs and not the usual device files."""
+    try:
+        driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
+    except OSError:
+        return False
+    return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+
+
+if not has_cuda():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 limit_name_lookups()

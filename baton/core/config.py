@@ -67,10 +67,17 @@ class WorkerConfig(EngineConfig):
     coordinator: str = option("127.0.0.1:8101", "the coordinator's control address, HOST:PORT", dialled=True)
     host: str = option("127.0.0.1", "address this worker listens on for its peers")
     cluster_token_file: str = option("", "file with the cluster token; needed where anything listens off loopback")
+    gpu_share: float = option(
+        0.0, "share of its GPU's memory that a rank may use; 0: even parts for the ranks that share it", low=0, high=1
+    )
     link_port: int = option(0, "port of a decode worker that prefill workers dial; 0: any free one", low=0, high=65535)
     store_port: int = option(0, "port of a decode worker where edges meet; 0: any free one", low=0, high=65535)
     staging_mib: float = option(256.0, "memory of a worker for KV on its way; a quarter more is kept", low=0.001)
-    edge_kind: str = option("auto", "how KV moves; auto: nccl on cuda, else gloo", choices=("auto", "gloo", "nccl"))
+    edge_kind: str = option(
+        "auto",
+        "how KV moves; auto: nccl on cuda, else gloo; ipc: within one host, by shared memory",
+        choices=("auto", "gloo", "nccl", "ipc"),
+    )
     step_tokens: int = option(512, "most tokens computed in one step", low=1, high=1 << 20)
     prefix_cache: bool = option(True, "keep KV of finished requests for later ones that begin with the same tokens")
     max_running: int = option(64, "most sequences in one decode step", low=1, high=65536)
@@ -195,7 +202,7 @@ def _checked(f: Field[Any], kind: Any, value: object, where: str) -> object:
     if get_origin(kind) is tuple:
         inner = get_args(kind)[0]
         if not isinstance(value, list) or not all(isinstance(v, inner) and not isinstance(v, bool) for v in value):
-            raise StartupError(f"{where} must be a list of {inner.__name__}, not {_said(value)}")
+            raise StartupError(f"{where} must be a list of {getattr(inner, '__name__', inner)}, not {_said(value)}")
         for entry in value:
             _check_range(f, entry, where)
         return tuple(value)

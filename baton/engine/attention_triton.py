@@ -1,7 +1,9 @@
-"""Attention on CUDA: one Triton kernel over the paged cache for all rows of a step (see kernels/paged_attention).
+"""Attention on CUDA: a Triton kernel over the paged cache (kernels/paged_attention), and torch's FlashAttention for
+long rows where it can be had.
 
 `prepare` turns rows into tiles: long rows in tiles of several queries, so that a key tile in fast memory serves many;
-rows of one query each in tiles of one. All integers of a step go to the device in one copy.
+short rows (decode, verification) in one tile each, their keys divided among programs until the GPU is busy. All
+integers of a step go to the device in one copy.
 """
 
 from __future__ import annotations
@@ -13,40 +15,91 @@ import torch
 from torch import Tensor
 
 from baton.core.model_config import ModelConfig
+from baton.engine.attention_flash import FlashRow, flash_attention, flash_supports
 from baton.engine.batch import Span
 from baton.engine.device import to_device
-from baton.engine.kernels.paged_attention import SPLIT_TOKENS, Tiles, paged_attention
+from baton.engine.kernels.paged_attention import MIN_ROWS, Tiles, Workspace, paged_attention
 
-_TILE_ROWS = 64  # queries x heads of a group in a tile of a long row
+_LONG_TILE_ROWS = {torch.float32: 32}  # queries x heads of a group in a tile of a long row
+_DEFAULT_LONG_TILE_ROWS = 128
+_FLASH_TOKENS = 64
+"""Rows from which gathering the context into one piece costs less than FlashAttention gains."""
+_PROGRAMS = 512
+"""What a step divides its keys into at least: some four programs for each of an H100's 132 multiprocessors."""
+_LEAST_SPLIT, _MOST_SPLIT = 128, 4096
+UNSPLIT = 1 << 30
+
+
+def split_plan(programs: int, longest: int) -> tuple[int, int]:
+    """(splits, tokens of a split) for `programs` tiles x KV heads whose longest row has `longest` keys. Few programs
+    take short splits, so that the GPU is busy; many take long ones, so that little is joined."""
+    tokens = min(max(_power_of_two(8 * programs), _LEAST_SPLIT), _MOST_SPLIT)
+    return -(-longest // tokens), tokens
+
+
+def split_buckets(programs: int, longest: int) -> list[int]:
+    """The numbers of splits for which decode steps are captured, rising: the last is enough for `longest` keys. Splits
+    that no row reaches cost next to nothing, so the first bucket has as many as keep the GPU busy."""
+    most = split_plan(programs, longest)[0]
+    bucket = max(1, _PROGRAMS // programs)
+    found = []
+    while bucket < most:
+        found.append(bucket)
+        bucket *= 4
+    return [*found, most]
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The rows of a step in tiles, longest kind and shortest kind apart, and the layer's window."""
+    """The rows of a step by how they are computed, and the layer's window."""
 
     tiles: tuple[Tiles, ...]
+    flash: tuple[FlashRow, ...]
     window: int
 
 
 class TritonAttention:
-    """`config` is this rank's own (`shard_config`); the KV pool has blocks of `block_size` tokens."""
+    """`config` is this rank's own (`shard_config`); the KV pool has blocks of `block_size` tokens. Belongs to one
+    stream: its workspace serves one call at a time."""
 
-    def __init__(self, config: ModelConfig, block_size: int, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._block_size, self._device = block_size, device
-        group = config.num_heads // config.num_kv_heads
-        self._long_tile = max(1, _TILE_ROWS // group)
-        self._short_tile = max(1, 16 // group)  # a tile has 16 rows at least: fewer queries would leave them idle
+        self._group = config.num_heads // config.num_kv_heads
+        self._kv_heads = config.num_kv_heads
+        long_rows = _LONG_TILE_ROWS.get(dtype, _DEFAULT_LONG_TILE_ROWS)
+        self._long_tile = max(1, long_rows // self._group)
+        self._short_tile = max(1, MIN_ROWS // self._group)  # fewer queries would leave rows of a tile idle
+        self._flash = flash_supports(config.head_dim, dtype, device)
+        self._workspace = Workspace.of(0, 0, device)
+
+    @property
+    def kv_heads(self) -> int:
+        return self._kv_heads
+
+    @property
+    def workspace(self) -> Workspace:
+        return self._workspace
+
+    def reserve(self, tiles: int) -> None:
+        """Makes the workspace large enough for steps of that many tiles. What was captured with a smaller one keeps
+        it."""
+        if len(self._workspace.arrived) < tiles * self._kv_heads:
+            self._workspace = Workspace.of(tiles, self._kv_heads, self._device)
 
     def prepare(self, spans: Sequence[Span], window: int) -> Prepared:
         short = [span for span in spans if span.length <= self._short_tile]
-        long = [span for span in spans if span.length > self._short_tile]
+        flash = [span for span in spans if self._flash and span.length >= _FLASH_TOKENS]
+        long = [span for span in spans if span.length > self._short_tile and span not in flash]
         kinds = ((short, self._short_tile), (long, self._long_tile))
-        return Prepared(tuple(self._tiles(rows, queries) for rows, queries in kinds if rows), window)
+        tiles = tuple(self._tiles(rows, queries) for rows, queries in kinds if rows)
+        return Prepared(tiles, tuple(FlashRow.of(span, self._block_size, self._device) for span in flash), window)
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, prepared: Prepared) -> Tensor:
-        out = torch.zeros_like(queries, memory_format=torch.contiguous_format)
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for tiles in prepared.tiles:
-            paged_attention(queries, keys, values, tiles, prepared.window, out)
+            paged_attention(queries, keys, values, tiles, prepared.window, out, self._workspace)
+        for row in prepared.flash:
+            flash_attention(queries, keys, values, row, prepared.window, out)
         return out.flatten(1)
 
     def _tiles(self, spans: list[Span], queries: int) -> Tiles:
@@ -65,5 +118,11 @@ class TritonAttention:
         parts = [rows, offsets, *columns, table]
         packed = to_device(torch.tensor([value for part in parts for value in part], dtype=torch.int32), self._device)
         row, offset, first, start, length, blocks = torch.split(packed, [len(part) for part in parts])
-        splits = -(-max(span.end for span in spans) // SPLIT_TOKENS)
-        return Tiles(row, offset, first, start, length, blocks.view(len(spans), width), splits, queries)
+        self.reserve(len(rows))
+        longest = max(span.end for span in spans)
+        plan = split_plan(len(rows) * self._kv_heads, longest) if queries == self._short_tile else (1, UNSPLIT)
+        return Tiles(row, offset, first, start, length, blocks.view(len(spans), width), *plan, queries)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

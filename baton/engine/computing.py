@@ -29,12 +29,13 @@ ComputeInTwo = Callable[[Batch, int, Callable[[], None]], Tensor]
 class Computing:
     """`compute` gives the logits [S, vocab] of a batch; `choose` tokens from them, `guess` a draft model's in one call;
     `compute_in_two` is `compute` that calls back when so many layers have written their KV. None where the plain way is
-    the only one."""
+    the only one. `prepare` is called once when all is loaded: it makes what must be there before the first request."""
 
     compute: Callable[[Batch], Tensor]
     choose: Choose | None
     guess: Guess | None
     compute_in_two: ComputeInTwo | None = None
+    prepare: Callable[[], None] | None = None
 
 
 def how_to_compute(
@@ -46,8 +47,10 @@ def how_to_compute(
     *,
     exact: bool,
     longest: int,
+    decode_rows: int = 0,
 ) -> Computing:
-    """`config` is the whole model's, `choose` that of compiled kernels, `longest` the most positions of a sequence."""
+    """`config` is the whole model's, `choose` that of compiled kernels, `longest` the most positions of a sequence,
+    `decode_rows` the most sequences of a decode step, 0 where there are none."""
     if isinstance(model, NativeModel):
         if group.size > 1:
             return Computing(partial(model.forward, kv=kv), choose, None)
@@ -56,26 +59,37 @@ def how_to_compute(
             return model.forward(batch, kv, layers, on_first)
 
         return Computing(partial(model.forward, kv=kv), choose, partial(model.guess, kv=kv), in_two)
-    attention = _attention(config, group, kv, exact)
     device, size = kv.storage[0][0].device, kv.layout.block_size
+    if device.type != "cuda":
+        local = shard_config(config, group)
+        keys, _ = kv.storage[0]
+        attention: Attention
+        if exact:
+            attention = ExactAttention(local, size, kv.zero_block, device)
+        else:
+            attention = FastAttention(local, size, kv.zero_block, keys.dtype, device)
+        # Compiled kernels make no graph of gradients: there it would only cost their steps time.
+        return Computing(torch.no_grad()(partial(model.forward, kv=kv, attention=attention)), None, None)
+    return _on_cuda(model, kv, config, group, longest, decode_rows)
+
+
+def _on_cuda(
+    model: Model, kv: KVPool, config: ModelConfig, group: TPGroup, longest: int, decode_rows: int
+) -> Computing:
+    # Triton comes with torch's CUDA builds alone.
+    from baton.engine.attention_triton import TritonAttention
+    from baton.engine.decode_graphs import DecodeGraphs
+
+    keys, _ = kv.storage[0]
+    device, size = keys.device, kv.layout.block_size
+    longest = min(longest, kv.num_blocks * size)
+    attention = TritonAttention(shard_config(config, group), size, keys.dtype, device)
     compute: Callable[[Batch], Tensor] = partial(model.forward, kv=kv, attention=attention)
-    guess: Guess | None = None
-    if device.type == "cuda" and group.size == 1:
-        from baton.engine.decode_graphs import DecodeGraphs
-
-        compute = DecodeGraphs(model, kv, attention, longest).compute
-        limits = Limits(size, kv.num_blocks, config.vocab_size, min(longest, kv.num_blocks * size))
-        guess = DeviceGuesses(compute, limits, device)
-    # Compiled kernels make no graph of gradients: there it would only cost their steps time.
-    return Computing(torch.no_grad()(compute), choose_on_device if device.type == "cuda" else None, guess)
-
-
-def _attention(config: ModelConfig, group: TPGroup, kv: KVPool, exact: bool) -> Attention:
-    local, size, (keys, _) = shard_config(config, group), kv.layout.block_size, kv.storage[0]
-    if exact:
-        return ExactAttention(local, size, kv.zero_block, keys.device)
-    if keys.device.type == "cuda":
-        from baton.engine.attention_triton import TritonAttention  # Triton comes with torch's CUDA builds alone
-
-        return TritonAttention(local, size, keys.device)
-    return FastAttention(local, size, kv.zero_block, keys.dtype, keys.device)
+    prepare: Callable[[], None] | None = None
+    if decode_rows:
+        graphs = DecodeGraphs(model, kv, attention, longest, decode_rows)
+        compute, prepare = graphs.compute, torch.no_grad()(partial(graphs.capture, config.vocab_size))
+    guess = None
+    if group.size == 1:
+        guess = DeviceGuesses(compute, Limits(size, kv.num_blocks, config.vocab_size, longest), device)
+    return Computing(torch.no_grad()(compute), choose_on_device, guess, prepare=prepare)

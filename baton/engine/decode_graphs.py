@@ -1,33 +1,41 @@
 """Decode steps on CUDA without launching a kernel at a time: each shape of step is captured once and then replayed.
 
-A shape is (rows, tokens per row, key splits), rows and splits rounded up to a power of two. What differs between steps
-of one shape is three arrays at fixed addresses: tokens, where each row starts, and its block table; positions and slots
-follow from them on the device. Rows that only fill up the shape compute in the pool's spare block, which the kernel
-never reads for anybody else. Steps of other shapes (prompts, mixed lengths) are launched as usual.
+A shape is (rows, tokens per row, key splits), each rounded up to one of a few. What differs between steps of one shape
+lies at fixed addresses: tokens, where each row starts, how many tokens it has, and its block table; positions and slots
+follow from them on the device. What only fills up a shape (rows, tokens of shorter rows, table entries) computes in the
+pool's spare block, which the kernel never reads for anybody else. Steps of other shapes, above all prompts, are
+launched kernel by kernel.
 
-A graph is made when its shape comes for the first time. All share one memory pool, so only one may be in use at a time:
-the one stream and the one thread of a runner see to that.
+All shapes are captured when the worker loads, before it has edges to others: a capture waits for the whole device, and
+so for a receive whose sender has not come. All share one memory pool and one buffer of logits, so only one may be in
+use at a time: the one stream and the one thread of a runner see to that. Capturing runs on a stream of high priority:
+those of edges come from another of torch's pools and are never the same one.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from baton.engine.attention import Attention
-from baton.engine.attention_triton import Prepared
+from baton.engine.attention_triton import Prepared, TritonAttention, split_buckets, split_plan
 from baton.engine.batch import Batch
-from baton.engine.kernels.paged_attention import SPLIT_TOKENS, Tiles
+from baton.engine.device import to_device
+from baton.engine.kernels.paged_attention import Tiles
 from baton.engine.kv_pool import KVPool
 from baton.engine.model import Model
 
 log = logging.getLogger("baton.engine")
 MAX_ROWS = 256
-MAX_LENGTH = 16
+LENGTHS = (1, 2, 3, 5, 9)
+"""Tokens of a row: one, or a token and the draft tokens that it verifies."""
+MAX_LONG_ROWS = 32
+"""Rows of more than one token: with more sequences speculation seldom pays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,111 +44,181 @@ class Shape:
     length: int
     splits: int
 
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """`on_device` int32: tokens [rows * length], starts [rows], table [rows * W]. `replay` computes and returns logits
-    [rows * length, vocab], valid until the next replay."""
+    """`inputs` int32, on the device: tokens [rows * length], starts [rows], lengths [rows], table [rows * W]. `replay`
+    computes and returns logits [rows * length, vocab], valid until the next replay. A graph reads everything in `reads`
+    by its address, so nothing of that may be freed before it."""
 
-    on_device: Tensor
+    inputs: Tensor
     replay: Callable[[], Tensor]
+    reads: tuple[Any, ...]
 
 
 class DecodeGraphs:
-    """`compute` does what `model.forward` does; `attention` is a TritonAttention. `max_positions` bounds a sequence."""
+    """`compute` does what `model.forward` does. `max_positions` bounds a sequence, `max_rows` the sequences of a decode
+    step, `lengths` are the tokens that a row may have. `replayed` and `launched` count steps."""
 
-    def __init__(self, model: Model, kv: KVPool, attention: Attention, max_positions: int) -> None:
+    def __init__(
+        self,
+        model: Model,
+        kv: KVPool,
+        attention: TritonAttention,
+        max_positions: int,
+        max_rows: int,
+        lengths: tuple[int, ...] = LENGTHS,
+    ) -> None:
         self._model, self._kv, self._attention = model, kv, attention
         self._block_size = kv.layout.block_size
-        self._max_splits = -(-max_positions // SPLIT_TOKENS)
+        self._max_positions = max_positions
+        self._lengths = tuple(sorted(lengths))
+        self._row_limit = min(_power_of_two(max_rows), MAX_ROWS)
         self._device = kv.storage[0][0].device
         self._captured: dict[Shape, Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
-        self.replayed = 0
+        self._logits: Tensor | None = None
+        cuda = self._device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if cuda else None
+        self._stream = torch.cuda.Stream(self._device, priority=-1) if cuda else None  # type: ignore[no-untyped-call]
+        self.replayed = self.launched = 0
+
+    def shapes(self) -> list[Shape]:
+        """All that are captured, largest first: later ones fit into the memory of earlier ones."""
+        found = []
+        for length in self._lengths:
+            most = self._row_limit if length == 1 else min(self._row_limit, MAX_LONG_ROWS)
+            for rows in (1 << power for power in range(most.bit_length())):
+                for splits in split_buckets(rows * self._attention.kv_heads, self._max_positions):
+                    found.append(Shape(rows, length, splits))
+        return sorted(found, key=lambda shape: (shape.tokens, shape.splits), reverse=True)
+
+    def capture(self, vocab_size: int) -> None:
+        """Captures all shapes. Under tensor parallelism every rank calls it at the same time. Nothing is captured
+        later."""
+        started, shapes = time.perf_counter(), self.shapes()
+        most = max(shape.tokens for shape in shapes)
+        self._attention.reserve(self._row_limit)
+        self._logits = torch.empty((most, vocab_size), dtype=torch.float32, device=self._device)
+        for shape in shapes:
+            self._captured[shape] = self._capture(shape)
+        log.info("captured %d shapes of decode steps in %.1f s", len(shapes), time.perf_counter() - started)
 
     def compute(self, batch: Batch) -> Tensor:
-        """Logits [S, vocab] in float32 at the sampled positions."""
+        """Logits [S, vocab] in float32 at the sampled positions; on followers of a tensor-parallel group none."""
         shape = self.shape_of(batch)
-        if shape is None:
+        captured = None if shape is None else self._captured.get(shape)
+        if shape is None or captured is None:
+            self.launched += 1
             return self._model.forward(batch, self._kv, self._attention)
-        captured = self._captured.get(shape)
-        if captured is None:
-            captured = self._captured[shape] = self._capture(shape)
-        self._fill(captured, shape, batch)
+        packed = self._fill(captured, shape, batch)
         self.replayed += 1
-        # Rows are of one length and packed in order, so the batch's indexes hold here too.
-        return captured.replay().index_select(0, batch.sampled)
+        logits = captured.replay()
+        if not len(logits):
+            return logits
+        if packed is None:
+            return logits.index_select(0, batch.sampled)
+        at = torch.tensor([packed[index] for index in batch.sampled_at])
+        return logits.index_select(0, to_device(at, self._device))
 
     def shape_of(self, batch: Batch) -> Shape | None:
         """The shape whose graph computes this batch, or None where there is none."""
         lengths = batch.lengths
-        if not len(lengths) or len(lengths) > MAX_ROWS or lengths[0] > MAX_LENGTH or (lengths != lengths[0]).any():
+        if not len(lengths):
             return None
-        splits = -(-int((batch.starts + lengths).max()) // SPLIT_TOKENS)
-        rounded = min(1 << (splits - 1).bit_length(), self._max_splits)
-        return Shape(1 << (len(lengths) - 1).bit_length(), int(lengths[0]), rounded)
+        longest = int(lengths.max())
+        length = next((known for known in self._lengths if known >= longest), 0)
+        most = self._row_limit if length == 1 else min(self._row_limit, MAX_LONG_ROWS)
+        rows = _power_of_two(len(lengths))
+        if not length or rows > most:
+            return None
+        programs = rows * self._attention.kv_heads
+        needed = split_plan(programs, int((batch.starts + lengths).max()))[0]
+        splits = next(s for s in split_buckets(programs, self._max_positions) if s >= needed)
+        return Shape(rows, length, splits)
 
     def _width(self, shape: Shape) -> int:
-        return -(-shape.splits * SPLIT_TOKENS // self._block_size)
+        """Blocks of a table: enough for what the splits of the shape reach."""
+        reach = shape.splits * split_plan(shape.rows * self._attention.kv_heads, self._max_positions)[1]
+        return -(-min(reach, self._max_positions) // self._block_size)
 
-    def _fill(self, captured: Captured, shape: Shape, batch: Batch) -> None:
+    def _fill(self, captured: Captured, shape: Shape, batch: Batch) -> list[int] | None:
+        """Puts a batch into a graph's inputs. The place of each packed token in the shape, None where it is its own."""
         # New memory each time: the device may not have read that of the step before, and nothing waits for it here.
-        host, tokens, rows = self._inputs(shape), shape.rows * shape.length, len(batch.lengths)
+        host, rows, tokens = self._inputs(shape), len(batch.rows), shape.tokens
         inputs = host.numpy()
-        inputs[: rows * shape.length] = [token for row in batch.rows for token in row.tokens]
+        uniform = bool((batch.lengths == shape.length).all())
+        packed = None
+        if not uniform:
+            packed = [r * shape.length + j for r, row in enumerate(batch.rows) for j in range(len(row.tokens))]
+        inputs[slice(rows * shape.length) if packed is None else packed] = [t for row in batch.rows for t in row.tokens]
         inputs[tokens : tokens + rows] = batch.starts
-        table = inputs[tokens + shape.rows :].reshape(shape.rows, -1)
+        inputs[tokens + shape.rows : tokens + shape.rows + rows] = batch.lengths
+        table = inputs[tokens + 2 * shape.rows :].reshape(shape.rows, -1)
         for number, row in enumerate(batch.rows):
             used = row.block_ids[: table.shape[1]]
             table[number, : len(used)] = used
-        captured.on_device.copy_(host, non_blocking=True)
-        if batch.fed is not None:
-            captured.on_device[: rows * shape.length] = batch.fed
+        captured.inputs.copy_(host, non_blocking=True)
+        if batch.fed is not None and packed is None:
+            captured.inputs[: rows * shape.length] = batch.fed
+        elif batch.fed is not None:
+            where = to_device(torch.tensor(packed), self._device)
+            captured.inputs.index_copy_(0, where, batch.fed.to(torch.int32))
+        return packed
 
     def _inputs(self, shape: Shape) -> Tensor:
-        """Of rows that only fill up, in host memory, for a GPU pinned."""
-        tokens = shape.rows * shape.length
-        size = tokens + shape.rows * (1 + self._width(shape))
+        """Of rows that only fill up: one token at position 0 of the spare block. In host memory, for a GPU pinned."""
+        tokens = shape.tokens
+        size = tokens + shape.rows * (2 + self._width(shape))
         inputs = torch.zeros(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        inputs[tokens + shape.rows :] = self._kv.zero_block
+        inputs[tokens + shape.rows : tokens + 2 * shape.rows] = 1
+        inputs[tokens + 2 * shape.rows :] = self._kv.zero_block
         return inputs
 
     def _capture(self, shape: Shape) -> Captured:
-        on_device = self._inputs(shape).to(self._device, copy=True)
-        step = self._step(shape, on_device)
-        if self._device.type != "cuda":
-            return Captured(on_device, step)
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        inputs = self._inputs(shape).to(self._device, copy=True)
+        step, reads = self._step(shape, inputs)
+        if self._stream is None:
+            return Captured(inputs, step, reads)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
             step()  # compiles kernels and lets libraries allocate what a capture may not
-        torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may copy KV to other workers meanwhile: their calls are none of this capture's business.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # Other threads may use the device meanwhile: their calls are none of this capture's business.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             logits = step()
-        log.info("captured a decode step of %d rows of %d, %d splits", shape.rows, shape.length, shape.splits)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
         def replay() -> Tensor:
             graph.replay()
             return logits
 
-        return Captured(on_device, replay)
+        return Captured(inputs, replay, reads)
 
-    def _step(self, shape: Shape, on_device: Tensor) -> Callable[[], Tensor]:
-        """All of a step that is computed from `on_device`, as a graph can hold it."""
-        count, size = shape.rows * shape.length, self._block_size
+    def _step(self, shape: Shape, inputs: Tensor) -> tuple[Callable[[], Tensor], tuple[Any, ...]]:
+        """All of a step that is computed from `inputs`, as a graph can hold it, and what else it reads."""
+        size, count = self._block_size, shape.tokens
         number = torch.arange(shape.rows, dtype=torch.int32, device=self._device)
         offset = torch.zeros_like(number)
-        first, length = number * shape.length, torch.full_like(number, shape.length)
+        first = number * shape.length
+        steps = torch.arange(shape.length, dtype=torch.int32, device=self._device)
         everything = torch.arange(count, device=self._device)
+        logits = None if self._logits is None else self._logits[:count]
+        tokens, start, length, flat = torch.split(
+            inputs, [count, shape.rows, shape.rows, shape.rows * self._width(shape)]
+        )
+        table = flat.view(shape.rows, -1)
+        split_tokens = split_plan(shape.rows * self._attention.kv_heads, self._max_positions)[1]
+        tiles = Tiles(number, offset, first, start, length, table, shape.splits, split_tokens, shape.length)
 
         def step() -> Tensor:
-            tokens, start, flat = torch.split(on_device, [count, shape.rows, shape.rows * self._width(shape)])
-            table = flat.view(shape.rows, -1)
-            positions = (start[:, None] + torch.arange(shape.length, device=self._device)).long()
+            live = steps < length[:, None]
+            positions = torch.where(live, start[:, None] + steps, 0).long()
             slots = table.gather(1, positions // size).long() * size + positions % size
-            tiles = Tiles(number, offset, first, start, length, table, shape.splits, shape.length)
+            slots = torch.where(live, slots, self._kv.zero_block * size)
             return self._model.compute(
                 tokens.long(),
                 positions.flatten(),
@@ -148,7 +226,12 @@ class DecodeGraphs:
                 everything,
                 self._kv,
                 self._attention,
-                {window: Prepared((tiles,), window) for window in self._model.windows},
+                {window: Prepared((tiles,), (), window) for window in self._model.windows},
+                logits,
             )
 
-        return step
+        return step, (number, offset, first, steps, everything, tiles, self._attention.workspace, logits)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()

@@ -53,19 +53,20 @@ class KVPool:
         if self.pages is not None and block_ids:
             self.pages.expect(max(block_ids), ahead=ahead)
 
-    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Stores keys and values [T, kv_heads, head_dim] at `slots` [T] (block id * block_size + offset)."""
-        for tensor, new in zip(self.storage[layer], (keys, values), strict=True):
-            tensor.view(-1, *tensor.shape[2:]).index_copy_(0, slots, new)
-
 
 def default_budget(
-    layout: KVLayout, longest: int, device: torch.device, local_size: int, draft: DraftShare | None
+    layout: KVLayout,
+    longest: int,
+    device: torch.device,
+    local_size: int,
+    draft: DraftShare | None,
+    gpu_share: float = 0.0,
 ) -> int:
     """Bytes for a rank's KV when nobody says how many; `layout` is the rank's, `local_size` counts the worker's ranks
-    on this machine. A `draft` that comes later has its share of a GPU; on CPU its pages are taken as they are used."""
+    on this machine, `gpu_share` is as of `default_kv_bytes`. A `draft` that comes later has its share of a GPU; on CPU
+    its pages are taken as they are used."""
     enough = layout.blocks_for(longest) * layout.bytes_per_block * DEFAULT_SEQUENCES
-    free = default_kv_bytes(device, local_size)
+    free = default_kv_bytes(device, local_size, gpu_share)
     if draft is not None and device.type == "cuda":
         free = draft.left_of(free, layout.bytes_per_block)
     return min(free, enough)

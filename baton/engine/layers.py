@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,26 @@ from baton.core.model_config import Llama3Rope, ModelConfig
 from baton.engine.weights import Projection
 
 Linear = Callable[[Tensor], Tensor]
-Norm = Callable[[Tensor], Tensor]
+
+
+class Norm(Protocol):
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., n] normalised over its last dimension."""
+        ...
+
+    def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        """x + delta, and that normalised."""
+        ...
+
+
+class Heads(Protocol):
+    """What lies between a layer's projection to q, k, v and its attention: norms of heads, rotary embedding, KV."""
+
+    def __call__(self, qkv: Tensor, turn: Any, cache: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
+        """qkv [T, H + 2 K, D] -> turned queries [T, H, D]. Keys (turned) and values of the first len(slots) tokens go
+        into `cache`, each [blocks, block_size, K, D], at `slots` (block * block_size + offset). `turn` is what the
+        arithmetic's `turn` made of the positions."""
+        ...
 
 
 class PlainLinear:
@@ -79,6 +99,10 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
 
+    def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + delta
+        return x, self(x)
+
 
 class Rotary:
     """Rotary position embedding (Su et al. 2021) in the "rotate half" order of Hugging Face checkpoints.
@@ -96,11 +120,38 @@ class Rotary:
         """cos and sin of positions [T], each [T, 1, D]."""
         return self._cos[positions], self._sin[positions]
 
+    @property
+    def device(self) -> torch.device:
+        return self._cos.device
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """cos and signed sin of every position, each [positions, D]."""
+        return self._cos[:, 0], self._sin[:, 0]
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turns x [T, H, D] by the angles of its positions."""
     swapped = torch.roll(x, x.shape[-1] // 2, dims=-1)
     return (x * cos).add_(swapped.mul_(sin))
+
+
+class PlainHeads:
+    """By torch's own operations, one after the other; `turn` is `Rotary.at` of the positions."""
+
+    def __init__(self, config: ModelConfig, norms: tuple[Norm, Norm] | None) -> None:
+        self._num_heads, self._turning = config.num_heads, config.num_heads + config.num_kv_heads
+        self._norms = norms
+
+    def __call__(self, qkv: Tensor, turn: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
+        turning = qkv[:, : self._turning]
+        if self._norms is not None:
+            of_queries, of_keys = self._norms
+            turning = torch.cat((of_queries(turning[:, : self._num_heads]), of_keys(turning[:, self._num_heads :])), 1)
+        turned, stored = rotate(turning, *turn), len(slots)
+        for tensor, new in zip(cache, (turned[:, self._num_heads :], qkv[:, self._turning :]), strict=True):
+            tensor.view(-1, *tensor.shape[2:]).index_copy_(0, slots, new[:stored])
+        return turned[:, : self._num_heads]
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
@@ -133,14 +184,23 @@ def swiglu_exact(gate_up: Tensor) -> Tensor:
     return gate.div(torch.exp(-gate).add_(1.0)).mul_(up)
 
 
+MakeHeads = Callable[[ModelConfig, tuple[Norm, Norm] | None], Heads]
+
+
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The pieces of a layer that come in a fast and an exact kind."""
+    """The pieces of a layer that come in several kinds. `turn` makes of positions [T] what `Heads` turns by."""
 
     make_linear: Callable[[Projection, torch.dtype], Linear]
     make_norm: Callable[[Tensor, float], Norm]
+    make_heads: MakeHeads
     swiglu: Callable[[Tensor], Tensor]
+    turn: Callable[[Tensor], Any]
 
 
-FAST = Arithmetic(make_linear, RMSNorm, swiglu)
-EXACT = Arithmetic(make_linear, RMSNorm, swiglu_exact)
+def fast(rotary: Rotary) -> Arithmetic:
+    return Arithmetic(make_linear, RMSNorm, PlainHeads, swiglu, rotary.at)
+
+
+def exact(rotary: Rotary) -> Arithmetic:
+    return Arithmetic(make_linear, RMSNorm, PlainHeads, swiglu_exact, rotary.at)

@@ -22,46 +22,44 @@ from baton.core.model_config import ModelConfig
 from baton.engine.attention import Attention
 from baton.engine.batch import Batch
 from baton.engine.kv_pool import KVPool
-from baton.engine.layers import Arithmetic, Rotary, rotate
+from baton.engine.layers import Arithmetic
 from baton.engine.parallel import TPGroup
 from baton.engine.weights import LayerWeights, WeightReader
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)). `config` is this rank's own, as `shard_config` makes it."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). `config` is this rank's own, as `shard_config` makes it. What a
+    layer adds last it leaves to the norm of the next one, so that both are one pass over memory."""
 
     def __init__(self, weights: LayerWeights, config: ModelConfig, group: TPGroup, arithmetic: Arithmetic) -> None:
         make_linear, make_norm, eps = arithmetic.make_linear, arithmetic.make_norm, config.rms_norm_eps
         self._group = group
         self._head_dim = config.head_dim
-        self._num_heads = config.num_heads
-        self._num_kv_heads = config.num_kv_heads
         self._attention_norm = make_norm(weights.attention_norm, eps)
         dtype = weights.attention_norm.dtype
         self._qkv = make_linear(weights.qkv, dtype)
-        self._q_norm = None if weights.q_norm is None else make_norm(weights.q_norm, eps)
-        self._k_norm = None if weights.k_norm is None else make_norm(weights.k_norm, eps)
+        norms = None
+        if weights.q_norm is not None and weights.k_norm is not None:
+            norms = (make_norm(weights.q_norm, eps), make_norm(weights.k_norm, eps))
+        self._heads = arithmetic.make_heads(config, norms)
         self._attention_out = make_linear(weights.attention_out, dtype)
         self._mlp_norm = make_norm(weights.mlp_norm, eps)
         self._gate_up = make_linear(weights.gate_up, dtype)
         self._down = make_linear(weights.down, dtype)
         self._swiglu = arithmetic.swiglu
 
-    def queries_keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, hidden] -> queries [T, H, D], keys and values [T, K, D], queries and keys turned by position."""
-        qkv = self._qkv(self._attention_norm(x)).view(x.shape[0], -1, self._head_dim)
-        turning = self._num_heads + self._num_kv_heads
-        if self._q_norm is None or self._k_norm is None:
-            turned = rotate(qkv[:, :turning], cos, sin)
-        else:
-            heads = (self._q_norm(qkv[:, : self._num_heads]), self._k_norm(qkv[:, self._num_heads : turning]))
-            turned = rotate(torch.cat(heads, dim=1), cos, sin)
-        return turned[:, : self._num_heads], turned[:, self._num_heads :], qkv[:, turning:]
+    def queries(
+        self, x: Tensor, delta: Tensor | None, turn: Any, cache: tuple[Tensor, Tensor], slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """x and delta [T, hidden] -> x + delta, and queries [T, H, D]; keys and values go into the cache."""
+        x, normed = (x, self._attention_norm(x)) if delta is None else self._attention_norm.add(x, delta)
+        qkv = self._qkv(normed).view(x.shape[0], -1, self._head_dim)
+        return x, self._heads(qkv, turn, cache, slots)
 
-    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Adds attention's output [T, H * D] and the MLP's to the residual stream x [T, hidden]."""
-        x = x + self._group.all_reduce(self._attention_out(attended))
-        return x + self._group.all_reduce(self._down(self._swiglu(self._gate_up(self._mlp_norm(x)))))
+    def finish(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds attention's output [T, H * D] to the residual stream x [T, hidden]: the sum, and what the MLP adds."""
+        x, normed = self._mlp_norm.add(x, self._group.all_reduce(self._attention_out(attended)))
+        return x, self._group.all_reduce(self._down(self._swiglu(self._gate_up(normed))))
 
 
 class Embedding:
@@ -82,9 +80,7 @@ class Embedding:
 class Model:
     """One rank's share of a decoder-only transformer; `config` is the whole model's."""
 
-    def __init__(
-        self, config: ModelConfig, weights: WeightReader, group: TPGroup, rotary: Rotary, arithmetic: Arithmetic
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: WeightReader, group: TPGroup, arithmetic: Arithmetic) -> None:
         self._windows = config.windows
         self._vocab_size = config.vocab_size
         self._group = group
@@ -95,7 +91,7 @@ class Model:
         ]
         self._norm = arithmetic.make_norm(weights.final_norm(), config.rms_norm_eps)
         self._head = arithmetic.make_linear(weights.head(), weights.dtype)
-        self._rotary = rotary
+        self._turn = arithmetic.turn
 
     @property
     def windows(self) -> Iterable[int]:
@@ -117,26 +113,32 @@ class Model:
         kv: KVPool,
         attention: Attention,
         prepared: Mapping[int, Any],
+        out: Tensor | None = None,
     ) -> Tensor:
-        """The same from tensors alone: `prepared` is what `attention` made of the rows for each of `windows`."""
-        stored = len(slots)
-        cos, sin = self._rotary.at(positions)
-        x = self._embedding(tokens)
+        """The same from tensors alone: `prepared` is what `attention` made of the rows for each of `windows`. With
+        `out` float32 [S, vocab] the logits go there."""
+        turn = self._turn(positions)
+        x, delta = self._embedding(tokens), None
         for index, layer in enumerate(self._layers):
-            queries, keys, values = layer.queries_keys_values(x, cos, sin)
-            kv.write(index, slots, keys[:stored], values[:stored])
+            x, queries = layer.queries(x, delta, turn, kv.storage[index], slots)
             attended = attention.attend(queries, *kv.storage[index], prepared[self._windows[index]])
-            x = layer.finish(x, attended)
-        return self._logits(x, sampled)
+            x, delta = layer.finish(x, attended)
+        return self._logits(x, delta, sampled, out)
 
-    def _logits(self, x: Tensor, sampled: Tensor) -> Tensor:
+    def _logits(self, x: Tensor, delta: Tensor | None, sampled: Tensor, out: Tensor | None) -> Tensor:
         none = torch.empty((0, self._vocab_size), dtype=torch.float32, device=x.device)
         if len(sampled) == 0:
             return none
         # A single row is computed twice: oneDNN may sum a product of one row in another order than one of several.
-        rows = sampled.repeat(2) if len(sampled) == 1 else sampled
-        logits = self._group.gather(self._head(self._norm(x.index_select(0, rows)))[: len(sampled)])
-        return none if logits is None else logits[:, : self._vocab_size].float()
+        twice = len(sampled) == 1 and x.device.type == "cpu"
+        rows = sampled.repeat(2) if twice else sampled
+        x = x.index_select(0, rows)
+        normed = self._norm(x) if delta is None else self._norm.add(x, delta.index_select(0, rows))[1]
+        logits = self._group.gather(self._head(normed)[: len(sampled)])
+        if logits is None:
+            return none
+        logits = logits[:, : self._vocab_size]
+        return logits.float() if out is None else out.copy_(logits)
 
 
 def shard_config(config: ModelConfig, group: TPGroup) -> ModelConfig:

@@ -218,18 +218,24 @@ def _gloo(store: Any, ranks: Ranks, device: torch.device, host: str) -> Any:
 
 
 def _nccl(store: Any, ranks: Ranks, device: torch.device, host: str) -> Any:
-    """Has not run yet: no GPU was at hand."""
+    """Blocking: otherwise each collective starts a thread inside NCCL. torch's own timeout never comes
+    (transfer/nccl.py says why); a rank that is gone is the lockstep channel's to find."""
     nccl: Any = getattr(torch.distributed, "ProcessGroupNCCL", None)
     if nccl is None:
         raise StartupError("this torch has no NCCL")
     torch.cuda.set_device(device)
     options = nccl.Options(is_high_priority_stream=False)
-    options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+    options._timeout = timedelta(days=1)
+    options.config.blocking = 1
     return nccl(store, ranks.rank, ranks.size, options)
 
 
 def _sum_by_rank(partials: Tensor) -> Tensor:
     """partials [size, ...] -> [...]: added up in float32 by rising rank, rounded once."""
+    if partials.device.type == "cuda":
+        from baton.engine.kernels.fused import sum_by_rank  # Triton comes with torch's CUDA builds alone
+
+        return sum_by_rank(partials)
     total = partials[0].float()
     for rank in range(1, len(partials)):
         total += partials[rank]

@@ -36,7 +36,7 @@ from baton.engine.guesses_device import DeviceGuesses, Queued
 from baton.engine.kernels.native import choose_kernels, row_invariant
 from baton.engine.kv_pool import KVPool, default_budget, plan_blocks
 from baton.engine.launches import Launches
-from baton.engine.layers import EXACT, FAST, Rotary
+from baton.engine.layers import Arithmetic, Rotary, exact, fast
 from baton.engine.logprobs import asked, sampled_rows, scored_rows
 from baton.engine.memory_report import MemoryReport, memory_report
 from baton.engine.model import Model
@@ -49,6 +49,7 @@ from baton.engine.sampler import sample
 from baton.engine.sampler_device import decide
 from baton.engine.sampler_native import chooser
 from baton.engine.selftest import prove_row_invariance
+from baton.engine.step_marks import StepMarks
 from baton.engine.weights import WeightReader
 
 OnStage = Callable[[str, float], None]
@@ -65,8 +66,10 @@ class EngineOptions:
     its way at once, all ranks together. `kernels` is `auto` (the best compiled ones that this processor has, else
     torch's), `torch`, or the level of compiled ones. `quantize` is `none` or `int8` (weights of linear layers and head;
     CPU). torch's kernels keep int8 widened: then the memory report says less than is used. `version` is the code's.
-    `draft_dir` is the draft that this rank loads afterwards, for `max_running` sequences. What ranks must have alike:
-    `rank_options`.
+    `draft_dir` is the draft that this rank loads afterwards, for `max_running` sequences. `decode_rows` is the most
+    sequences of a decode step, for which steps are captured on a GPU; 0 captures none. `gpu_share` is the share of its
+    GPU's memory that a rank may use, 0: all, or an even part where ranks of this worker share a GPU. What ranks must
+    have alike: `rank_options`.
     """
 
     model_dir: Path
@@ -86,6 +89,8 @@ class EngineOptions:
     version: str = ""
     draft_dir: Path | None = None
     max_running: int = 0
+    decode_rows: int = 0
+    gpu_share: float = 0.0
 
 
 class Runner:
@@ -135,6 +140,7 @@ class Runner:
         self._min_tokens = 2 if options.exact and kernels.startswith("torch") else 1
         self._device = device
         self.launches_ahead = device.type == "cuda"
+        self.marks = StepMarks(device)
         self.launches = Launches(device, group, decide if device.type == "cuda" else None, self._choose)
 
     def lead(self, announce: Callable[[StepPlan], None]) -> None:
@@ -155,6 +161,8 @@ class Runner:
         logits = self._forward(batch, plan)
         if not self.group.leads:
             return StepOutcome(plan.step_id, (), time.perf_counter() - started)
+        if not batch.sampled_at:
+            self.marks.wait_last()  # nothing of it comes to the host: its time would be that of its launch
         scored: tuple[tuple[TokenLogprob, ...], ...] = ()
         if batch.num_scored:
             scored, logits = scored_rows(plan, logits[: batch.num_scored]), logits[batch.num_scored :]
@@ -245,7 +253,9 @@ class Runner:
             wanted, tell = self._told_first
             if layers := wanted(plan):
                 return self._compute_in_two(batch, layers, partial(tell, plan.step_id, layers))
-        return self._compute(self.launches.feed(batch, plan, guesses) if plan.fed or plan.guessed else batch)
+        logits = self._compute(self.launches.feed(batch, plan, guesses) if plan.fed or plan.guessed else batch)
+        self.marks.record(plan.step_id)
+        return logits
 
 
 def load_runner(
@@ -290,8 +300,7 @@ def load_runner(
         if kernels is not None:
             model = NativeModel(config, weights, group, kernels, longest, torch_dtype, options.threads)
         else:
-            rotary = Rotary(config, longest, torch_dtype, device)
-            model = Model(config, weights, group, rotary, EXACT if options.exact else FAST)
+            model = Model(config, weights, group, _arithmetic(Rotary(config, longest, torch_dtype, device), options))
     with _stage("kv", on_stage), torch.no_grad():
         layout = config.kv_layout(options.block_size, dtype)
         mine = local_layout(layout, ranks.size, ranks.rank)
@@ -300,15 +309,18 @@ def load_runner(
             if options.draft_dir is not None:
                 of_draft = read_model_config(options.draft_dir)
                 draft = draft_share(of_draft, longest, options.block_size, dtype, options.max_running)
-            budget = default_budget(mine, longest, device, ranks.local_size, draft)
+            budget = default_budget(mine, longest, device, ranks.local_size, draft, options.gpu_share)
         else:
             budget = options.kv_memory_bytes // ranks.size
         num_blocks = group.minimum(plan_blocks(mine, budget, options.max_model_len), "KV blocks")
         kv = KVPool(mine, num_blocks, device)
     max_model_len = min(longest, kv.num_blocks * options.block_size)
     choose = None if kernels is None else chooser(kernels, options.threads)
+    computing = how_to_compute(
+        model, kv, config, group, choose, exact=options.exact, longest=longest, decode_rows=options.decode_rows
+    )
     runner = Runner(
-        how_to_compute(model, kv, config, group, choose, exact=options.exact, longest=longest),
+        computing,
         config,
         kv,
         options,
@@ -321,12 +333,23 @@ def load_runner(
     )
     with _stage("warm-up", on_stage):
         _warm_up(runner)
+    if computing.prepare is not None:
+        with _stage("capture", on_stage):
+            computing.prepare()
     if options.exact:
         with _stage("self-test", on_stage):
             limits = (config.vocab_size, runner.max_model_len, options.max_num_tokens)
             prove_row_invariance(runner.step_logits, kv, *limits)
     group.barrier("end of loading")
     return runner
+
+
+def _arithmetic(rotary: Rotary, options: EngineOptions) -> Arithmetic:
+    if rotary.device.type != "cuda":
+        return exact(rotary) if options.exact else fast(rotary)
+    from baton.engine.kernels.fused import fused
+
+    return fused(rotary)
 
 
 def _warm_up(runner: Runner) -> None:

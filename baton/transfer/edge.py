@@ -16,10 +16,12 @@ from torch import Tensor
 from baton.core.errors import HandoffError
 
 Side = Literal["prefill", "decode"]
-Ready = Callable[[int], int]
-"""Called before section i of a buffer is read for sending; its answer (64 bits) goes behind the section."""
-Arrived = Callable[[int, int], None]
-"""Called with i and what came behind it, when section i of a buffer is there; others may still come."""
+Word = int | Tensor
+"""64 bits that go with a section: an int, or, where buffers lie on a device, an int64 [1] there."""
+Ready = Callable[[int], Word]
+"""Called before section i of a buffer is read for sending; its answer goes with the section."""
+Arrived = Callable[[int, Word], None]
+"""Called in order with i and the word of section i, when that is there; others may still come."""
 SENDER, RECEIVER = 0, 1  # ranks in the two-rank group
 
 

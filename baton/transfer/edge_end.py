@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, TypeVar
+
+import torch
 
 from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
@@ -22,9 +25,10 @@ from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.sections import Packing, Storing
 from baton.transfer.staging import Layers, PagedLayers
-from baton.transfer.staging_buffers import StagingBuffers
+from baton.transfer.staging_buffers import StagingBuffers, pinned_buffer
 
 _Staged = TypeVar("_Staged", Packing, Storing)
+OrderBehind = Callable[[int], None]
 
 
 class EdgeEnd(Protocol):
@@ -88,7 +92,8 @@ def edge_layers(layers: Layers, plan: EdgePlan, side: Side) -> Layers:
 class LocalEnds:
     """Makes ends at this process: over its rank's `layers` in blocks of `block_size`, on its own address `host`.
     `expect` hears of the blocks that a sequence on its way takes. All its ends share `buffers`, None keeps none. Both
-    sides of an edge must have the same `section_bytes`; the first transfer fails where they do not."""
+    sides of an edge must have the same `section_bytes`; the first transfer fails where they do not.
+    `order_behind(step)` is called on an edge's thread before it reads KV: what it is given then follows that step."""
 
     def __init__(
         self,
@@ -99,18 +104,28 @@ class LocalEnds:
         expect: Callable[[Sequence[int]], None] | None = None,
         buffers: StagingBuffers | None = None,
         section_bytes: int = SECTION_BYTES,
+        order_behind: OrderBehind | None = None,
     ) -> None:
         self._layers, self._block_size, self._host = layers, block_size, host
-        self._expect, self.section_bytes = expect, section_bytes
-        self.buffers = StagingBuffers(0) if buffers is None else buffers
+        self._expect, self.section_bytes, self._order_behind = expect, section_bytes, order_behind
+        device = layers[0][0].device
+        self.buffers = make_buffers(kind, device, 0) if buffers is None else buffers
         self.kind = kind
 
     def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> LocalEnd:
         device = buffer_device(self.kind, self._layers[0][0].device)
         mine = replace(spec, bind_host=self._host, device=str(device))
         layers = edge_layers(self._layers, plan, spec.side)
-        make = EDGES[self.kind]
-        return LocalEnd(mine, layers, self._block_size, make, self._expect, self.buffers, self.section_bytes)
+        make, more = EDGES[self.kind].make, (self.section_bytes, self._order_behind)
+        return LocalEnd(mine, layers, self._block_size, make, self._expect, self.buffers, *more)
+
+
+def make_buffers(kind: EdgeKind, device: torch.device, limit_bytes: int) -> StagingBuffers:
+    """For the edges of a rank whose blocks are on `device`. What comes through host memory to a GPU is pinned there."""
+    where, allocate = buffer_device(kind, device), EDGES[kind].allocate
+    if where.type == "cpu" and device.type == "cuda":
+        allocate = pinned_buffer
+    return StagingBuffers(limit_bytes, where, allocate)
 
 
 class LocalEnd:
@@ -127,9 +142,11 @@ class LocalEnd:
         expect: Callable[[Sequence[int]], None] | None = None,
         buffers: StagingBuffers | None = None,
         section_bytes: int = SECTION_BYTES,
+        order_behind: OrderBehind | None = None,
     ) -> None:
         self.packed_while_sending = 0  # sections
-        self._worker = EdgeWorker(spec, make_edge)
+        self._order_behind = order_behind
+        self._worker = EdgeWorker(spec, make_edge, kv_device=layers[0][0].device)
         self._expect = expect
         self._buffers = StagingBuffers(0, spec.device) if buffers is None else buffers
         self._layers, self._block_size, self._section_bytes = PagedLayers.of(layers), block_size, section_bytes
@@ -155,6 +172,8 @@ class LocalEnd:
         packing = self._packing = self._staged(Packing, part)
         if on_begun is not None:
             on_begun()
+        if self._order_behind is not None:
+            packing.before = partial(self._order_behind, after_step)
         try:
             await self._worker.run(packing.begin)
         except BaseException:

@@ -22,11 +22,13 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from baton.core.errors import HandoffError
 from baton.transfer.edge import Arrived, Edge, EdgeSpec, MakeEdge, Ready
 from baton.transfer.gloo import GlooEdge
+from baton.transfer.streams import own_stream
 
 T = TypeVar("T")
 _RUN_TIMEOUT_S = 60.0
@@ -61,15 +63,19 @@ class EdgeWorker:
     """One end of one generation of an edge. All coroutines run in one event loop; `abort` may come from any thread.
 
     `grace_s` is how long an operation may outlast its own timeout before the watchdog declares the edge dead.
+    `kv_device` is where the KV behind it lies: on a GPU all that the thread does goes to a stream of its own.
     """
 
-    def __init__(self, spec: EdgeSpec, make: MakeEdge = GlooEdge, grace_s: float = 0.5) -> None:
+    def __init__(
+        self, spec: EdgeSpec, make: MakeEdge = GlooEdge, grace_s: float = 0.5, kv_device: torch.device | None = None
+    ) -> None:
         self.spec = spec
         self.dead: HandoffError | None = None
         self.connected = False
         self.in_flight: str | None = None  # the job the thread is in now
         self.operations = self.bytes_sent = self.bytes_received = 0
         self._make, self._grace_s = make, grace_s
+        self._kv_device = kv_device or torch.device("cpu")
         self._edge: Edge | None = None
         self._thread: threading.Thread | None = None
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
@@ -207,11 +213,12 @@ class EdgeWorker:
 
     def _main(self) -> None:
         try:
-            while self.dead is None:
-                job = self._queue.get()
-                if job is None:
-                    break
-                self._execute(job)
+            with own_stream(self._kv_device):
+                while self.dead is None:
+                    job = self._queue.get()
+                    if job is None:
+                        break
+                    self._execute(job)
         finally:
             if self.dead is None:
                 self._die(self.spec.error("closed"))

@@ -91,7 +91,7 @@ class GlooEdge:
         # All at once: Gloo holds each message back until the receiver asks for it, so none can overrun its buffer.
         posted = [self._post("recv", done, _DONE_TAG), self._post("send", header, _HEADER_TAG)]
         for index, section in enumerate(sections):
-            word = 0 if ready is None else ready(index)
+            word = 0 if ready is None else int(ready(index))
             posted.append(self._post("send", section, _PAYLOAD_TAG))
             posted.append(self._post("send", _bytes(_WORD.pack(word)), _DONE_TAG))
         for operation in posted:  # the first says that the receiver has it all; the others have ended then

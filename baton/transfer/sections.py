@@ -1,20 +1,39 @@
 """One part of a chunk at one end of an edge, section by section (baton.core.sections): `Packing` where it is sent,
 `Storing` where it is received. Both work on the edge's thread, while the bytes of other sections move.
+
+With buffers in host memory a section is checked and stored as soon as it is there. With buffers on a GPU nothing waits
+between sections: packing and checksums are queued on the edge's stream, the checksums stay on the device, and the
+receiver waits twice for a part: for the verdicts on all of its sections, and until the good ones are stored.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
 from baton.core.sections import Section, cut_sections
-from baton.transfer.staging import Layers, PagedLayers, checksum, checksum_parts, pack, pack_layers, unpack
+from baton.transfer.checksum import checksum, checksum_parts, device_checksum
+from baton.transfer.edge import Word
+from baton.transfer.staging import (
+    Layers,
+    PagedLayers,
+    Where,
+    locate,
+    pack,
+    pack_at,
+    pack_layers,
+    unpack,
+    unpack_at,
+)
 from baton.transfer.staging_buffers import StagingBuffer
+from baton.transfer.streams import finish, used_here
 
 AHEAD_BYTES = 12 << 20
 """Bytes that are packed before the first section is sent, where there are as many. On one core packing takes from
@@ -22,6 +41,8 @@ sending: 11.8 MB were handed over 1.2 ms later with no more packed than there wa
 0033). Of longer parts the rest is packed beside sending."""
 
 _LAYERS = struct.Struct("<II")
+_DEVICE_TIMEOUT_S = 5.0
+"""For the checks and copies of one part: milliseconds, unless the device hangs."""
 
 
 class _Sections:
@@ -39,6 +60,22 @@ class _Sections:
         if total != part.num_bytes:
             raise HandoffError(f"a part of {part.num_bytes} bytes was ordered, {total} are here")
         self._where = (part.block_ids, block_size, part.start_token, part.end_token)
+        self._tokens = tokens
+        self.on_device = buffer.view.device.type == "cuda"
+
+    @cached_property
+    def _located(self) -> Where:
+        """The slots of all tokens, for buffers on a device: they go there once. Raises HandoffError."""
+        return locate(self._layers, *self._where)
+
+    def _begin_on_device(self) -> None:
+        used_here(self.buffer.whole)
+
+    def _device_checksum(self, section: Section) -> Tensor:
+        """int64 [1] on the device, queued."""
+        found = torch.empty(1, dtype=torch.int64, device=self.buffer.view.device)
+        device_checksum(self.identity_of(section), self.bytes_of(section), found)
+        return found
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -69,17 +106,22 @@ class Packing(_Sections):
     ) -> None:
         super().__init__(layers, block_size, part, buffer, section_bytes)
         self.wanted = False
+        self.before: Callable[[], None] | None = None  # called on the edge's thread before KV is read
         self.packed_while_sending = 0
-        self._sums: list[int] = []
+        self._sums: list[Word] = []
 
     def begin(self) -> None:
         """Packs until the sections are wanted, but one at least and AHEAD_BYTES if there are as many."""
+        if self.before is not None:
+            self.before()
+        if self.on_device:
+            self._begin_on_device()
         for section in self.sections:
             self._pack_next()
             if self.wanted and section.end >= AHEAD_BYTES:
                 break
 
-    def ready(self, index: int) -> int:
+    def ready(self, index: int) -> Word:
         """The checksum of that section, which is packed now; see `Edge.send`."""
         while len(self._sums) <= index:
             self._pack_next()
@@ -89,19 +131,22 @@ class Packing(_Sections):
     def _pack_next(self) -> None:
         section = self.sections[len(self._sums)]
         layers, view = self.layers_of(section), self.bytes_of(section)
+        if self.on_device:
+            pack_at(layers, self._located, self._tokens, view)
+            self._sums.append(self._device_checksum(section))
+            return
         packed: Iterable[Tensor]
         if view.device != layers.device:
-            packed = (view.copy_(pack(layers, *self._where)),)
-        elif view.device.type == "cpu":
-            packed = pack_layers(layers, *self._where, view)  # each is hashed while it lies in the cache
+            packed = (view.copy_(pack(layers, *self._where)),)  # one copy to the host, not one for each layer
         else:
-            packed = (pack(layers, *self._where, view),)  # one copy to the host, not one for each layer
+            packed = pack_layers(layers, *self._where, view)  # each is hashed while it lies in the cache
         self._sums.append(checksum_parts(self.identity_of(section), packed))
 
 
 class Storing(_Sections):
     """A part that arrives. Complete state: how many of its sections were stored, whether all that came matched their
-    checksums, what went wrong, and whether the blocks may still be written.
+    checksums, what went wrong, whether the blocks may still be written, and, of a part on a device, the checksums that
+    came and those that were computed.
 
     A section goes into the blocks only when its bytes match its checksum. What goes wrong with that is kept for
     `result`: the edge has done its own work.
@@ -116,11 +161,16 @@ class Storing(_Sections):
         self._error: Exception | None = None
         self._writable = True
         self._writing = threading.Lock()
+        self._came: list[Tensor] = []
+        self._computed: list[Tensor] = []
 
-    def arrived(self, index: int, sum_: int) -> None:
+    def arrived(self, index: int, sum_: Word) -> None:
         """See `Edge.recv`."""
         try:
-            self._store(self.sections[index], sum_)
+            if isinstance(sum_, Tensor):
+                self._check_on_device(index, sum_)
+            else:
+                self._store(self.sections[index], sum_)
         except Exception as e:
             self._error = self._error or e
 
@@ -143,4 +193,27 @@ class Storing(_Sections):
         with self._writing:
             if self._writable:
                 unpack(view.to(layers.device), layers, *self._where)
+                finish(layers.device, _DEVICE_TIMEOUT_S)
                 self.stored += 1
+
+    def _check_on_device(self, index: int, sum_: Tensor) -> None:
+        """Queues the check of a section; behind the last one, waits for all verdicts and stores what is good."""
+        if index == 0:
+            self._begin_on_device()
+        self._came.append(sum_)
+        self._computed.append(self._device_checksum(self.sections[index]))
+        if index + 1 < len(self.sections):
+            return
+        device = self.buffer.view.device
+        same = torch.cat(self._came) == torch.cat(self._computed)
+        verdicts = torch.empty(same.shape, dtype=torch.bool, pin_memory=device.type == "cuda")
+        verdicts.copy_(same, non_blocking=True)
+        finish(device, _DEVICE_TIMEOUT_S)
+        with self._writing:
+            for section, good in zip(self.sections, verdicts.tolist(), strict=True):
+                if not good:
+                    self._intact = False
+                elif self._writable:
+                    unpack_at(self.layers_of(section), self._located, self._tokens, self.bytes_of(section))
+                    self.stored += 1
+            finish(device, _DEVICE_TIMEOUT_S)  # the engine reads the blocks on another stream

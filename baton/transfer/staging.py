@@ -12,20 +12,18 @@ Token position p lives in slot `block_ids[p // block_size] * block_size + p % bl
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from baton.core.errors import HandoffError
 from baton.core.kv_layout import KVLayout
 
 Layers = Sequence[tuple[Tensor, Tensor]]
-_Where = Tensor | list[tuple[int, int, int]]
+Where = Tensor | list[tuple[int, int, int]]
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _MOST_RUNS = 8
 """Runs of neighbouring blocks that are copied as they lie, in CPU memory: with 16 of them for 512 tokens nothing is
@@ -82,11 +80,16 @@ def pack(
     Raises HandoffError when the range or a block id lies outside, or `out` has another size.
     """
     paged = PagedLayers.of(layers)
-    where, size = _where(paged, block_ids, block_size, start, end), sum(paged.layer_bytes(end - start))
+    where, size = locate(paged, block_ids, block_size, start, end), sum(paged.layer_bytes(end - start))
     buf = torch.empty(size, dtype=torch.uint8, device=paged.device) if out is None else out
-    for _ in _packed(paged, where, end - start, buf):
-        pass
+    pack_at(paged, where, end - start, buf)
     return buf
+
+
+def pack_at(paged: PagedLayers, where: Where, n: int, out: Tensor) -> None:
+    """The same for `n` tokens whose slots are known already."""
+    for _ in _packed(paged, where, n, out):
+        pass
 
 
 def pack_layers(
@@ -94,7 +97,7 @@ def pack_layers(
 ) -> Iterator[Tensor]:
     """As `pack`, and yields each layer's part of `out` when it is there: who reads it at once finds it in the cache."""
     paged = PagedLayers.of(layers)
-    return _packed(paged, _where(paged, block_ids, block_size, start, end), end - start, out)
+    return _packed(paged, locate(paged, block_ids, block_size, start, end), end - start, out)
 
 
 def unpack(
@@ -105,8 +108,12 @@ def unpack(
     Raises HandoffError, before anything is written, as `pack` does.
     """
     paged = PagedLayers.of(layers)
-    where = _where(paged, block_ids, block_size, start, end)
-    for pairs, _ in _parts(paged, buf, where, end - start):
+    unpack_at(paged, locate(paged, block_ids, block_size, start, end), end - start, buf)
+
+
+def unpack_at(paged: PagedLayers, where: Where, n: int, buf: Tensor) -> None:
+    """The same for `n` tokens whose slots are known already."""
+    for pairs, _ in _parts(paged, buf, where, n):
         for rows, part in pairs:
             if isinstance(where, Tensor):
                 rows.index_copy_(0, where, part)
@@ -115,20 +122,7 @@ def unpack(
                 rows[slot : slot + count] = part[first : first + count]
 
 
-def checksum(identity: bytes, buf: Tensor) -> int:
-    """xxh3_64 over the identity and the bytes of `buf` (uint8, 1-D, contiguous). A CUDA buffer is copied first."""
-    return checksum_parts(identity, (buf,))
-
-
-def checksum_parts(identity: bytes, parts: Iterable[Tensor]) -> int:
-    """The `checksum` of what the parts make one after the other."""
-    digest = xxhash.xxh3_64(struct.pack("<I", len(identity)) + identity)
-    for part in parts:
-        digest.update(part.cpu().numpy().data)
-    return digest.intdigest()
-
-
-def _where(paged: PagedLayers, block_ids: Sequence[int], block_size: int, start: int, end: int) -> _Where:
+def locate(paged: PagedLayers, block_ids: Sequence[int], block_size: int, start: int, end: int) -> Where:
     """The slots of tokens [start, end): as `_runs` where these are few (on CPU), else each, int64 [end - start]."""
     if not paged.rows or not 0 <= start < end <= len(block_ids) * block_size:
         where = f"{len(paged.rows)} layers, {len(block_ids)} blocks of {block_size}"
@@ -141,10 +135,13 @@ def _where(paged: PagedLayers, block_ids: Sequence[int], block_size: int, start:
         return runs
     blocks = torch.tensor(used, dtype=torch.int64)
     slots = (blocks[:, None] * block_size + torch.arange(block_size)).reshape(-1)
-    return slots[start - first * block_size : end - first * block_size].to(paged.device)
+    slots = slots[start - first * block_size : end - first * block_size]
+    if paged.device.type != "cuda":
+        return slots.to(paged.device)
+    return slots.pin_memory().to(paged.device, non_blocking=True)  # from pageable memory it would be waited for
 
 
-def _packed(paged: PagedLayers, where: _Where, n: int, out: Tensor) -> Iterator[Tensor]:
+def _packed(paged: PagedLayers, where: Where, n: int, out: Tensor) -> Iterator[Tensor]:
     """Packs layer after layer, and yields each one's part of `out`."""
     for pairs, packed in _parts(paged, out, where, n):
         for rows, part in pairs:
@@ -182,7 +179,7 @@ def _word_bytes(layers: Layers) -> int:
     return math.gcd(8, *map(_row_bytes, caches), *places)
 
 
-def _parts(paged: PagedLayers, buf: Tensor, where: _Where, n: int) -> Iterator[tuple[list[tuple[Any, Any]], Tensor]]:
+def _parts(paged: PagedLayers, buf: Tensor, where: Where, n: int) -> Iterator[tuple[list[tuple[Any, Any]], Tensor]]:
     """For each layer: its K and V each with its part of `buf` as rows [n, words], and the layer's part of `buf`.
 
     Runs are copied with numpy, which takes a slice in a quarter of torch's time: with torch that was a quarter to a

@@ -7,6 +7,7 @@ most `limit_bytes` here: buffers that nobody uses, and what a kept buffer has mo
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,14 +33,30 @@ class StagingBuffer:
         return self.whole.numel() - self.view.numel()
 
 
+def plain_buffer(num_bytes: int, device: torch.device) -> Tensor:
+    """uint8 [num_bytes]."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def pinned_buffer(num_bytes: int, device: torch.device) -> Tensor:
+    """The same in host memory that a GPU copies to and from by itself."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=True)
+
+
 class StagingBuffers:
     """Complete state: the kept buffers by size, what they and the unused ends of those in use have (`idle_bytes`), and
-    what was counted: `allocated`, `reused`. Belongs to one thread. `limit_bytes` 0 keeps none."""
+    what was counted: `allocated`, `reused`. Belongs to one thread. `limit_bytes` 0 keeps none; `allocate` makes new
+    ones."""
 
-    def __init__(self, limit_bytes: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        device: torch.device | str = "cpu",
+        allocate: Callable[[int, torch.device], Tensor] = plain_buffer,
+    ) -> None:
         self.limit_bytes = limit_bytes
         self.allocated = self.reused = self.idle_bytes = 0
-        self._device = device
+        self._device, self._allocate = torch.device(device), allocate
         self._kept: list[Tensor] = []
 
     def take(self, num_bytes: int) -> StagingBuffer:
@@ -51,7 +68,7 @@ class StagingBuffers:
             self.idle_bytes -= num_bytes
             self.reused += 1
         else:
-            whole = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            whole = self._allocate(num_bytes, self._device)
             self.allocated += 1
         return StagingBuffer(whole, whole[:num_bytes])
 

@@ -25,10 +25,10 @@ ROWS = [(0, 1), (5, 1), (37, 1), (100, 3), (0, 40), (33, 29), (1100, 2)]
 """(start, length): decode, verification and prefill rows, one of them in two splits."""
 
 
-def triton_attention(config: ModelConfig, block_size: int) -> Any:
+def triton_attention(config: ModelConfig, block_size: int, dtype: torch.dtype = torch.float32) -> Any:
     from baton.engine.attention_triton import TritonAttention
 
-    return TritonAttention(config, block_size, CPU)
+    return TritonAttention(config, block_size, dtype, CPU)
 
 
 def shape(num_heads: int, num_kv_heads: int, head_dim: int) -> ModelConfig:
@@ -83,7 +83,7 @@ def test_the_kernel_agrees_with_the_plain_attention(
 ) -> None:
     config = shape(heads, kv_heads, head_dim)
     queries, keys, values, spans = paged(config, block_size, dtype)
-    kernel = triton_attention(config, block_size)
+    kernel = triton_attention(config, block_size, dtype)
     plain = FastAttention(config, block_size, len(keys) - 1, dtype, CPU)
     found = kernel.attend(queries, keys, values, kernel.prepare(spans, window))
     expected = plain.attend(queries, keys, values, plain.prepare(spans, window))
@@ -91,12 +91,82 @@ def test_the_kernel_agrees_with_the_plain_attention(
     assert torch.allclose(found.float(), expected.float(), rtol=0, atol=tolerance)
 
 
-def test_a_row_has_the_same_bits_alone_and_in_a_batch() -> None:
+def test_splits_are_joined_by_the_program_that_ends_last_and_counted_from_zero_again() -> None:
     config = shape(4, 2, 16)
     queries, keys, values, spans = paged(config, 16, torch.float32)
     kernel = triton_attention(config, 16)
+    prepared = kernel.prepare(spans, 0)
+    assert prepared.tiles[0].splits == 9, "1,102 keys in splits of 128"
+    found = [kernel.attend(queries, keys, values, prepared) for _ in range(2)]
+    assert torch.equal(*found)
+    assert not kernel.workspace.arrived.any(), "the next call counts from zero"
+
+
+def test_a_row_has_the_same_bits_alone_and_in_a_batch_of_the_same_splits() -> None:
+    from baton.engine.attention_triton import split_plan
+
+    config = shape(4, 2, 16)
+    queries, keys, values, spans = paged(config, 16, torch.float32)
+    kernel = triton_attention(config, 16)
+    assert split_plan(2, 1102)[1] == split_plan(2 * len(spans), 1102)[1]
     together = kernel.attend(queries, keys, values, kernel.prepare(spans, 0))
     for span in spans:
         alone = Span(0, span.start, span.end, span.block_ids)
         part = slice(span.first, span.first + span.length)
         assert torch.equal(kernel.attend(queries[part], keys, values, kernel.prepare([alone], 0)), together[part])
+
+
+@pytest.mark.parametrize(
+    ("programs", "longest", "splits", "tokens"),
+    [
+        (8, 512, 4, 128),  # one sequence of 8 KV heads
+        (64, 4096, 8, 512),
+        (512, 1024, 1, 4096),  # 64 sequences: a key more adds no split
+        (512, 1025, 1, 4096),
+        (512, 131072, 32, 4096),
+    ],
+)
+def test_few_programs_divide_their_keys_more_finely(programs: int, longest: int, splits: int, tokens: int) -> None:
+    from baton.engine.attention_triton import split_buckets, split_plan
+
+    assert split_plan(programs, longest) == (splits, tokens)
+    buckets = split_buckets(programs, 131072)
+    assert buckets == sorted(buckets) and buckets[-1] == split_plan(programs, 131072)[0]
+    assert any(bucket >= splits for bucket in buckets) and len(buckets) <= 5
+
+
+def test_long_rows_are_gathered_for_flash_attention_where_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own kernel needs a GPU: a plain one that takes the same arguments stands for it."""
+    from baton.engine import attention_flash, attention_triton
+
+    calls = []
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, query_ends: Tensor, key_ends: Tensor, *rest: Any, **named: Any) -> Any:
+        max_q, max_k, dropout, causal, mask = rest
+        assert (dropout, causal, mask) == (0.0, True, False)
+        assert query_ends.tolist() == [0, max_q] and key_ends.tolist() == [0, max_k] == [0, len(k)]
+        calls.append(max_q)
+        left = named["window_size_left"]
+        position = torch.arange(max_k - max_q, max_k)[:, None]
+        key = torch.arange(max_k)[None]
+        seen = key <= position
+        if left is not None:
+            assert named["window_size_right"] == 0
+            seen &= key >= position - left
+        wide = [t.transpose(0, 1).float() for t in (q, k, v)]
+        out = torch.nn.functional.scaled_dot_product_attention(
+            *wide, attn_mask=seen, scale=named["scale"], enable_gqa=True
+        )
+        return (out.transpose(0, 1).to(q.dtype),)
+
+    monkeypatch.setattr(attention_triton, "flash_supports", lambda *_: True)
+    monkeypatch.setattr(attention_triton, "_FLASH_TOKENS", 29)
+    monkeypatch.setattr(attention_flash, "_forward", flash)
+    for window in (0, 7):
+        config = shape(4, 2, 16)
+        queries, keys, values, spans = paged(config, 16, torch.float32)
+        kernel, plain = triton_attention(config, 16), FastAttention(config, 16, len(keys) - 1, torch.float32, CPU)
+        found = kernel.attend(queries, keys, values, kernel.prepare(spans, window))
+        expected = plain.attend(queries, keys, values, plain.prepare(spans, window))
+        assert torch.allclose(found, expected, rtol=0, atol=1e-5)
+    assert calls == [40, 29] * 2

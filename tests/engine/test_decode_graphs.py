@@ -3,8 +3,10 @@ captured: the same function runs each time, on the arrays that a graph would rea
 
 from __future__ import annotations
 
+import gc
 import os
-from dataclasses import replace
+import weakref
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from baton.engine.attention import FastAttention
 from baton.engine.batch import Limits, make_batch
 from baton.engine.checkpoint import Checkpoint, read_model_config
 from baton.engine.kv_pool import KVPool
-from baton.engine.layers import FAST, Rotary
+from baton.engine.layers import Rotary, fast
 from baton.engine.model import Model, shard_config
 from baton.engine.parallel import TPGroup
 from baton.engine.weights import WeightReader
@@ -42,10 +44,13 @@ class Twins:
 
         config, group = read_model_config(model_dir), TPGroup(0, 1)
         weights = WeightReader(Checkpoint.open(model_dir), config, group, torch.float32, CPU)
-        self.model = Model(config, weights, group, Rotary(config, LONGEST, torch.float32, CPU), FAST)
+        self.model = Model(config, weights, group, fast(Rotary(config, LONGEST, torch.float32, CPU)))
         self.pools = [KVPool(config.kv_layout(size, "float32"), BLOCKS, CPU) for _ in range(2)]
         local = shard_config(config, group)
-        self.graphs = DecodeGraphs(self.model, self.pools[0], TritonAttention(local, size, CPU), LONGEST)
+        attention = TritonAttention(local, size, torch.float32, CPU)
+        self.graphs = DecodeGraphs(self.model, self.pools[0], attention, LONGEST, max_rows=4, lengths=(1, 3))
+        with torch.no_grad():
+            self.graphs.capture(config.vocab_size)
         self.plain = FastAttention(local, size, BLOCKS, torch.float32, CPU)
         self.limits = Limits(size, BLOCKS, config.vocab_size, LONGEST)
         for keys, values in self.pools[0].storage:
@@ -85,16 +90,46 @@ def test_steps_from_fixed_arrays_equal_plain_ones(twins: Twins) -> None:
     assert twins.graphs.replayed == len(steps)
 
 
-def test_shapes_are_rounded_up_and_only_for_rows_of_one_short_length(twins: Twins) -> None:
+def test_rows_of_different_lengths_share_a_graph(twins: Twins) -> None:
+    """A verification step in which some sequences have fewer draft tokens, or none."""
+    contexts = [40, 17, 130]
+    twins.compute(*(row(n, 0, random_tokens(length, seed=n), 1) for n, length in enumerate(contexts)))
+    replayed = twins.graphs.replayed
+    tokens = [[5], [6, 7], [8, 9, 10]]
+    rows = [row(n, length, tokens[n], len(tokens[n])) for n, length in enumerate(contexts)]
+    found, expected = twins.compute(*rows)
+    assert found.shape == expected.shape == (6, twins.limits.vocab_size)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-4) and twins.graphs.replayed == replayed + 1
+    batch = make_batch(StepPlan(1, tuple(replace(r, tokens=(0,) * len(r.tokens)) for r in rows)), twins.limits, CPU)
+    with torch.no_grad():
+        fed = twins.graphs.compute(replace(batch, fed=torch.tensor([5, 6, 7, 8, 9, 10])))
+    assert torch.equal(fed, found)
+
+
+def test_shapes_are_rounded_up_to_those_that_were_captured(twins: Twins) -> None:
     def shape(*rows: Row) -> Any:
         found = twins.graphs.shape_of(make_batch(StepPlan(1, rows), twins.limits, CPU))
-        return None if found is None else (found.rows, found.length, found.splits)
+        return None if found is None else (found.rows, found.length)
 
-    assert shape(row(0, 1, [1], 1), row(1, 1, [1], 1), row(2, 1, [1], 1)) == (4, 1, 1)
-    assert shape(row(0, 100, [1, 2, 3], 3)) == (1, 3, 1)
-    assert shape(row(0, 1, [1], 1), row(1, 1, [1, 2], 2)) is None
-    assert shape(row(0, 0, list(range(17)), 1)) is None
+    assert shape(row(0, 1, [1], 1), row(1, 1, [1], 1), row(2, 1, [1], 1)) == (4, 1)
+    assert shape(row(0, 100, [1, 2], 2)) == (1, 3)
+    assert shape(row(0, 1, [1], 1), row(1, 1, [1, 2], 2)) == (2, 3)
+    assert shape(row(0, 0, list(range(4)), 1)) is None, "the tail of a prompt is launched"
+    assert shape(*(row(n, 1, [1], 1) for n in range(5))) is None, "more rows than were captured"
     assert shape() is None
+    assert all(found in twins.graphs._captured for found in twins.graphs.shapes())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 64, 256])
+@pytest.mark.parametrize("longest", [4096, 8192, 131072])
+def test_every_context_has_its_captured_shape(rows: int, longest: int) -> None:
+    from baton.engine.attention_triton import split_buckets, split_plan
+
+    buckets = split_buckets(rows * 8, longest)
+    for context in (1, 128, 129, 1024, 1025, longest - 1, longest):
+        needed, tokens = split_plan(rows * 8, context)
+        assert tokens == split_plan(rows * 8, longest)[1], "the length of a split follows from the rows alone"
+        assert any(bucket >= needed for bucket in buckets)
 
 
 def test_tokens_that_only_the_device_knows_are_computed(twins: Twins) -> None:
@@ -112,6 +147,80 @@ def test_rows_that_only_fill_up_write_into_nobodys_blocks(tmp_path: Path) -> Non
     twins = Twins(make_checkpoint(tmp_path, "llama"), size=4)
     for cache in (cache for pair in twins.graphs._kv.layers for cache in pair):
         cache[0] = 7.0
-    twins.compute(*(row(n, 0, random_tokens(9, seed=n), 1) for n in (1, 2, 3)))
+    twins.compute(*(row(n, 0, random_tokens(4 - n, seed=n), 1) for n in (1, 2, 3)))
     assert twins.graphs.replayed == 1
     assert all(bool((cache[0] == 7.0).all()) for pair in twins.graphs._kv.layers for cache in pair)
+
+
+class FakeGraph:
+    """Keeps nothing alive: what a graph reads is memory, not tensors."""
+
+    replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+class FakeStream:
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        self.priority = priority
+
+    def wait_stream(self, other: object) -> None: ...
+
+
+def test_everything_that_a_graph_reads_lives_as_long_as_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch.cuda mocked, as on a GPU: after the capture nothing but `Captured` may have to hold a tensor that was
+    made before it, for the graph goes on reading its memory."""
+    from contextlib import nullcontext
+
+    from baton.engine.decode_graphs import DecodeGraphs
+
+    twins = Twins(make_checkpoint(tmp_path, "llama"))
+    graphs: Any = twins.graphs
+    captured_with: list[Any] = []
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(cuda, "current_stream", lambda device=None: FakeStream())
+    monkeypatch.setattr(cuda, "stream", lambda stream: nullcontext())
+
+    def graph(made: object, **named: object) -> object:
+        captured_with.append(named)
+        return nullcontext()
+
+    monkeypatch.setattr(cuda, "graph", graph)
+    graphs._stream, graphs._pool = FakeStream(priority=-1), (0, 1)
+    seen: list[Any] = []
+    compute = twins.model.compute
+
+    def watching(*arguments: Any) -> Tensor:
+        seen.append(arguments)
+        return compute(*arguments)
+
+    monkeypatch.setattr(twins.model, "compute", watching)
+    with torch.no_grad():
+        captured = DecodeGraphs._capture(graphs, graphs.shapes()[0])
+    assert [named["stream"] for named in captured_with] == [graphs._stream], "one stream for warm-up and capture"
+    _, _, _, everything, _, _, prepared, logits = seen[-1]
+    tiles = next(iter(prepared.values())).tiles[0]
+    read = [everything, logits, tiles.row, tiles.offset, tiles.first, tiles.start, tiles.length, tiles.table]
+    alive = [weakref.ref(tensor) for tensor in read]
+    del read, everything, prepared, logits, tiles
+    seen.clear()
+    gc.collect()
+    assert all(reference() is not None for reference in alive)
+    held = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(captured.reads)} | {
+        captured.inputs.untyped_storage().data_ptr()
+    }
+    assert {reference().untyped_storage().data_ptr() for reference in alive} <= held, "held by what lives with it"
+    workspace = graphs._attention.workspace.arrived
+    assert any(tensor is workspace for tensor in tensors_in(captured.reads))
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif is_dataclass(value):
+            found += tensors_in([getattr(value, f.name) for f in fields(value)])
+    return found

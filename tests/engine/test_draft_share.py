@@ -52,7 +52,7 @@ def test_a_draft_that_does_not_fit_leaves_nothing() -> None:
 
 
 def test_only_a_gpu_is_shared_before_the_draft_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_pool, "default_kv_bytes", lambda device, local_size: 1_000_000 // local_size)
+    monkeypatch.setattr(kv_pool, "default_kv_bytes", lambda device, local_size, share: 1_000_000 // local_size)
     share = DraftShare(30_000, LAYOUT, 10, 1 << 20)
     longest = 1 << 20  # of which 256 are more than there is
     assert default_budget(LAYOUT, longest, CUDA, 1, None) == 1_000_000
@@ -86,7 +86,7 @@ def test_only_the_leader_of_a_decode_worker_knows_of_the_draft_and_only_where_it
 def test_the_target_of_a_draft_loads_with_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose free memory is 1 MB here."""
     target, draft = (make_checkpoint(tmp_path / name, "llama") for name in ("target", "draft"))
-    monkeypatch.setattr(kv_pool, "default_kv_bytes", lambda device, local_size: 1_000_000)
+    monkeypatch.setattr(kv_pool, "default_kv_bytes", lambda device, local_size, share: 1_000_000)
     monkeypatch.setattr(runner_module, "default_budget", lambda *where: default_budget(*where[:2], CUDA, *where[3:]))
     options = EngineOptions(model_dir=target, dtype="float32", kernels="torch", draft_dir=draft, max_running=3)
     beside, alone = load_runner(options), load_runner(replace(options, draft_dir=None))

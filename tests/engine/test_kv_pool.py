@@ -34,14 +34,6 @@ def test_layers_have_the_shape_that_transfer_relies_on() -> None:
             tensor[9, 3] = 1.0  # writable from outside the engine
 
 
-def test_write_goes_to_block_times_size_plus_offset() -> None:
-    pool = KVPool(LAYOUT, 10, torch.device("cpu"))
-    new = torch.arange(16.0).view(1, 2, 8)
-    pool.write(0, torch.tensor([7 * 4 + 2]), new, -new)
-    assert torch.equal(pool.layers[0][0][7, 2], new[0])
-    assert torch.equal(pool.layers[0][1][7, 2], -new[0])
-
-
 def test_plan_blocks() -> None:
     assert plan_blocks(LAYOUT, LAYOUT.bytes_per_block * 10 + 5, max_model_len=40) == 10
     with pytest.raises(StartupError, match=r"KV memory of 0\.0 MiB is too small: 41 tokens need"):

@@ -18,7 +18,7 @@ from baton.transfer import nccl
 from decode.draft_model import load_draft
 from launch.dry_run import dry_run
 from launch.members import Programs
-from launch.memory import CHANNEL_BYTES, EDGE_CHANNELS, draft_config, rank_memory
+from launch.memory import CHANNEL_BYTES, draft_config, rank_memory
 from launch.plan import Plan, local_topology, make_plan
 from launch.up_config import UpConfig
 from tests.support.checkpoints import ARCHS, Arch, make_checkpoint
@@ -57,7 +57,7 @@ def test_parameters_and_kv_are_those_of_a_running_engine(quantize: str, tmp_path
     found = rank_memory(made, made.parts[0], read_model_config(model))
     assert found.parameter_bytes == runner.memory.parameter_bytes
     assert (found.kv_bytes, found.kv_blocks) == (runner.memory.kv_bytes, runner.num_blocks)
-    assert (found.edges, found.edge_bytes) == (1, 0) and EDGE_CHANNELS == nccl._MAX_CTAS
+    assert (found.edges, found.edge_bytes) == (1, 0)
 
 
 def test_a_draft_is_on_the_first_rank_of_decode_workers_and_is_that_of_a_running_one(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_plan_for_gpus_is_made_where_there_are_none(tmp_path: Path) -> None:
     made = make_plan(local_topology(UpConfig(device="cuda"), [0, 1], ("0", "1")), str(model), "m")
     found = rank_memory(made, made.parts[1], read_model_config(model))
     assert (found.kv_bytes, found.kv_blocks) == (0, 0)  # a share of what is free there
-    assert found.edge_bytes == EDGE_CHANNELS * CHANNEL_BYTES  # of NCCL
+    assert found.edge_bytes == nccl.MAX_CTAS * CHANNEL_BYTES  # of NCCL
     assert found.parameter_bytes == parameter_bytes(read_model_config(model), 1, 0, 2)  # bfloat16
 
 

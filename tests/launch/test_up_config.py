@@ -13,7 +13,7 @@ from baton.core.errors import StartupError
 from baton.model_source import builtin_directory, resolve_model, served_name
 from launch.cluster_api import get_workers
 from launch.members import Addresses, Members, Programs
-from launch.plan import local_topology, make_plan, visible_gpus
+from launch.plan import local_topology, make_plan
 from launch.up import check_ports
 from launch.up_config import COORDINATOR_FIELDS, WORKER_FIELDS, UpConfig, check_environment, check_supported
 
@@ -62,14 +62,33 @@ def test_coordinator_takes_its_ports_again() -> None:
 def test_gpus_are_handed_out_unless_the_cpu_was_asked_for() -> None:
     assert plan(UpConfig(), ("4", "5")).worker("decode-0", BOUND).environment["CUDA_VISIBLE_DEVICES"] == "5"
     assert "CUDA_VISIBLE_DEVICES" not in plan(UpConfig(device="cpu"), ("4",)).worker("decode-0", BOUND).environment
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, 3"}) == ("2", "3")
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
 
 
-@pytest.mark.parametrize(("gpus", "kind"), [((), "auto"), (("0",), "gloo"), (("0", "1"), "auto")])
+@pytest.mark.parametrize(
+    ("gpus", "kind"), [((), "auto"), (("0",), "gloo"), (("0", "1"), "auto"), (("MIG-1", "MIG-2"), "gloo")]
+)
 def test_workers_that_share_a_gpu_do_not_use_nccl(gpus: tuple[str, ...], kind: str) -> None:
     command = plan(UpConfig(), gpus).worker("decode-0", BOUND).command
     assert command[command.index("--edge-kind") + 1] == kind
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "shares"),
+    [
+        (UpConfig(), ("0", "1"), (None, None)),
+        (UpConfig(), ("0",), ("0.5000", "0.5000")),
+        (UpConfig(prefill_tp=2), ("0", "1"), ("0.5000", "0.5000")),
+        (UpConfig(prefill_tp=2, decode_tp=2), ("0", "1", "2"), ("0.5000", "0.5000")),
+        (UpConfig(device="cpu"), ("0",), (None, None)),
+    ],
+)
+def test_ranks_that_share_a_gpu_get_their_part_of_its_memory(
+    config: UpConfig, gpus: tuple[str, ...], shares: tuple[str | None, str | None]
+) -> None:
+    """Two workers that each took 85 % of what is free would leave the second one nothing."""
+    for name, share in zip(("prefill-0", "decode-0"), shares, strict=True):
+        command = plan(config, gpus).worker(name, BOUND).command
+        assert (command[command.index("--gpu-share") + 1] if "--gpu-share" in command else None) == share
 
 
 @pytest.mark.parametrize("http", ["0.0.0.0:81", "127.0.0.1:81"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 
 import pytest
 import torch
 
+from baton.core.config import WorkerConfig
 from baton.core.errors import HandoffError, StartupError
 from baton.transfer import nccl
 from baton.transfer.edge import EdgeSpec
@@ -19,7 +21,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 def test_the_device_decides_unless_told() -> None:
     assert choose_edges("auto", CPU) == choose_edges("gloo", CPU) == choose_edges("gloo", CUDA) == "gloo"
     assert choose_edges("auto", CUDA) == choose_edges("nccl", CUDA) == "nccl"
-    assert EDGES["nccl"] is NcclEdge
+    assert EDGES["nccl"].make is NcclEdge
+    assert choose_edges("ipc", CPU) == choose_edges("ipc", CUDA) == "ipc"
 
 
 @pytest.mark.parametrize(("wanted", "device"), [("nccl", CPU), ("mpi", CPU), ("mpi", CUDA)])
@@ -30,6 +33,12 @@ def test_what_cannot_be_is_refused(wanted: str, device: torch.device) -> None:
 
 def test_buffers_lie_where_the_backend_takes_them_from() -> None:
     assert buffer_device("nccl", CUDA) == CUDA and buffer_device("gloo", CUDA) == CPU == buffer_device("gloo", CPU)
+    assert (buffer_device("ipc", CUDA), buffer_device("ipc", CPU)) == (CUDA, CPU)
+
+
+def test_the_option_offers_every_kind_that_is_registered() -> None:
+    choices = next(f.metadata["choices"] for f in fields(WorkerConfig) if f.name == "edge_kind")
+    assert set(choices) == {"auto", *EDGES}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
@@ -42,8 +51,8 @@ def test_an_nccl_edge_without_a_gpu_says_so() -> None:
 
 
 def test_the_watchdog_cannot_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in nccl.WATCHDOG_ENVIRONMENT:
+    for name in nccl.NCCL_ENVIRONMENT:
         monkeypatch.setenv(name, "changed")
-    nccl.configure_watchdog()
+    nccl.configure_nccl()
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == os.environ["TORCH_NCCL_ENABLE_MONITORING"] == "0"
-    assert os.environ["TORCH_NCCL_USE_COMM_NONBLOCKING"] == "1"
+    assert "TORCH_NCCL_USE_COMM_NONBLOCKING" not in nccl.NCCL_ENVIRONMENT, "it would speak for tensor parallelism, too"

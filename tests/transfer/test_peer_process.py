@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from baton.core.errors import HandoffError
+from baton.transfer.checksum import checksum
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.gloo import GlooEdge
-from baton.transfer.staging import checksum
 from baton.transfer.store import EdgeStore
 
 MakeSpec = Callable[..., EdgeSpec]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from baton.core.errors import HandoffError
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.transfer import staging
-from baton.transfer.staging import Layers, PagedLayers, checksum, checksum_parts, chunk_bytes, pack, pack_layers, unpack
+from baton.transfer.checksum import checksum, checksum_parts
+from baton.transfer.staging import Layers, PagedLayers, chunk_bytes, pack, pack_layers, unpack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

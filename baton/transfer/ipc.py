@@ -1,0 +1,133 @@
+"""An edge between two workers of one host: the receiver copies straight out of the sender's buffer.
+
+The sender exports its staging buffer (shared_buffers.py) and says over a Gloo edge, section by section, what is packed;
+the receiver maps the buffer, copies each section into its own, and says when it needs the sender's no more. Whoever is
+late reads: a sender that was given up never writes into memory that is somebody else's by then, and what a late
+receiver has read is worthless, since its edge has ended. Order, deadlines, aborts and the death of a peer are the Gloo
+edge's.
+
+On GPUs memory is exported by CUDA's IPC handles. Where KV is in host memory, shared memory takes their place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from baton.core.errors import HandoffError
+from baton.transfer.edge import Arrived, EdgeSpec, Ready, Word, check_buffer, cut_buffer
+from baton.transfer.gloo import GlooEdge
+from baton.transfer.shared_buffers import export, host_identity, map_exported
+from baton.transfer.streams import finish
+
+_RECORD = 1024  # bytes: the handle of a buffer, with its length before it
+_IDENTITY = 256
+
+
+class IpcEdge:
+    """One end of an edge within a host; see `Edge` for the contract. Complete state: the edge that carries its
+    messages, and the sender's buffer that was mapped last."""
+
+    def __init__(self, spec: EdgeSpec) -> None:
+        self.spec = spec
+        self._device = torch.device(spec.device)
+        self._control = GlooEdge(replace(spec, device="cpu"))
+        self._mapped: tuple[bytes, Tensor] | None = None
+
+    def connect(self) -> None:
+        self._control.connect()
+        deadline = time.monotonic() + self.spec.connect_timeout_s
+        mine = _padded(host_identity(self._device), _IDENTITY)
+        theirs = torch.empty_like(mine)
+        for sender in (0, 1):
+            left_s = max(deadline - time.monotonic(), 0.01)
+            if sender == self.spec.rank:
+                self._control.send(mine, left_s)
+            else:
+                self._control.recv(theirs, left_s)
+        if not torch.equal(mine, theirs):
+            self.close()
+            here, there = (_content(one).decode(errors="replace") for one in (mine, theirs))
+            raise self.spec.error(f"edge-kind ipc needs both workers on one host: this is {here}, the peer {there}")
+
+    def send(self, buf: Tensor, timeout_s: float, ends: Sequence[int] = (), ready: Ready | None = None) -> None:
+        check_buffer(self.spec, buf)
+        deadline = time.monotonic() + timeout_s
+        sections = cut_buffer(self.spec, buf, ends)
+        records = _padded(export(buf), _RECORD).repeat(len(sections))
+
+        def announce(index: int) -> int:
+            word = 0 if ready is None else int(ready(index))  # on a device: behind what packs the section
+            finish(self._device, max(deadline - time.monotonic(), 0.01))
+            return word & (1 << 64) - 1
+
+        self._control.send(records, timeout_s, _ends(len(sections)), announce)
+        self._control.recv(torch.empty(1, dtype=torch.uint8), max(deadline - time.monotonic(), 0.01))
+
+    def recv(
+        self,
+        buf: Tensor,
+        timeout_s: float,
+        on_posted: Callable[[], None] | None = None,
+        ends: Sequence[int] = (),
+        arrived: Arrived | None = None,
+    ) -> None:
+        check_buffer(self.spec, buf)
+        deadline = time.monotonic() + timeout_s
+        sections = cut_buffer(self.spec, buf, ends)
+        records, start = torch.empty(len(sections) * _RECORD, dtype=torch.uint8), 0
+        words: list[Word] = []
+
+        def copy(index: int, word: Word) -> None:
+            nonlocal start
+            end = start + sections[index].numel()
+            sections[index].copy_(self._source(records[:_RECORD], buf.numel())[start:end])
+            start = end
+            if self._device.type == "cuda":
+                signed = int(word) - (int(word) >> 63 << 64)
+                word = torch.tensor([signed], dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
+            if arrived is not None:
+                arrived(index, word)
+            words.append(word)
+
+        self._control.recv(records, timeout_s, on_posted, _ends(len(sections)), copy)
+        finish(self._device, max(deadline - time.monotonic(), 0.01))
+        self._control.send(torch.zeros(1, dtype=torch.uint8), max(deadline - time.monotonic(), 0.01))
+
+    def abort(self) -> None:
+        self._control.abort()
+
+    def close(self) -> None:
+        self._mapped = None
+        self._control.close()
+
+    def _source(self, record: Tensor, num_bytes: int) -> Tensor:
+        """The sender's buffer, mapped once for as long as it stays the same one. Raises HandoffError."""
+        handle = _content(record)
+        if self._mapped is None or self._mapped[0] != handle:
+            self._mapped = (handle, map_exported(handle, self._device))
+        mapped = self._mapped[1]
+        if mapped.numel() != num_bytes:
+            raise self.spec.error(f"the sender exports {mapped.numel()} bytes, expected {num_bytes}")
+        return mapped
+
+
+def _ends(count: int) -> tuple[int, ...]:
+    return tuple(_RECORD * (index + 1) for index in range(count))
+
+
+def _padded(content: bytes, size: int) -> Tensor:
+    if len(content) + 2 > size:
+        raise HandoffError(f"{len(content)} bytes do not fit into a record of {size}")
+    return torch.frombuffer(
+        bytearray(len(content).to_bytes(2, "little") + content.ljust(size - 2, b"\0")), dtype=torch.uint8
+    )
+
+
+def _content(record: Tensor) -> bytes:
+    raw = bytes(record.tolist())
+    return raw[2 : 2 + int.from_bytes(raw[:2], "little")]

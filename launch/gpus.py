@@ -1,0 +1,59 @@
+"""The GPUs of this machine as CUDA_VISIBLE_DEVICES names them, without loading torch.
+
+CUDA numbers what it finds from 0, whatever the number in the name of a device file: in a container that has
+/dev/nvidia5 alone that GPU is 0. MIG instances have UUIDs and no numbers that would name one of several.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Mapping
+
+_LIMIT_S = 10.0
+_GPU = re.compile(r"GPU \d+: .*\(UUID: (?P<uuid>GPU-[^)]+)\)")
+_MIG = re.compile(r"\s+MIG .*\(UUID: (?P<uuid>MIG-[^)]+)\)")
+
+
+def visible_gpus(
+    environment: Mapping[str, str] = os.environ, listing: Callable[[], str | None] | None = None
+) -> tuple[str, ...]:
+    """What the environment names; else what nvidia-smi lists (`listing`); else one for each device file."""
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return tuple(part.strip() for part in named.split(",") if part.strip())
+    files = _device_files()
+    if not files and listing is None:
+        return ()
+    listed = (listing or _nvidia_smi)()
+    return tuple(map(str, range(files))) if listed is None else parse_listing(listed)
+
+
+def parse_listing(text: str) -> tuple[str, ...]:
+    """From `nvidia-smi -L`: numbers, or UUIDs where some GPU is divided into MIG instances."""
+    gpus: list[tuple[str, list[str]]] = []
+    for line in text.splitlines():
+        if found := _GPU.match(line):
+            gpus.append((found["uuid"], []))
+        elif gpus and (found := _MIG.match(line)):
+            gpus[-1][1].append(found["uuid"])
+    if not any(instances for _, instances in gpus):
+        return tuple(map(str, range(len(gpus))))
+    return tuple(name for uuid, instances in gpus for name in instances or [uuid])
+
+
+def _device_files() -> int:
+    try:
+        return sum(bool(re.fullmatch(r"nvidia\d+", name)) for name in os.listdir("/dev"))
+    except OSError:
+        return 0
+
+
+def _nvidia_smi() -> str | None:
+    """None where there is no such program, or it fails."""
+    try:
+        ran = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return ran.stdout if ran.returncode == 0 else None

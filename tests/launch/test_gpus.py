@@ -1,0 +1,93 @@
+"""Which GPUs a launcher hands out, and what a rank takes of one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from baton.core.errors import StartupError
+from baton.engine.device import default_kv_bytes
+from launch import gpus
+from launch.gpus import parse_listing, visible_gpus
+from tests.launch.test_topology import file, plan, words
+
+PLAIN = """\
+GPU 0: NVIDIA H200 (UUID: GPU-5f3a0000-0000-0000-0000-000000000001)
+GPU 1: NVIDIA H200 (UUID: GPU-5f3a0000-0000-0000-0000-000000000002)
+"""
+DIVIDED = """\
+GPU 0: NVIDIA H100 (UUID: GPU-a)
+  MIG 3g.40gb     Device  0: (UUID: MIG-1)
+  MIG 3g.40gb     Device  1: (UUID: MIG-2)
+GPU 1: NVIDIA H100 (UUID: GPU-b)
+"""
+
+
+def test_gpus_are_named_by_the_environment_or_numbered_as_cuda_does() -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, MIG-3"}) == ("2", "MIG-3")
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
+    assert visible_gpus({}, lambda: PLAIN) == ("0", "1")
+    assert parse_listing(DIVIDED) == ("MIG-1", "MIG-2", "GPU-b") and parse_listing("No devices found.") == ()
+
+
+def test_a_container_that_has_the_sixth_device_file_alone_has_gpu_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus.os, "listdir", lambda path: ["nvidia5", "nvidiactl", "nvidia-uvm", "null"])
+    assert visible_gpus({}, lambda: None) == ("0",)
+    monkeypatch.setattr(gpus.os, "listdir", lambda path: ["null"])
+    assert visible_gpus({}) == ()
+
+
+@pytest.mark.parametrize("devices", [[1], ["MIG-1f"], ["GPU-5a"], ["3"]])
+def test_a_topology_names_gpus_by_number_or_uuid(devices: list[int | str]) -> None:
+    tables = file()
+    tables["decode"][0]["devices"] = devices
+    assert next(p for p in plan(tables).parts if p.name == "d").gpus == str(devices[0])
+    assert "--device cuda" in words(plan(tables), "d")
+
+
+def test_what_is_no_device_is_refused_by_its_name() -> None:
+    tables = file()
+    tables["decode"][0]["devices"] = ["gpu0"]
+    with pytest.raises(StartupError, match=r"decode\[0\]: 'devices' are numbers or UUIDs .*not 'gpu0'"):
+        plan(tables)
+    tables["decode"][0]["devices"] = [1.5]
+    with pytest.raises(StartupError, match=r"'devices' must be a list of int \| str"):
+        plan(tables)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("free", "mine", "local_size", "share", "kv"),
+    [
+        (124, 16, 1, 0.0, 0.85 * 124),  # alone: of what is free
+        (124, 16, 1, 0.5, 0.85 * 70 - 16),  # the first of two workers
+        (60, 16, 1, 0.5, 0.85 * 70 - 16),  # the second one, once the first has what it takes
+        (20, 16, 1, 0.5, 0.85 * 20),  # somebody else is there, too
+        (100, 16, 4, 0.0, 0.85 * 70 - 16),  # two ranks of one worker on each of two GPUs
+    ],
+)
+def test_a_rank_takes_its_share_of_a_gpu(
+    free: int, mine: int, local_size: int, share: float, kv: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "cuda", fake_cuda(free, mine))
+    found = default_kv_bytes(torch.device("cuda", 0), local_size, share)
+    assert found == pytest.approx(kv * GIB, abs=2)
+
+
+def test_weights_that_fill_the_share_are_a_start_up_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "cuda", fake_cuda(100, 36))
+    with pytest.raises(StartupError, match=r"weights take 36\.0 GiB of this rank's share of 35\.0 GiB.*--gpu-share"):
+        default_kv_bytes(torch.device("cuda", 0), 1, 0.25)
+
+
+def fake_cuda(free: int, mine: int) -> SimpleNamespace:
+    """A GPU of 140 GiB."""
+    return SimpleNamespace(
+        device_count=lambda: 2,
+        mem_get_info=lambda device: (free * GIB, 140 * GIB),
+        memory_reserved=lambda device: mine * GIB,
+    )

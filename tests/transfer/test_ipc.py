@@ -1,0 +1,169 @@
+"""Edges within a host: the receiver copies out of the sender's memory. Here shared memory stands for a GPU's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from baton.core.errors import HandoffError
+from baton.transfer import ipc, sections
+from baton.transfer.edge import EdgeSpec
+from baton.transfer.edge_end import LocalEnd, make_buffers
+from baton.transfer.ipc import IpcEdge
+from baton.transfer.shared_buffers import allocate_shared, export, map_exported
+from tests.support.limits import HANG_S
+from tests.transfer.test_edges import both
+from tests.transfer.test_sections import BLOCK, LAYER_BYTES, LAYERS, PART, equal, pool
+
+MakeSpec = Callable[..., EdgeSpec]
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("no_thread_left")
+
+
+def connected(spec: MakeSpec) -> tuple[IpcEdge, IpcEdge]:
+    prefill, decode = IpcEdge(spec("prefill")), IpcEdge(spec("decode"))
+    assert both(prefill.connect, decode.connect) == [None, None]
+    return prefill, decode
+
+
+def filled(num_bytes: int) -> torch.Tensor:
+    return allocate_shared(num_bytes, CPU).copy_(torch.randint(0, 256, (num_bytes,), dtype=torch.uint8))
+
+
+def test_sections_arrive_with_their_words_and_no_byte_goes_over_the_network(spec: MakeSpec) -> None:
+    prefill, decode = connected(spec)
+    sent, got, ends = filled(3_000_001), torch.zeros(3_000_001, dtype=torch.uint8), (10, 2_000_000, 3_000_001)
+    words, came = [5, (1 << 64) - 1, 0], []
+
+    def arrived(index: int, word: Any) -> None:
+        came.append((index, word, torch.equal(got[: ends[index]], sent[: ends[index]])))
+
+    for _ in range(3):
+        came.clear()
+        moved = both(
+            lambda: prefill.send(sent, 5, ends, words.__getitem__), lambda: decode.recv(got, 5, None, ends, arrived)
+        )
+        assert moved == [None, None] and came == [(i, word, True) for i, word in enumerate(words)]
+        got.zero_()
+    prefill.close()
+    decode.close()
+
+
+def test_the_sender_keeps_its_buffer_until_the_receiver_has_copied(spec: MakeSpec) -> None:
+    prefill, decode = connected(spec)
+    sent, got, copied, go = filled(64), torch.zeros(64, dtype=torch.uint8), threading.Event(), threading.Event()
+
+    def arrived(index: int, word: Any) -> None:
+        copied.set()
+        assert go.wait(HANG_S)
+
+    ended: list[str] = []
+
+    def send() -> None:
+        prefill.send(sent, HANG_S)
+        ended.append("sender")
+
+    threads = [
+        threading.Thread(target=send),
+        threading.Thread(target=lambda: decode.recv(got, HANG_S, None, (), arrived)),
+    ]
+    for thread in threads:
+        thread.start()
+    assert copied.wait(HANG_S) and not ended
+    go.set()
+    for thread in threads:
+        thread.join(HANG_S)
+    assert ended == ["sender"] and torch.equal(sent, got)
+    prefill.close()
+    decode.close()
+
+
+async def test_a_part_goes_from_blocks_to_blocks_and_damage_is_found(
+    spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, kept = pool(1.0), pool(0.0), make_buffers("ipc", CPU, 1 << 16)
+    prefill, decode = (
+        LocalEnd(spec(side), layers, BLOCK, IpcEdge, None, kept, LAYER_BYTES)
+        for side, layers in (("prefill", source), ("decode", target))
+    )
+    await asyncio.gather(prefill.connect(), decode.connect())
+
+    async def hand_over() -> bool:
+        posted = asyncio.Event()
+        taking = asyncio.create_task(decode.take(PART, posted.set))
+        await asyncio.wait_for(posted.wait(), HANG_S)
+        await prefill.fill(PART, 0)
+        await prefill.send()
+        return await taking
+
+    mapped = ipc.map_exported
+
+    def damaged(handle: bytes, device: torch.device) -> torch.Tensor:
+        copy = mapped(handle, device).clone()
+        copy[LAYER_BYTES] ^= 1
+        return copy
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ipc, "map_exported", damaged)
+        assert not await hand_over() and equal(source, target) == [True, False, True, True]
+    decode.worker._edge._mapped = None  # type: ignore[union-attr]
+    assert await hand_over() and equal(source, target) == [True] * LAYERS
+    assert sections.AHEAD_BYTES and kept.reused
+    await asyncio.gather(prefill.close(5), decode.close(5))
+
+
+def test_workers_of_two_hosts_are_told_so_at_both_ends(spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = iter([b"one cpu", b"other cpu"])
+    monkeypatch.setattr(ipc, "host_identity", lambda device: next(hosts))
+    prefill, decode = IpcEdge(spec("prefill")), IpcEdge(spec("decode"))
+    for error in both(prefill.connect, decode.connect):
+        assert isinstance(error, HandoffError) and "needs both workers on one host" in error.message
+        assert "one cpu" in error.message and "other cpu" in error.message
+
+
+def test_an_abort_frees_both_and_a_buffer_that_is_not_shared_is_refused(spec: MakeSpec) -> None:
+    prefill, decode = connected(spec)
+    got, posted = torch.zeros(64, dtype=torch.uint8), threading.Event()
+
+    def abort() -> None:
+        assert posted.wait(HANG_S)
+        decode.abort()
+
+    error, _ = both(lambda: decode.recv(got, HANG_S, posted.set), abort)
+    assert isinstance(error, HandoffError)
+    with pytest.raises(HandoffError, match="not in shared memory"):
+        prefill.send(torch.zeros(64, dtype=torch.uint8), 1)
+    prefill.close()
+    decode.close()
+
+
+def test_another_process_maps_what_was_exported_and_nothing_of_it_is_left() -> None:
+    buf = filled(1000)
+    handle = export(buf[:500])
+    code = (
+        "import sys, torch; from baton.transfer.shared_buffers import map_exported;"
+        "print(int(map_exported(bytes.fromhex(sys.argv[1]), torch.device('cpu')).long().sum()))"
+    )
+    root = str(Path(__file__).parents[2])
+    ran = subprocess.run(
+        [sys.executable, "-c", code, handle.hex()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert ran.stdout.strip() == str(int(buf[:500].long().sum())), ran.stderr
+    before = len(os.listdir("/proc/self/fd"))
+    del buf
+    assert len(os.listdir("/proc/self/fd")) == before - 1
+    with pytest.raises(HandoffError, match="cannot be mapped"):
+        map_exported(handle, CPU)

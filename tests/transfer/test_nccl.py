@@ -1,0 +1,200 @@
+"""An NCCL edge over a group that is none: what it asks of torch, in which order, and how it ends. The real group needs
+GPUs (tests/gpu)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.core.errors import HandoffError
+from baton.engine import parallel
+from baton.transfer import nccl
+from baton.transfer.edge import EdgeSpec
+from baton.transfer.nccl import NEVER, NcclEdge, edge_options, failure_of
+from tests.support.limits import HANG_S
+
+
+class FakeWork:
+    """An operation that is over when its group says so. `exception` is torch 2.13's, or raises as that of 2.11."""
+
+    def __init__(self, group: FakeGroup) -> None:
+        self.group, self.waited = group, False
+
+    def is_completed(self) -> bool:
+        self.group.polled.append(self.group.aborting.is_set())
+        return self.group.done
+
+    def exception(self) -> Exception | None:
+        if self.group.torch_2_11:
+            raise TypeError("Unregistered type : std::exception_ptr")
+        return self.group.error
+
+    def is_success(self) -> bool:
+        return self.group.error is None
+
+    def wait(self) -> bool:
+        self.waited = True
+        return True
+
+
+class FakeGroup:
+    """Notes what is launched. `wires` is where the peer's group finds it."""
+
+    def __init__(self, wires: list[Tensor]) -> None:
+        self.wires, self.launched, self.works = wires, [], []
+        self.done, self.error, self.torch_2_11 = True, None, False
+        self.polled: list[bool] = []
+        self.aborting, self.aborted_by = threading.Event(), ""
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
+        (tensor,) = tensors
+        self.launched.append(("send", tensor.numel()))
+        self.wires.append(tensor.clone())
+        return self._work()
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> FakeWork:
+        (tensor,) = tensors
+        self.launched.append(("recv", tensor.numel()))
+        if self.wires:
+            tensor.copy_(self.wires.pop(0))
+        return self._work()
+
+    def _work(self) -> FakeWork:
+        self.works.append(FakeWork(self))
+        return self.works[-1]
+
+    def abort(self) -> None:
+        self.aborting.set()
+        self.aborted_by = threading.current_thread().name
+
+
+def edge(side: str = "prefill", wires: list[Tensor] | None = None) -> tuple[NcclEdge, FakeGroup]:
+    made = NcclEdge(EdgeSpec("127.0.0.1", 1, "x", 1, side))  # type: ignore[arg-type]
+    made._group = FakeGroup([] if wires is None else wires)
+    return made, made._group
+
+
+def test_all_sections_and_one_message_of_their_words_are_queued_before_anything_is_waited_for() -> None:
+    wires: list[Tensor] = []
+    (sender, out), (receiver, into) = edge("prefill", wires), edge("decode", wires)
+    buf, got = torch.arange(12, dtype=torch.uint8), torch.zeros(12, dtype=torch.uint8)
+    words = [7, -3, 1 << 40]
+    packed: list[tuple[int, int]] = []
+
+    def ready(index: int) -> Tensor:
+        packed.append((index, len(out.launched)))
+        return torch.tensor([words[index]])
+
+    sender.send(buf, 1, (4, 8, 12), ready)
+    assert out.launched == [("send", 4), ("send", 4), ("send", 4), ("send", 24)]
+    assert packed == [(0, 0), (1, 1), (2, 2)], "a section is packed while the one before it moves"
+    assert len(out.polled) == 1, "one wait for all of it"
+    came: list[tuple[int, int]] = []
+    posted: list[int] = []
+    receiver.recv(got, 1, lambda: posted.append(len(into.launched)), (4, 8, 12), lambda i, w: came.append((i, int(w))))
+    assert posted == [4], "the receive of everything is open when the peer hears of it"
+    assert came == list(enumerate(words)) and torch.equal(got, buf)
+    assert all(work.waited for work in into.works), "the thread's stream follows what arrived"
+
+
+@pytest.mark.parametrize("torch_2_11", [True, False])
+@pytest.mark.parametrize("error", [None, RuntimeError("NCCL error: remote process exited")])
+def test_a_failed_operation_is_found_with_every_torch(torch_2_11: bool, error: Exception | None) -> None:
+    """`Work.exception` raises TypeError before torch 2.13, whether something failed or not."""
+    made, group = edge()
+    group.torch_2_11, group.error = torch_2_11, error
+    if error is None:
+        made.send(torch.zeros(4, dtype=torch.uint8), 1)
+        return
+    with pytest.raises(HandoffError, match="NCCL"):
+        made.send(torch.zeros(4, dtype=torch.uint8), 1)
+    assert group.aborting.is_set()
+    with pytest.raises(HandoffError, match="has ended"):
+        made.send(torch.zeros(4, dtype=torch.uint8), 1)
+
+
+def test_a_real_work_of_this_torch_says_whether_it_failed() -> None:
+    from torch._C._distributed_c10d import FakeWork as Real  # type: ignore[attr-defined]
+
+    assert failure_of(Real()) == ""
+
+
+def test_an_abort_is_seen_before_completion_is_asked_for_and_carried_out_by_the_edges_thread() -> None:
+    """`is_completed` takes a lock that an abort holds, and the interpreter's with it."""
+    made, group = edge()
+    group.done = False
+    failed: list[HandoffError] = []
+
+    def send() -> None:
+        try:
+            made.send(torch.zeros(4, dtype=torch.uint8), HANG_S)
+        except HandoffError as e:
+            failed.append(e)
+
+    thread = threading.Thread(target=send, name="edge")
+    thread.start()
+    while not group.polled:
+        time.sleep(0.001)
+    made.abort()
+    thread.join(HANG_S)
+    assert "aborted" in failed[0].message and group.aborted_by == "edge"
+    assert group.polled == [False] * len(group.polled), "nobody asked once the abort had begun"
+
+
+def test_an_edge_whose_thread_is_stuck_is_ended_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "_ABORT_GRACE_S", 0.01)
+    made, group = edge()
+    made.abort()
+    assert group.aborting.wait(HANG_S) and group.aborted_by == "edge-abort"
+
+
+def test_a_peer_that_never_comes_costs_the_limit_and_the_edge() -> None:
+    made, group = edge()
+    group.done = False
+    with pytest.raises(HandoffError, match=r"send of 4 bytes failed after 0\.\d+ s: timed out"):
+        made.send(torch.zeros(4, dtype=torch.uint8), 0.02)
+    assert group.aborting.is_set()
+
+
+class FakeOptions(SimpleNamespace):
+    def __init__(self, is_high_priority_stream: bool) -> None:
+        super().__init__(config=SimpleNamespace(blocking=None), high=is_high_priority_stream)
+
+
+def made_with(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The options of a tensor-parallel group."""
+    found: list[Any] = []
+
+    class Nccl:
+        Options = FakeOptions
+
+        def __new__(cls, store: object, rank: int, size: int, options: object) -> Any:
+            found.append(options)
+            return "group"
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Nccl, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    parallel._nccl(None, SimpleNamespace(rank=0, size=2), torch.device("cuda", 0), "127.0.0.1")
+    return found[0]
+
+
+def test_edges_do_not_block_tensor_parallel_groups_do_and_neither_has_a_timeout_of_torchs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's watchdog sleeps with its lock held when one passes; a group that does not block starts a thread inside
+    NCCL for every collective."""
+    options, group = edge_options(SimpleNamespace(Options=FakeOptions)), made_with(monkeypatch)
+    assert (options.config.blocking, group.config.blocking) == (0, 1)
+    assert options._timeout == group._timeout == NEVER
+
+
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="this torch has no NCCL")
+def test_torchs_own_options_take_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = edge_options(torch.distributed.ProcessGroupNCCL)  # type: ignore[attr-defined]
+    assert options.config.max_ctas == nccl.MAX_CTAS and options._timeout == NEVER

@@ -1,0 +1,153 @@
+"""Packing and storing as for buffers on a GPU: nothing waits between sections, checksums stay where the buffers are,
+damaged sections are kept out of the blocks. The kernels run in Triton's interpreter, the buffers are on the CPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.core.errors import HandoffError
+from baton.engine.step_marks import StepMarks
+from baton.transfer import sections, streams
+from baton.transfer.sections import Packing, Storing
+from baton.transfer.staging_buffers import StagingBuffers
+from tests.transfer.test_sections import BLOCK, LAYER_BYTES, LAYERS, PART, equal, pool
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="with a GPU the kernel is compiled: see tests/gpu"
+)
+
+
+class Device:
+    """Two ends without an edge between them; notes what is waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waits = 0
+        monkeypatch.setattr(sections, "finish", self.finish)
+        self.source, self.target, kept = pool(1.0), pool(0.0), StagingBuffers(1 << 16)
+        self.packing = Packing(self.source, BLOCK, PART, kept.take(PART.num_bytes), LAYER_BYTES)
+        self.storing = Storing(self.target, BLOCK, PART, kept.take(PART.num_bytes), LAYER_BYTES)
+        self.packing.on_device = self.storing.on_device = True
+
+    def finish(self, device: torch.device, timeout_s: float) -> None:
+        assert timeout_s < 10
+        self.waits += 1
+
+    def move(self, damage: int | None = None) -> None:
+        self.packing.begin()
+        words = [self.packing.ready(index) for index in range(LAYERS)]
+        assert all(isinstance(word, Tensor) for word in words) and self.waits == 0, "packing waits for nothing"
+        self.storing.buffer.view.copy_(self.packing.buffer.view)
+        if damage is not None:
+            self.storing.buffer.view[damage] ^= 1
+        for index, word in enumerate(words):
+            self.storing.arrived(index, word)
+
+
+def test_a_part_is_waited_for_twice_whatever_its_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    device.move()
+    assert device.storing.result() and equal(device.source, device.target) == [True] * LAYERS
+    assert (device.waits, device.storing.stored) == (2, LAYERS)
+
+
+def test_a_damaged_section_is_kept_out_of_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    device.move(damage=2 * LAYER_BYTES + 5)
+    assert not device.storing.result() and equal(device.source, device.target) == [True, True, False, True]
+
+
+def test_nothing_is_written_once_it_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    device.storing.stop()
+    device.move()
+    assert device.storing.stored == 0 and equal(device.source, device.target) == [False] * LAYERS
+
+
+def test_a_device_that_hangs_is_an_error_of_the_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+
+    def hang(*_: Any) -> None:
+        raise HandoffError("cuda:0 did not finish")
+
+    monkeypatch.setattr(sections, "finish", hang)
+    device.move()
+    with pytest.raises(HandoffError, match="did not finish"):
+        device.storing.result()
+    assert equal(device.source, device.target) == [False] * LAYERS
+
+
+def test_kv_is_read_behind_the_step_that_wrote_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, order = Device(monkeypatch), []
+    device.packing.before = lambda: order.append("behind")
+    located = sections.pack_at
+    monkeypatch.setattr(sections, "pack_at", lambda *where: (order.append("read"), located(*where)))
+    device.packing.begin()
+    assert order == ["behind"] + ["read"] * LAYERS
+
+
+class Event:
+    def __init__(self) -> None:
+        self.recorded = self.waited = 0
+        self.done = False
+
+    def record(self) -> None:
+        self.recorded += 1
+
+    def wait(self) -> None:
+        self.waited += 1
+
+    def query(self) -> bool:
+        return self.done
+
+
+def test_a_stream_follows_the_step_that_it_names_or_one_behind_it() -> None:
+    events: list[Event] = []
+
+    def new() -> Event:
+        events.append(Event())
+        return events[-1]
+
+    marks = StepMarks(torch.device("cuda", 0), new)
+    marks.order_behind(3)  # nothing was computed: nothing to follow
+    for step in range(100, 200):
+        marks.record(step)
+    marks.order_behind(150)
+    assert [n for n, event in enumerate(events) if event.waited] == [50], "not the newest: it would wait for that, too"
+    marks.order_behind(100)  # long ago; the oldest that is known follows it
+    assert [n for n, event in enumerate(events) if event.waited] == [36, 50]
+    assert all(event.recorded == 1 for event in events)
+
+
+def test_a_wait_for_a_device_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    event = Event()
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    with pytest.raises(HandoffError, match=r"cuda:0 did not finish the edge's work within 0\.0 s"):
+        streams.finish(torch.device("cuda", 0), 0.01)
+    event.done = True
+    streams.finish(torch.device("cuda", 0), 0.01)
+
+
+def test_an_edges_thread_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    from contextlib import contextmanager
+
+    entered: list[Any] = []
+
+    @contextmanager
+    def enter(what: Any) -> Any:
+        entered.append(what)
+        yield
+
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, enter)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: ("stream of", device))
+    cuda = torch.device("cuda", 1)
+    with streams.own_stream(cuda):
+        assert entered == [cuda, ("stream of", cuda)]
+    with streams.own_stream(torch.device("cpu")):
+        assert len(entered) == 2
