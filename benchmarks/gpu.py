@@ -1,178 +1,234 @@
-"""Everything that wants a GPU, in one call of under 8 minutes: correctness, then the engine's speed, one table last.
+"""The first run on a GPU: eight stages, each a process with a limit of its own, in under 8 minutes.
 
-    python benchmarks/gpu.py [--out benchmarks/results/gpu.md] [--model DIR] [--skip-tests]
+    python benchmarks/gpu.py [--stage N ...] [--out benchmarks/results/gpu.md] [--wheels DIR]
+    python benchmarks/gpu.py --rehearse          every stage on the CPU: Gloo, Triton's interpreter, tiny shapes
+    python benchmarks/gpu.py --prepare DIR       downloads the wheels that a machine without network may lack
 
-1. `tests/gpu`: the engine on CUDA against the CPU in float32, the Triton kernel against its plain twin, hand-overs over
-   NCCL with several ranks on this one GPU, a peer killed and a peer stopped.
-2. An 8 B Llama shape with random bf16 weights: a decode step at batch 1 and at batch 64 with 1,024 tokens of context,
-   against the bytes it must read at the copy bandwidth measured here; a prefill of 8,192 tokens against the bf16 matrix
-   rate measured here; both against transformers on the same GPU.
-3. Steps as a worker takes them, one by one and planned ahead (ahead.py): the gap is the device's wait for the host. And
-   steps of the built-in pair with guesses, with two waits and with one.
+1 environment     versions, devices, a compiler for Triton, missing modules by name
+2 kernels         every Triton kernel against its plain twin; attention timed alone
+3 graphs          captured decode steps against launched ones: 200 replays while memory is allocated and freed
+4 edges           two processes: NCCL and IPC alone; 1 B to 64 MB; what a piece costs; a peer killed, stopped, aborted
+5 engine          the engine's tests on the device (tests/gpu)
+6 8b              an 8 B shape with random weights against what the memory and the matrix units of the GPU allow
+7 cluster         prefill and decode over NCCL: tokens, hand-over, ITL beside hand-overs, kill, stop, TP 2
+8 transformers    the same 8 B work by transformers
 
-Without a GPU it says so and measures nothing.
+What a stage prints is shown as it comes and written to the report at once. A stage that fails or outlasts its limit
+ends alone, with its name. This file needs nothing but Python; it goes on with what is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import statistics
+import os
+import platform
+import re
+import selectors
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+OUT = ROOT / "benchmarks" / "results" / "gpu.md"
+REHEARSAL_OUT = ROOT / "benchmarks" / "results" / "gpu-rehearsal.md"
+REHEARSAL = "BATON_REHEARSE"
+FAULT = "BATON_GPU_FAULT"
+"""For the script's own tests: `N:fail` or `N:hang` makes stage N do so."""
+_GRACE_S = 2.0
 
-import ahead  # noqa: E402
-from engine import decode, prefill  # noqa: E402
-from serving import commit, machine  # noqa: E402
-
-from baton.core.step import StepPlan  # noqa: E402
-from baton.engine.runner import EngineOptions, Runner, load_runner  # noqa: E402
-from baton.model_source import builtin_directory  # noqa: E402
-
-TESTS_LIMIT_S = 200
-PROMPT, BATCH, CONTEXT = 8192, 64, 1024
-
-
-def median_s(work: Callable[[], object], repeat: int) -> float:
-    """Median seconds of `work`, the device idle before and after each."""
-    times = []
-    for _ in range(repeat + 2):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[2:])
+# What a machine with torch, transformers and pytest may lack, or have in an older version.
+WHEELS = (
+    "annotated-doc", "annotated-types", "click", "fastapi", "googleapis-common-protos", "grpcio",
+    "grpcio-health-checking", "grpcio-reflection", "grpcio-status", "h11", "httptools", "httpx", "httpcore", "anyio",
+    "idna", "certifi", "msgpack", "orjson", "protobuf", "pydantic", "pydantic_core", "rich", "markdown-it-py", "mdurl",
+    "Pygments", "starlette", "typing-inspection", "typing_extensions", "uvicorn", "xxhash", "aiohttp",
+    "aiohappyeyeballs", "aiosignal", "attrs", "frozenlist", "multidict", "propcache", "yarl", "Jinja2", "MarkupSafe",
+)  # fmt: skip
+WHEELS_LIMIT = 60 << 20
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second read and written by a copy of 4 GiB."""
-    source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / median_s(lambda: target.copy_(source), 5)
+@dataclass(frozen=True)
+class Stage:
+    """`limit_s` and, in a rehearsal on two busy cores, `rehearsal_s`."""
+
+    number: int
+    name: str
+    limit_s: int
+    rehearsal_s: int = 120
 
 
-def matrix_rate() -> float:
-    """FLOP per second of a bf16 product of 8,192 x 8,192 x 8,192."""
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / median_s(lambda: a @ b, 10)
+STAGES = (
+    Stage(1, "environment", 20),
+    Stage(2, "kernels", 45),
+    Stage(3, "graphs", 40),
+    Stage(4, "edges", 50),
+    Stage(5, "engine", 60),
+    Stage(6, "8b", 90),
+    Stage(7, "cluster", 130, 300),
+    Stage(8, "transformers", 35),
+)
 
 
-def parameters(runner: Runner) -> int:
-    return runner.memory.parameter_bytes // 2
+class Report:
+    """Shows every line at once and keeps the file complete at any moment."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+
+    def line(self, text: str = "") -> None:
+        print(text, flush=True)
+        self._file.write(text + "\n")
+        self._file.flush()
 
 
-def of_baton(model: Path, lines: list[str], bandwidth: float, rate: float) -> None:
-    blocks = BATCH * (CONTEXT // 16 + 2) + PROMPT // 16
-    options = EngineOptions(model_dir=model, device="cuda", dtype="bfloat16", max_model_len=PROMPT + 16)
-    runner = load_runner(options)
-    if runner.num_blocks < blocks:
-        raise SystemExit(f"{runner.num_blocks} KV blocks fit on this GPU, {blocks} are needed")
-    weights = runner.memory.parameter_bytes
-    kv = BATCH * CONTEXT * runner.layout.bytes_per_token
-
-    def step(plan: StepPlan) -> Callable[[], object]:
-        return lambda: runner.step(plan)
-
-    one = median_s(step(decode(1, 512)), 30)
-    many = median_s(step(decode(BATCH, CONTEXT)), 20)
-    long = median_s(step(prefill(PROMPT)), 5)
-    config = runner.model_config
-    attention = 2 * PROMPT**2 * config.num_heads * config.head_dim * config.num_layers
-    work = 2 * parameters(runner) * PROMPT + attention
-    lines.append(_line("decode, batch 1", one, weights / bandwidth, "weights / bandwidth", 1.2))
-    lines.append(
-        _line(f"decode, batch {BATCH} at {CONTEXT}", many, (weights + kv) / bandwidth, "bytes / bandwidth", 1.4)
+def run_stage(stage: Stage, report: Report, environment: dict[str, str], limit_s: float) -> str:
+    """`ok`, or why not."""
+    report.line(f"\n## {stage.number}. {stage.name}\n")
+    started = time.monotonic()
+    command = [sys.executable, "-u", str(ROOT / "benchmarks" / "gpu_stages.py"), stage.name]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
-    lines.append(_line(f"prefill of {PROMPT}", long, work / rate, "FLOP / matrix rate", 1 / 0.6))
-    lines += ["", "Steps of a decode worker, one by one and planned ahead:\n", *ahead.HEAD]
-    lines += ahead.lines(runner, [(1, 512), (16, CONTEXT), (BATCH, CONTEXT)])
-    lines += ["", "Steps of the built-in pair with guesses:\n", *of_the_pair()]
-    lines += ["", "The same work by transformers:\n", "| work | median | | | | |", "|---|---|---|---|---|---|"]
+    found = _follow(process, report, started + limit_s)
+    _end_group(process)
+    took_s = time.monotonic() - started
+    report.line(f"\nstage {stage.number} ({stage.name}): **{found}** after {took_s:.1f} s (limit {limit_s:g} s)")
+    return found
 
 
-def of_the_pair() -> list[str]:
-    target, draft = (
-        load_runner(EngineOptions(model_dir=builtin_directory(name), device="cuda", kv_memory_bytes=1 << 30))
-        for name in ("target", "draft")
-    )
-    return ahead.guessing_lines(target, draft, [(1, 256), (16, 256)])
+def _follow(process: subprocess.Popen[bytes], report: Report, deadline: float) -> str:
+    """Passes on what the stage prints until it ends."""
+    if process.stdout is None:
+        return "it has no output"
+    os.set_blocking(process.stdout.fileno(), False)
+    left = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while time.monotonic() < deadline:
+            if selector.select(min(0.5, max(deadline - time.monotonic(), 0))):
+                read = process.stdout.read()
+                if read == b"":
+                    break
+                *lines, left = (left + (read or b"")).split(b"\n")
+                for line in lines:
+                    report.line(line.decode(errors="replace"))
+            elif process.poll() is not None:  # a process of the stage's own may still hold its output
+                break
+        else:
+            return "timed out"
+    if left:
+        report.line(left.decode(errors="replace"))
+    try:
+        code = process.wait(max(deadline - time.monotonic(), 0.1))
+    except subprocess.TimeoutExpired:
+        return "timed out"
+    return "ok" if code == 0 else f"failed with exit code {code}" if code > 0 else f"killed by signal {-code}"
 
 
-def of_transformers(model: Path, lines: list[str]) -> None:
-    from transformers import AutoModelForCausalLM, DynamicCache
-
-    twin = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, device_map="cuda").eval()
-    with torch.inference_mode():
-        ids = torch.randint(0, 4000, (1, PROMPT), device="cuda")
-        long = median_s(lambda: twin(ids, logits_to_keep=1), 3)
-        for batch, context in ((1, 512), (BATCH, CONTEXT)):
-            cache = DynamicCache(config=twin.config)
-            twin(ids[:, :context].repeat(batch, 1), past_key_values=cache, logits_to_keep=1)
-
-            def step(cache: DynamicCache = cache, batch: int = batch, context: int = context) -> None:
-                twin(ids[:, :1].repeat(batch, 1), past_key_values=cache)
-                cache.crop(context)
-
-            took = median_s(step, 10)
-            lines.append(f"| transformers: decode, batch {batch} at {context} | {took * 1e3:.2f} ms | | | | |")
-    lines.append(f"| transformers: prefill of {PROMPT} | {long * 1e3:.1f} ms | | | | |")
-
-
-def _line(name: str, took: float, floor: float, what: str, bar: float) -> str:
-    met = "yes" if took <= bar * floor else "**no**"
-    return f"| {name} | {took * 1e3:.2f} ms | {floor * 1e3:.2f} ms ({what}) | {took / floor:.2f} | {bar:.2f} | {met} |"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu.md")
-    parser.add_argument("--model", type=Path, help="a checkpoint of the 8 B shape; made where none is given")
-    parser.add_argument("--skip-tests", action="store_true")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no CUDA device: nothing was measured")
-        return
-    versions = (
-        f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
-    )
-    lines = [
-        "# On a GPU\n",
-        f"{torch.cuda.get_device_name()}; {machine()}. {versions}. Commit {commit()}, {datetime.date.today()}.\n",
-        "    python benchmarks/gpu.py\n",
-    ]
-    if not arguments.skip_tests:
-        pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "--durations=10"]
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Nothing that a stage started outlives it, but for what made itself a session."""
+    for sig in (signal.SIGTERM, signal.SIGKILL):
         try:
-            run = subprocess.run(pytest, cwd=ROOT, capture_output=True, text=True, timeout=TESTS_LIMIT_S)
-            print(run.stdout[-6000:])
-            said = run.stdout.strip().splitlines()[-1:]
-        except subprocess.TimeoutExpired:
-            said = [f"did not end within {TESTS_LIMIT_S} s"]
-        lines.append(f"`pytest tests/gpu`: {' '.join(said)}\n")
-    bandwidth, rate = copy_bandwidth(), matrix_rate()
-    lines.append(f"Copy {bandwidth / 1e12:.2f} TB/s, bf16 matrix product {rate / 1e12:.0f} TFLOP/s.\n")
-    lines += ["| work | median | floor | ratio | bar | met |", "|---|---|---|---|---|---|"]
-    with tempfile.TemporaryDirectory() as directory:
-        model = arguments.model or Path(directory) / "8b"
-        if arguments.model is None:
-            subprocess.run([sys.executable, "tools/make_checkpoint.py", "8b", str(model)], cwd=ROOT, check=True)
-        of_baton(model, lines, bandwidth, rate)
-        torch.cuda.empty_cache()
-        arguments.out.write_text("\n".join(lines) + "\n")
-        of_transformers(model, lines)
-    arguments.out.write_text("\n".join(lines) + "\n")
-    print(arguments.out.read_text())
+            os.killpg(process.pid, sig)
+        except ProcessLookupError:
+            break
+        deadline = time.monotonic() + _GRACE_S
+        while sig is signal.SIGTERM and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+    process.wait()
+
+
+def commit() -> str:
+    """Where there is a repository; a copy of the tree on another machine may have none."""
+    try:
+        ran = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return "unknown (no git)"
+    return ran.stdout.strip() if ran.returncode == 0 else "unknown (no repository)"
+
+
+def install(wheels: Path, target: Path) -> str:
+    """Unpacks the wheels into `target`; what went wrong, or nothing."""
+    files = sorted(map(str, wheels.glob("*.whl")))
+    if not files:
+        return f"{wheels} has no wheels"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir"]
+    ran = subprocess.run([*pip, "--upgrade", "--target", str(target), *files], capture_output=True, text=True)
+    return "" if ran.returncode == 0 else ran.stderr.strip().splitlines()[-1]
+
+
+def prepare(target: Path, python: str) -> None:
+    """Downloads WHEELS at the versions of constraints.txt for Linux x86-64."""
+    text = (ROOT / "constraints.txt").read_text()
+    pinned = {re.sub(r"[-_.]+", "-", n.lower()): v for n, v in re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE)}
+    wanted = [f"{name}=={pinned[re.sub(r'[-_.]+', '-', name.lower())]}" for name in WHEELS]
+    platforms = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)]
+    flags = [
+        flag for name in [*platforms, "manylinux2014_x86_64", "manylinux1_x86_64"] for flag in ("--platform", name)
+    ]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--python-version",
+        python,
+    ]
+    subprocess.run([*pip, "--implementation", "cp", *flags, "-d", str(target), *wanted], check=True)
+    size = sum(file.stat().st_size for file in target.glob("*.whl"))
+    print(f"{len(wanted)} wheels for Python {python} in {target}: {size / (1 << 20):.1f} MiB")
+    if size > WHEELS_LIMIT:
+        raise SystemExit(f"more than the {WHEELS_LIMIT >> 20} MiB that travel")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stage", type=int, nargs="+", choices=[stage.number for stage in STAGES], metavar="N")
+    parser.add_argument("--out", type=Path, help="the report")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU")
+    parser.add_argument("--wheels", type=Path, default=ROOT / ".wheels", help="what --prepare has downloaded")
+    parser.add_argument("--prepare", type=Path, metavar="DIR", help="download wheels into DIR, and nothing else")
+    parser.add_argument("--python", default="3.12", help="of the machine that --prepare is for")
+    parser.add_argument("--limit-factor", type=float, default=1.0, help="for slow machines: limits times this")
+    arguments = parser.parse_args()
+    if arguments.prepare is not None:
+        prepare(arguments.prepare, arguments.python)
+        return 0
+    report = Report(arguments.out or (REHEARSAL_OUT if arguments.rehearse else OUT))
+    shown = " ".join(word for word in sys.argv[1:] if word.startswith("--") or word.isdigit())
+    report.line(f"# {'A rehearsal on CPU of the first run' if arguments.rehearse else 'The first run'} on a GPU\n")
+    report.line(
+        f"Commit {commit()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC, {platform.platform()}.\n"
+    )
+    report.line(f"    python benchmarks/gpu.py {shown}".rstrip())
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    if arguments.rehearse:
+        environment |= {REHEARSAL: "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    results: dict[Stage, str] = {}
+    with tempfile.TemporaryDirectory(prefix="baton-gpu-") as directory:
+        if arguments.wheels.is_dir() and not arguments.rehearse:
+            wrong = install(arguments.wheels, Path(directory))
+            report.line(f"\nwheels: {wrong or f'unpacked from {arguments.wheels.name}'}")
+            environment["PYTHONPATH"] += os.pathsep + directory
+        for stage in STAGES:
+            if arguments.stage is None or stage.number in arguments.stage:
+                limit_s = (stage.rehearsal_s if arguments.rehearse else stage.limit_s) * arguments.limit_factor
+                results[stage] = run_stage(stage, report, environment, limit_s)
+    report.line("\n## Stages\n\n| stage | result |\n|---|---|")
+    for stage, found in results.items():
+        report.line(f"| {stage.number}. {stage.name} | {found} |")
+    return 0 if set(results.values()) <= {"ok"} else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

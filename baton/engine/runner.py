@@ -50,7 +50,7 @@ from baton.engine.sampler_device import decide
 from baton.engine.sampler_native import chooser
 from baton.engine.selftest import prove_row_invariance
 from baton.engine.step_marks import StepMarks
-from baton.engine.weights import WeightReader
+from baton.engine.weights import Tensors, WeightReader
 
 OnStage = Callable[[str, float], None]
 
@@ -259,10 +259,16 @@ class Runner:
 
 
 def load_runner(
-    options: EngineOptions, on_stage: OnStage | None = None, *, ranks: Ranks | None = None, store: Any = None
+    options: EngineOptions,
+    on_stage: OnStage | None = None,
+    *,
+    ranks: Ranks | None = None,
+    store: Any = None,
+    tensors: Tensors | None = None,
 ) -> Runner:
     """Loads a checkpoint onto this machine; `on_stage` hears of each finished stage and its seconds. Several `ranks`
-    load their shares at the same time and meet in `store`.
+    load their shares at the same time and meet in `store`. With `tensors` the weights come from there, and of the
+    model's directory only its config is read: for benchmarks of shapes that nobody has on disk.
 
     Raises StartupError, one plain line, for everything that is wrong with the directory or does not fit the machine,
     RankLost when another rank gives up.
@@ -279,9 +285,10 @@ def load_runner(
         config = read_model_config(options.model_dir)
         share = TPGroup(ranks.rank, ranks.size)  # says who has what; connected further down
         int8 = options.quantize == "int8"
-        weights = WeightReader(Checkpoint.open(options.model_dir), config, share, torch_dtype, device, int8=int8)
+        checkpoint = Checkpoint.open(options.model_dir) if tensors is None else tensors
+        weights = WeightReader(checkpoint, config, share, torch_dtype, device, int8=int8)
         longest = config.longest(options.max_model_len)
-        digest = model_digest(options.model_dir)
+        digest = model_digest(options.model_dir) if tensors is None else ""
     kernels, kernels_name = choose_kernels(options.kernels, device)
     if int8 and kernels is None and options.kernels != "torch":
         raise StartupError(f"quantize int8 needs compiled kernels, and there is only {kernels_name}: leave it at none")

@@ -35,10 +35,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path
 
     @cache
     def make(kv_heads: int) -> Path:
-        shape = {"num_heads": 8, "num_kv_heads": kv_heads, "hidden_size": 64, "head_dim": 8}
-        return make_checkpoint(where / str(kv_heads), "llama", **shape)
+        return eight_heads(where / str(kv_heads), kv_heads)
 
     return make
+
+
+def eight_heads(directory: Path, kv_heads: int) -> Path:
+    return make_checkpoint(directory, "llama", num_heads=8, num_kv_heads=kv_heads, hidden_size=64, head_dim=8)
 
 
 @cache

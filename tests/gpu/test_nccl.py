@@ -5,46 +5,36 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from tests.cluster.test_any_to_any import checkpoint, prompts, same_tokens_as_one_rank
+from tests.cluster.test_any_to_any import eight_heads, prompts, same_tokens_as_one_rank
+from tests.gpu.where import ON_GPU, one_gpu_settings
 from tests.support.client import Client
 from tests.support.cluster import cluster
 from tests.support.oracle import greedy
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.cluster,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = [*ON_GPU, pytest.mark.cluster, pytest.mark.timeout(400)]
 FREED_S = 5.0
-SETTINGS: dict[str, Any] = {
-    "program": (sys.executable, "-m", "tests.support.one_gpu_up"),
-    "served_model_name": "m",
-    "dtype": "float32",
-    "device": "cuda",
-    "edge_kind": "nccl",
-    "kv_memory_gib": 0.1,
-}
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
-async def test_tokens_are_those_of_one_rank(prefill_tp: int, decode_tp: int, tmp_path: Path) -> None:
-    model = checkpoint(tmp_path / "m", 4)
-    await same_tokens_as_one_rank(model, **{**SETTINGS, "prefill_tp": prefill_tp, "decode_tp": decode_tp})
+def test_tokens_are_those_of_one_rank(prefill_tp: int, decode_tp: int, tmp_path: Path) -> None:
+    model = eight_heads(tmp_path / "m", 4)
+    flags = {**one_gpu_settings(), "prefill_tp": prefill_tp, "decode_tp": decode_tp}
+    asyncio.run(same_tokens_as_one_rank(model, **flags))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_silent_peer_costs_one_edge_and_it_is_built_again(how: signal.Signals, tmp_path: Path) -> None:
-    model = checkpoint(tmp_path / "m", 4)
-    with cluster(model, **SETTINGS, decode=2, step_tokens=32) as running:
+def test_a_silent_peer_costs_one_edge_and_it_is_built_again(how: signal.Signals, tmp_path: Path) -> None:
+    asyncio.run(silent_peer(how, eight_heads(tmp_path / "m", 4)))
+
+
+async def silent_peer(how: signal.Signals, model: Path) -> float:
+    """The seconds until the coordinator said that the worker is lost."""
+    with cluster(model, **one_gpu_settings(), decode=2, step_tokens=32) as running:
         async with Client(running) as client:
             await client.complete(prompts()[3], 8)
             victim = running.pids("decode-0")[0]
@@ -55,6 +45,7 @@ async def test_a_silent_peer_costs_one_edge_and_it_is_built_again(how: signal.Si
             while running.workers().get("decode-0", {}).get("state") == "ready":
                 assert time.monotonic() - struck < FREED_S, "nobody noticed"
                 await asyncio.sleep(0.05)
+            took_s = time.monotonic() - struck
             if how is signal.SIGSTOP:
                 await asyncio.sleep(3.0)
                 os.kill(victim, signal.SIGCONT)
@@ -65,3 +56,4 @@ async def test_a_silent_peer_costs_one_edge_and_it_is_built_again(how: signal.Si
                 got = tuple(answer["choices"][0]["token_ids"])
                 assert got[: expected.decided] == expected.tokens[: expected.decided]
             await client.idle(running)
+            return took_s

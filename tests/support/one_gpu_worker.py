@@ -13,6 +13,11 @@ import sys
 if __name__ == "__main__":
     role = sys.argv.pop(1)
     os.environ.update(
-        NCCL_HOSTID=f"{role}-{os.getpid()}", NCCL_SOCKET_IFNAME="lo", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1"
+        NCCL_HOSTID=f"{role}-{os.getpid()}",
+        NCCL_SOCKET_IFNAME="lo",
+        NCCL_P2P_DISABLE="1",
+        NCCL_SHM_DISABLE="1",
+        NCCL_IB_DISABLE="1",
+        NCCL_CUMEM_HOST_ENABLE="0",
     )
     runpy.run_module(role, run_name="__main__", alter_sys=True)

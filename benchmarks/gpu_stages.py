@@ -1,0 +1,558 @@
+"""The stages of gpu.py, one a process: `python benchmarks/gpu_stages.py NAME`. A stage prints Markdown as it goes and
+exits with 0 when all of it held. With BATON_REHEARSE=1 it runs on the CPU, on tiny shapes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import importlib.metadata
+import itertools
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+REHEARSAL = os.environ.get("BATON_REHEARSE") == "1"
+DEVICE = "cpu" if REHEARSAL else "cuda"
+PROMPT, BATCH, CONTEXT = (64, 4, 40) if REHEARSAL else (8192, 64, 1024)
+IMPORTS = ("baton.engine.runner", "prefill.worker", "decode.worker", "coordinator.serving", "launch.up")
+
+
+class Failed(Exception):
+    """What a stage asserts does not hold; the rest of the stage still runs where it can."""
+
+
+class Checks:
+    """Runs the parts of a stage one by one, so that one that fails costs itself."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            self.failed.append(name)
+            print(f"- **{name}: failed**: {type(error).__name__}: {str(error).strip()[:2000]}")
+            if not isinstance(error, Failed):
+                traceback.print_exc(limit=-12)
+        else:
+            print(f"- {name}: ok, {time.monotonic() - started:.1f} s")
+
+
+def check(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise Failed(otherwise)
+
+
+# ---- 1
+
+
+def environment(checks: Checks) -> None:
+    print(
+        f"- Python {sys.version.split()[0]}; compiler for Triton: {shutil.which('cc') or shutil.which('gcc') or 'NONE'}"
+    )
+    text = (ROOT / "pyproject.toml").read_text()
+    wanted = re.findall(r'^  "([A-Za-z0-9_-]+)(?:\[[^]]*\])?>=([\d.]+)', text, re.MULTILINE)
+    missing = []
+    for name, least in dict(wanted).items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(f"{name} (>={least})")
+            continue
+        if _numbers(found) < _numbers(least):
+            missing.append(f"{name} {found} (>={least})")
+    print(f"- missing, or older than pyproject.toml says: {', '.join(missing) or 'nothing'}")
+    with checks.part("torch and its devices"):
+        import torch
+
+        nccl = "none"
+        if torch.distributed.is_nccl_available():
+            nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        print(f"- torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}")
+        for index in range(torch.cuda.device_count()):
+            facts = torch.cuda.get_device_properties(index)
+            free, total = torch.cuda.mem_get_info(index)
+            print(
+                f"- cuda:{index}: {facts.name}, capability {facts.major}.{facts.minor},"
+                f" {facts.multi_processor_count} multiprocessors, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
+            )
+        check(REHEARSAL or torch.cuda.is_available(), "torch finds no CUDA device")
+    with checks.part("triton"):
+        import triton
+
+        print(f"- triton {triton.__version__}")
+    from launch.gpus import visible_gpus
+
+    print(f"- GPUs that the launcher would hand out: {', '.join(visible_gpus()) or 'none'}")
+    for module in IMPORTS:
+        with checks.part(f"import {module}"):
+            importlib.import_module(module)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+
+
+# ---- 2
+
+
+def kernels(checks: Checks) -> None:
+    import torch
+
+    from baton.engine.attention_triton import TritonAttention
+    from baton.engine.batch import Span
+    from tests.engine.test_attention_triton import shape
+
+    with checks.part("Triton kernels equal their plain twins"):
+        pytest("tests/gpu/test_attention_cuda.py")
+    config = shape(32, 8, 128)
+    print("\n| attention of one layer, 32 heads on 8 of 128, bf16 | time | read | share of copy bandwidth |")
+    print("|---|---|---|---|")
+    bandwidth = copy_bandwidth()
+    dtype = torch.float16 if REHEARSAL else torch.bfloat16
+    shapes = [(1, 512), (1, 8192), (64, 1024), (64, 1025), (8, 16384), (1, 100_000)]
+    for batch, context in [(1, 40), (3, 40)] if REHEARSAL else shapes:
+        each = -(-context // 16)
+        keys, values = (torch.randn(batch * each + 1, 16, 8, 128, device=DEVICE).to(dtype) for _ in range(2))
+        spans = [Span(row, context - 1, context, tuple(range(row * each, (row + 1) * each))) for row in range(batch)]
+        attention = TritonAttention(config, 16, dtype, torch.device(DEVICE))
+        prepared, queries = attention.prepare(spans, 0), torch.randn(batch, 32, 128, device=DEVICE).to(dtype)
+        took = median_s(lambda a=attention, q=queries, k=keys, v=values, p=prepared: a.attend(q, k, v, p), 10, inner=20)
+        read = batch * context * 2 * 8 * 128 * 2
+        share = read / took / bandwidth
+        print(f"| {batch} at {context} | {took * 1e6:.1f} us | {read / 1e6:.1f} MB | {share:.2f} |")
+
+
+# ---- 3
+
+
+def graphs(checks: Checks) -> None:
+    import torch
+
+    from baton.core.request import SamplingParams, SequenceId
+    from baton.core.step import Row, StepPlan
+    from baton.engine.attention_triton import TritonAttention
+    from baton.engine.batch import Limits, make_batch
+    from baton.engine.decode_graphs import DecodeGraphs
+    from baton.engine.kernels.fused import fused
+    from baton.engine.kv_pool import KVPool
+    from baton.engine.layers import Rotary
+    from baton.engine.model import Model
+    from baton.engine.parallel import TPGroup
+    from baton.engine.weights import WeightReader
+
+    device, longest, blocks = torch.device(DEVICE), 256 if REHEARSAL else 16_384, 80 if REHEARSAL else 4000
+    config = config_of("tiny" if REHEARSAL else "135m")
+    group, greedy = TPGroup(), SamplingParams(temperature=0.0)
+    weights = WeightReader(RandomTensors(config, device, torch.float32), config, group, torch.float32, device)
+    with torch.no_grad():
+        model = Model(config, weights, group, fused(Rotary(config, longest, torch.float32, device)))
+    pools = [KVPool(config.kv_layout(16, "float32"), blocks, device) for _ in range(2)]
+    attentions = [TritonAttention(config, 16, torch.float32, device) for _ in range(2)]
+    made = DecodeGraphs(model, pools[0], attentions[0], longest, 4 if REHEARSAL else 64, (1, 5))
+    started = time.perf_counter()
+    with torch.no_grad():
+        made.capture(config.vocab_size)
+    memory = "" if REHEARSAL else f", {torch.cuda.memory_reserved() / 2**30:.1f} GiB reserved"
+    print(f"- {len(made.shapes())} shapes captured in {time.perf_counter() - started:.1f} s{memory}")
+    replays, churn, worst = 6 if REHEARSAL else 200, [], 0.0
+    with checks.part(f"{replays} replays while memory is allocated and freed"):
+        for pool in pools:
+            for pair in pool.storage:
+                for number, tensor in enumerate(pair):
+                    generator = torch.Generator().manual_seed(number)
+                    tensor[:-1] = torch.randn(tensor[:-1].shape, generator=generator).to(device)
+        for number in range(replays):
+            batch = (1, 3, 4, 2)[number % 4] * (1 if REHEARSAL else (1, 5, 16)[number % 3])
+            each = blocks // batch
+            most = min(each * 16, longest) - 6
+            length = (1, 1, 4, 5)[number % 4]
+            rows = tuple(
+                Row(
+                    SequenceId(f"s{r}"),
+                    (most * (r + 1) // batch),
+                    tuple((number + r + j) % 300 for j in range(length if r % 2 == 0 else 1)),
+                    tuple(range(r * each, (r + 1) * each)),
+                    greedy,
+                    1,
+                )
+                for r in range(batch)
+            )
+            limits = Limits(16, blocks, config.vocab_size, longest)
+            step = make_batch(StepPlan(number, rows), limits, device)
+            with torch.no_grad():
+                found = made.compute(step).clone()
+                churn.append(torch.full((1 + number * 7919 % 3_000_000,), float("nan"), device=device))
+                if len(churn) > 5:
+                    churn.pop(number % 5)
+                if number % 20 == 19 and not REHEARSAL:
+                    churn.clear()
+                    torch.cuda.empty_cache()
+                expected = model.forward(step, pools[1], attentions[1])
+            worst = max(worst, float((found - expected).abs().max()))
+            check(bool(torch.isfinite(found).all()), f"replay {number}: logits are not finite")
+            check(worst < 2e-3, f"replay {number}: logits differ by {worst:.2g}")
+        check(made.replayed == replays, f"{made.replayed} of {replays} steps were replayed")
+        print(f"- {replays} replays of {batch} and fewer rows; logits differ by at most {worst:.1e}")
+
+
+# ---- 5
+
+
+def engine(checks: Checks) -> None:
+    with checks.part("tests/gpu/test_engine_cuda.py"):
+        pytest("tests/gpu/test_engine_cuda.py")
+
+
+# ---- 6
+
+
+def eight_b(checks: Checks) -> None:
+    import ahead
+    import torch
+    from engine import decode, prefill
+
+    from baton.core.request import SamplingParams
+    from baton.engine.runner import EngineOptions, load_runner
+    from baton.model_source import builtin_directory
+
+    config = config_of("tiny" if REHEARSAL else "8b")
+    dtype = "float32" if REHEARSAL else "bfloat16"
+    bandwidth, rate = copy_bandwidth(), matrix_rate()
+    print(f"- copy {bandwidth / 1e12:.2f} TB/s, bf16 matrix product {rate / 1e12:.0f} TFLOP/s")
+    with tempfile.TemporaryDirectory() as directory:
+        write_config(Path(directory), "tiny" if REHEARSAL else "8b")
+        options = EngineOptions(
+            model_dir=Path(directory),
+            device=DEVICE,
+            dtype=dtype,
+            max_model_len=PROMPT + 16,
+            max_num_tokens=PROMPT,
+            decode_rows=BATCH,
+            kv_memory_bytes=(16 << 20) if REHEARSAL else (24 << 30),
+            kernels="torch",
+        )
+        tensors = RandomTensors(config, torch.device(DEVICE), getattr(torch, dtype))
+        started = time.perf_counter()
+        runner = load_runner(
+            options, lambda stage, took: print(f"- load, stage {stage}: {took:.1f} s"), tensors=tensors
+        )
+    weights = runner.memory.parameter_bytes
+    print(
+        f"- {weights / 1e9:.1f} GB of weights and {runner.num_blocks} blocks in {time.perf_counter() - started:.1f} s"
+    )
+    kv = BATCH * CONTEXT * runner.layout.bytes_per_token
+    attention = 2 * PROMPT**2 * config.num_heads * config.head_dim * config.num_layers
+    body = weights // (4 if REHEARSAL else 2) - 2 * config.vocab_size * config.hidden_size
+    work = 2 * body * PROMPT + attention + 2 * config.vocab_size * config.hidden_size
+    print("\n| work | median | floor | ratio | bar | met |\n|---|---|---|---|---|---|")
+    noisy = SamplingParams(temperature=0.8, seed=1)
+    nucleus = SamplingParams(temperature=0.8, top_p=0.95, seed=1)
+    for name, plan, floor, what, bar, repeat in (
+        ("decode, batch 1", decode(1, CONTEXT // 2), weights / bandwidth, "weights / bandwidth", 1.2, 30),
+        (f"decode, batch {BATCH}", decode(BATCH, CONTEXT), (weights + kv) / bandwidth, "bytes / bandwidth", 1.4, 20),
+        (f"prefill of {PROMPT}", prefill(PROMPT), work / rate, "FLOP / matrix rate", 1 / 0.6, 5),
+        (f"decode {BATCH}, T 0.8", decode(BATCH, CONTEXT, 1, noisy), (weights + kv) / bandwidth, "bytes", 0.0, 20),
+        (f"decode {BATCH}, top_p", decode(BATCH, CONTEXT, 1, nucleus), (weights + kv) / bandwidth, "bytes", 0.0, 20),
+        ("verify 1 x 5", decode(1, CONTEXT // 2, 5), weights / bandwidth, "weights / bandwidth", 0.0, 20),
+    ):
+        with checks.part(name):
+            took = median_s(lambda p=plan, r=runner: r.step(p), 2 if REHEARSAL else repeat)
+            met = "" if not bar else "yes" if took <= bar * floor else "**no**"
+            of = f"{bar:.2f}" if bar else ""
+            print(
+                f"| {name} | {took * 1e3:.2f} ms | {floor * 1e3:.2f} ms ({what}) | {took / floor:.2f} | {of} | {met} |"
+            )
+    with checks.part("steps one by one and planned ahead"):
+        shapes = [(1, 32)] if REHEARSAL else [(1, 512), (16, CONTEXT), (BATCH, CONTEXT)]
+        steps, rounds = (4, 1) if REHEARSAL else (60, 2)
+        print("\n".join(["", *ahead.HEAD, *ahead.lines(runner, shapes, steps, rounds)]))
+    del runner
+    with checks.part("steps of the built-in pair with draft tokens"):
+        pair = [
+            load_runner(
+                EngineOptions(
+                    model_dir=builtin_directory(name), device=DEVICE, kv_memory_bytes=256 << 20, decode_rows=16
+                )
+            )
+            for name in ("target", "draft")
+        ]
+        check(REHEARSAL or pair[0].launches_ahead, "the pair does not run on the GPU")
+        if not REHEARSAL:
+            print("\n".join(["", *ahead.guessing_lines(*pair, [(1, 256), (16, 256)], 40, 2)]))
+
+
+# ---- 7
+
+
+def cluster(checks: Checks) -> None:
+    from tests.cluster.test_any_to_any import eight_heads, same_tokens_as_one_rank
+    from tests.gpu.test_nccl import silent_peer
+    from tests.gpu.where import one_gpu_settings
+
+    with tempfile.TemporaryDirectory() as directory:
+        model = eight_heads(Path(directory) / "m", 4)
+        for name, flags in (("1 prefill, 1 decode rank", {}), ("2 decode ranks", {"decode_tp": 2})):
+            with checks.part(f"tokens of {name} are those of transformers"):
+                asyncio.run(same_tokens_as_one_rank(model, **{**one_gpu_settings(), **flags}))
+        for how in (signal.SIGKILL, signal.SIGSTOP):
+            with checks.part(f"a decode worker gets {how.name}"):
+                took_s = asyncio.run(silent_peer(how, model))
+                print(f"- {how.name}: seen as lost after {took_s:.2f} s; its requests' blocks are free, edges rebuilt")
+        with checks.part("ITL beside hand-overs"):
+            large = Path(directory) / "large"
+            name = "tiny" if REHEARSAL else "135m"
+            subprocess.run([sys.executable, "tools/make_checkpoint.py", name, str(large)], cwd=ROOT, check=True)
+            print("\n| edge kind | ITL p50 | p99 | p99 beside hand-overs | hand-overs | KV bytes | per s |")
+            print("|---|---|---|---|---|---|---|")
+            for kind in ("gloo", "ipc") if REHEARSAL else ("nccl", "ipc", "gloo"):
+                asyncio.run(beside_hand_overs(large, kind))
+
+
+async def beside_hand_overs(model: Path, kind: str) -> None:
+    """Streams alone, then the same streams while prompts are handed over one after the other."""
+    from tests.gpu.where import one_gpu_settings
+    from tests.support.client import Client
+    from tests.support.cluster import cluster as running_cluster
+
+    streams, tokens, prompt = (2, 30, 60) if REHEARSAL else (8, 300, 4000)
+    dtype = "float32" if REHEARSAL else "bfloat16"
+    settings = {**one_gpu_settings(), "edge_kind": kind, "dtype": dtype, "kv_memory_gib": 0.1 if REHEARSAL else 8}
+    with running_cluster(model, **settings) as running:
+        async with Client(running) as client:
+            await client.complete([5] * prompt, 2)
+
+            async def stream(seed: int) -> list[float]:
+                times = []
+                async for event in client.events([seed] * 20, tokens):
+                    if event != "[DONE]":
+                        times.append(time.perf_counter())
+                return [b - a for a, b in itertools.pairwise(times)]
+
+            async def together() -> list[float]:
+                gaps = await asyncio.gather(*(stream(seed) for seed in range(6, 6 + streams)))
+                return [gap for some in gaps for gap in some]
+
+            alone = await together()
+            before = running.workers()["prefill-0"]["kv_bytes_sent"]
+            done = asyncio.Event()
+
+            async def prompts() -> tuple[int, float]:
+                count, started = 0, time.perf_counter()
+                while not done.is_set():
+                    await client.complete([7 + count % 200, *[9] * prompt], 2)
+                    count += 1
+                return count, time.perf_counter() - started
+
+            asking = asyncio.create_task(prompts())
+            beside = await together()
+            done.set()
+            count, took_s = await asking
+            sent = running.workers()["prefill-0"]["kv_bytes_sent"] - before
+    p50, p99, p99_beside = quantile(alone, 0.5), quantile(alone, 0.99), quantile(beside, 0.99)
+    print(
+        f"| {kind} | {p50 * 1e3:.2f} ms | {p99 * 1e3:.2f} ms | {p99_beside * 1e3:.2f} ms | {count} |"
+        f" {sent / 1e6:.0f} MB | {sent / took_s / 1e9:.2f} GB |"
+    )
+    check(count > 0 and sent > 0, "nothing was handed over")
+
+
+# ---- 8
+
+
+def transformers(checks: Checks) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+    with tempfile.TemporaryDirectory() as directory:
+        write_config(Path(directory), "tiny" if REHEARSAL else "8b")
+        config = AutoConfig.from_pretrained(directory)
+    with torch.device(DEVICE):
+        twin = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    print("| work | median |\n|---|---|")
+    with torch.inference_mode():
+        ids = torch.randint(0, 300, (1, PROMPT), device=DEVICE)
+        for batch, context in ((1, CONTEXT // 2), (BATCH, CONTEXT)):
+            with checks.part(f"decode, batch {batch}"):
+                cache = DynamicCache(config=config)
+                twin(ids[:, :context].repeat(batch, 1), past_key_values=cache, logits_to_keep=1)
+
+                def step(cache: Any = cache, batch: int = batch, context: int = context) -> None:
+                    twin(ids[:, :1].repeat(batch, 1), past_key_values=cache)
+                    cache.crop(-1)
+
+                print(f"| decode, batch {batch} at {context} | {median_s(step, 2 if REHEARSAL else 10) * 1e3:.2f} ms |")
+        with checks.part("prefill"):
+            took = median_s(lambda: twin(ids, logits_to_keep=1), 2 if REHEARSAL else 3)
+            print(f"| prefill of {PROMPT} | {took * 1e3:.1f} ms |")
+
+
+# ---- what they share
+
+
+class RandomTensors:
+    """A checkpoint of random weights that are made where they are used; see weights.Tensors."""
+
+    def __init__(self, config: Any, device: Any, dtype: Any) -> None:
+        from types import SimpleNamespace
+
+        from baton.engine.weights import expected_tensors
+
+        self._device, self._dtype = device, dtype
+        self.tensors = {
+            name: SimpleNamespace(shape=size, file=Path("random")) for name, size in expected_tensors(config).items()
+        }
+
+    def verify(self, expected: Any, dtype: Any) -> None:
+        if set(expected) != set(self.tensors):
+            raise Failed("random weights of another model")
+
+    def read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Any:
+        import torch
+
+        size = self.tensors[name].shape
+        if len(size) == 1:
+            return torch.ones(size, device=self._device, dtype=self._dtype)[rows]
+        generator = torch.Generator(self._device).manual_seed(hash_of(name))
+        made = torch.randn(size, device=self._device, dtype=self._dtype, generator=generator)
+        return made.mul_(size[1] ** -0.5)[rows, columns]
+
+
+def hash_of(name: str) -> int:
+    import zlib
+
+    return zlib.crc32(name.encode())
+
+
+def write_config(directory: Path, name: str) -> None:
+    """The config.json of one of the shapes of tools/make_checkpoint.py."""
+    import json
+
+    from tests.support.checkpoints import Shape, make_config
+    from tools.make_checkpoint import SHAPES
+
+    more = {"vocab_size": 4096} if name == "tiny" else {}
+    (directory / "config.json").write_text(json.dumps(make_config("llama", Shape(**SHAPES[name], **more))))
+
+
+def config_of(name: str) -> Any:
+    from baton.engine.checkpoint import read_model_config
+
+    with tempfile.TemporaryDirectory() as directory:
+        write_config(Path(directory), name)
+        return read_model_config(Path(directory))
+
+
+def synchronize() -> None:
+    import torch
+
+    if not REHEARSAL:
+        torch.cuda.synchronize()
+
+
+def median_s(work: Callable[[], object], repeat: int, inner: int = 1) -> float:
+    """Median seconds of `work`, the device idle before and after each `inner` calls."""
+    inner = 1 if REHEARSAL else inner
+    times = []
+    for _ in range(repeat + 2):
+        synchronize()
+        started = time.perf_counter()
+        for _ in range(inner):
+            work()
+        synchronize()
+        times.append((time.perf_counter() - started) / inner)
+    return statistics.median(times[2:])
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second read and written by a large copy."""
+    import torch
+
+    source = torch.empty(64 << 20 if REHEARSAL else 4 << 30, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / median_s(lambda: target.copy_(source), 5)
+
+
+def matrix_rate() -> float:
+    """FLOP per second of a square bf16 product."""
+    import torch
+
+    size = 256 if REHEARSAL else 8192
+    a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / median_s(lambda: a @ b, 10)
+
+
+def quantile(values: list[float], share: float) -> float:
+    return sorted(values)[min(int(len(values) * share), len(values) - 1)] if values else float("nan")
+
+
+def pytest(path: str) -> None:
+    """Runs tests without any plugin's help; unknown settings of pyproject.toml are passed over."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider"]
+    command += ["-p", "no:asyncio"]  # the machine may lack the plugin; the tests of tests/gpu do without
+    ran = subprocess.run(
+        [*command, "-q", "-m", "gpu", path], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    lines = ran.stdout.strip().splitlines()
+    print("\n".join(f"    {line}" for line in (lines[-1:] if ran.returncode == 0 else lines[-60:])))
+    check(ran.returncode == 0, f"pytest {path} ended with {ran.returncode}")
+    check(bool(re.search(r"\b\d+ passed", lines[-1])), f"pytest {path} ran no test: {lines[-1]}")
+
+
+def main() -> int:
+    name = sys.argv[1]
+    if name == "edge-peer":
+        import gpu_edges
+
+        return gpu_edges.peer(*sys.argv[2:])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    number, _, fault = os.environ.get("BATON_GPU_FAULT", "").partition(":")
+    from gpu import STAGES
+
+    if number and STAGES[int(number) - 1].name == name:
+        if fault == "hang":
+            print("told to hang")
+            time.sleep(3600)
+        raise Failed("told to fail")
+    stages: dict[str, Callable[[Checks], None]] = {
+        "environment": environment,
+        "kernels": kernels,
+        "graphs": graphs,
+        "edges": edges,
+        "engine": engine,
+        "8b": eight_b,
+        "cluster": cluster,
+        "transformers": transformers,
+    }
+    checks = Checks()
+    stages[name](checks)
+    if checks.failed:
+        print(f"\nfailed: {', '.join(checks.failed)}")
+    return 1 if checks.failed else 0
+
+
+def edges(checks: Checks) -> None:
+    import gpu_edges
+
+    gpu_edges.run(checks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The script for the first run on a GPU, rehearsed without one: a GPU is seldom at hand, and for minutes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks.gpu import FAULT, STAGES, commit
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def rehearse(out: Path, *arguments: str, **environment: str) -> tuple[int, str]:
+    """The exit code and the report."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--rehearse", "--out", str(out), *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, cwd=out.parent)
+    report = out.read_text()
+    assert ran.stdout == report, "what is shown is what is written"
+    return ran.returncode, report
+
+
+@pytest.mark.timeout(900)
+def test_all_eight_stages_run_without_a_gpu(tmp_path: Path) -> None:
+    code, report = rehearse(tmp_path / "report.md", "--limit-factor", "3")
+    for stage in STAGES:
+        assert f"| {stage.number}. {stage.name} | ok |" in report, report
+    assert code == 0 and "failed" not in report and "rehearsal" in report
+
+
+def test_a_stage_that_fails_ends_alone_with_its_name(tmp_path: Path) -> None:
+    code, report = rehearse(tmp_path / "r.md", "--stage", "5", "6", "--limit-factor", "3", **{FAULT: "5:fail"})
+    assert code == 1 and "told to fail" in report
+    assert "stage 5 (engine): **failed with exit code 1**" in report and "| 6. 8b | ok |" in report
+
+
+def test_a_stage_that_hangs_is_ended_at_its_limit_with_all_that_it_started(tmp_path: Path) -> None:
+    started = time.monotonic()
+    code, report = rehearse(tmp_path / "r.md", "--stage", "8", "--limit-factor", "0.05", **{FAULT: "8:hang"})
+    assert code == 1 and "told to hang" in report, "what it printed until then is there"
+    assert "stage 8 (transformers): **timed out**" in report and "| 8. transformers | timed out |" in report
+    assert time.monotonic() - started < 60
+    ours = [p for p in os.listdir("/proc") if p.isdigit() and b"gpu_stages.py\0transformers" in command_line(p)]
+    assert not ours
+
+
+def command_line(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_all_stages_together_stay_under_eight_minutes() -> None:
+    assert [stage.number for stage in STAGES] == list(range(1, 9))
+    assert sum(stage.limit_s for stage in STAGES) < 8 * 60
+
+
+def test_a_copy_without_a_repository_has_no_commit_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert commit() == "unknown (no repository)"
+    monkeypatch.setenv("PATH", "")
+    assert commit() == "unknown (no git)"
+
+
+def test_wheels_are_pinned_and_cover_what_the_cluster_imports() -> None:
+    """What a worker and a coordinator need is either among the wheels or comes with torch and transformers."""
+    import re
+    import tomllib
+
+    def plain(name: str) -> str:
+        return re.sub(r"[-_.]+", "-", name.split("[")[0].lower())
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {plain(re.split(r"[><=; ]", line)[0]) for line in project["dependencies"]}
+    carried = {plain(name) for name in gpu.WHEELS}
+    assert needed - carried == {"torch", "numpy", "safetensors", "tokenizers", "huggingface-hub"}
+    pinned = {
+        plain(line.split("==")[0]) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    }
+    assert carried <= pinned
+
+
+def test_a_missing_wheel_folder_or_a_broken_wheel_is_said(tmp_path: Path) -> None:
+    assert "has no wheels" in gpu.install(tmp_path, tmp_path / "site")
+    (tmp_path / "broken-1.0-py3-none-any.whl").write_bytes(b"no zip")
+    assert gpu.install(tmp_path, tmp_path / "site")
+    shutil.rmtree(tmp_path / "site", ignore_errors=True)

@@ -1,0 +1,34 @@
+"""Where the tests of this folder run: on a CUDA device, or, to rehearse them without one, on the CPU and over Gloo."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+REHEARSAL = os.environ.get("BATON_REHEARSE") == "1"
+DEVICE = "cpu" if REHEARSAL else "cuda"
+EDGE_KIND = "gloo" if REHEARSAL else "nccl"
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not REHEARSAL and not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def one_gpu_settings() -> dict[str, Any]:
+    """For `tests.support.cluster.cluster`: workers that may share one GPU over NCCL."""
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {
+        "program": (sys.executable, "-m", "tests.support.one_gpu_up"),
+        "env": {"PYTHONPATH": path},  # workers are started where nothing of the working directory can be imported
+        "served_model_name": "m",
+        "dtype": "float32",
+        "device": DEVICE,
+        "edge_kind": EDGE_KIND,
+        "kv_memory_gib": 0.1,
+    }
