@@ -29,7 +29,10 @@ def choose_on_device(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
 
 @torch.no_grad()
 def decide(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """The same as int64 [S] on the device, -1 where undecided; nothing waits for it."""
+    """The same as int64 [S] on the device, -1 where undecided; nothing waits for it. On CUDA one kernel does it; the
+    operations of torch below are its plain twin."""
+    if logits.device.type == "cuda":
+        return decide_by_kernel(logits, draws)
     vocab, device = logits.shape[1], logits.device
     ids = torch.arange(vocab, device=device)
     peaks = logits.amax(1, keepdim=True)
@@ -46,6 +49,14 @@ def decide(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         drawn = _drawn(values, table, ids, ranked)
         tokens[rows] = torch.where(tokens[rows] < 0, -1, drawn)
     return tokens
+
+
+def decide_by_kernel(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """What `decide` says, from kernels/sampling.py: on CUDA, or in Triton's interpreter."""
+    from baton.engine.kernels.sampling import choose  # Triton comes with torch's CUDA builds alone
+
+    table = _table(draws, range(len(draws)), logits.device)[:, :-1].contiguous()
+    return choose(logits, table, _CUT, _PART)
 
 
 def _table(draws: Sequence[Draw], rows: Sequence[int], device: torch.device) -> Tensor:

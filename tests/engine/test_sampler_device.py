@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -15,16 +17,30 @@ from baton.engine.sampler_device import choose_on_device, gumbel
 from tests.engine.sampler_cases import PARAMS, plain, rows
 
 
+@pytest.fixture(params=["torch", "kernel"])
+def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By torch's operations, or by the one kernel, in Triton's interpreter."""
+    if request.param == "kernel":
+        pytest.importorskip("triton")
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("with a GPU the kernel is compiled: see tests/gpu")
+        monkeypatch.setattr(sampler_device, "decide", sampler_device.decide_by_kernel)
+    return str(request.param)
+
+
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 @pytest.mark.parametrize("vocab", [1, 3, 17, 64, 65, 333, 4096])
-def test_same_token_as_the_plain_sampler(params: dict[str, float], vocab: int) -> None:
+def test_same_token_as_the_plain_sampler(params: dict[str, float], vocab: int, chosen: str) -> None:
+    if chosen == "kernel" and vocab not in (1, 3, 65):
+        pytest.skip("the interpreter is slow")
+    count = 3 if chosen == "kernel" else 12
     undecided = set()
     for name, row in rows(vocab).items():
         draws = [
             Draw(SamplingParams(**{"temperature": 0.8, "seed": 2**63 + 77 * index, **params}), index % 3, index)
-            for index in range(12)
+            for index in range(count)
         ]
-        for draw, token in zip(draws, choose_on_device(torch.from_numpy(row).expand(12, -1), draws), strict=True):
+        for draw, token in zip(draws, choose_on_device(torch.from_numpy(row).expand(count, -1), draws), strict=True):
             if token is None:
                 undecided.add(name)
             else:
@@ -52,14 +68,14 @@ def test_noise_is_that_of_the_plain_sampler() -> None:
     ],
     ids=str,
 )
-def test_what_is_too_close_is_left_to_the_plain_sampler(params: dict[str, float]) -> None:
+def test_what_is_too_close_is_left_to_the_plain_sampler(params: dict[str, float], chosen: str) -> None:
     row = torch.tensor([[20.0, 20.0, 20.0, 20.0 if "top_p" in params or "temperature" in params else 19.0]])
     draw = Draw(SamplingParams(**{"temperature": 1.0, "seed": 1, **params}), 0, 0)
     assert choose_on_device(row, [draw]) == [None]
     assert sample(row, [draw], None, choose_on_device) == sample(row, [draw])
 
 
-def test_what_is_no_number_is_left_to_the_plain_sampler() -> None:
+def test_what_is_no_number_is_left_to_the_plain_sampler(chosen: str) -> None:
     for temperature in (0.0, 1.0):
         draw = Draw(SamplingParams(temperature=temperature), 0, 0)
         for bad in (np.nan, np.inf):
@@ -69,7 +85,7 @@ def test_what_is_no_number_is_left_to_the_plain_sampler() -> None:
         assert choose_on_device(torch.full((1, 100), -torch.inf), [draw]) == [None]
 
 
-def test_of_equal_logits_the_lowest_id_wins_and_a_zero_has_no_sign() -> None:
+def test_of_equal_logits_the_lowest_id_wins_and_a_zero_has_no_sign(chosen: str) -> None:
     greedy = Draw(SamplingParams(temperature=0.0), 0, 0)
     assert choose_on_device(torch.tensor([[1.0, 3.0, 3.0], [-0.0, 0.0, -1.0], [0.0, -0.0, 0.0]]), [greedy] * 3) == [
         1,
@@ -91,3 +107,21 @@ def test_a_mixed_batch_in_parts_of_any_size(monkeypatch: pytest.MonkeyPatch, at_
     draws = [Draw(settings[i % 3], 0, i) for i in range(30)]
     chosen = choose_on_device(logits, draws)
     assert None not in chosen and chosen == sample(logits, draws)
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="with a GPU the kernel is compiled: see tests/gpu"
+)
+def test_the_kernel_decides_a_mixed_batch_as_torch_does() -> None:
+    pytest.importorskip("triton")
+    logits = torch.randn(8, 2500, generator=torch.Generator().manual_seed(0)) * 4
+    logits[5, ::2] = logits[5, 1::2]  # every value twice: cuts fall among equal ones
+    settings = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=3),
+        SamplingParams(top_p=0.9, seed=9),
+        SamplingParams(top_k=7, top_p=0.6, min_p=0.01, seed=2**63),
+    ]
+    draws = [Draw(settings[i % 4], i % 2, i) for i in range(8)]
+    found = sampler_device.decide_by_kernel(logits, draws)
+    assert torch.equal(found, sampler_device.decide(logits, draws)) and int(found.min()) >= 0

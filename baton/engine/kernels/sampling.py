@@ -1,0 +1,229 @@
+"""The tokens of all draws of a step in one kernel: what sampler_device.decide says, without a sort and without its
+hundreds of launches.
+
+A program has one row of logits. It finds the row's peak; where top_k or top_p cut, the value of the last token that
+stays, by searching the 32-bit order of floats four ways at a time, with counts and sums over the row; then the best two
+of what is left with noise. Sums and logarithms are in float64, as in the plain twin, and what lies closer to a decision
+than two libraries differ is undecided (-1).
+
+Runs on CUDA; under TRITON_INTERPRET=1 also on CPU tensors, which is how it is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 2048
+COLUMNS = 8
+"""Of `draws`: temperature, top_p, min_p, top_k, seed (low, high), output index, choice."""
+
+
+def choose(logits: Tensor, draws: Tensor, cut: float, part: float) -> Tensor:
+    """logits float32 [S, vocab] and draws float64 [S, COLUMNS] -> int64 [S], -1 where undecided.
+    `cut` is how near to the cut of top_p or min_p, of the sum of all weights, a token is undecided; `part` how near, of
+    a noised logit or of 1, the best two are."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    vocab = logits.shape[1]
+    block = min(_BLOCK, triton.next_power_of_2(vocab))
+    _choose[len(logits),](logits, draws, tokens, logits.stride(0), vocab, cut, part, BLOCK=block, num_warps=8)
+    return tokens
+
+
+@triton.jit
+def _key(x):
+    """Signed integers in the order of float32 values; -0.0 counts as 0.0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def _noise(ids, seed_low, seed_high, output_index, choice):
+    """Gumbel noise in float64 of Philox-4x32-10 (Salmon et al. 2011), keyed as in philox.py."""
+    mask = 0xFFFFFFFF
+    c0, c1 = (ids // 4).to(tl.int64), ids.to(tl.int64) * 0 + output_index
+    c2, c3 = ids.to(tl.int64) * 0 + choice, ids.to(tl.int64) * 0
+    k0, k1 = seed_low, seed_high
+    for _ in tl.static_range(10):
+        one, two = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # modulo 2**64, with a sign: masked below
+        c0, c2 = ((two >> 32) & mask) ^ c1 ^ k0, ((one >> 32) & mask) ^ c3 ^ k1
+        c1, c3 = two & mask, one & mask
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    place = ids % 4
+    word = tl.where(place == 0, c0, tl.where(place == 1, c1, tl.where(place == 2, c2, c3)))
+    # 1 - v is exact, so that its logarithm is log1p(-v).
+    v = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    return -tl.log(-tl.log(1.0 - v))
+
+
+@triton.jit
+def _above(row_ptr, vocab, pivot, peak, temperature, BLOCK: tl.constexpr):
+    """How many tokens lie above a key, and the sum of their weights."""
+    count = tl.zeros([BLOCK], tl.int64)
+    total = tl.zeros([BLOCK], tl.float64)
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf"))
+        over = (_key(x) > pivot) & (at < vocab)
+        count += over.to(tl.int64)
+        total += tl.where(over, tl.exp((x.to(tl.float64) - peak) / temperature), 0.0)
+    return tl.sum(count, 0), tl.sum(total, 0)
+
+
+@triton.jit
+def _three_above(row_ptr, vocab, a, b, c, peak, temperature, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The same of three keys in one pass: counts, or with WEIGHTS sums."""
+    zero = tl.zeros([BLOCK], tl.float64)
+    of_a, of_b, of_c = zero, zero, zero
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf"))
+        key = _key(x)
+        if WEIGHTS:
+            value = tl.where(at < vocab, tl.exp((x.to(tl.float64) - peak) / temperature), 0.0)
+        else:
+            value = (at < vocab).to(tl.float64)
+        of_a += tl.where(key > a, value, 0.0)
+        of_b += tl.where(key > b, value, 0.0)
+        of_c += tl.where(key > c, value, 0.0)
+    return tl.sum(of_a, 0), tl.sum(of_b, 0), tl.sum(of_c, 0)
+
+
+@triton.jit
+def _search(row_ptr, vocab, low, high, bound, peak, temperature, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The least key in (low, high] above which counts or sums stay below `bound`; that of `high` does."""
+    while high - low > 1:
+        quarter = tl.maximum((high - low) // 4, 1)
+        a = low + quarter
+        b, c = tl.minimum(a + quarter, high - 1), tl.minimum(a + 2 * quarter, high - 1)
+        of_a, of_b, of_c = _three_above(row_ptr, vocab, a, b, c, peak, temperature, WEIGHTS, BLOCK)
+        new_high = tl.where(of_a < bound, a, tl.where(of_b < bound, b, tl.where(of_c < bound, c, high)))
+        low = tl.where(of_a < bound, low, tl.where(of_b < bound, a, tl.where(of_c < bound, b, c)))
+        high = new_high
+    return high
+
+
+@triton.jit
+def _of_key(row_ptr, vocab, floor, BLOCK: tl.constexpr):
+    """The least key that some token has and that is at least `floor`, and how many tokens have it."""
+    least = tl.full([BLOCK], 1 << 40, tl.int64)
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        key = _key(tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")))
+        least = tl.minimum(least, tl.where((key >= floor) & (at < vocab), key, 1 << 40))
+    found = tl.min(least, 0)
+    count = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        key = _key(tl.load(row_ptr + at, mask=at < vocab, other=float("-inf")))
+        count += ((key == found) & (at < vocab)).to(tl.int64)
+    return found, tl.sum(count, 0)
+
+
+@triton.jit(do_not_specialize=["vocab", "stride"])
+def _choose(logits_ptr, draws_ptr, token_ptr, stride, vocab, cut, part, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr, draw_ptr = logits_ptr + row * stride, draws_ptr + row * 8
+    temperature, top_p, min_p = tl.load(draw_ptr), tl.load(draw_ptr + 1), tl.load(draw_ptr + 2)
+    top_k = tl.load(draw_ptr + 3).to(tl.int64)
+    seed_low, seed_high = tl.load(draw_ptr + 4).to(tl.int64), tl.load(draw_ptr + 5).to(tl.int64)
+    output_index, choice = tl.load(draw_ptr + 6).to(tl.int64), tl.load(draw_ptr + 7).to(tl.int64)
+
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    where = tl.full([BLOCK], 1 << 40, tl.int64)
+    strange = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf"))
+        strange += (x != x).to(tl.int32)
+        higher = x > best
+        where = tl.where(higher, at, where)
+        best = tl.where(higher, x, best)
+    peak32 = tl.max(best, 0)
+    token = tl.min(tl.where(best == peak32, where, 1 << 40), 0)
+    finite = (peak32 > float("-inf")) & (peak32 < float("inf")) & (tl.sum(strange, 0) == 0)
+    if not finite:
+        tl.store(token_ptr + row, -1)
+    elif temperature == 0.0:
+        tl.store(token_ptr + row, token)
+    else:
+        peak = peak32.to(tl.float64)
+        lowest: tl.constexpr = -(1 << 33)
+        floor = tl.zeros([], tl.int64) + lowest  # what stays: keys above `floor`, and the first `ties` of that key
+        ties = tl.zeros([], tl.int64)
+        near = tl.zeros([], tl.int32)
+        highest = _key(peak32)
+        if (top_k > 0) & (top_k < vocab):
+            floor = _search(row_ptr, vocab, highest * 0 + lowest, highest, top_k, peak, temperature, False, BLOCK)
+            floor, _ = _of_key(row_ptr, vocab, floor, BLOCK)
+            above, _ = _above(row_ptr, vocab, floor, peak, temperature, BLOCK)
+            ties = top_k - above
+        if top_p < 1.0:
+            _, total = _above(row_ptr, vocab, floor, peak, temperature, BLOCK)
+            if ties > 0:
+                at_floor = _value(floor)
+                total += ties.to(tl.float64) * tl.exp((at_floor - peak) / temperature)
+            bound = top_p * total
+            last = _search(
+                row_ptr, vocab, tl.maximum(floor - 1, lowest), highest, bound, peak, temperature, True, BLOCK
+            )
+            last, have = _of_key(row_ptr, vocab, last, BLOCK)
+            if last == floor:
+                have = tl.minimum(have, ties)
+            _, before = _above(row_ptr, vocab, last, peak, temperature, BLOCK)
+            weight = tl.exp((_value(last) - peak) / temperature)
+            kept = tl.zeros([], tl.int64) + 1
+            while (kept < have) & (before + kept.to(tl.float64) * weight < bound):
+                kept += 1
+            below = before + (kept - 1).to(tl.float64) * weight
+            beyond = before + kept.to(tl.float64) * weight
+            near += (tl.abs(below - bound) <= cut * total).to(tl.int32)
+            # Another token behind the last one that stays would begin at `beyond`.
+            staying, _ = _above(row_ptr, vocab, floor, peak, temperature, BLOCK)
+            above_last, _ = _above(row_ptr, vocab, last, peak, temperature, BLOCK)
+            more = above_last + kept < staying + ties
+            near += (more & (tl.abs(beyond - bound) <= cut * total)).to(tl.int32)
+            floor, ties = last, kept
+
+        first = tl.full([BLOCK], float("-inf"), tl.float64)
+        second = tl.full([BLOCK], float("-inf"), tl.float64)
+        ids = tl.full([BLOCK], 1 << 40, tl.int64)
+        edges = tl.zeros([BLOCK], tl.int32)
+        least = tl.where(min_p > 0.0, cut, -1.0)  # where min_p cuts nothing, nothing is near its cut
+        seen = tl.zeros([], tl.int64)
+        for start in range(0, vocab, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            x = tl.load(row_ptr + at, mask=at < vocab, other=float("-inf"))
+            key = _key(x)
+            tied = ((key == floor) & (at < vocab)).to(tl.int64)
+            rank = seen + tl.cumsum(tied, 0) - tied
+            seen += tl.sum(tied, 0)
+            survives = (key > floor) | ((tied > 0) & (rank < ties))
+            survives = survives & (x > float("-inf")) & (at < vocab)
+            value = x.to(tl.float64)
+            weight = tl.exp((value - peak) / temperature)
+            edge = survives & (weight < 1.0) & (tl.abs(weight - min_p) <= least)
+            edges += edge.to(tl.int32)
+            survives = survives & (weight >= min_p)
+            noised = value + temperature * _noise(at, seed_low, seed_high, output_index, choice)
+            noised = tl.where(survives, noised, float("-inf"))
+            higher = noised > first
+            second = tl.where(higher, first, tl.maximum(second, noised))
+            ids = tl.where(higher, at, ids)
+            first = tl.where(higher, noised, first)
+        one = tl.max(first, 0)
+        token = tl.min(tl.where(first == one, ids, 1 << 40), 0)
+        two = tl.maximum(tl.max(second, 0), tl.max(tl.where(ids == token, float("-inf"), first), 0))
+        near += tl.sum(edges, 0)
+        decided = (near == 0) & (one - two > part * (1.0 + tl.abs(one)))
+        tl.store(token_ptr + row, tl.where(decided, token, -1))
+
+
+@triton.jit
+def _value(key):
+    """The float64 of a key that some token has."""
+    bits = key.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True).to(tl.float64)

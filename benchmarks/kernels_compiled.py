@@ -1,0 +1,294 @@
+"""Compiles every Triton kernel in every variant that serving reaches, for GPUs that are not here, and says what each
+takes: registers, spills, shared memory.
+
+    python benchmarks/kernels_compiled.py [--arch 80 90 100] [--only NAME] [--out benchmarks/results/kernels-compiled.md]
+
+The code that launches kernels runs as in serving, on tensors of the CPU; Triton is told of a GPU and compiles instead
+of launching. So what is compiled is what would be: types, alignments, constants and all. With `--json` a line each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from baton.core.model_config import ModelConfig, parse_model_config  # noqa: E402
+from baton.engine.attention_triton import TritonAttention, split_buckets, split_plan  # noqa: E402
+from baton.engine.batch import Span  # noqa: E402
+from baton.engine.kernels import fused  # noqa: E402
+from baton.engine.kernels.paged_attention import Tiles, paged_attention  # noqa: E402
+from baton.engine.kernels.sampling import COLUMNS, choose  # noqa: E402
+from baton.engine.layers import Rotary  # noqa: E402
+from baton.transfer.device_kernels import add_mixed_words  # noqa: E402
+
+ARCHS = (80, 90, 100)
+SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Bytes of shared memory that one program may have."""
+CPU = torch.device("cpu")
+LONGEST = 131_072
+
+
+@dataclass(frozen=True)
+class Model:
+    """A rank's share of a model; `main` those whose kernels must not spill."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    inner: int
+    dtype: torch.dtype = torch.bfloat16
+    window: int = 0
+    norms: bool = False
+    ranks: int = 1
+    main: bool = True
+
+    def config(self) -> ModelConfig:
+        return parse_model_config(
+            {
+                "architectures": ["Qwen3ForCausalLM" if self.norms else "LlamaForCausalLM"],
+                "vocab_size": 128,
+                "hidden_size": self.hidden,
+                "intermediate_size": self.inner,
+                "num_hidden_layers": 1,
+                "num_attention_heads": self.heads,
+                "num_key_value_heads": self.kv_heads,
+                "head_dim": self.head_dim,
+                "max_position_embeddings": LONGEST,
+            }
+        )
+
+
+MODELS = (
+    Model("Llama 8B", 32, 8, 128, 4096, 14336),
+    Model("Llama 70B, 1 of 8 ranks", 8, 1, 128, 8192, 28672, ranks=8),
+    Model("Qwen3 8B", 32, 8, 128, 4096, 12288, norms=True),
+    Model("Mistral 7B, window", 32, 8, 128, 4096, 14336, window=4096),
+    Model("Qwen2 0.5B", 14, 2, 64, 896, 4864),
+    Model("135M, float32", 9, 3, 64, 576, 1536, dtype=torch.float32, main=False),
+    Model("Phi, 32 heads of 96", 32, 32, 96, 3072, 8192),
+)
+
+
+class CompilingDriver:
+    """What Triton asks of a driver before it launches."""
+
+    def __init__(self, arch: int) -> None:
+        self._target = GPUTarget("cuda", arch, 32)
+
+    def get_current_device(self) -> int:
+        """A number for each GPU: compiled kernels are kept by it."""
+        return int(self._target.arch)
+
+    def set_current_device(self, device: int) -> None: ...
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_active_torch_device(self) -> torch.device:
+        return CPU
+
+
+@contextlib.contextmanager
+def compiling(arch: int, found: Callable[[Any, Any], None]) -> Iterator[None]:
+    """Launches compile for `arch`; `found` gets each kernel and what was compiled, every time."""
+    launch = JITFunction.run
+
+    def run(self: Any, *arguments: Any, grid: Any, warmup: bool = False, **named: Any) -> Any:
+        found(self, launch(self, *arguments, grid=grid, warmup=True, **named))
+
+    driver.set_active(CompilingDriver(arch))
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = launch
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compiled kernel."""
+
+    model: str
+    kernel: str
+    arch: int
+    constants: str
+    warps: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    main: bool
+
+
+def attention_calls(model: Model, kernel: TritonAttention) -> None:
+    """Steps of all kinds over contexts up to the longest: prompts, decode, verification, captured and launched."""
+    dtype, size = model.dtype, 16
+    keys, values = (torch.empty(4, size, model.kv_heads, model.head_dim, dtype=dtype) for _ in range(2))
+    contexts = (1, 17, 128, 129, 1000, 1024, 1025, 4096, 9999, 32_768, 100_001, LONGEST)
+    for context in contexts:
+        blocks = tuple([0] * -(-context // size))
+        for batch, length in ((1, 1), (2, 1), (7, 1), (64, 1), (256, 1), (1, 5), (3, 2), (1, 16), (1, 100), (1, 2048)):
+            if length > context or batch * context > 2_000_000:
+                continue
+            spans = [Span(row * length, context - length, context, blocks) for row in range(batch)]
+            queries = torch.empty(batch * length, model.heads, model.head_dim, dtype=dtype)
+            kernel.attend(queries, keys, values, kernel.prepare(spans, model.window))
+    for rows, length in ((1, 1), (8, 1), (256, 1), (1, 2), (32, 5), (32, 9)):  # captured
+        tokens = split_plan(rows * model.kv_heads, LONGEST)[1]
+        ints = torch.zeros(4096, dtype=torch.int32)
+        queries = torch.empty(rows * length, model.heads, model.head_dim, dtype=dtype)
+        kernel.reserve(rows)
+        for splits in split_buckets(rows * model.kv_heads, LONGEST):
+            table = torch.zeros(rows, splits, dtype=torch.int32)
+            parts = (ints[:rows], ints[3 : 3 + rows], ints[5 : 5 + rows], ints[7 : 7 + rows], ints[1 : 1 + rows])
+            tiles = Tiles(*parts, table, splits, tokens, length)
+            paged_attention(queries, keys, values, tiles, model.window, torch.empty_like(queries), kernel.workspace)
+
+
+def layer_calls(model: Model) -> None:
+    config = model.config()
+    rotary = Rotary(config, 64, model.dtype, CPU)
+    weight, head_weight = torch.ones(model.hidden, dtype=model.dtype), torch.ones(model.head_dim, dtype=model.dtype)
+    norm, head_norm = fused.FusedNorm(weight, 1e-5), fused.FusedNorm(head_weight, 1e-5)
+    heads = fused.FusedHeads(config, (head_norm, head_norm) if model.norms else None, rotary)
+    cache = tuple(torch.empty(4, 16, model.kv_heads, model.head_dim, dtype=model.dtype) for _ in range(2))
+    for tokens in (1, 2, 16, 64, 1000, 8192):
+        x = torch.empty(tokens, model.hidden, dtype=model.dtype)
+        norm(x)
+        norm.add(x, x)
+        qkv = torch.empty(tokens, model.heads + 2 * model.kv_heads, model.head_dim, dtype=model.dtype)
+        heads(qkv, torch.zeros(tokens, dtype=torch.int64), cache, torch.zeros(tokens, dtype=torch.int64))  # type: ignore[arg-type]
+        fused.swiglu(torch.empty(tokens, 2 * (model.inner // model.ranks), dtype=model.dtype))
+        if model.ranks > 1:
+            fused.sum_by_rank(torch.empty(model.ranks, tokens, model.hidden, dtype=model.dtype))
+
+
+def sampling_calls(model: Model) -> None:
+    for vocab in (32_000, 128_256, 151_936):
+        for rows in (1, 2, 64):
+            choose(torch.empty(rows, vocab), torch.empty(rows, COLUMNS, dtype=torch.float64), 1e-10, 1e-9)
+
+
+def transfer_calls(model: Model) -> None:
+    for count in (1, 1000, 4 << 20):
+        add_mixed_words(torch.empty(count, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+
+
+def variants(model: Model, arch: int) -> list[Variant]:
+    """All that serving this model compiles."""
+    compiled: dict[str, tuple[Any, Any]] = {}
+    with compiling(arch, lambda kernel, made: compiled.setdefault(made.metadata.hash, (kernel, made))):
+        attention_calls(model, TritonAttention(model.config(), 16, model.dtype, CPU))
+        layer_calls(model)
+        sampling_calls(model)
+        transfer_calls(model)
+    return [describe(model, arch, kernel, made) for kernel, made in compiled.values()]
+
+
+def describe(model: Model, arch: int, kernel: Any, made: Any) -> Variant:
+    registers, spilled = assembled(made.asm["ptx"])
+    names = kernel.arg_names
+    constants = {names[path[0]]: value for path, value in made.src.constants.items() if isinstance(value, int | bool)}
+    shown = " ".join(f"{name}={value}" for name, value in constants.items() if abs(value) < 1 << 40)
+    return Variant(
+        model.name,
+        kernel.fn.__name__,
+        arch,
+        shown,
+        made.metadata.num_warps,
+        registers,
+        spilled,
+        made.metadata.shared,
+        model.main,
+    )
+
+
+def assembled(ptx: str) -> tuple[int, int]:
+    """Registers of a thread, and bytes that it spills (stores and loads), as ptxas says."""
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    target = re.search(r"\.target (sm_\w+)", ptx)
+    if target is None:
+        raise SystemExit("PTX without a target")
+    blackwell = folder / "ptxas-blackwell"
+    ptxas = blackwell if target[1].startswith(("sm_10", "sm_12")) and blackwell.exists() else folder / "ptxas"
+    with tempfile.TemporaryDirectory() as directory:
+        source = Path(directory) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [str(ptxas), "-v", f"--gpu-name={target[1]}", str(source), "-o", str(source.with_suffix(".cubin"))]
+        ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = re.search(r"Used (\d+) registers", ran.stderr)
+    spills = re.findall(r"(\d+) bytes spill", ran.stderr)
+    if found is None:
+        raise SystemExit(f"ptxas says nothing of registers: {ran.stderr}")
+    return int(found[1]), sum(map(int, spills))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHS), choices=ARCHS)
+    parser.add_argument("--only", nargs="+", choices=[model.name for model in MODELS], help="models")
+    parser.add_argument("--json", action="store_true", help="a line for each variant, and no report")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "kernels-compiled.md")
+    arguments = parser.parse_args()
+    models = [model for model in MODELS if arguments.only is None or model.name in arguments.only]
+    found = []
+    for model in models:
+        for arch in arguments.arch:
+            for variant in variants(model, arch):
+                found.append(variant)
+                if arguments.json:
+                    print(json.dumps(asdict(variant)), flush=True)
+    if not arguments.json:
+        report(arguments.out, found)
+
+
+def report(out: Path, found: list[Variant]) -> None:
+    from gpu import commit
+
+    lines = [
+        "# Triton kernels, compiled without a device\n",
+        f"Triton {triton.__version__}, torch {torch.__version__}. Commit {commit()}, {datetime.date.today()}.\n",
+        "    python benchmarks/kernels_compiled.py\n",
+        "Every variant that serving a model compiles, over contexts from 1 to 131,072 tokens, steps of 1 to 256 rows,",
+        "launched and captured. Spills in bytes a thread, shared memory in bytes a program.\n",
+    ]
+    for model in dict.fromkeys(variant.model for variant in found):
+        mine = [variant for variant in found if variant.model == model]
+        lines += [f"## {model}\n", "| kernel | sm | warps | registers | spills | shared | constants |"]
+        lines.append("|---|---|---|---|---|---|---|")
+        for v in sorted(mine, key=lambda v: (v.kernel, v.constants, v.arch)):
+            of = f"{v.kernel} | {v.arch} | {v.warps} | {v.registers} | {v.spill_bytes} | {v.shared_bytes}"
+            lines.append(f"| {of} | {v.constants} |")
+        lines.append("")
+    out.write_text("\n".join(lines))
+    print(f"{len(found)} variants, written to {out}")
+
+
+if __name__ == "__main__":
+    main()

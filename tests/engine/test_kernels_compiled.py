@@ -1,0 +1,59 @@
+"""Every Triton kernel that serving reaches compiles for GPUs that are not here, without spills where it matters, and
+contexts of every length run the same few."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+ROOT = Path(__file__).resolve().parents[2]
+IN_SUITE = ("Llama 8B", "Qwen3 8B", "Mistral 7B, window", "135M, float32")
+SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+KERNELS = {"_attend", "_add_norm", "_turn_and_store", "_silu_mul", "_choose", "_mix"}
+
+
+@cache
+def compiled(arch: int, models: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """In a process of its own: here Triton interprets."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "kernels_compiled.py"), "--json", "--arch", str(arch)]
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    only = ["--only", *models] if models else []
+    ran = subprocess.run([*command, *only], capture_output=True, text=True, env=environment, timeout=600)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return [json.loads(line) for line in ran.stdout.splitlines()]
+
+
+def holds(found: list[dict[str, Any]]) -> None:
+    for variant in found:
+        assert variant["shared_bytes"] <= SHARED_LIMIT[variant["arch"]], variant
+        assert variant["registers"] <= 255 and (variant["spill_bytes"] == 0 or not variant["main"]), variant
+    counts = Counter((variant["model"], variant["kernel"]) for variant in found)
+    assert {kernel for _, kernel in counts} >= KERNELS
+    for (model, kernel), count in counts.items():
+        # attention: one for each number of rows in a tile, 16 to 128; norms: with and without a sum
+        most = {"_attend": 4, "_add_norm": 3}.get(kernel, 1)
+        assert count <= most, f"{model}: {count} variants of {kernel} from contexts of 1 to 131,072 tokens"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_kernels_compile_without_spills_and_in_few_variants(arch: int) -> None:
+    holds(compiled(arch, IN_SUITE))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_kernels_of_every_model_do(arch: int) -> None:
+    found = compiled(arch)
+    holds(found)
+    assert "_sum_ranks" in {variant["kernel"] for variant in found}
