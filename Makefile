@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
+TORCH ?= 2.11.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test test-long check format proto clean
+.PHONY: help setup up test test-long test-torch check format proto clean
 
 help: ## list the verbs
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,6 +30,9 @@ test: $(STAMP) ## the whole suite, 10 to 20 minutes on 2 cores (ARGS="-k name")
 
 test-long: $(STAMP) ## every combination and repetition
 	$(BIN)/python tools/test_long.py $(ARGS)
+
+test-torch: $(STAMP) ## engine, hand-over and one cluster with another torch (TORCH=2.11.0), in an environment of its own
+	$(BIN)/python tools/test_torch.py $(TORCH) $(ARGS)
 
 check: $(STAMP) ## ruff, mypy strict, import rules, buf lint
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """Compiles every Triton kernel in every variant that serving reaches, for GPUs that are not here, and says what each
 takes: registers, spills, shared memory.
 
-    python benchmarks/kernels_compiled.py [--arch 80 90 100] [--only NAME] [--out benchmarks/results/kernels-compiled.md]
+    python benchmarks/kernels_compiled.py [--arch 80 90 100] [--only NAME] [--out FILE]
 
 The code that launches kernels runs as in serving, on tensors of the CPU; Triton is told of a GPU and compiles instead
 of launching. So what is compiled is what would be: types, alignments, constants and all. With `--json` a line each.

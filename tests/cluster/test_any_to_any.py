@@ -94,6 +94,13 @@ async def test_the_whole_grid(
     await same_tokens_as_one_rank(checkpoint(kv_heads), prefill_tp=prefill_tp, decode_tp=decode_tp)
 
 
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
+async def test_within_a_host_kv_goes_by_shared_memory(
+    prefill_tp: int, decode_tp: int, checkpoint: Callable[[int], Path]
+) -> None:
+    await same_tokens_as_one_rank(checkpoint(4), edge_kind="ipc", prefill_tp=prefill_tp, decode_tp=decode_tp)
+
+
 async def test_a_decode_pool_of_two_ranks_verifies_guesses(checkpoint: Callable[[int], Path]) -> None:
     """The draft is the model itself, whole on the leader; only near ties part the two."""
     model = checkpoint(2)

@@ -1,0 +1,43 @@
+"""`make test-torch`: the engine's, the hand-over's and one cluster's tests with another version of torch.
+
+    python tools/test_torch.py 2.11.0
+
+Makes `.venv-torch-VERSION` with everything of constraints.txt but torch and Triton. Where the package index has no CPU
+build of that version this downloads CUDA's libraries, gigabytes; they are not used.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = ("tests/engine", "tests/transfer", "tests/cluster/test_parity.py")
+_OTHERS = ("torch==", "triton==")
+
+
+def main() -> int:
+    if len(sys.argv) < 2:
+        raise SystemExit("which torch? python tools/test_torch.py 2.11.0")
+    version, arguments = sys.argv[1], sys.argv[2:]
+    home = ROOT / f".venv-torch-{version}"
+    python, done = home / "bin" / "python", home / ".installed"
+    if not done.exists():
+        venv.create(home, with_pip=True, clear=True)
+        kept = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith(_OTHERS)]
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
+            constraints.write("\n".join([*kept, f"torch=={version}"]))
+            constraints.flush()
+            pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", constraints.name]
+            subprocess.run([*pip, f"torch=={version}"], check=True)
+            subprocess.run([*pip, "-e", f"{ROOT}[dev]"], check=True)
+        done.touch()
+    pytest = [str(python), "-m", "pytest", "-q", "-m", "not long and not gpu", *(arguments or TESTS)]
+    return subprocess.run(pytest, cwd=ROOT).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
