@@ -63,14 +63,14 @@ class Stage:
 
 
 STAGES = (
-    Stage(1, "environment", 20),
-    Stage(2, "kernels", 45),
-    Stage(3, "graphs", 40),
-    Stage(4, "edges", 50),
+    Stage(1, "environment", 35),
+    Stage(2, "kernels", 60),
+    Stage(3, "graphs", 30),
+    Stage(4, "edges", 60),
     Stage(5, "engine", 60),
-    Stage(6, "8b", 90),
-    Stage(7, "cluster", 130, 300),
-    Stage(8, "transformers", 35),
+    Stage(6, "8b", 60),
+    Stage(7, "cluster", 140, 300),
+    Stage(8, "transformers", 30),
 )
 
 
@@ -198,7 +198,7 @@ def main() -> int:
     parser.add_argument("--wheels", type=Path, default=ROOT / ".wheels", help="what --prepare has downloaded")
     parser.add_argument("--prepare", type=Path, metavar="DIR", help="download wheels into DIR, and nothing else")
     parser.add_argument("--python", default="3.12", help="of the machine that --prepare is for")
-    parser.add_argument("--limit-factor", type=float, default=1.0, help="for slow machines: limits times this")
+    parser.add_argument("--limit-factor", type=float, default=1.0, help="limits times this, for slow machines")
     arguments = parser.parse_args()
     if arguments.prepare is not None:
         prepare(arguments.prepare, arguments.python)
@@ -211,6 +211,8 @@ def main() -> int:
     )
     report.line(f"    python benchmarks/gpu.py {shown}".rstrip())
     environment = dict(os.environ)
+    # Kernels that one stage has compiled need not be compiled by the next, nor by the same stage when it is run again.
+    environment.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "baton-triton-cache"))
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     if arguments.rehearse:
         environment |= {REHEARSAL: "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

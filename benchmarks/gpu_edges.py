@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_stages import DEVICE, REHEARSAL, Checks, check
+from gpu_stages import DEVICE, REHEARSAL, Checks, check, synchronize
 
 import torch  # isort: skip
 
@@ -244,6 +244,7 @@ async def _peer(kind: EdgeKind, host: str, port: int, prefix: str) -> int:
     target = [tuple(torch.zeros_like(t) for t in pair) for pair in expected]
     whole = part()
     kept = make_buffers(kind, expected[0][0].device, 4 * whole.num_bytes)
+    synchronize()
     generation = int(prefix.rpartition("/g")[2])
     spec = EdgeSpec(host, port, prefix, generation, "decode", connect_timeout_s=LIMIT_S, device=str(device))
     end = LocalEnd(spec, target, BLOCK, EDGES[kind].make, None, kept)  # type: ignore[arg-type]
@@ -255,6 +256,7 @@ async def _peer(kind: EdgeKind, host: str, port: int, prefix: str) -> int:
         try:
             if command["op"] == "recv":
                 buf = torch.zeros(command["bytes"], dtype=torch.uint8, device=device)
+                synchronize()  # the edge's stream does not follow this one
                 await end.worker.recv(buf, LIMIT_S, on_posted=say)
                 say(equal=torch.equal(buf.cpu(), pattern(command["bytes"])))
             else:

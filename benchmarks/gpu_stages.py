@@ -28,6 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 REHEARSAL = os.environ.get("BATON_REHEARSE") == "1"
 DEVICE = "cpu" if REHEARSAL else "cuda"
 PROMPT, BATCH, CONTEXT = (64, 4, 40) if REHEARSAL else (8192, 64, 1024)
+TERMINATED = 128 + signal.SIGTERM
 IMPORTS = ("baton.engine.runner", "prefill.worker", "decode.worker", "coordinator.serving", "launch.up")
 
 
@@ -47,6 +48,8 @@ class Checks:
         try:
             yield
         except (Exception, SystemExit) as error:
+            if isinstance(error, SystemExit) and error.code == TERMINATED:
+                raise
             self.failed.append(name)
             print(f"- **{name}: failed**: {type(error).__name__}: {str(error).strip()[:2000]}")
             if not isinstance(error, Failed):
@@ -97,7 +100,11 @@ def environment(checks: Checks) -> None:
     with checks.part("triton"):
         import triton
 
-        print(f"- triton {triton.__version__}")
+        from baton.engine.kernels.fused import sum_by_rank
+
+        ones = torch.ones(2, 1024, device=DEVICE)
+        check(bool((sum_by_rank(ones) == 2).all()), "a Triton kernel computed something else")
+        print(f"- triton {triton.__version__} compiles and runs")
     from launch.gpus import visible_gpus
 
     print(f"- GPUs that the launcher would hand out: {', '.join(visible_gpus()) or 'none'}")
@@ -177,10 +184,10 @@ def graphs(checks: Checks) -> None:
         for pool in pools:
             for pair in pool.storage:
                 for number, tensor in enumerate(pair):
-                    generator = torch.Generator().manual_seed(number)
-                    tensor[:-1] = torch.randn(tensor[:-1].shape, generator=generator).to(device)
+                    generator = torch.Generator(device).manual_seed(number)
+                    tensor[:-1] = torch.randn(tensor[:-1].shape, generator=generator, device=device)
         for number in range(replays):
-            batch = (1, 3, 4, 2)[number % 4] * (1 if REHEARSAL else (1, 5, 16)[number % 3])
+            batch = (1, 3, 4, 2)[number % 4] * (1 if REHEARSAL else (1, 5, 8)[number % 3])
             each = blocks // batch
             most = min(each * 16, longest) - 6
             length = (1, 1, 4, 5)[number % 4]
@@ -254,6 +261,9 @@ def eight_b(checks: Checks) -> None:
         runner = load_runner(
             options, lambda stage, took: print(f"- load, stage {stage}: {took:.1f} s"), tensors=tensors
         )
+    for pair in runner.kv.storage:
+        for tensor in pair:
+            tensor.zero_()  # memory that was never written may hold what is no number
     weights = runner.memory.parameter_bytes
     print(
         f"- {weights / 1e9:.1f} GB of weights and {runner.num_blocks} blocks in {time.perf_counter() - started:.1f} s"
@@ -309,21 +319,22 @@ def cluster(checks: Checks) -> None:
 
     with tempfile.TemporaryDirectory() as directory:
         model = eight_heads(Path(directory) / "m", 4)
-        for name, flags in (("1 prefill, 1 decode rank", {}), ("2 decode ranks", {"decode_tp": 2})):
-            with checks.part(f"tokens of {name} are those of transformers"):
-                asyncio.run(same_tokens_as_one_rank(model, **{**one_gpu_settings(), **flags}))
+        with checks.part("tokens of 1 prefill and 1 decode rank are those of transformers"):
+            asyncio.run(same_tokens_as_one_rank(model, **one_gpu_settings()))
+        large = Path(directory) / "large"
+        name = "tiny" if REHEARSAL else "135m"
+        subprocess.run([sys.executable, "tools/make_checkpoint.py", name, str(large)], cwd=ROOT, check=True)
+        print("\n| edge kind | ITL p50 | p99 | p99 beside hand-overs | hand-overs | KV bytes | per s |")
+        print("|---|---|---|---|---|---|---|")
+        for kind in ("gloo", "ipc") if REHEARSAL else ("nccl", "ipc"):
+            with checks.part(f"ITL beside hand-overs, {kind}"):
+                asyncio.run(beside_hand_overs(large, kind))
         for how in (signal.SIGKILL, signal.SIGSTOP):
             with checks.part(f"a decode worker gets {how.name}"):
                 took_s = asyncio.run(silent_peer(how, model))
                 print(f"- {how.name}: seen as lost after {took_s:.2f} s; its requests' blocks are free, edges rebuilt")
-        with checks.part("ITL beside hand-overs"):
-            large = Path(directory) / "large"
-            name = "tiny" if REHEARSAL else "135m"
-            subprocess.run([sys.executable, "tools/make_checkpoint.py", name, str(large)], cwd=ROOT, check=True)
-            print("\n| edge kind | ITL p50 | p99 | p99 beside hand-overs | hand-overs | KV bytes | per s |")
-            print("|---|---|---|---|---|---|---|")
-            for kind in ("gloo", "ipc") if REHEARSAL else ("nccl", "ipc", "gloo"):
-                asyncio.run(beside_hand_overs(large, kind))
+        with checks.part("tokens of 2 decode ranks are those of transformers"):
+            asyncio.run(same_tokens_as_one_rank(model, **{**one_gpu_settings(), "decode_tp": 2}))
 
 
 async def beside_hand_overs(model: Path, kind: str) -> None:
@@ -507,13 +518,20 @@ def pytest(path: str) -> None:
     """Runs tests without any plugin's help; unknown settings of pyproject.toml are passed over."""
     command = [sys.executable, "-m", "pytest", "-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider"]
     command += ["-p", "no:asyncio"]  # the machine may lack the plugin; the tests of tests/gpu do without
-    ran = subprocess.run(
-        [*command, "-q", "-m", "gpu", path], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    process = subprocess.Popen(
+        [*command, "-v", "--durations=8", "-m", "gpu", path],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
-    lines = ran.stdout.strip().splitlines()
-    print("\n".join(f"    {line}" for line in (lines[-1:] if ran.returncode == 0 else lines[-60:])))
-    check(ran.returncode == 0, f"pytest {path} ended with {ran.returncode}")
-    check(bool(re.search(r"\b\d+ passed", lines[-1])), f"pytest {path} ran no test: {lines[-1]}")
+    last = ""
+    for line in process.stdout or ():
+        last = line.strip() or last
+        print(f"    {line.rstrip()}")
+    code = process.wait()
+    check(code == 0, f"pytest {path} ended with {code}")
+    check(bool(re.search(r"\b\d+ passed", last)), f"pytest {path} ran no test: {last}")
 
 
 def main() -> int:
@@ -522,7 +540,7 @@ def main() -> int:
         import gpu_edges
 
         return gpu_edges.peer(*sys.argv[2:])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     number, _, fault = os.environ.get("BATON_GPU_FAULT", "").partition(":")
     from gpu import STAGES
 

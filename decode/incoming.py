@@ -14,6 +14,7 @@ from baton.event_log import EventLog
 from baton.rpc.streams import MessageStream
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_end import EdgeEnd, MakeEnd
+from baton.transfer.edge_kinds import edge_connect_s
 from baton.transfer.staging_room import StagingRoom
 from decode.incoming_link import IncomingLink, IncomingOwner
 
@@ -101,7 +102,7 @@ class Incoming:
                 prefix=message.prefix,
                 generation=message.generation,
                 side="decode",
-                connect_timeout_s=self._edge_timeout_s,
+                connect_timeout_s=edge_connect_s(self._make_end.kind, self._edge_timeout_s),
                 operation_timeout_s=self._edge_timeout_s,
             ),
         )

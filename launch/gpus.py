@@ -6,6 +6,7 @@ CUDA numbers what it finds from 0, whatever the number in the name of a device f
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -22,7 +23,8 @@ def visible_gpus(
     """What the environment names; else what nvidia-smi lists (`listing`); else one for each device file."""
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
-        return tuple(part.strip() for part in named.split(",") if part.strip())
+        names = [part.strip() for part in named.split(",") if part.strip()]
+        return tuple(itertools.takewhile(lambda name: not name.startswith("-"), names))  # as CUDA reads it
     files = _device_files()
     if not files and listing is None:
         return ()

@@ -181,7 +181,7 @@ class Probe:
                 operation_timeout_s=task.limit_s,
                 device=str(self._buffers),
             )
-            edge = EdgeWorker(spec, self._backend.make)
+            edge = EdgeWorker(spec, self._backend.make, kv_device=self._device)
             await edge.connect()
             return edge
         except BatonError as error:

@@ -12,6 +12,7 @@ from baton.core.kv_layout import KVLayout
 from baton.core.reshard import EdgeKey, EdgePlan
 from baton.transfer.edge import EdgeSpec, edge_prefix
 from baton.transfer.edge_end import EdgeEnd, MakeEnd
+from baton.transfer.edge_kinds import edge_connect_s
 
 # Counted per process: a redialled link must not meet what an earlier one left in the decode worker's store.
 _generations = itertools.count(1)
@@ -94,7 +95,7 @@ class LinkEdges:
             prefix=edge_prefix(welcome.store_nonce, *who, generation),
             generation=generation,
             side="prefill",
-            connect_timeout_s=self._timeout_s,
+            connect_timeout_s=edge_connect_s(self._make_end.kind, self._timeout_s),
             operation_timeout_s=self._timeout_s,
         )
         end = self._make_end(plan, spec)

@@ -33,6 +33,7 @@ from baton.core.reshard import EdgeKey, EdgePlan, reshard_layout
 from baton.rpc.link import DialledLink, dial_link
 from baton.rpc.streams import LinkLost
 from baton.transfer.edge_end import MakeEnd
+from baton.transfer.edge_kinds import edge_connect_s
 from prefill.edges import LinkEdges
 
 log = logging.getLogger("baton.link")
@@ -54,7 +55,7 @@ class Link:
     ) -> None:
         self._dialled = dialled
         self._stream = dialled.stream
-        self._edge_timeout_s = edge_timeout_s
+        self._edge_connect_s = edge_connect_s(make_end.kind, edge_timeout_s)
         self._waiting: dict[tuple[object, ...], asyncio.Future[Any]] = {}
         self.edges = LinkEdges(plans, hello, dialled.welcome, make_end, self._open_edge, edge_timeout_s)
         self.edge_lock = asyncio.Lock()
@@ -120,7 +121,7 @@ class Link:
 
     async def _open_edge(self, message: EdgeOpen) -> EdgeReady:
         answer: EdgeReady = await self._ask(
-            message, ("edge", message.generation), self._edge_timeout_s, "the peer's end of an edge"
+            message, ("edge", message.generation), self._edge_connect_s, "the peer's end of an edge"
         )
         return answer
 

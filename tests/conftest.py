@@ -3,12 +3,12 @@ the same Hypothesis examples in every run; and `--part`, for `make test`."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from baton.process import limit_name_lookups
 from tests.parts import runs_beside
@@ -31,11 +31,14 @@ if not has_cuda():
 
 limit_name_lookups()
 
-SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-settings.register_profile("ci", derandomize=True, deadline=None, max_examples=100, suppress_health_check=SLOW)
-# For a hunt by hand: HYPOTHESIS_PROFILE=deep, new examples each time.
-settings.register_profile("deep", deadline=None, max_examples=3000, suppress_health_check=SLOW)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+with contextlib.suppress(ImportError):  # tests/gpu does without
+    from hypothesis import HealthCheck, settings
+
+    SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+    settings.register_profile("ci", derandomize=True, deadline=None, max_examples=100, suppress_health_check=SLOW)
+    # For a hunt by hand: HYPOTHESIS_PROFILE=deep, new examples each time.
+    settings.register_profile("deep", deadline=None, max_examples=3000, suppress_health_check=SLOW)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,8 +2,8 @@
 
     python tools/test_torch.py 2.11.0
 
-Makes `.venv-torch-VERSION` with everything of constraints.txt but torch and Triton. Where the package index has no CPU
-build of that version this downloads CUDA's libraries, gigabytes; they are not used.
+Makes `.venv-torch-VERSION` with everything of constraints.txt but torch, Triton and numpy. Where the package index
+has no CPU build of that version this downloads CUDA's libraries, gigabytes; they are not used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ("tests/engine", "tests/transfer", "tests/cluster/test_parity.py")
-_OTHERS = ("torch==", "triton==")
+_OTHERS = ("torch==", "triton==", "numpy==")
+_NUMPY = "numpy<2.4"  # Triton 3.6's interpreter makes scalars of arrays of one element, which numpy 2.4 refuses
 
 
 def main() -> int:
@@ -29,7 +30,7 @@ def main() -> int:
         venv.create(home, with_pip=True, clear=True)
         kept = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith(_OTHERS)]
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraints:
-            constraints.write("\n".join([*kept, f"torch=={version}"]))
+            constraints.write("\n".join([*kept, f"torch=={version}", _NUMPY]))
             constraints.flush()
             pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", constraints.name]
             subprocess.run([*pip, f"torch=={version}"], check=True)

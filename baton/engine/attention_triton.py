@@ -120,7 +120,9 @@ class TritonAttention:
         row, offset, first, start, length, blocks = torch.split(packed, [len(part) for part in parts])
         self.reserve(len(rows))
         longest = max(span.end for span in spans)
-        plan = split_plan(len(rows) * self._kv_heads, longest) if queries == self._short_tile else (1, UNSPLIT)
+        programs = len(rows) * self._kv_heads
+        few = queries == self._short_tile or programs < _PROGRAMS // 4  # else tiles of long rows keep the GPU busy
+        plan = split_plan(programs, longest) if few else (1, UNSPLIT)
         return Tiles(row, offset, first, start, length, blocks.view(len(spans), width), *plan, queries)
 
 

@@ -34,8 +34,8 @@ log = logging.getLogger("baton.engine")
 MAX_ROWS = 256
 LENGTHS = (1, 2, 3, 5, 9)
 """Tokens of a row: one, or a token and the draft tokens that it verifies."""
-MAX_LONG_ROWS = 32
-"""Rows of more than one token: with more sequences speculation seldom pays."""
+MAX_LONG_TOKENS = 320
+"""Tokens of a shape with more than one a row: with more sequences speculation seldom pays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,7 @@ class DecodeGraphs:
         """All that are captured, largest first: later ones fit into the memory of earlier ones."""
         found = []
         for length in self._lengths:
-            most = self._row_limit if length == 1 else min(self._row_limit, MAX_LONG_ROWS)
-            for rows in (1 << power for power in range(most.bit_length())):
+            for rows in (1 << power for power in range(self._most_rows(length).bit_length())):
                 for splits in split_buckets(rows * self._attention.kv_heads, self._max_positions):
                     found.append(Shape(rows, length, splits))
         return sorted(found, key=lambda shape: (shape.tokens, shape.splits), reverse=True)
@@ -131,14 +130,18 @@ class DecodeGraphs:
             return None
         longest = int(lengths.max())
         length = next((known for known in self._lengths if known >= longest), 0)
-        most = self._row_limit if length == 1 else min(self._row_limit, MAX_LONG_ROWS)
         rows = _power_of_two(len(lengths))
-        if not length or rows > most:
+        if not length or rows > self._most_rows(length):
             return None
         programs = rows * self._attention.kv_heads
         needed = split_plan(programs, int((batch.starts + lengths).max()))[0]
         splits = next(s for s in split_buckets(programs, self._max_positions) if s >= needed)
         return Shape(rows, length, splits)
+
+    def _most_rows(self, length: int) -> int:
+        return (
+            self._row_limit if length == 1 else min(self._row_limit, _power_of_two(MAX_LONG_TOKENS // length + 1) // 2)
+        )
 
     def _width(self, shape: Shape) -> int:
         """Blocks of a table: enough for what the splits of the shape reach."""

@@ -23,9 +23,9 @@ from baton.core.errors import InvariantError, StartupError
 from baton.core.kv_layout import KVLayout
 from baton.core.model_config import ModelConfig
 from baton.core.ranks import Ranks
-from baton.core.request import SamplingParams, SequenceId, TokenLogprob
+from baton.core.request import SamplingParams, SequenceId, TokenBias, TokenLogprob
 from baton.core.reshard import local_layout
-from baton.core.step import Row, StepOutcome, StepPlan
+from baton.core.step import History, Row, StepOutcome, StepPlan
 from baton.engine.attention_exact import KEY_STEP
 from baton.engine.batch import Batch, Limits, make_batch
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
@@ -53,6 +53,8 @@ from baton.engine.step_marks import StepMarks
 from baton.engine.weights import Tensors, WeightReader
 
 OnStage = Callable[[str, float], None]
+_LONG_ROW = 128
+"""Tokens of a row that is computed as prompts are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,6 +367,32 @@ def _warm_up(runner: Runner) -> None:
     for start, tokens in ((0, (0,) * length), (length - 1, (0,))):
         row = Row(SequenceId("warm-up"), start, tokens, (0,), SamplingParams(temperature=0.0), num_sampled=1)
         runner.step(StepPlan(0, (row,)))
+    if runner.launches_ahead:
+        for plan in load_kernels(runner):
+            runner.step(plan)
+
+
+def load_kernels(runner: Runner) -> list[StepPlan]:
+    """Steps of every kind of a first request, for a GPU: it loads a kernel when it is first used, and may stop for that
+    until a receive that somebody has posted is served. A long row, and draws that use every way of changing logits."""
+    blocks, length = tuple(range(runner.num_blocks)), min(_LONG_ROW, runner.max_model_len - 2)
+    reach = min(len(blocks), runner.layout.blocks_for(length + 2))
+    sampling = SamplingParams(
+        temperature=0.8,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        logit_bias=(TokenBias(0, 1.0),),
+        bad_words=((1,),),
+        logprobs=1,
+    )
+    long = Row(SequenceId("warm-up"), 0, (0,) * length, blocks[:reach], SamplingParams(), 1)
+    history = History((0,) * length, (0,), ())
+    drawn = Row(SequenceId("warm-up"), length, (0,), blocks[:reach], sampling, 1, 1, history)
+    greedy = Row(SequenceId("other"), length, (0,), blocks[:reach], SamplingParams(temperature=0.0), 1, 1)
+    return [StepPlan(0, (long,)), StepPlan(0, (drawn, greedy)), StepPlan(0, (greedy,))]
 
 
 @contextmanager

@@ -19,16 +19,19 @@ from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
 from baton.core.reshard import EdgePlan
 from baton.core.sections import SECTION_BYTES
+from baton.transfer.checksum import device_checksum
 from baton.transfer.edge import EdgeSpec, MakeEdge, Side
 from baton.transfer.edge_kinds import EDGES, EdgeKind, buffer_device
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.sections import Packing, Storing
-from baton.transfer.staging import Layers, PagedLayers
+from baton.transfer.staging import Layers, PagedLayers, pack, unpack
 from baton.transfer.staging_buffers import StagingBuffers, pinned_buffer
+from baton.transfer.streams import finish, own_stream
 
 _Staged = TypeVar("_Staged", Packing, Storing)
 OrderBehind = Callable[[int], None]
+_WARM_UP_S = 60.0
 
 
 class EdgeEnd(Protocol):
@@ -108,9 +111,21 @@ class LocalEnds:
     ) -> None:
         self._layers, self._block_size, self._host = layers, block_size, host
         self._expect, self.section_bytes, self._order_behind = expect, section_bytes, order_behind
-        device = layers[0][0].device
+        device = layers[0][0].device if layers else torch.device("cpu")
         self.buffers = make_buffers(kind, device, 0) if buffers is None else buffers
         self.kind = kind
+        if device.type == "cuda":
+            self._warm_up(device)
+
+    def _warm_up(self, device: torch.device) -> None:
+        """Kernels are compiled and loaded before the first hand-over, which has limits of seconds. Block 0 gets the
+        bytes that it has."""
+        layers = PagedLayers.of(self._layers)
+        with own_stream(device):
+            buf = pack(layers, (0,), self._block_size, 0, 1)
+            device_checksum(b"", buf, torch.empty(1, dtype=torch.int64, device=device))
+            unpack(buf, layers, (0,), self._block_size, 0, 1)
+            finish(device, _WARM_UP_S)
 
     def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> LocalEnd:
         device = buffer_device(self.kind, self._layers[0][0].device)

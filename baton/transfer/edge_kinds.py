@@ -23,17 +23,19 @@ EdgeKind = Literal["gloo", "nccl", "ipc"]
 @dataclass(frozen=True, slots=True)
 class Backend:
     """`make` makes one end of an edge. `beside_kv`: packed and received KV lies where the blocks are, not in host
-    memory; `allocate(bytes, device)` gives buffers for it. `needs_gpu`: it moves device memory alone."""
+    memory; `allocate(bytes, device)` gives buffers for it. `needs_gpu`: it moves device memory alone. To connect takes
+    at most `connect_s`, or the limit of an operation if that is longer."""
 
     make: MakeEdge
     beside_kv: bool
     needs_gpu: bool
     allocate: Callable[[int, torch.device], Tensor] = plain_buffer
+    connect_s: float = 0.0
 
 
 EDGES: Mapping[EdgeKind, Backend] = {
     "gloo": Backend(GlooEdge, beside_kv=False, needs_gpu=False),
-    "nccl": Backend(NcclEdge, beside_kv=True, needs_gpu=True),
+    "nccl": Backend(NcclEdge, beside_kv=True, needs_gpu=True, connect_s=15.0),
     "ipc": Backend(IpcEdge, beside_kv=True, needs_gpu=False, allocate=allocate_shared),
 }
 
@@ -49,6 +51,11 @@ def choose_edges(wanted: str, device: torch.device) -> EdgeKind:
                 raise StartupError(f"edge-kind {kind}: KV on {device.type} goes over gloo")
             return kind
     raise StartupError(f"edge-kind must be auto, {', '.join(EDGES)}, not {wanted!r:.60}")
+
+
+def edge_connect_s(kind: EdgeKind, operation_timeout_s: float) -> float:
+    """A first communicator of NCCL loads its library and finds out about the machine, which takes seconds."""
+    return max(EDGES[kind].connect_s, operation_timeout_s)
 
 
 def buffer_device(kind: EdgeKind, device: torch.device) -> torch.device:

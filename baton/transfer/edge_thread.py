@@ -28,10 +28,11 @@ from torch import Tensor
 from baton.core.errors import HandoffError
 from baton.transfer.edge import Arrived, Edge, EdgeSpec, MakeEdge, Ready
 from baton.transfer.gloo import GlooEdge
-from baton.transfer.streams import own_stream
+from baton.transfer.streams import finish, own_stream
 
 T = TypeVar("T")
 _RUN_TIMEOUT_S = 60.0
+_FINISH_S = 1.0
 
 
 class _Job:
@@ -219,14 +220,18 @@ class EdgeWorker:
                     if job is None:
                         break
                     self._execute(job)
+                self._close_edge()
         finally:
-            if self.dead is None:
-                self._die(self.spec.error("closed"))
-            edge, self._edge = self._edge, None
-            if edge is not None:
-                edge.close()
+            self._close_edge()
             self.connected = False
             self._ended.set()
+
+    def _close_edge(self) -> None:
+        if self.dead is None:
+            self._die(self.spec.error("closed"))
+        edge, self._edge = self._edge, None
+        if edge is not None:
+            edge.close()
 
     def _execute(self, job: _Job) -> None:
         call, job.call = job.call, None
@@ -238,6 +243,8 @@ class EdgeWorker:
             result = call()
         except BaseException as e:
             error = e
+            with contextlib.suppress(HandoffError):
+                finish(self._kv_device, _FINISH_S)  # what was queued reads buffers that `call` keeps alive
         del call
         self.in_flight = None
         if error is not None and job.is_edge_op:

@@ -11,6 +11,7 @@ On GPUs memory is exported by CUDA's IPC handles. Where KV is in host memory, sh
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +26,8 @@ from baton.transfer.shared_buffers import export, host_identity, map_exported
 from baton.transfer.streams import finish
 
 _RECORD = 1024  # bytes: the handle of a buffer, with its length before it
-_IDENTITY = 256
+_IDENTITY = 512
+_CLOSE_S = 1.0
 
 
 class IpcEdge:
@@ -39,8 +41,8 @@ class IpcEdge:
         self._mapped: tuple[bytes, Tensor] | None = None
 
     def connect(self) -> None:
-        self._control.connect()
         deadline = time.monotonic() + self.spec.connect_timeout_s
+        self._control.connect()
         mine = _padded(host_identity(self._device), _IDENTITY)
         theirs = torch.empty_like(mine)
         for sender in (0, 1):
@@ -61,9 +63,11 @@ class IpcEdge:
         records = _padded(export(buf), _RECORD).repeat(len(sections))
 
         def announce(index: int) -> int:
-            word = 0 if ready is None else int(ready(index))  # on a device: behind what packs the section
-            finish(self._device, max(deadline - time.monotonic(), 0.01))
-            return word & (1 << 64) - 1
+            word = 0 if ready is None else ready(index)
+            if isinstance(word, Tensor):
+                word = torch.empty(1, dtype=torch.int64, pin_memory=True).copy_(word, non_blocking=True)
+            finish(self._device, max(deadline - time.monotonic(), 0.01))  # the section is packed, its word is here
+            return int(word) & (1 << 64) - 1
 
         self._control.send(records, timeout_s, _ends(len(sections)), announce)
         self._control.recv(torch.empty(1, dtype=torch.uint8), max(deadline - time.monotonic(), 0.01))
@@ -102,6 +106,8 @@ class IpcEdge:
         self._control.abort()
 
     def close(self) -> None:
+        with contextlib.suppress(HandoffError):
+            finish(self._device, _CLOSE_S)  # a copy may still read what is mapped
         self._mapped = None
         self._control.close()
 

@@ -41,6 +41,7 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # the watchdog sleeps so long, with its lock held, after an error
     "TORCH_NCCL_PROPAGATE_ERROR": "0",  # one edge's error stays in that edge
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_FR_BUFFER_SIZE": "0",  # no traceback gathered for each operation, none printed after an error
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "8",  # seconds that making a communicator may hold a lock
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # hardware queues: streams that share one wait for each other
 }
@@ -135,13 +136,13 @@ class NcclEdge:
                     cause = "aborted" if self._meeting.aborted else "timed out"
                     break
                 if works[-1].is_completed():
-                    cause = next((found for work in works if (found := failure_of(work))), "")
+                    # Raises what went wrong, with every torch: `exception` cannot before 2.13, `is_success` never can.
+                    # Else it orders the thread's stream behind the operation; nothing waits.
+                    for work in works:
+                        work.wait()
                     break
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 1.5, _POLL_MAX_S)
-            if not cause:
-                for work in works:
-                    work.wait()  # orders the thread's stream behind it; nothing waits
         except RuntimeError as e:
             cause = str(e) or repr(e)
         if cause:
@@ -171,15 +172,6 @@ def edge_options(nccl: Any) -> Any:
     options.config.blocking = 0
     options.config.min_ctas, options.config.max_ctas = 1, MAX_CTAS
     return options
-
-
-def failure_of(work: Any) -> str:
-    """What made a completed operation fail, empty where nothing did."""
-    try:
-        error = work.exception()
-    except TypeError:  # torch before 2.13 has no conversion for it: pytorch/pytorch#147312
-        return "" if work.is_success() else "NCCL reports an error"
-    return "" if error is None else str(error) or repr(error)
 
 
 def _on_device(word: int | Tensor, device: torch.device) -> Tensor:

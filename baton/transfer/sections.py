@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from baton.core.edge_orders import Part
-from baton.core.errors import HandoffError
+from baton.core.errors import HandoffError, InvariantError
 from baton.core.sections import Section, cut_sections
 from baton.transfer.checksum import checksum, checksum_parts, device_checksum
 from baton.transfer.edge import Word
@@ -193,7 +193,7 @@ class Storing(_Sections):
         with self._writing:
             if self._writable:
                 unpack(view.to(layers.device), layers, *self._where)
-                finish(layers.device, _DEVICE_TIMEOUT_S)
+                _finish_writing(layers.device)
                 self.stored += 1
 
     def _check_on_device(self, index: int, sum_: Tensor) -> None:
@@ -216,4 +216,13 @@ class Storing(_Sections):
                 elif self._writable:
                     unpack_at(self.layers_of(section), self._located, self._tokens, self.bytes_of(section))
                     self.stored += 1
-            finish(device, _DEVICE_TIMEOUT_S)  # the engine reads the blocks on another stream
+            _finish_writing(device)  # the engine reads the blocks on another stream
+
+
+def _finish_writing(device: torch.device) -> None:
+    """Raises InvariantError, which ends the worker: a device that does not get there would write later, into blocks
+    that belong to somebody else by then."""
+    try:
+        finish(device, _DEVICE_TIMEOUT_S)
+    except HandoffError as error:
+        raise InvariantError(f"KV was being written into blocks: {error.message}") from None

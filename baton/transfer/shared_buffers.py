@@ -5,6 +5,7 @@ descriptor of an anonymous file, which ends with the processes that have it.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import socket
 import weakref
@@ -15,17 +16,22 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import HandoffError
+from baton.transfer.streams import empty_beside_engine
 
+_NAME = "baton-kv"
 _FILES: dict[int, tuple[int, int]] = {}  # by the address of a host buffer: its file descriptor and its size
+_HANDLES: dict[int, list[Any]] = {}  # by the address of a device buffer that was exported: how it is found
 
 
 def allocate_shared(num_bytes: int, device: torch.device) -> Tensor:
     """A buffer (uint8 [num_bytes]) that `export` takes."""
     if device.type == "cuda":
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    descriptor = os.memfd_create("baton-kv", os.MFD_CLOEXEC)
+        buffer = empty_beside_engine(num_bytes, device)
+        weakref.finalize(buffer, _HANDLES.pop, buffer.data_ptr(), None)
+        return buffer
+    descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
     os.ftruncate(descriptor, num_bytes)
-    buffer = _from_file(os.getpid(), descriptor, num_bytes)
+    buffer = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
     address = buffer.data_ptr()
     _FILES[address] = (descriptor, num_bytes)
     weakref.finalize(buffer, _forget, address)
@@ -36,9 +42,10 @@ def export(buf: Tensor) -> bytes:
     """How another process finds `buf`, the beginning of what `allocate_shared` gave or all of it. Raises
     HandoffError."""
     if buf.device.type == "cuda":
-        storage: Any = buf.untyped_storage()
-        _, *handle = storage._share_cuda_()
-        return _encoded([buf.numel(), buf.storage_offset(), *handle])
+        address = buf.data_ptr()
+        if address not in _HANDLES:
+            _HANDLES[address] = _share(buf)
+        return _encoded([buf.numel(), buf.storage_offset(), *_HANDLES[address]])
     found = _FILES.get(buf.data_ptr())
     if found is None:
         raise HandoffError("the buffer is not in shared memory")
@@ -56,20 +63,39 @@ def map_exported(handle: bytes, device: torch.device) -> Tensor:
             found: Tensor = mapped.set_(storages._new_shared_cuda(device.index or 0, *rest), offset, (size,))
             return found
         pid, descriptor, whole = where
-        return _from_file(pid, descriptor, whole)[:size]
+        return _map_file(f"/proc/{int(pid)}/fd/{int(descriptor)}", int(whole))[:size]
     except (RuntimeError, ValueError, TypeError, OSError) as e:
         raise HandoffError(f"the peer's buffer cannot be mapped: {str(e).splitlines()[0]}") from None
 
 
 def host_identity(device: torch.device) -> bytes:
-    """The same for processes of one host and one kind of memory; a boot and a network name space of it."""
+    """The same for processes of one host, one PID name space, one user and one kind of memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {socket.gethostname()} {device.type}".encode()
+    space = os.readlink("/proc/self/ns/pid")
+    return f"{socket.gethostname()}, boot {boot}, {space}, user {os.getuid()}, KV on {device.type}".encode()
 
 
-def _from_file(pid: int, descriptor: int, size: int) -> Tensor:
-    made: Any = torch.from_file(f"/proc/{pid}/fd/{descriptor}", shared=True, size=size, dtype=torch.uint8)
-    return made  # type: ignore[no-any-return]
+def _share(buf: Tensor) -> list[Any]:
+    """Exports a device buffer, once: torch wraps its storage anew each time. torch would keep its memory until a
+    receiver says that it is done; here the edge's own messages say so, and that count is given back at once."""
+    storage: Any = buf.untyped_storage()
+    storages: Any = torch.UntypedStorage
+    handle: list[Any] = list(storage._share_cuda_()[1:])
+    counter, offset = handle[3], handle[4]
+    storages._release_ipc_counter_cuda(counter, offset)
+    return handle
+
+
+def _map_file(path: str, size: int) -> Tensor:
+    """Nothing but a file of `allocate_shared`, and as long as it is said to be. Raises OSError or ValueError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        if not name.startswith(f"/memfd:{_NAME}") or os.fstat(descriptor).st_size != size:
+            raise ValueError(f"{path} is {name}, not a buffer of {size} bytes")
+        return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+    finally:
+        os.close(descriptor)
 
 
 def _encoded(values: list[Any]) -> bytes:

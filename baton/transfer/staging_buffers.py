@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from baton.transfer.streams import empty_beside_engine
+
 KEPT_SHARE = 4
 
 
@@ -35,7 +37,7 @@ class StagingBuffer:
 
 def plain_buffer(num_bytes: int, device: torch.device) -> Tensor:
     """uint8 [num_bytes]."""
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return empty_beside_engine(num_bytes, device)
 
 
 def pinned_buffer(num_bytes: int, device: torch.device) -> Tensor:

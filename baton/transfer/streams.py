@@ -14,6 +14,8 @@ from torch import Tensor
 
 from baton.core.errors import HandoffError
 
+_STAGING: dict[torch.device, Any] = {}
+"""By device, the stream that staging buffers are allocated on."""
 _POLL_MIN_S, _POLL_MAX_S = 0.00002, 0.001
 
 
@@ -40,6 +42,19 @@ def finish(device: torch.device, timeout_s: float) -> None:
             raise HandoffError(f"{device} did not finish the edge's work within {timeout_s:.1f} s")
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, _POLL_MAX_S)
+
+
+def empty_beside_engine(num_bytes: int, device: torch.device) -> Tensor:
+    """uint8 [num_bytes]. On a GPU its memory never was the engine's: torch gives freed memory away at once, for use on
+    the stream that it was used on, while kernels that write it may still be queued there; and an edge's stream does not
+    follow the engine's."""
+    if device.type != "cuda":
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    stream = _STAGING.get(device)
+    if stream is None:
+        stream = _STAGING[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def used_here(buffer: Tensor) -> None:

@@ -19,6 +19,7 @@ from baton.engine import device as device_module
 from baton.engine.device import choose_dtype
 from baton.engine.kernels import build
 from baton.engine.processors import Draw
+from baton.engine.runner import load_kernels
 from baton.engine.sampler import sample
 from tests.engine.driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
 
@@ -203,3 +204,18 @@ def test_bfloat16_is_deterministic(checkpoint: Callable[..., Path]) -> None:
         run(runner, jobs)
         runs.append(torch.cat([logits for job in jobs for logits in job.logits]))
     assert torch.equal(*runs)
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_memory_bytes": 64 << 10, "max_model_len": 20}])
+def test_the_steps_that_load_a_gpus_kernels_fit_and_sample_in_every_way(
+    checkpoint: Callable[..., Path], options: dict[str, int]
+) -> None:
+    """Only a GPU takes them at load; their plans must fit any model and any pool."""
+    runner = tiny_runner(checkpoint("llama"), kernels="torch", **options)
+    plans = load_kernels(runner)
+    assert [len(runner.step(plan).sampled) for plan in plans] == [1, 2, 1]
+    assert plans[0].rows[0].end == min(128, runner.max_model_len - 2)
+    sampling = plans[1].rows[0].sampling
+    assert (
+        sampling.penalises and sampling.bad_words and sampling.logit_bias and sampling.logprobs and sampling.top_p < 1
+    )

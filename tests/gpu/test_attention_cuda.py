@@ -40,6 +40,30 @@ def test_the_kernel_agrees_with_the_plain_attention(
     assert len(spans) == len(ROWS) and not kernel.workspace.arrived.any()
 
 
+@pytest.mark.skipif(REHEARSAL, reason="torch has FlashAttention on CUDA alone")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "window"), [(32, 8, 128, 0), (32, 8, 128, 7), (8, 1, 80, 0), (4, 4, 96, 20)]
+)
+def test_flash_attention_of_long_rows_agrees_with_the_plain_attention(
+    heads: int, kv_heads: int, head_dim: int, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from baton.engine import attention_triton
+    from baton.engine.attention import FastAttention
+
+    monkeypatch.setattr(attention_triton, "_FLASH_TOKENS", 29)
+    device, dtype = torch.device(DEVICE), torch.bfloat16
+    config = shape(heads, kv_heads, head_dim)
+    queries, keys, values, spans = paged(config, 16, torch.float32)
+    queries, keys, values = (tensor.to(device, dtype) for tensor in (queries, keys, values))
+    kernel = attention_triton.TritonAttention(config, 16, dtype, device)
+    plain = FastAttention(config, 16, len(keys) - 1, dtype, device)
+    prepared = kernel.prepare(spans, window)
+    assert len(prepared.flash) == 2, "rows of 29 and 40 tokens"
+    found = kernel.attend(queries, keys, values, prepared)
+    expected = plain.attend(queries, keys, values, plain.prepare(spans, window))
+    assert torch.allclose(found.float(), expected.float(), rtol=0, atol=2e-2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sums_over_ranks_have_the_bits_of_the_plain_ones(dtype: torch.dtype, ranks: int) -> None:

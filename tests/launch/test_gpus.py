@@ -27,7 +27,8 @@ GPU 1: NVIDIA H100 (UUID: GPU-b)
 
 def test_gpus_are_named_by_the_environment_or_numbered_as_cuda_does() -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, MIG-3"}) == ("2", "MIG-3")
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == ()
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == ()
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1,-1,0"}) == ("1",)
     assert visible_gpus({}, lambda: PLAIN) == ("0", "1")
     assert parse_listing(DIVIDED) == ("MIG-1", "MIG-2", "GPU-b") and parse_listing("No devices found.") == ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from baton.core.errors import HandoffError
-from baton.transfer import ipc, sections
+from baton.transfer import ipc, sections, shared_buffers
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_end import LocalEnd, make_buffers
 from baton.transfer.ipc import IpcEdge
@@ -164,6 +165,54 @@ def test_another_process_maps_what_was_exported_and_nothing_of_it_is_left() -> N
     assert ran.stdout.strip() == str(int(buf[:500].long().sum())), ran.stderr
     before = len(os.listdir("/proc/self/fd"))
     del buf
-    assert len(os.listdir("/proc/self/fd")) == before - 1
+    assert len(os.listdir("/proc/self/fd")) == before - 2, "the descriptor, and that of the mapping"
     with pytest.raises(HandoffError, match="cannot be mapped"):
         map_exported(handle, CPU)
+
+
+def test_what_is_no_buffer_of_ours_is_neither_mapped_nor_changed(tmp_path: Path) -> None:
+    """In another PID name space the same path names another file: it must not be written, nor made longer."""
+    with (tmp_path / "file").open("w+") as other:
+        other.write("abc")
+        other.flush()
+        handle = json.dumps([4096, os.getpid(), other.fileno(), 4096]).encode()
+        with pytest.raises(HandoffError, match="cannot be mapped"):
+            map_exported(handle, CPU)
+    assert (tmp_path / "file").read_text() == "abc"
+    assert os.readlink("/proc/self/ns/pid").encode() in ipc.host_identity(CPU)
+
+
+def test_a_gpus_buffer_is_exported_once_and_torch_keeps_no_count_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch wraps a storage anew with each export, and keeps its memory until a receiver gives its count back."""
+    calls: list[tuple[str, object]] = []
+
+    class Storage:
+        def _share_cuda_(self) -> tuple[object, ...]:
+            calls.append(("share", None))
+            return (0, b"handle", 64, 0, b"counter", 5, b"event", True)
+
+    class Buffer:
+        device = torch.device("cuda", 0)
+
+        def __init__(self, num_bytes: int) -> None:
+            self.num_bytes = num_bytes
+
+        def untyped_storage(self) -> Storage:
+            return Storage()
+
+        def data_ptr(self) -> int:
+            return 4096
+
+        def storage_offset(self) -> int:
+            return 256
+
+        def numel(self) -> int:
+            return self.num_bytes
+
+    release = lambda counter, offset: calls.append(("release", (counter, offset)))  # noqa: E731
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", release, raising=False)
+    monkeypatch.setattr(shared_buffers, "_HANDLES", {})
+    first, second = export(Buffer(10)), export(Buffer(20))  # type: ignore[arg-type]
+    assert calls == [("share", None), ("release", (b"counter", 5))]
+    assert shared_buffers._decoded(second) == [20, 256, b"handle", 64, 0, b"counter", 5, b"event", True]
+    assert shared_buffers._decoded(first)[1:] == shared_buffers._decoded(second)[1:]

@@ -16,12 +16,13 @@ from baton.core.errors import HandoffError
 from baton.engine import parallel
 from baton.transfer import nccl
 from baton.transfer.edge import EdgeSpec
-from baton.transfer.nccl import NEVER, NcclEdge, edge_options, failure_of
+from baton.transfer.nccl import NEVER, NcclEdge, edge_options
 from tests.support.limits import HANG_S
 
 
 class FakeWork:
-    """An operation that is over when its group says so. `exception` is torch 2.13's, or raises as that of 2.11."""
+    """An operation that is over when its group says so. Like torch 2.11's, it can be asked for its error by `wait`
+    alone."""
 
     def __init__(self, group: FakeGroup) -> None:
         self.group, self.waited = group, False
@@ -31,14 +32,14 @@ class FakeWork:
         return self.group.done
 
     def exception(self) -> Exception | None:
-        if self.group.torch_2_11:
-            raise TypeError("Unregistered type : std::exception_ptr")
-        return self.group.error
+        raise TypeError("Unregistered type : std::exception_ptr")
 
     def is_success(self) -> bool:
-        return self.group.error is None
+        raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
 
     def wait(self) -> bool:
+        if self.group.error is not None:
+            raise self.group.error
         self.waited = True
         return True
 
@@ -48,7 +49,7 @@ class FakeGroup:
 
     def __init__(self, wires: list[Tensor]) -> None:
         self.wires, self.launched, self.works = wires, [], []
-        self.done, self.error, self.torch_2_11 = True, None, False
+        self.done, self.error = True, None
         self.polled: list[bool] = []
         self.aborting, self.aborted_by = threading.Event(), ""
 
@@ -103,12 +104,12 @@ def test_all_sections_and_one_message_of_their_words_are_queued_before_anything_
     assert all(work.waited for work in into.works), "the thread's stream follows what arrived"
 
 
-@pytest.mark.parametrize("torch_2_11", [True, False])
 @pytest.mark.parametrize("error", [None, RuntimeError("NCCL error: remote process exited")])
-def test_a_failed_operation_is_found_with_every_torch(torch_2_11: bool, error: Exception | None) -> None:
-    """`Work.exception` raises TypeError before torch 2.13, whether something failed or not."""
+def test_a_failed_operation_is_found_with_every_torch(error: Exception | None) -> None:
+    """`Work.exception` raises TypeError before torch 2.13, and `is_success` of NCCL's always raises, whether something
+    failed or not."""
     made, group = edge()
-    group.torch_2_11, group.error = torch_2_11, error
+    group.error = error
     if error is None:
         made.send(torch.zeros(4, dtype=torch.uint8), 1)
         return
@@ -117,12 +118,6 @@ def test_a_failed_operation_is_found_with_every_torch(torch_2_11: bool, error: E
     assert group.aborting.is_set()
     with pytest.raises(HandoffError, match="has ended"):
         made.send(torch.zeros(4, dtype=torch.uint8), 1)
-
-
-def test_a_real_work_of_this_torch_says_whether_it_failed() -> None:
-    from torch._C._distributed_c10d import FakeWork as Real  # type: ignore[attr-defined]
-
-    assert failure_of(Real()) == ""
 
 
 def test_an_abort_is_seen_before_completion_is_asked_for_and_carried_out_by_the_edges_thread() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.core.errors import HandoffError
+from baton.core.errors import HandoffError, InvariantError
 from baton.engine.step_marks import StepMarks
 from baton.transfer import sections, streams
 from baton.transfer.sections import Packing, Storing
@@ -151,3 +151,44 @@ def test_an_edges_thread_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch
         assert entered == [cuda, ("stream of", cuda)]
     with streams.own_stream(torch.device("cpu")):
         assert len(entered) == 2
+
+
+def test_a_device_that_hangs_while_blocks_are_written_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is queued may be written when the blocks belong to another sequence."""
+    device = Device(monkeypatch)
+    calls = []
+
+    def hang_later(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise HandoffError("cuda:0 did not finish")
+
+    monkeypatch.setattr(sections, "finish", hang_later)
+    device.move()
+    with pytest.raises(InvariantError, match="KV was being written into blocks: cuda:0 did not finish"):
+        device.storing.result()
+
+
+def test_staging_buffers_are_never_memory_that_the_engine_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives freed memory away on the stream that it was used on: buffers have a stream of their own."""
+    from contextlib import contextmanager
+
+    from baton.transfer.staging_buffers import plain_buffer
+
+    current = ["engine"]
+    made: list[tuple[str, int]] = []
+
+    @contextmanager
+    def stream(what: Any) -> Any:
+        current.append(what)
+        yield
+        current.pop()
+
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(streams, "_STAGING", {})
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"staging of {device}")
+    monkeypatch.setattr(streams.torch, "empty", lambda size, **_: made.append((current[-1], size)))
+    plain_buffer(10, cuda)
+    plain_buffer(20, cuda)
+    assert made == [("staging of cuda:0", 10), ("staging of cuda:0", 20)] and len(streams._STAGING) == 1

@@ -123,7 +123,7 @@ def _of_key(row_ptr, vocab, floor, BLOCK: tl.constexpr):
     return found, tl.sum(count, 0)
 
 
-@triton.jit(do_not_specialize=["vocab", "stride"])
+@triton.jit(do_not_specialize=["logits_ptr", "vocab", "stride"])
 def _choose(logits_ptr, draws_ptr, token_ptr, stride, vocab, cut, part, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     row_ptr, draw_ptr = logits_ptr + row * stride, draws_ptr + row * 8
