@@ -255,3 +255,17 @@ async def test_a_burst_of_connections_does_not_use_up_the_files(
             for client in clients:
                 client.close()
     assert not [r for r in caplog.records if "out of system resource" in r.message]
+
+
+async def test_a_stream_whose_tokens_come_slowly_is_not_cut(text_model: TextModel) -> None:
+    """The limit for a client that takes nothing counts while something is written to it, not between two tokens."""
+    first, second = say("a", "b")
+    generator = FakeGenerator([first, 0.8, second])
+    app = create_app(generator, text_model, HttpSettings("tiny", send_timeout_s=0.3))
+    async with running(app) as server:
+        client = await RawClient.connect(server)
+        await client.post("/v1/completions", {"model": "tiny", "prompt": "hi", "stream": True})
+        async with asyncio.timeout(10):
+            assert b"200 OK" in await client.reader.readuntil(b"\r\n\r\n")
+            assert await client.reader.readuntil(b"[DONE]")
+        await client.close()

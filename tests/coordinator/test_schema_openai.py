@@ -235,3 +235,12 @@ async def test_the_client_retries_what_is_worth_it(
     with pytest.raises(openai.InternalServerError):
         await api.with_options(max_retries=1).completions.create(model="tiny", prompt="a")
     assert len(generator.submissions) == calls
+
+
+@pytest.mark.parametrize(("given", "scored"), [({}, 2), ({"prompt_logprobs": 0}, 0), ({"prompt_logprobs": 5}, 5)])
+async def test_echo_scores_the_prompt_as_the_output_unless_the_request_says_otherwise(
+    client: httpx.AsyncClient, generator: FakeGenerator, given: dict[str, int], scored: int
+) -> None:
+    body = {"prompt": [5, 6], "logprobs": 2, "echo": True, "max_tokens": 1, **given}
+    await client.post(COMPLETIONS, json=body)
+    assert generator.submissions[-1].sampling.prompt_logprobs == scored

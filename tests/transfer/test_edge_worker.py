@@ -277,3 +277,15 @@ async def test_the_event_loop_runs_on_while_an_edge_is_busy(spec: MakeSpec) -> N
     print(f"{ticks} ticks, longest {longest_s * 1e3:.1f} ms")
     assert while_blocked > 5  # a loop that the receive held would have had none
     assert await prefill.close() and await decode.close()
+
+
+async def test_a_queued_job_has_the_time_of_those_before_it_as_well() -> None:
+    worker, gate = EdgeWorker(SPEC, FakeEdge, grace_s=0.05), threading.Event()
+    first = asyncio.create_task(worker.run(lambda: gate.wait(HANG_S), HANG_S))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(worker.run(lambda: "second", 0.05))
+    await asyncio.sleep(0.4)
+    assert not second.done(), "its own limit has passed, but not that of the job in front of it"
+    gate.set()
+    assert await second == "second" and await first and worker.dead is None
+    assert await worker.close()
