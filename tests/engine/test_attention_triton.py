@@ -170,3 +170,12 @@ def test_long_rows_are_gathered_for_flash_attention_where_torch_has_it(monkeypat
         expected = plain.attend(queries, keys, values, plain.prepare(spans, window))
         assert torch.allclose(found, expected, rtol=0, atol=1e-5)
     assert calls == [40, 29] * 2
+
+
+def test_a_long_prompt_needs_no_memory_for_partial_results_and_its_short_tail_is_divided() -> None:
+    """8,192 tokens at 131,072 would take 17 GB for the results of splits; 20 tokens there keep 10 programs busy."""
+    kernel, blocks = triton_attention(shape(32, 8, 128), 16), tuple([0] * 8192)
+    (tiles,) = kernel.prepare([Span(0, 131_072 - 8192, 131_072, blocks)], 0).tiles
+    assert tiles.splits == 1 and tiles.split_tokens > 131_072
+    (tail,) = kernel.prepare([Span(0, 131_072 - 20, 131_072, blocks)], 0).tiles
+    assert len(tail.row) == 3 and tail.splits * tail.split_tokens >= 131_072 and tail.splits >= 128

@@ -120,6 +120,11 @@ def test_shapes_are_rounded_up_to_those_that_were_captured(twins: Twins) -> None
     assert all(found in twins.graphs._captured for found in twins.graphs.shapes())
 
 
+def test_all_shapes_write_their_logits_into_one_buffer(twins: Twins) -> None:
+    found = {captured.replay().untyped_storage().data_ptr() for captured in twins.graphs._captured.values()}
+    assert len(found) == 1 and len(twins.graphs._captured) == len(twins.graphs.shapes()) > 2
+
+
 @pytest.mark.parametrize("rows", [1, 2, 64, 256])
 @pytest.mark.parametrize("longest", [4096, 8192, 131072])
 def test_every_context_has_its_captured_shape(rows: int, longest: int) -> None:
