@@ -125,7 +125,8 @@ async def test_workers_join_and_leave_under_load(tmp_path: Path, model: Path) ->
 
 async def test_a_decode_worker_finishes_what_runs_before_it_leaves(tmp_path: Path, model: Path) -> None:
     async with elastic(tmp_path, model, "p0", "d0") as e:
-        readers = [e.submit(f"r{n}", 300) for n in range(3)]
+        # Long enough that they still run when the state is looked at, however late that is.
+        readers = [e.submit(f"r{n}", 1200) for n in range(3)]
         for reader in readers:
             await reader.got(5)
         job = e.jobs.jobs["d0"]
@@ -133,7 +134,7 @@ async def test_a_decode_worker_finishes_what_runs_before_it_leaves(tmp_path: Pat
         await e.state("draining", "d0")
         assert (await e.b.submit("late").failed()).code == "no_decode_worker"
         for reader in readers:
-            assert len(await reader.done(60.0)) == 300
+            assert len(await reader.done(60.0)) == 1200
         assert await job.ends() == 0, job.log
         assert e.b.state("d0") == "forgotten"
 
