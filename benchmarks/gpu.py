@@ -207,7 +207,7 @@ def main() -> int:
     shown = " ".join(word for word in sys.argv[1:] if word.startswith("--") or word.isdigit())
     report.line(f"# {'A rehearsal on CPU of the first run' if arguments.rehearse else 'The first run'} on a GPU\n")
     report.line(
-        f"Commit {commit()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC, {platform.platform()}.\n"
+        f"Commit {commit()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}.\n"
     )
     report.line(f"    python benchmarks/gpu.py {shown}".rstrip())
     environment = dict(os.environ)
