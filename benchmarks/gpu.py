@@ -206,9 +206,9 @@ def main() -> int:
     report = Report(arguments.out or (REHEARSAL_OUT if arguments.rehearse else OUT))
     shown = " ".join(word for word in sys.argv[1:] if word.startswith("--") or word.isdigit())
     report.line(f"# {'A rehearsal on CPU of the first run' if arguments.rehearse else 'The first run'} on a GPU\n")
-    report.line(
-        f"Commit {commit()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}.\n"
-    )
+    when = datetime.datetime.now(datetime.UTC)
+    machine = f"{platform.system()} {platform.machine()}"
+    report.line(f"Commit {commit()}, {when:%Y-%m-%d %H:%M} UTC, {machine}.\n")
     report.line(f"    python benchmarks/gpu.py {shown}".rstrip())
     environment = dict(os.environ)
     # Kernels that one stage has compiled need not be compiled by the next, nor by the same stage when it is run again.
