@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 
 from baton.core.model_config import ModelConfig
@@ -33,7 +34,7 @@ UNSPLIT = 1 << 30
 def split_plan(programs: int, longest: int) -> tuple[int, int]:
     """(splits, tokens of a split) for `programs` tiles x KV heads whose longest row has `longest` keys. Few programs
     take short splits, so that the GPU is busy; many take long ones, so that little is joined."""
-    tokens = min(max(_power_of_two(8 * programs), _LEAST_SPLIT), _MOST_SPLIT)
+    tokens = min(max(triton.next_power_of_2(8 * programs), _LEAST_SPLIT), _MOST_SPLIT)
     return -(-longest // tokens), tokens
 
 
@@ -124,7 +125,3 @@ class TritonAttention:
         few = queries == self._short_tile or programs < _PROGRAMS // 4  # else tiles of long rows keep the GPU busy
         plan = split_plan(programs, longest) if few else (1, UNSPLIT)
         return Tiles(row, offset, first, start, length, blocks.view(len(spans), width), *plan, queries)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from baton.engine.attention_triton import Prepared, TritonAttention, split_buckets, split_plan
@@ -77,7 +78,7 @@ class DecodeGraphs:
         self._block_size = kv.layout.block_size
         self._max_positions = max_positions
         self._lengths = tuple(sorted(lengths))
-        self._row_limit = min(_power_of_two(max_rows), MAX_ROWS)
+        self._row_limit: int = min(triton.next_power_of_2(max_rows), MAX_ROWS)
         self._device = kv.storage[0][0].device
         self._captured: dict[Shape, Captured] = {}
         self._logits: Tensor | None = None
@@ -130,7 +131,7 @@ class DecodeGraphs:
             return None
         longest = int(lengths.max())
         length = next((known for known in self._lengths if known >= longest), 0)
-        rows = _power_of_two(len(lengths))
+        rows = triton.next_power_of_2(len(lengths))
         if not length or rows > self._most_rows(length):
             return None
         programs = rows * self._attention.kv_heads
@@ -139,9 +140,9 @@ class DecodeGraphs:
         return Shape(rows, length, splits)
 
     def _most_rows(self, length: int) -> int:
-        return (
-            self._row_limit if length == 1 else min(self._row_limit, _power_of_two(MAX_LONG_TOKENS // length + 1) // 2)
-        )
+        """A power of two."""
+        most = 1 << ((MAX_LONG_TOKENS // length).bit_length() - 1)
+        return self._row_limit if length == 1 else min(self._row_limit, most)
 
     def _width(self, shape: Shape) -> int:
         """Blocks of a table: enough for what the splits of the shape reach."""
@@ -234,7 +235,3 @@ class DecodeGraphs:
             )
 
         return step, (number, offset, first, steps, everything, tiles, self._attention.workspace, logits)
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()

@@ -115,14 +115,16 @@ def marks_of(device: torch.device) -> NewMark:
 
 def default_kv_bytes(device: torch.device, local_size: int = 1, gpu_share: float = 0.0) -> int:
     """For one of a worker's `local_size` ranks on this machine. CPU: its part of an eighth of the machine's memory, or
-    of 4 GiB if that is less (pages are taken from the system only as blocks are used). CUDA: 85 % of the rank's
-    `gpu_share` of the GPU less what this process has there already, and at most 85 % of what is free; a share of 0 is
-    all of it, divided among the worker's ranks on the same GPU. Raises StartupError where weights fill the share."""
+    of 4 GiB if that is less (pages are taken from the system only as blocks are used). CUDA: 85 % of what is free; of a
+    `gpu_share` below 1 also at most 85 % of the share less what this process has there already. A share of 0 is even
+    parts for the worker's ranks on the same GPU. Raises StartupError where weights fill a share below 1."""
     if device.type != "cuda":
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min(_CPU_KV_BYTES, int(physical * _CPU_KV_SHARE)) // local_size
     share = gpu_share or 1.0 / -(-local_size // torch.cuda.device_count())
     free, total = torch.cuda.mem_get_info(device)
+    if share == 1.0:
+        return int(free * _CUDA_KV_SHARE)
     mine = torch.cuda.memory_reserved(device)
     left = int(total * share * _CUDA_KV_SHARE) - mine
     if left <= 0:
@@ -130,4 +132,4 @@ def default_kv_bytes(device: torch.device, local_size: int = 1, gpu_share: float
             f"{device}: weights take {mine / 2**30:.1f} GiB of this rank's share of {total * share / 2**30:.1f} GiB;"
             " give it more with --gpu-share, or a GPU of its own"
         )
-    return left if share < 1.0 and left < free else int(free * _CUDA_KV_SHARE)
+    return min(left, int(free * _CUDA_KV_SHARE))

@@ -375,8 +375,8 @@ def _warm_up(runner: Runner) -> None:
 def load_kernels(runner: Runner) -> list[StepPlan]:
     """Steps of every kind of a first request, for a GPU: it loads a kernel when it is first used, and may stop for that
     until a receive that somebody has posted is served. A long row, and draws that use every way of changing logits."""
-    blocks, length = tuple(range(runner.num_blocks)), min(_LONG_ROW, runner.max_model_len - 2)
-    reach = min(len(blocks), runner.layout.blocks_for(length + 2))
+    length = max(min(_LONG_ROW, runner.max_model_len - 2), 1)
+    blocks = tuple(range(min(runner.num_blocks, runner.layout.blocks_for(length + 2))))
     sampling = SamplingParams(
         temperature=0.8,
         top_p=0.9,
@@ -388,10 +388,10 @@ def load_kernels(runner: Runner) -> list[StepPlan]:
         bad_words=((1,),),
         logprobs=1,
     )
-    long = Row(SequenceId("warm-up"), 0, (0,) * length, blocks[:reach], SamplingParams(), 1)
+    long = Row(SequenceId("warm-up"), 0, (0,) * length, blocks, SamplingParams(), 1)
     history = History((0,) * length, (0,), ())
-    drawn = Row(SequenceId("warm-up"), length, (0,), blocks[:reach], sampling, 1, 1, history)
-    greedy = Row(SequenceId("other"), length, (0,), blocks[:reach], SamplingParams(temperature=0.0), 1, 1)
+    drawn = Row(SequenceId("warm-up"), length, (0,), blocks, sampling, 1, 1, history)
+    greedy = Row(SequenceId("other"), length, (0,), blocks, SamplingParams(temperature=0.0), 1, 1)
     return [StepPlan(0, (long,)), StepPlan(0, (drawn, greedy)), StepPlan(0, (greedy,))]
 
 

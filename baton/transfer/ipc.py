@@ -84,7 +84,6 @@ class IpcEdge:
         deadline = time.monotonic() + timeout_s
         sections = cut_buffer(self.spec, buf, ends)
         records, start = torch.empty(len(sections) * _RECORD, dtype=torch.uint8), 0
-        words: list[Word] = []
 
         def copy(index: int, word: Word) -> None:
             nonlocal start
@@ -96,7 +95,6 @@ class IpcEdge:
                 word = torch.tensor([signed], dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
             if arrived is not None:
                 arrived(index, word)
-            words.append(word)
 
         self._control.recv(records, timeout_s, on_posted, _ends(len(sections)), copy)
         finish(self._device, max(deadline - time.monotonic(), 0.01))

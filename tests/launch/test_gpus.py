@@ -65,6 +65,7 @@ GIB = 1 << 30
     ("free", "mine", "local_size", "share", "kv"),
     [
         (124, 16, 1, 0.0, 0.85 * 124),  # alone: of what is free
+        (10, 130, 1, 0.0, 0.85 * 10),  # alone, and nearly filled by weights
         (124, 16, 1, 0.5, 0.85 * 70 - 16),  # the first of two workers
         (60, 16, 1, 0.5, 0.85 * 70 - 16),  # the second one, once the first has what it takes
         (20, 16, 1, 0.5, 0.85 * 20),  # somebody else is there, too

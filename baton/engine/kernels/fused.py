@@ -53,7 +53,7 @@ class FusedHeads:
     """See layers.Heads; `turn` is the positions, int64 [T]. `rotary` has the angles of all positions."""
 
     def __init__(self, config: ModelConfig, norms: tuple[FusedNorm, FusedNorm] | None, rotary: Rotary) -> None:
-        self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._norms, self._tables = norms, rotary.tables
 
     def __call__(self, qkv: Tensor, turn: Tensor, cache: tuple[Tensor, Tensor], slots: Tensor) -> Tensor:
