@@ -89,8 +89,9 @@ class TritonAttention:
 
     def prepare(self, spans: Sequence[Span], window: int) -> Prepared:
         short = [span for span in spans if span.length <= self._short_tile]
-        flash = [span for span in spans if self._flash and span.length >= _FLASH_TOKENS]
-        long = [span for span in spans if span.length > self._short_tile and span not in flash]
+        most = _FLASH_TOKENS if self._flash else UNSPLIT  # longer rows are FlashAttention's
+        long = [span for span in spans if self._short_tile < span.length < most]
+        flash = [span for span in spans if span.length >= most]
         kinds = ((short, self._short_tile), (long, self._long_tile))
         tiles = tuple(self._tiles(rows, queries) for rows, queries in kinds if rows)
         return Prepared(tiles, tuple(FlashRow.of(span, self._block_size, self._device) for span in flash), window)

@@ -162,7 +162,7 @@ def _choose(logits_ptr, draws_ptr, token_ptr, stride, vocab, cut, part, BLOCK: t
             above, _ = _above(row_ptr, vocab, floor, peak, temperature, BLOCK)
             ties = top_k - above
         if top_p < 1.0:
-            _, total = _above(row_ptr, vocab, floor, peak, temperature, BLOCK)
+            staying, total = _above(row_ptr, vocab, floor, peak, temperature, BLOCK)
             if ties > 0:
                 at_floor = _value(floor)
                 total += ties.to(tl.float64) * tl.exp((at_floor - peak) / temperature)
@@ -173,7 +173,7 @@ def _choose(logits_ptr, draws_ptr, token_ptr, stride, vocab, cut, part, BLOCK: t
             last, have = _of_key(row_ptr, vocab, last, BLOCK)
             if last == floor:
                 have = tl.minimum(have, ties)
-            _, before = _above(row_ptr, vocab, last, peak, temperature, BLOCK)
+            above_last, before = _above(row_ptr, vocab, last, peak, temperature, BLOCK)
             weight = tl.exp((_value(last) - peak) / temperature)
             kept = tl.zeros([], tl.int64) + 1
             while (kept < have) & (before + kept.to(tl.float64) * weight < bound):
@@ -182,8 +182,6 @@ def _choose(logits_ptr, draws_ptr, token_ptr, stride, vocab, cut, part, BLOCK: t
             beyond = before + kept.to(tl.float64) * weight
             near += (tl.abs(below - bound) <= cut * total).to(tl.int32)
             # Another token behind the last one that stays would begin at `beyond`.
-            staying, _ = _above(row_ptr, vocab, floor, peak, temperature, BLOCK)
-            above_last, _ = _above(row_ptr, vocab, last, peak, temperature, BLOCK)
             more = above_last + kept < staying + ties
             near += (more & (tl.abs(beyond - bound) <= cut * total)).to(tl.int32)
             floor, ties = last, kept
