@@ -1,16 +1,23 @@
-"""The service that workers dial."""
+"""The service that workers dial. A session: the worker sends Join, a Welcome or a refusal goes back; then commands go
+down and events come up until the stream breaks. A worker that redials within its lease goes on where it was."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+
 import grpc.aio
 
-from baton.core.errors import BatonError, JoinRefused
+from baton.core.commands import Join
+from baton.core.errors import BatonError, InvariantError, JoinRefused
 from baton.core.names import host_port
 from baton.rpc.ports import open_port
 from baton.rpc.status import grpc_code
-from baton.rpc.streams import SERVER_OPTIONS, serve_stream
+from baton.rpc.streams import SERVER_OPTIONS, LinkLost, MessageStream, serve_stream
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from coordinator.cluster import Cluster
+
+log = logging.getLogger("baton.coordinator")
 
 
 class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
@@ -18,20 +25,48 @@ class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
         self._cluster = cluster
 
     async def Session(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
-        await serve_stream(context, worker_pb2.SessionResponse, self._cluster.members.session)
+        await serve_stream(context, worker_pb2.SessionResponse, self._session)
 
     async def DrainWorker(
         self, request: worker_pb2.DrainWorkerRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.DrainWorkerResponse:
-        members = self._cluster.members
+        cluster = self._cluster
         try:
-            members.check_token(request.token, "drain")
-            members.drain(request.worker_id, max(request.timeout_ms, 0) / 1000)
+            cluster.check_token(request.token, "drain")
+            cluster.drain_worker(request.worker_id, max(request.timeout_ms, 0) / 1000)
         except BatonError as e:
             if isinstance(e, JoinRefused):
-                members.joins_refused[e.param or ""] += 1
+                cluster.joins_refused[e.param or ""] += 1
             await context.abort(grpc_code(e), e.message)
         return worker_pb2.DrainWorkerResponse()
+
+    async def _session(self, stream: MessageStream, first: object) -> None:
+        """Runs the session of one worker to its end. Raises as Cluster.join does."""
+        if not isinstance(first, Join):
+            raise InvariantError(f"a session begins with a join, not {type(first).__name__}")
+        cluster, worker, incarnation = self._cluster, first.worker_id, first.incarnation
+        queue = cluster.join(first)
+
+        def ended() -> None:
+            cluster.session_ended(worker, incarnation, queue, stream.ended or "ended here")
+
+        async def pump() -> None:
+            try:
+                while True:
+                    await stream.send(await queue.get())
+            except Exception as e:
+                if not isinstance(e, LinkLost):
+                    log.exception("commands to %s", worker)
+            ended()  # its events may still arrive, but no command reaches it: it has to redial
+
+        sender: asyncio.Task[None] = asyncio.create_task(pump(), name=f"commands to {worker}")
+        try:
+            while (message := await stream.receive()) is not None and cluster.is_current(worker, queue):
+                if not cluster.on_message(worker, incarnation, message):
+                    break
+        finally:
+            sender.cancel()
+            ended()
 
 
 async def serve_control(cluster: Cluster, host: str, port: int) -> tuple[grpc.aio.Server, int]:
@@ -44,5 +79,5 @@ async def serve_control(cluster: Cluster, host: str, port: int) -> tuple[grpc.ai
     worker_pb2_grpc.add_WorkerControlServicer_to_server(_Servicer(cluster), server)
     bound = open_port(server, host, port, "control", "--control-port")
     await server.start()
-    cluster.members.address = host_port(host, bound)
+    cluster.address = host_port(host, bound)
     return server, bound

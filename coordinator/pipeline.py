@@ -23,10 +23,10 @@ from dataclasses import replace
 
 from baton.core.errors import DeadlineExceeded
 from baton.core.request import GenerateRequest
-from coordinator.cluster import Cluster
-from coordinator.live import Live
+from coordinator.cluster import Cluster, InFlight
 from coordinator.merged import merged
-from coordinator.submission import Delta, Submission, Usage
+from coordinator.policy.requests import Request, Stage
+from coordinator.submission import Delta, Submission, Timeline, Usage
 from coordinator.text_stream import TextStream, Vocabulary
 
 
@@ -51,51 +51,54 @@ class Pipeline:
         finally:
             self._cluster.forget(first)
 
-    def _others(self, submission: Submission, first: Live) -> Iterator[AsyncGenerator[Delta, None]]:
+    def _others(self, submission: Submission, first: InFlight) -> Iterator[AsyncGenerator[Delta, None]]:
         """Choices 1 and on."""
 
         async def begin(choice: int) -> AsyncGenerator[Delta, None]:
-            while not (first.over or first.settled or (first.handed_over and first.journal.tokens)):
-                first.fresh.clear()
-                async with asyncio.timeout(max(0.0, first.deadline_at - time.monotonic()) + 1.0):
-                    await first.fresh.wait()
-            if first.error is not None:
-                raise first.error
-            remaining = first.deadline_at - time.monotonic()
-            live = self._cluster.admit(replace(_request(submission, choice), deadline_s=remaining))
+            request = first.request
+            while not request.ended and not (request.stage is Stage.DECODE and request.journal.tokens):
+                first.changed.clear()
+                async with asyncio.timeout(max(0.0, request.deadline_at - time.monotonic()) + 1.0):
+                    await first.changed.wait()
+            if request.error is not None:
+                raise request.error
+            remaining = request.deadline_at - time.monotonic()
+            other = self._cluster.admit(replace(_request(submission, choice), deadline_s=remaining))
             try:
-                async with aclosing(self._choice(submission, live)) as deltas:
+                async with aclosing(self._choice(submission, other)) as deltas:
                     async for delta in deltas:
                         yield replace(delta, choice=choice)
             finally:
-                self._cluster.forget(live)
+                self._cluster.forget(other)
 
         return (begin(choice) for choice in range(1, submission.n))
 
-    async def _choice(self, submission: Submission, live: Live) -> AsyncGenerator[Delta, None]:
+    async def _choice(self, submission: Submission, in_flight: InFlight) -> AsyncGenerator[Delta, None]:
         reason = "the client left"
         # One timer for the whole choice, not one for each wait: waits are as many as steps.
-        late = asyncio.get_running_loop().call_later(live.deadline_at - time.monotonic(), live.expire)
+        remaining = in_flight.request.deadline_at - time.monotonic()
+        timer = asyncio.get_running_loop().call_later(remaining, in_flight.expire)
         try:
-            async for delta in self._deltas(live, self._text(submission)):
+            async for delta in self._deltas(in_flight, self._text(submission)):
                 if delta.finish_reason is not None:
                     reason = "done"
                     # Everything is known: free both pools before the client has read the last delta.
-                    self._cluster.end(live, "stop string" if isinstance(delta.stop_reason, str) else reason)
+                    self._cluster.end(in_flight, "stop string" if isinstance(delta.stop_reason, str) else reason)
                 yield delta
         except DeadlineExceeded:
             reason = "deadline"
             raise
         finally:
-            late.cancel()
-            self._cluster.end(live, reason)
+            timer.cancel()
+            self._cluster.end(in_flight, reason)
 
-    async def _deltas(self, live: Live, text: TextStream) -> AsyncGenerator[Delta, None]:
-        journal, read = live.journal, 0
+    async def _deltas(self, in_flight: InFlight, text: TextStream) -> AsyncGenerator[Delta, None]:
+        request, read = in_flight.request, 0
+        journal = request.journal
         while True:
-            await self._wait(live, read)
-            if live.error is not None and read == journal.next_index:
-                raise live.error
+            await self._wait(in_flight, read)
+            if request.error is not None and read == journal.next_index:
+                raise request.error
             fresh = tuple(journal.tokens[read:])
             ends = journal.finish == "stop"
             piece = text.push(fresh[:-1] if ends else fresh)  # the token that ends a choice is no part of its text
@@ -108,53 +111,42 @@ class Pipeline:
             )
             read += len(tokens)
             if piece.stopped is not None:
-                yield self._last(live, delta, read, piece.stopped)
+                yield _last(request, delta, read, piece.stopped)
                 return
             if journal.finish is not None and read == journal.next_index:
                 rest = text.finish()
-                yield self._last(live, replace(delta, text=piece.text + rest), read, text.stopped)
+                yield _last(request, replace(delta, text=piece.text + rest), read, text.stopped)
                 return
             yield delta
 
     def _text(self, submission: Submission) -> TextStream:
         return TextStream(self._vocabulary, submission.stop, submission.sampling.min_tokens)
 
-    async def _wait(self, live: Live, read: int) -> None:
+    async def _wait(self, in_flight: InFlight, read: int) -> None:
         """Until there is something new, or the deadline. The first time also for the prompt's log-probabilities, if
-        asked for: they come from prefill, perhaps after decode has spoken.
+        asked for: they come from prefill, perhaps after the tokens of decode.
 
         Raises:
             DeadlineExceeded: names the stage.
         """
-        journal = live.journal
-        scores = read == 0 and live.request.sampling.prompt_logprobs is not None
-        while live.error is None and (journal.next_index == read or (scores and journal.prompt_logprobs is None)):
-            if live.expired:
-                raise live.late()
-            live.fresh.clear()
-            await live.fresh.wait()  # `_choice` has it set at the deadline
-
-    def _last(self, live: Live, delta: Delta, total: int, stopped: str | None) -> Delta:
-        finish = live.journal.finish if stopped is None else "stop"
-        reason: str | int | None = stopped
-        last = live.journal.tokens[-1]
-        if stopped is None and finish == "stop" and last in live.request.sampling.stop_token_ids:
-            reason = last
-        prompt_tokens = len(live.request.prompt)
-        cached = min(live.cached_tokens, prompt_tokens)
-        usage = Usage(prompt_tokens, completion_tokens=total, cached_tokens=cached, speculation=live.speculation)
-        return replace(delta, finish_reason=finish, stop_reason=reason, usage=usage, timeline=live.timeline())
+        request, journal = in_flight.request, in_flight.request.journal
+        scores = read == 0 and request.request.sampling.prompt_logprobs is not None
+        while request.error is None and (journal.next_index == read or (scores and journal.prompt_logprobs is None)):
+            if in_flight.expired:
+                raise request.late()
+            in_flight.changed.clear()
+            await in_flight.changed.wait()  # `_choice` has it set at the deadline
 
     def ready(self) -> tuple[bool, str]:
-        if self._cluster.draining:
+        if self._cluster.requests.draining:
             return False, "draining"
-        missing = self._cluster.dispatcher.missing_pool()
+        missing = self._cluster.requests.dispatcher.missing_role()
         return (True, "ready") if missing is None else (False, f"no {missing} worker is ready")
 
     def workers(self) -> dict[str, object]:
-        members = self._cluster.members
-        table = members.registry.table(members.now())
-        return {"workers": table, "control": members.address, "joins_refused": dict(members.joins_refused)}
+        cluster = self._cluster
+        rows = [worker.row(cluster.lease_now()) for worker in cluster.workers.all()]
+        return {"workers": rows, "control": cluster.address, "joins_refused": dict(cluster.joins_refused)}
 
 
 def _request(submission: Submission, choice: int) -> GenerateRequest:
@@ -171,4 +163,32 @@ def _request(submission: Submission, choice: int) -> GenerateRequest:
         tenant=submission.tenant,
         priority=submission.priority,
         cache_salt=submission.cache_salt,
+    )
+
+
+def _last(r: Request, delta: Delta, total: int, stopped: str | None) -> Delta:
+    """The last delta of a choice of `total` tokens; `stopped` is the stop string that ended it, if one did."""
+    finish = r.journal.finish if stopped is None else "stop"
+    reason: str | int | None = stopped
+    last = r.journal.tokens[-1]
+    if stopped is None and finish == "stop" and last in r.request.sampling.stop_token_ids:
+        reason = last
+    prompt_tokens = len(r.request.prompt)
+    cached = min(r.cached_tokens, prompt_tokens)
+    usage = Usage(prompt_tokens, completion_tokens=total, cached_tokens=cached, speculation=r.speculation)
+    return replace(delta, finish_reason=finish, stop_reason=reason, usage=usage, timeline=_timeline(r))
+
+
+def _timeline(r: Request) -> Timeline:
+    s = r.all_stamps()
+    return Timeline(
+        queue_s=r.queued_s + s.queue_s,
+        prefill_s=s.prefill_s,
+        reserve_s=s.reserve_s,
+        transfer_s=s.transfer_s,
+        decode_queue_s=s.decode_queue_s,
+        decode_s=s.decode_s,
+        first_token_s=r.first_token_at - r.started_at if r.first_token_at else 0.0,
+        prefill_worker=r.prefill_worker,
+        decode_worker=r.decode_worker,
     )

@@ -23,7 +23,7 @@ from coordinator.grpc_service import PublicServer
 from coordinator.http import HttpSettings, create_app
 from coordinator.http_server import allow_connections, serve
 from coordinator.pipeline import Pipeline
-from coordinator.policy.own_model import OwnModel
+from coordinator.policy.joining import OwnModel
 from coordinator.text import TextModel
 from coordinator.translate import Translator
 
@@ -45,7 +45,9 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     if text.ignored_defaults:
         log.warning("generation_config asks for what is not served, so it is ignored: %s", text.ignored_defaults)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # one line per malformed request is for its sender
-    cluster = Cluster(config.lease_s, config.max_queued_requests, config.max_queued_tokens, own_model, token)
+    cluster = Cluster(
+        config.lease_s, config.max_queued_requests, config.max_queued_tokens, own_model, token, config.hold_s
+    )
     pipeline = Pipeline(cluster, text.vocabulary)
     max_body_bytes = round(config.max_body_mib * (1 << 20))
 

@@ -70,6 +70,7 @@ class UpConfig:
     start_timeout_s: float = option(900.0, "longest the cluster may take to become ready", low=1)
     request_timeout_s: float = option(600.0, "longest a request may take in all", low=0.1)
     lease_s: float = option(3.0, "silence after which a worker counts as lost", low=0.2)
+    hold_s: float = option(30.0, "longest accepted requests wait while no worker can serve them", low=0)
     max_queued_requests: int = option(1024, "requests that may wait before callers get 503", low=1)
     max_queued_tokens: int = option(1 << 20, "prompt tokens that may wait before callers get 503", low=1)
     max_body_mib: float = option(4.0, "largest request body", low=0.001)
@@ -107,6 +108,7 @@ COORDINATOR_FIELDS = (
     "drain_timeout_s",
     "request_timeout_s",
     "lease_s",
+    "hold_s",
     "max_queued_requests",
     "max_queued_tokens",
     "max_body_mib",

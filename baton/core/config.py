@@ -118,6 +118,7 @@ class CoordinatorConfig:
     max_queued_tokens: int = option(1 << 20, "prompt tokens that may wait before callers get 503", low=1)
     request_timeout_s: float = option(600.0, "longest a request may take in all", low=0.1)
     lease_s: float = option(3.0, "silence after which a worker counts as lost", low=0.2)
+    hold_s: float = option(30.0, "longest accepted requests wait while no worker can serve them", low=0)
     drain_timeout_s: float = option(30.0, "longest running requests may take to finish at shutdown", low=0)
     max_body_mib: float = option(4.0, "largest request body", low=0.001)
     ready_file: str = option("", "file that gets the bound addresses as JSON once all ports are open")

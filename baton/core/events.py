@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from operator import add
 
 from baton.core.request import SequenceId, TokenLogprob
 
@@ -17,6 +18,13 @@ class StageStamps:
     transfer_s: float = 0.0
     decode_queue_s: float = 0.0
     decode_s: float = 0.0
+
+    def __add__(self, other: StageStamps) -> StageStamps:
+        return StageStamps(*map(add, astuple(self), astuple(other)))
+
+    def largest(self, other: StageStamps) -> StageStamps:
+        """The larger value of each stage."""
+        return StageStamps(*map(max, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,10 @@ class Journal:
             InvariantError: attempts only rise.
         """
         self.begin_attempt(attempt)
-        self.request = replace(self.request, output=tuple(self.tokens), attempt=attempt)
+        sampling = self.request.sampling
+        if self.prompt_logprobs is not None:  # they are known: the prompt may come from a prefix cache
+            sampling = replace(sampling, prompt_logprobs=None)
+        self.request = replace(self.request, output=tuple(self.tokens), attempt=attempt, sampling=sampling)
 
     def accept(
         self,

@@ -33,7 +33,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultCluster]:
 @pytest.mark.parametrize("times", TIMES)
 @pytest.mark.parametrize("when", ["during", pytest.param("after", marks=pytest.mark.long)])
 async def test_a_follower_killed(running: FaultCluster, when: str, times: int) -> None:
-    """Its worker ends, at once and whole, and comes back; the KV it still had is lost, what decode has goes on."""
+    """Its worker ends, at once and whole, and comes back; the KV it still had is computed again, what decode has goes
+    on."""
     async with Client(running.cluster, timeout_s=120.0) as client:
         answer = await expected(client, count=300)
         for _ in range(times):
@@ -47,8 +48,7 @@ async def test_a_follower_killed(running: FaultCluster, when: str, times: int) -
             await kill_follower(running, "prefill-0")
             running.release("prefill-0.1", "hold_send")
             told = await request.end()
-            assert told.error == ("worker_lost" if when == "during" else ""), running.cluster.logs()
-            assert told.tokens == answer[: len(told.tokens)] and (when == "during" or len(told.tokens) == 300)
+            assert (told.error, told.tokens) == ("", answer), running.cluster.logs()
             await running.settle()
             assert await expected(client, count=300) == answer
 
@@ -56,8 +56,7 @@ async def test_a_follower_killed(running: FaultCluster, when: str, times: int) -
 @pytest.mark.parametrize("times", TIMES)
 async def test_a_decode_follower_killed_in_mid_transfer(running: FaultCluster, times: int) -> None:
     """Its part of a chunk is posted and on its way: its worker ends whole, the prefill worker lives and keeps nothing
-    of it. There is no other decode worker to go to: the request goes on in the next life of this one, or ends where
-    that takes longer than a lease."""
+    of it. There is no other decode worker: the request waits for the restart of this one."""
     async with Client(running.cluster, timeout_s=120.0) as client:
         answer, senders = await expected(client), running.cluster.pids("prefill-0")
         for _ in range(times):
@@ -67,9 +66,7 @@ async def test_a_decode_follower_killed_in_mid_transfer(running: FaultCluster, t
             await kill_follower(running, "decode-0")
             running.release("prefill-0.1", "hold_send")
             told = await request.end()
-            assert told.error in ("", "no_decode_worker"), running.cluster.logs()
-            assert told.tokens == (answer[: len(told.tokens)] if told.error else answer)
-            assert not told.error or len(told.tokens) < 2
+            assert (told.error, told.tokens) == ("", answer), running.cluster.logs()
             await running.settle()
             assert running.cluster.pids("prefill-0") == senders
             assert await expected(client) == answer

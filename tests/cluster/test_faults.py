@@ -53,23 +53,15 @@ async def client(running: FaultCluster) -> AsyncIterator[Client]:
         yield made
 
 
-# What dies, when (before, during or after the transfer, or between its last chunk's first layers and the others), and
-# the error that the request ends with.
-KILLS = [
-    ("decode-0", "before", ""),
-    ("decode-0", "during", ""),
-    ("decode-0", "between", ""),
-    ("decode-0", "after", "worker_lost"),
-    ("prefill-0", "before", "worker_lost"),
-    ("prefill-0", "during", "worker_lost"),
-    ("prefill-0", "between", "worker_lost"),
-    ("prefill-0", "after", ""),
-]
+# When a worker dies: before, during or after the transfer, or between its last chunk's first layers and the others.
+MOMENTS = ("before", "during", "between", "after")
 
 
 @pytest.mark.parametrize("times", TIMES)
-@pytest.mark.parametrize(("victim", "when", "end"), KILLS, ids=[f"{w}-{v}" for v, w, _ in KILLS])
-async def test_kill_9(running: FaultCluster, client: Client, victim: str, when: str, end: str, times: int) -> None:
+@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
+@pytest.mark.parametrize("when", MOMENTS)
+async def test_kill_9(running: FaultCluster, client: Client, victim: str, when: str, times: int) -> None:
+    """The request goes on elsewhere, and its client sees no more than a pause."""
     if when == "between" and (running.edges > 1 or not processor_levels()):
         pytest.skip("with several ranks, or without compiled kernels, a step is told of as one")
     count = 400 if when == "after" else COUNT
@@ -79,8 +71,7 @@ async def test_kill_9(running: FaultCluster, client: Client, victim: str, when: 
         if hold:
             request, bystander = await disturbed(running, client, hold)
         else:
-            # One that shall be cut is long, so that it cannot have ended before.
-            request = start(client, count=2000 if end else count)
+            request = start(client, count=2000)  # long, so that it cannot have ended before
             await asyncio.wait_for(request.decoding.wait(), 60)  # so it has the first pair
             bystander = start(client, *BYSTANDER)
             await asyncio.wait_for(bystander.decoding.wait(), 60)
@@ -91,8 +82,7 @@ async def test_kill_9(running: FaultCluster, client: Client, victim: str, when: 
         if hold:
             running.release("prefill-0", hold)
         told = await request.end()
-        assert told.error == end, running.cluster.logs()
-        assert told.tokens[:count] == (answer[: len(told.tokens)] if end else answer)
+        assert told.error == "" and told.tokens[:count] == answer, running.cluster.logs()
         await calm(running, client, bystander, stream)
 
 
@@ -134,8 +124,7 @@ async def test_stopped_for_ten_seconds(running: FaultCluster, client: Client, vi
                 assert await running.first(*WITNESS[victim], since=stopped) - stopped < STOP_SEEN_S
             running.release("prefill-0", "hold_send")
             told = await request.end()
-            assert told.error in (("", "worker_lost") if victim == "prefill-0" else ("",)), running.cluster.logs()
-            assert told.error or told.tokens == answer
+            assert (told.error, told.tokens) == ("", answer), running.cluster.logs()
         finally:
             await asyncio.sleep(max(resumed.when() - asyncio.get_running_loop().time(), 0) + 0.1)
         await calm(running, client, bystander, stream)

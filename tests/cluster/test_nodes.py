@@ -1,5 +1,5 @@
 """A cluster over several nodes, each a network namespace: the same tokens, nothing listening where it should not, and
-a cable that is cut for ten seconds costs nothing but what ran over it."""
+a cable that is cut for ten seconds costs a pause."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ CUT_S = 10.0
 LONG = 3900
 """Tokens of a stream that shall still run when a cable is cut."""
 LIMIT_S = 25.0  # a lease, a ping, an edge's limit and a dial, one after the other, on a slow machine
-CLEAN = {"worker_lost", "handoff_failed", "no_prefill_worker", "no_decode_worker"}
 HTTP, GRPC, CONTROL, RENDEZVOUS = 8100, 8102, 8101, 8200
 PROMPTS = [[9 + n] * 20 + list(range(30, 90)) for n in range(4)]
 
@@ -222,12 +221,9 @@ def test_a_cable_cut_for_ten_seconds(running: Cluster, node: str, end: str) -> N
 
     for prompt, future in asked:
         told = future.result()
-        assert told.took_s < LIMIT_S and (right(running, prompt, told) or told.error in CLEAN), (told, running.logs())
-    assert [right(running, prompt, future.result()) for prompt, future in asked[6:]] == [True] * len(asked[6:])
-    ends = [future.result() for future in long_ones]
-    undisturbed = [told for told in ends if not told.error and len(told.tokens) == LONG]
-    assert len(undisturbed) == (1 if worker == "d0" else 2), [(t.error, len(t.tokens)) for t in ends]
-    assert all(told.error in ("", "worker_lost") for told in ends)
+        assert told.took_s < LIMIT_S and right(running, prompt, told), (told, running.logs())
+    ends = [(told.error, len(told.tokens)) for told in (future.result() for future in long_ones)]
+    assert ends == [("", LONG)] * 2, ends
 
     running.wait_until(lambda: running.all_ready() and running.idle(), f"{worker} back, and nothing left")
     before = running.workers()[worker][moved]

@@ -1,6 +1,7 @@
 """Requests through 2 x 2 workers of which a random one is killed every few seconds and started again by the supervisor.
 
-A client asks again when it is told of an error, so in the end every request has its answer, and it is the right one.
+Accepted requests go on elsewhere. One ends with an error where two workers died while they ran it; new ones are refused
+while a role is empty. A client that is refused asks again, so every request has its answer, and it is the right one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 KILL_EVERY_S, CLIENTS, SEED = 5.0, 8, 7
 # What a client may be told of a request that was cut, and the statuses that go with it.
-CLEAN = {"worker_lost", "handoff_failed", "no_prefill_worker", "no_decode_worker"}
+CLEAN = {"worker_lost", "no_prefill_worker", "no_decode_worker"}
 REQUEST_LIMIT_S = 90.0
 
 
@@ -111,5 +112,6 @@ async def test_random_kills_leak_nothing_and_falsify_nothing(
         print(f"{work.finished} finished, {kills.result()} kills, errors {dict(work.errors)}")
         least = int(seconds / KILL_EVERY_S * (0.5 if tp == 1 else 0.25))  # of two ranks most are starting
         assert work.finished >= requests and kills.result() >= least
+        assert work.errors["worker_lost"] <= kills.result() / 2, "two deaths of workers that ran it, for each"
         # Nobody died but by our hand: a worker whose books do not balance would end itself and be started again.
         assert said.count("died: killed by SIGKILL") == said.count("died: ") == kills.result()

@@ -95,7 +95,7 @@ async def test_a_client_that_leaves_frees_both_pools(running: Cluster) -> None:
         assert len(await client.tokens([5] * 10, 8)) == 8
 
 
-async def test_a_killed_decode_worker_ends_its_requests_and_no_others(running: Cluster) -> None:
+async def test_streams_of_a_killed_decode_worker_go_on_elsewhere(running: Cluster) -> None:
     async with Client(running) as client:
         streams = [asyncio.create_task(_outcome(client, [n + 1] * 30, 2500)) for n in range(8)]
         there: dict[str, int] = {}
@@ -106,14 +106,8 @@ async def test_a_killed_decode_worker_ends_its_requests_and_no_others(running: C
 
         await until(running, on_both, "streams on both")
         running.kill(running.pids("decode-0")[0])
-        killed_at = time.monotonic()
         outcomes = await asyncio.gather(*streams)
-        failed = [o for o in outcomes if o.error is not None]
-        assert len(failed) == there["decode-0"]
-        assert sum(o.tokens == 2500 and o.error is None for o in outcomes) == there["decode-1"]
-        for outcome in failed:
-            assert outcome.ended_at - killed_at < 5.0
-            assert "decode-0" in outcome.error["message"] and outcome.error["code"] == "worker_lost"
+        assert [(o.tokens, o.error) for o in outcomes] == [(2500, None)] * 8
         await until(running, all_ready, "decode-0 back")
         await client.idle(running)
 
@@ -137,9 +131,7 @@ async def test_a_killed_prefill_worker_makes_the_cluster_unready_and_spares_runn
             assert refused.status_code == 503
             assert int(refused.headers["retry-after"]) >= 1
         outcomes = await asyncio.gather(*computing)
-        assert any(o.error is not None for o in outcomes)
-        for outcome in outcomes:
-            assert outcome.error is None or outcome.ended_at - killed_at < 5.0
+        assert [(o.tokens, o.error) for o in outcomes] == [(100, None)] * 6, "they wait for its restart"
         assert (await decoding).tokens == 1500
         await until(running, all_ready, "prefill-0 back")
         assert (await client.http.get("/ready")).status_code == 200

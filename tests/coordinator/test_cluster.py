@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from baton.core.commands import Abort, Prefill
-from baton.core.errors import DeadlineExceeded, HandoffError, InvariantError, WorkerLost
+from baton.core.commands import Abort, Assign, Prefill
+from baton.core.errors import DeadlineExceeded, InvariantError
 from baton.core.events import BlockNews, StepEvents
 from baton.core.handles import verify
 from baton.core.prefix_keys import HINT_BYTES, KeyChain
@@ -77,7 +77,6 @@ async def test_one_token_needs_no_decode_worker() -> None:
     ("code", "kind"),
     [
         ("deadline_exceeded", DeadlineExceeded),
-        ("handoff_failed", HandoffError),
         ("nonsense", Exception),
     ],
 )
@@ -91,17 +90,6 @@ async def test_a_workers_error_reaches_the_client_with_its_stage(code: str, kind
         await d.told(Abort)
 
 
-async def test_a_worker_that_ends_a_sequence_early_has_lost_it() -> None:
-    async with bench("p0", "d0") as b:
-        reader = b.submit()
-        p, d, s = await begun(b)
-        p.say(s, 0, 5)
-        await reader.got(1)
-        d.say(s, 1, 6, ended="aborted")
-        assert isinstance(await reader.failed(), WorkerLost)
-        assert reader.tokens == [5, 6]  # what was journaled is written before the error
-
-
 async def test_second_request_goes_to_the_worker_that_says_it_holds_its_prefix() -> None:
     async with bench("p0", "p1", "d0", "d1") as b:
         prompt = tuple(range(13))
@@ -110,8 +98,11 @@ async def test_second_request_goes_to_the_worker_that_says_it_holds_its_prefix()
         hints = tuple(k[:HINT_BYTES] for k in chain.grow(lambda start, end: prompt[start:end], 12))
         for name in ("p1", "d1"):
             b.worker(name).session.post(StepEvents(block_news=BlockNews(stored=hints)))
-        held = b.cluster.dispatcher._workers
-        await until(lambda: len(held["p1"].held) and len(held["d1"].held), what="the news", timeout_s=3)
+        await until(
+            lambda: len(b.cluster.workers.get("p1").held) and len(b.cluster.workers.get("d1").held),
+            what="the news",
+            timeout_s=3,
+        )
         reader = b.submit("a", prompt=prompt)
         command = await b.worker("p1").told(Prefill)
         assert [t.worker_id for t in command.targets] == ["d1", "d0"]
@@ -119,3 +110,26 @@ async def test_second_request_goes_to_the_worker_that_says_it_holds_its_prefix()
         reader = b.submit("b", prompt=prompt[::-1])
         assert (await b.worker("p0").told(Prefill)).targets[0].worker_id == "d0"
         await reader.leave()
+
+
+async def test_parked_kv_goes_to_another_worker_under_the_next_attempt_and_the_old_one_is_stale() -> None:
+    async with bench("p0", "d0", "d1") as b:
+        reader = b.submit()
+        p, d, s = await begun(b)
+        p.park(s)
+        p.say(s, 0, 5)
+        assign = await p.told(Assign)
+        assert (assign.sequence, assign.attempt) == (s, 2)
+        assert assign.targets[0].handle.sequence == s._replace(attempt=2)
+        stale = b.requests.stale_events
+        d.say(s, 1, 99)
+        await until(lambda: b.requests.stale_events > stale)
+        second = s._replace(attempt=2)
+        p.park(second)
+        assign = await p.told(Assign, 2)
+        assert (assign.sequence, assign.attempt) == (second, 3)
+        third = s._replace(attempt=3)
+        p.hand_over(third, "d1")
+        b.workers[2].say(third, 0, 5, 6, 7, 8, ended="length")
+        assert await reader.done() == [5, 6, 7, 8]
+        assert reader.deltas[-1].timeline.decode_worker == "d1"  # type: ignore[union-attr]

@@ -8,6 +8,7 @@ import pytest
 
 from baton.core.commands import Following, Prefill
 from baton.core.errors import Unavailable
+from coordinator.policy.requests import Stage
 from coordinator.submission import Submission
 from tests.support.fake_workers import begun, bench, run_out
 from tests.support.nodes import until
@@ -87,7 +88,7 @@ async def test_a_decode_worker_is_not_asked_for_what_may_be_on_its_way() -> None
                 p.say(s, 0, 5)
                 p.hand_over(s, "d0")
                 await reader.got(1)
-                await until(lambda: b.cluster._live[s.choice_id].handed_over)
+                await until(lambda: b.in_flight(s).stage is Stage.DECODE)
                 d.here.add(s)
             welcomes = {w.name: len(w.welcomes) for w in (p, d)}
             for worker in (p, d):
@@ -105,7 +106,7 @@ async def test_a_command_that_cannot_be_sent_breaks_the_session_and_not_in_silen
     async with bench("p0", "d0") as b:
         reader = b.submit()
         p, d, s = await begun(b)
-        b.cluster.members.send("p0", object())  # type: ignore[arg-type]
+        b.cluster.send("p0", object())  # type: ignore[arg-type]
         await until(lambda: len(p.welcomes) == 2, what="p0 to join again", timeout_s=3)
         assert "commands to p0" in caplog.text
         run_out(p, d, s)
@@ -120,8 +121,8 @@ async def test_two_sessions_of_one_worker_are_one_worker() -> None:
         d.wire.refuses = True  # the old one does not dial again
         # The same incarnation, as after a redial that the coordinator saw before the break.
         twin = await b.add("d0", here=[s])
-        stale = list(b.cluster.members._outgoing.values())
+        stale = list(b.cluster._outgoing.values())
         assert len(stale) == 2
         run_out(p, twin, s)
         assert len(await reader.done()) == 4
-        b.cluster.dispatcher.check()
+        b.requests.check()

@@ -92,8 +92,8 @@ async def test_it_is_refused_by_the_name_of_the_field(case: str, caplog: pytest.
         assert f" {field}: " in caught.value.message
         assert b.pipeline.workers()["joins_refused"] == {field: 1}
         assert TOKEN not in caplog.text + caught.value.message + repr(HERE)
-        assert [r.worker_id for r in b.cluster.registry.records()] == ["d0"]
-        record = b.cluster.registry.get("d0")
+        assert [r.worker_id for r in b.cluster.workers.all()] == ["d0"]
+        record = b.cluster.workers.get("d0")
         assert record is not None and record.join.token == ""
 
 
@@ -118,7 +118,7 @@ async def test_draining_a_worker_takes_the_token_too() -> None:
         for token in ("", "wrong"):
             with pytest.raises(BatonError, match="token: it is"):
                 await asyncio.to_thread(drain_worker, address, "d0", 1.0, token)
-        assert b.cluster.members.joins_refused == {"token": 2}
+        assert b.cluster.joins_refused == {"token": 2}
         with pytest.raises(NotFound, match="no worker 'd9'"):
             await asyncio.to_thread(drain_worker, address, "d9", 1.0, TOKEN)
         await asyncio.to_thread(drain_worker, address, "d0", 1.0, TOKEN)

@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from baton.core.errors import BatonError, DuplicateRequest, InvalidRequest, Unavailable
-from coordinator.policy.dispatch import BACKLOG_STEPS, Dispatcher
-from coordinator.policy.ticket import Placement, Ticket
-from coordinator.policy.worker_view import WorkerView
+from baton.core.events import Load
+from coordinator.policy.dispatch import BACKLOG_STEPS, Dispatcher, Placement, Ticket
+from coordinator.policy.workers import Worker, WorkerTable
+from tests.support.builders import add_worker
+
+Size = tuple[str, dict[str, int]]
 
 
-def view(name: str, *, blocks: int = 16, block_size: int = 4, step_tokens: int = 8) -> WorkerView:
-    return WorkerView(name, "prefill" if name[0] == "p" else "decode", blocks, block_size, step_tokens)
+def view(name: str, **size: int) -> Size:
+    return name, size
 
 
-def dispatcher(*workers: WorkerView, requests: int = 100, tokens: int = 1000) -> Dispatcher:
-    made = Dispatcher(requests, tokens)
-    for worker in workers or (view("p0"), view("d0")):
-        made.add_worker(worker)
+def dispatcher(*workers: Size, requests: int = 100, tokens: int = 1000) -> Dispatcher:
+    made = Dispatcher(WorkerTable(3.0), requests, tokens)
+    for name, size in workers or (view("p0"), view("d0")):
+        add_worker(made._workers, name, **size)
     return made
+
+
+def worker(d: Dispatcher, name: str) -> Worker:
+    found = d._workers.get(name)
+    assert found is not None
+    return found
+
+
+def lose(d: Dispatcher, name: str) -> None:
+    worker(d, name).state = "lost"
+    d.forget_worker(name)
+
+
+def set_ready(d: Dispatcher, name: str, ready: bool) -> None:
+    worker(d, name).state = "ready" if ready else "joining"
 
 
 def refusal(d: Dispatcher, ticket: Ticket) -> BatonError:
@@ -32,14 +48,14 @@ def refusal(d: Dispatcher, ticket: Ticket) -> BatonError:
 
 def test_a_worker_started_with_a_shorter_context_gets_nothing_longer() -> None:
     """Its engine would end with an error of ours, and take the worker with it."""
-    short = replace(view("d0"), max_tokens=12)
+    short = view("d0", max_tokens=12)
     d = dispatcher(view("p0"), short)
     assert "13 tokens; the largest decode worker holds 12" in refusal(d, Ticket("long", 4, 13)).message
     d.submit(Ticket("fits", 4, 12))
-    d.add_worker(view("d1"))
+    add_worker(d._workers, "d1")
     d.submit(Ticket("long", 4, 13))
     assert d.place() == [Placement("fits", "p0", "d0", "d1"), Placement("long", "p0", "d1", None)]
-    short_prefill = dispatcher(replace(view("p0"), max_tokens=3), view("d0"))
+    short_prefill = dispatcher(view("p0", max_tokens=3), view("d0"))
     assert "largest prefill worker holds 3" in refusal(short_prefill, Ticket("x", 4, 8)).message
 
 
@@ -48,7 +64,6 @@ def test_a_pair_and_a_spare() -> None:
     d.submit(Ticket("a", 4, 8))
     assert d.place() == [Placement("a", "p0", "d0", "d1")]
     assert d.place() == []
-    assert d.workers_of("a") == ("p0", "d0")
 
 
 def test_a_request_that_ends_at_its_first_token_reserves_nothing() -> None:
@@ -86,11 +101,11 @@ def test_blocks_of_what_has_arrived_are_those_that_the_worker_tells() -> None:
         d.submit(Ticket(name, 20, 20))
     assert [p.name for p in d.place()] == ["a"]
     d.handed_over("a")
-    d.told("d0", blocks_free=4, preempted=0)
+    worker(d, "d0").load = Load(blocks_free=4, preempted=0)
     assert d.place() == []
-    d.told("d0", blocks_free=6, preempted=1)
+    worker(d, "d0").load = Load(blocks_free=6, preempted=1)
     assert d.place() == [], "who was preempted comes back first"
-    d.told("d0", blocks_free=6, preempted=0)
+    worker(d, "d0").load = Load(blocks_free=6, preempted=0)
     assert [p.name for p in d.place()] == ["b"]
     d.check()
 
@@ -99,15 +114,15 @@ def test_blocks_of_what_has_arrived_are_those_that_the_worker_tells() -> None:
 def test_nothing_is_placed_on_a_worker_that_is_not_ready(away: str) -> None:
     d = dispatcher()
     d.submit(Ticket("a", 4, 8))
-    d.set_ready(away, False)
+    set_ready(d, away, False)
     assert d.place() == []
-    d.set_ready(away, True)
+    set_ready(d, away, True)
     assert len(d.place()) == 1
 
 
 def test_a_spare_is_ready_and_has_room() -> None:
     d = dispatcher(view("p0"), view("d0"), view("d1"), view("d2", blocks=1))
-    d.set_ready("d1", False)
+    set_ready(d, "d1", False)
     d.submit(Ticket("a", 4, 8))
     assert d.place() == [Placement("a", "p0", "d0", None)]
 
@@ -126,37 +141,55 @@ def test_refusals_say_why() -> None:
     too_large = refusal(d, Ticket("huge", 4, 65))
     assert isinstance(too_large, InvalidRequest)  # 400: another try would be in vain
     assert too_large.code == "exceeds_pool" and "65 tokens; the largest decode worker holds 64" in too_large.message
-    d.set_ready("d0", False)
+    set_ready(d, "d0", False)
     gone = refusal(d, Ticket("x", 1, 2))
     assert isinstance(gone, Unavailable) and (gone.code, gone.retry_after_s) == ("no_decode_worker", 2)
-    d.remove_worker("p0")
+    lose(d, "p0")
     assert refusal(d, Ticket("x", 1, 2)).code == "no_prefill_worker"
 
 
 def test_a_pool_is_missing_altogether_only_when_no_worker_of_it_is_known() -> None:
     d = dispatcher()
-    d.set_ready("d0", False)
-    assert (d.missing_pool(), d.missing_pool(even_unready=True)) == ("decode", None)
-    d.remove_worker("d0")
-    assert (d.missing_pool(), d.missing_pool(even_unready=True)) == ("decode", "decode")
+    set_ready(d, "d0", False)
+    assert (d.missing_role(), d.missing_role(even_unready=True)) == ("decode", None)
+    lose(d, "d0")
+    assert (d.missing_role(), d.missing_role(even_unready=True)) == ("decode", "decode")
 
 
-def test_a_queued_request_that_only_the_lost_worker_could_hold_is_named_with_it() -> None:
-    """It would wait at the head for ever and hold up all others."""
-    d = dispatcher(view("p0"), view("d0", blocks=100), view("d1", blocks=4))
-    d.submit(Ticket("busy", 15, 16))
-    d.place()
-    d.submit(Ticket("large", 4, 400))
-    d.submit(Ticket("small", 4, 8))
-    assert d.remove_worker("d0") == ["busy", "large"]
+def test_a_request_that_no_present_worker_can_hold_waits_and_nobody_behind_it() -> None:
+    d = dispatcher(view("p0", step_tokens=64), view("d0", blocks=100), view("d1", blocks=4))
+    for ticket in (Ticket("large", 4, 400), Ticket("small", 4, 8)):
+        d.submit(ticket)
+    lose(d, "d0")
+    assert [p.name for p in d.place()] == ["small"]
+    assert (
+        d.too_large(Ticket("large", 4, 400))
+        == "the request needs KV for 400 tokens; the largest decode worker holds 16"
+    )
+    add_worker(d._workers, "d0", blocks=100)
+    assert [p.name for p in d.place()] == ["large"]
+    d.check()
 
 
-def test_a_removed_worker_names_its_requests_and_its_namesake_starts_empty() -> None:
+def test_what_is_queued_again_keeps_the_place_of_its_age() -> None:
+    d = dispatcher(view("p0", step_tokens=64, blocks=100), view("d0", blocks=100))
+    for age in (1, 2, 3):
+        d.submit(Ticket(f"r{age}", 4, 8, age=age))
+    assert [p.name for p in d.place()] == ["r1", "r2", "r3"]
+    d.submit(Ticket("r4", 4, 8, age=4))
+    for age in (2, 3, 1):
+        d.finish(f"r{age}")
+        d.resubmit(Ticket(f"r{age}", 5, 8, age=age))
+    d.check()
+    assert [p.name for p in d.place()] == ["r1", "r2", "r3", "r4"]
+
+
+def test_a_lost_worker_and_its_namesake_starts_empty() -> None:
     d = dispatcher()
     d.submit(Ticket("a", 4, 8))
     d.place()
-    assert d.remove_worker("d0") == ["a"]
-    d.add_worker(view("d0"))
+    lose(d, "d0")
+    add_worker(d._workers, "d0")
     d.check()
     d.finish("a")
     d.check()
@@ -166,9 +199,9 @@ def test_moving_to_a_worker_that_is_gone_is_not_charged_to_its_namesake() -> Non
     d = dispatcher(view("p0"), view("d0"), view("d1"))
     d.submit(Ticket("a", 4, 8))
     assert d.place()[0].spare == "d1"
-    d.remove_worker("d1")
+    lose(d, "d1")
     d.moved("a", "d1")
-    d.add_worker(view("d1"))
+    add_worker(d._workers, "d1")
     d.check()
     d.finish("a")
     d.check()
@@ -178,11 +211,14 @@ def test_parked_kv_gets_another_decode_worker_or_none() -> None:
     d = dispatcher(view("p0"), view("d0"), view("d1"))
     d.submit(Ticket("a", 4, 8))
     d.place()
-    assert d.reassign("a", frozenset({"d0"})) == Placement("a", "p0", "d1", None)
-    assert d.reassign("a", frozenset({"d0", "d1"})) is None
+    set_ready(d, "d0", False)
+    assert d.reassign("a") == Placement("a", "p0", "d1", None)
+    set_ready(d, "d1", False)
+    assert d.reassign("a") is None
     d.check()
-    assert d.reassign("a", frozenset()) is not None
+    set_ready(d, "d1", True)
+    assert d.reassign("a") is not None
     d.handed_over("a")
-    assert d.reassign("a", frozenset()) is None  # prefill has nothing of it any more
-    assert d.reassign("unknown", frozenset()) is None
+    assert d.reassign("a") is None  # prefill has nothing of it any more
+    assert d.reassign("unknown") is None
     d.check()

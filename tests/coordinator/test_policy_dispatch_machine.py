@@ -9,9 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from baton.core.errors import DuplicateRequest, Unavailable
 from baton.core.events import BlockNews
-from coordinator.policy.dispatch import BACKLOG_STEPS, Dispatcher
-from coordinator.policy.ticket import Placement, Ticket
-from coordinator.policy.worker_view import WorkerView
+from coordinator.policy.dispatch import BACKLOG_STEPS, Dispatcher, Placement, Ticket
+from coordinator.policy.workers import Worker, WorkerTable
+from tests.support.builders import add_worker
 
 MAX_REQUESTS, MAX_TOKENS = 4, 60
 HINTS = tuple(bytes([n]) * 8 for n in range(3))
@@ -30,7 +30,7 @@ class Model:
         self.decode: dict[str, str | None] = {}
         self.computing: set[str] = set()
         self.arrived: set[str] = set()
-        self.workers: dict[str, WorkerView] = {}
+        self.workers: dict[str, Worker] = {}
         self.held: dict[str, set[bytes]] = {}
         self.cost: dict[str, int] = {}
 
@@ -38,22 +38,19 @@ class Model:
 class DispatcherMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
-        self.d, self.m, self.counter = Dispatcher(MAX_REQUESTS, MAX_TOKENS), Model(), 0
+        self.table, self.m, self.counter = WorkerTable(3.0), Model(), 0
+        self.d = Dispatcher(self.table, MAX_REQUESTS, MAX_TOKENS)
         for worker in ("p0", "d0"):
             self.add(worker, 12)
 
     def add(self, worker: str, blocks: int) -> None:
-        def view() -> WorkerView:
-            return WorkerView(worker, "prefill" if worker[0] == "p" else "decode", blocks, 4, 8)
-
         self.m.held[worker] = set()
-        self.d.add_worker(view())
-        self.m.workers[worker] = view()
+        self.m.workers[worker] = add_worker(self.table, worker, blocks=blocks)
 
     def left(self, worker: str) -> int:
         mine = [self.m.placed[r] for r, d in self.m.decode.items() if d == worker]
         arriving = [self.m.placed[r] for r, d in self.m.decode.items() if d == worker and r not in self.m.arrived]
-        return self.m.workers[worker].blocks_total - sum(-(-t.prefill_tokens // 4) for t in arriving) - len(mine)
+        return self.m.workers[worker].join.blocks_total - sum(-(-t.prefill_tokens // 4) for t in arriving) - len(mine)
 
     def backlog(self, worker: str) -> int:
         return sum(self.m.cost[r] for r in self.m.computing if self.m.prefill[r] == worker)
@@ -64,12 +61,13 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     def pool_holds(self, role: str, tokens: int) -> bool:
         pool = [w for w in self.m.workers.values() if w.role == role]
-        return any(-(-tokens // 4) <= w.blocks_total for w in pool)
+        return any(-(-tokens // 4) <= w.join.blocks_total for w in pool)
 
     @rule(prefill=st.integers(1, 16), extra=st.integers(0, 12), decode=st.booleans())
     def submit(self, prefill: int, extra: int, decode: bool) -> None:
         self.counter += 1
-        ticket = Ticket(f"r{self.counter}", prefill, prefill + extra, decode, {4: HINTS[: (prefill - 1) // 4]})
+        prefix = {4: HINTS[: (prefill - 1) // 4]}
+        ticket = Ticket(f"r{self.counter}", prefill, prefill + extra, decode, prefix, self.counter)
         ready = {w.role for w in self.m.workers.values() if w.ready}
         queued = sum(t.prefill_tokens for t in self.m.queue)
         fits = (
@@ -96,7 +94,8 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule()
     def place(self) -> None:
         for p in self.d.place():
-            ticket = self.m.queue.pop(0)  # first come, first served
+            ticket = next(t for t in self.m.queue if not self.hopeless(t))  # first come, first served
+            self.m.queue.remove(ticket)
             assert p.name == ticket.name not in self.m.placed
             self.check_prefill(p, ticket)
             self.m.placed[p.name], self.m.prefill[p.name] = ticket, p.prefill
@@ -117,9 +116,15 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert p.decode is not None and p.decode != p.spare
         for worker in [w for w in (p.decode, p.spare) if w is not None]:
             view = self.m.workers[worker]
-            assert view.ready and view.role == "decode" and view.blocks_total >= -(-ticket.total_tokens // 4)
+            assert view.ready and view.role == "decode" and view.join.blocks_total >= -(-ticket.total_tokens // 4)
             alone = worker not in self.m.decode.values()
             assert alone or self.left(worker) >= -(-ticket.prefill_tokens // 4)
+
+    def hopeless(self, ticket: Ticket) -> bool:
+        """Whether no present worker could hold it."""
+        needs = [("prefill", ticket.prefill_tokens)] + [("decode", ticket.total_tokens)] * ticket.needs_decode
+        roles = {w.role for w in self.m.workers.values()}
+        return any(role in roles and not self.pool_holds(role, tokens) for role, tokens in needs)
 
     def a_placed(self, data: st.DataObject) -> str | None:
         return data.draw(st.sampled_from(sorted(self.m.placed))) if self.m.placed else None
@@ -146,38 +151,29 @@ class DispatcherMachine(RuleBasedStateMachine):
                 self.m.decode[r] = to if to in self.m.workers else None
                 self.m.arrived.discard(r)
 
-    @rule(data=st.data(), refused=st.frozensets(decode_ids))
-    def reassign(self, data: st.DataObject, refused: frozenset[str]) -> None:
+    @rule(data=st.data())
+    def reassign(self, data: st.DataObject) -> None:
         if (r := self.a_placed(data)) is None or not self.m.placed[r].needs_decode:
             return
-        placement = self.d.reassign(r, refused)
+        placement = self.d.reassign(r)
         if self.m.prefill[r] is None:
             assert placement is None
             return
         self.m.decode[r] = None
         if placement is not None:
-            assert placement.prefill == self.m.prefill[r] and not {placement.decode, placement.spare} & refused
+            assert placement.prefill == self.m.prefill[r]
             self.check_decode(placement, self.m.placed[r])
             self.m.decode[r] = placement.decode
 
     @rule(data=st.data())
     def begin_again(self, data: st.DataObject) -> None:
-        """Its worker gave it back: it goes to the head of the queue, however full that is."""
+        """It is rescheduled: it takes the place of its age in the queue, however full that is."""
         if (r := self.a_placed(data)) is None:
             return
         ticket = self.m.placed[r]
         self.d.finish(r)
-        hopeless = any(
-            any(w.role == role for w in self.m.workers.values()) and not self.pool_holds(role, tokens)
-            for role, tokens in [("prefill", ticket.prefill_tokens)]
-            + [("decode", ticket.total_tokens)] * ticket.needs_decode
-        )
-        if hopeless:
-            with pytest.raises(Unavailable):
-                self.d.submit_first(ticket)
-        else:
-            self.d.submit_first(ticket)
-            self.m.queue.insert(0, ticket)
+        self.d.resubmit(ticket)
+        self.m.queue = sorted([*self.m.queue, ticket], key=lambda t: t.age)
         for table in (self.m.placed, self.m.prefill, self.m.decode):
             table.pop(r, None)
         self.m.computing.discard(r)
@@ -201,18 +197,10 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(worker=prefill_ids | decode_ids)
     def remove(self, worker: str) -> None:
-        on_it = [r for r in self.m.placed if worker in (self.m.prefill[r], self.m.decode[r])]
-        self.m.workers.pop(worker, None)
-        hopeless = [
-            t.name
-            for t in self.m.queue
-            if any(
-                any(w.role == role for w in self.m.workers.values()) and not self.pool_holds(role, tokens)
-                for role, tokens in [("prefill", t.prefill_tokens)] + [("decode", t.total_tokens)] * t.needs_decode
-            )
-        ]
-        assert sorted(self.d.remove_worker(worker)) == sorted(on_it + hopeless)
-        for r in on_it:
+        if self.m.workers.pop(worker, None) is not None:
+            self.table._workers[worker].state = "lost"
+        self.d.forget_worker(worker)
+        for r in self.m.placed:
             if self.m.prefill[r] == worker:
                 self.m.prefill[r] = None
                 self.m.computing.discard(r)
@@ -221,9 +209,8 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(worker=prefill_ids | decode_ids, ready=st.booleans())
     def set_ready(self, worker: str, ready: bool) -> None:
-        self.d.set_ready(worker, ready)
         if worker in self.m.workers:
-            self.m.workers[worker].ready = ready
+            self.m.workers[worker].state = "ready" if ready else "joining"
 
     @rule(
         worker=prefill_ids | decode_ids,
@@ -232,8 +219,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         cleared=st.sampled_from([0, 0, 1]),
     )
     def news(self, worker: str, stored: set[bytes], evicted: set[bytes], cleared: bool) -> None:
-        self.d.news(worker, BlockNews(tuple(stored - evicted), tuple(evicted), cleared))
         if worker in self.m.workers:
+            self.m.workers[worker].held.update(BlockNews(tuple(stored - evicted), tuple(evicted), cleared))
             before = set() if cleared else self.m.held[worker]
             self.m.held[worker] = before - evicted | (stored - evicted)
 
@@ -241,8 +228,8 @@ class DispatcherMachine(RuleBasedStateMachine):
     def the_books_balance(self) -> None:
         self.d.check()
         assert (self.d.num_queued, self.d.num_active) == (len(self.m.queue), len(self.m.placed))
-        for r in self.m.placed:
-            assert set(self.d.workers_of(r)) == {w for w in (self.m.prefill[r], self.m.decode[r]) if w}
+        for r, active in self.d._active.items():
+            assert (active.prefill, active.decode) == (self.m.prefill[r], self.m.decode[r])
 
 
 TestDispatcher = DispatcherMachine.TestCase

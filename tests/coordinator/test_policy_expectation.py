@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from coordinator.policy.dispatch import Dispatcher
+from baton.core.events import Load
+from coordinator.policy.dispatch import Dispatcher, Ticket
 from coordinator.policy.expectation import START_TOKENS, OutputExpectation
-from coordinator.policy.ticket import Ticket
-from coordinator.policy.worker_view import WorkerView
-from tests.support.builders import make_request
+from coordinator.policy.workers import Worker, WorkerTable
+from tests.support.builders import add_worker, make_request
 from tests.support.overload_sim import Overload, make_worker, overload
 
 
@@ -28,11 +28,11 @@ class EveryToken(OutputExpectation):
         return -(-total_tokens // block_size)
 
 
-def busy_dispatcher(blocks: int) -> Dispatcher:
-    dispatcher = Dispatcher(100, 10_000)
-    dispatcher.add_worker(WorkerView("p0", "prefill", 1000, 16, 10_000))
-    dispatcher.add_worker(WorkerView("d0", "decode", blocks, 16, 512))
-    return dispatcher
+def busy_dispatcher(blocks: int) -> tuple[Dispatcher, Worker]:
+    """A dispatcher, and its one decode worker."""
+    table = WorkerTable(3.0)
+    add_worker(table, "p0", blocks=1000, block_size=16, step_tokens=10_000)
+    return Dispatcher(table, 100, 10_000), add_worker(table, "d0", blocks=blocks, block_size=16)
 
 
 def test_the_mean_follows_the_answers_and_not_those_that_said_nothing() -> None:
@@ -54,19 +54,19 @@ def test_no_more_is_expected_than_a_request_may_say_and_at_least_a_block_of_what
 
 
 def test_what_runs_is_left_room_to_grow_and_what_ends_gives_it_back() -> None:
-    dispatcher = busy_dispatcher(28)
+    dispatcher, decode = busy_dispatcher(28)
     for name in ("a", "b", "c"):
         dispatcher.submit(Ticket(name, 32, 4096 // 16))
     assert [p.name for p in dispatcher.place()] == ["a", "b"], "ten blocks each"
     for name in ("a", "b"):
         dispatcher.handed_over(name)
-    dispatcher.told("d0", blocks_free=24, preempted=0)
+    decode.load = Load(blocks_free=24)
     assert dispatcher.place() == []
     dispatcher.produced("a", 100)
-    dispatcher.told("d0", blocks_free=18, preempted=0)
+    decode.load = Load(blocks_free=18)
     assert dispatcher.place() == [], "one for a, eight for b"
     dispatcher.finish("a")
-    dispatcher.told("d0", blocks_free=25, preempted=0)
+    decode.load = Load(blocks_free=25)
     assert [p.name for p in dispatcher.place()] == ["c"]
     dispatcher.check()
 

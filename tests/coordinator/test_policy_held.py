@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from baton.core.events import BlockNews
-from coordinator.policy.dispatch import PREFIX_SLACK, Dispatcher
-from coordinator.policy.ticket import Ticket
-from coordinator.policy.worker_view import HeldBlocks, WorkerView
+from coordinator.policy.dispatch import PREFIX_SLACK, Dispatcher, Ticket
+from coordinator.policy.workers import HeldBlocks, Worker
+from tests.support.builders import make_dispatcher
 
 HINTS = tuple(bytes([n]) * 8 for n in range(10))
 
 
 def dispatcher(*workers: str, step_tokens: int = 40) -> Dispatcher:
-    made = Dispatcher(100, 10_000)
-    for name in workers:
-        made.add_worker(WorkerView(name, "prefill" if name[0] == "p" else "decode", 1000, 4, step_tokens))
-    return made
+    return make_dispatcher(*workers, blocks=1000, step_tokens=step_tokens)[0]
+
+
+def worker(d: Dispatcher, name: str) -> Worker:
+    found = d._workers.get(name)
+    assert found is not None
+    return found
 
 
 def placed(d: Dispatcher, name: str, tokens: int = 41, prefix: tuple[bytes, ...] = HINTS) -> tuple[str, str | None]:
@@ -26,16 +29,16 @@ def placed(d: Dispatcher, name: str, tokens: int = 41, prefix: tuple[bytes, ...]
 
 def test_the_worker_that_holds_the_prefix_computes_the_rest() -> None:
     d = dispatcher("p0", "p1", "d0")
-    d.news("p1", BlockNews(stored=HINTS))
+    worker(d, "p1").held.update(BlockNews(stored=HINTS))
     assert placed(d, "a")[0] == "p1"
-    assert d._workers["p1"].backlog_tokens == 1
+    assert worker(d, "p1").backlog_tokens == 1
     d.prefilled("a")
-    assert d._workers["p1"].backlog_tokens == 0
+    assert worker(d, "p1").backlog_tokens == 0
 
 
 def test_a_long_backlog_outweighs_a_short_prefix() -> None:
     d = dispatcher("p0", "p1", "d0")
-    d.news("p1", BlockNews(stored=HINTS[:2]))
+    worker(d, "p1").held.update(BlockNews(stored=HINTS[:2]))
     assert placed(d, "a", prefix=HINTS[:2])[0] == "p1"
     assert placed(d, "b", prefix=HINTS[:2])[0] == "p0"
 
@@ -45,7 +48,7 @@ def test_a_request_of_which_little_is_left_fits_under_the_cap() -> None:
     assert placed(d, "a", tokens=60, prefix=())[0] == "p0"
     d.submit(Ticket("b", 41, 45, prefix={4: HINTS}))
     assert d.place() == []
-    d.news("p0", BlockNews(stored=HINTS))
+    worker(d, "p0").held.update(BlockNews(stored=HINTS))
     assert [p.name for p in d.place()] == ["b"]
     d.check()
 
@@ -69,16 +72,15 @@ def test_what_a_worker_can_claim_to_hold_is_bounded_by_its_pool() -> None:
 
 def test_decode_goes_where_the_prefix_is_until_that_worker_is_much_fuller() -> None:
     d = dispatcher("p0", "d0", "d1", step_tokens=10_000)
-    d.news("d1", BlockNews(stored=HINTS))
+    worker(d, "d1").held.update(BlockNews(stored=HINTS))
     went = [placed(d, f"r{n}")[1] for n in range(PREFIX_SLACK + 3)]
     assert went == ["d1"] * (PREFIX_SLACK + 1) + ["d0", "d1"]
 
 
-def test_news_of_an_unknown_worker_is_nothing() -> None:
+def test_a_prefix_is_computed_for_the_block_sizes_of_workers_that_hold_anything() -> None:
     d = dispatcher("p0", "d0")
-    d.news("p9", BlockNews(stored=HINTS))
     assert not d.held_block_sizes
-    d.news("p0", BlockNews(stored=HINTS))
+    worker(d, "p0").held.update(BlockNews(stored=HINTS))
     assert d.held_block_sizes == {4}
-    d.remove_worker("p0")
+    worker(d, "p0").state = "lost"
     assert not d.held_block_sizes

@@ -11,7 +11,7 @@ import pytest
 import launch.up
 from baton.core.commands import Join
 from baton.core.errors import JoinRefused, StartupError
-from coordinator.policy.registry import Registry
+from coordinator.policy.workers import WorkerTable
 from launch.dry_run import dry_run
 from launch.members import Programs
 from launch.plan import Plan, local_topology, make_plan
@@ -74,10 +74,10 @@ def test_what_nobody_set_counts_as_its_default(last: dict[str, object], differen
 def test_it_is_the_sentence_of_the_coordinator(tmp_path: Path) -> None:
     facts = make_facts()
     other = replace(facts, layout=replace(facts.layout, block_size=facts.layout.block_size * 3 // 2))
-    registry = Registry(3.0)
-    registry.join(Join("prefill-0", "prefill", 1, facts, blocks_total=8), 0.0)
+    table = WorkerTable(3.0)
+    table.join(Join("prefill-0", "prefill", 1, facts, blocks_total=8), 0.0)
     with pytest.raises(JoinRefused) as at_join:
-        registry.join(Join("decode-0", "decode", 1, other, link_address="a:1", blocks_total=8), 0.0)
+        table.join(Join("decode-0", "decode", 1, other, link_address="a:1", blocks_total=8), 0.0)
     sizes = ({"block_size": f.layout.block_size} for f in (facts, other))
     with pytest.raises(StartupError) as before:
         check_plan(plan(model_dir(tmp_path), *sizes), {})

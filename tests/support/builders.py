@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
-from baton.core.commands import WorkerFacts
+from baton.core.commands import Join, Role, WorkerFacts
 from baton.core.events import SequenceEnded, StepEvents, TokenEvent
 from baton.core.handles import Handle
 from baton.core.handover import Chunk
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from baton.core.step import StepOutcome, StepPlan
+from coordinator.policy.dispatch import Dispatcher
+from coordinator.policy.workers import Worker, WorkerTable
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculation
 from prefill.scheduler import PrefillScheduler
@@ -87,6 +90,44 @@ def make_facts(**changes: object) -> WorkerFacts:
         "max_model_len": 64,
     }
     return WorkerFacts(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def make_join(
+    name: str = "d0", incarnation: int = 1, *, blocks: int = 8, step_tokens: int = 8, **facts: object
+) -> Join:
+    """A worker whose role is in the first letter of its name."""
+    known = make_facts(**facts)
+    pids = tuple(range(11, 11 + known.tensor_parallel))
+    role: Role = "prefill" if name[0] == "p" else "decode"
+    return Join(name, role, incarnation, known, "127.0.0.1:1", "", pids, blocks, step_tokens)
+
+
+def add_worker(
+    table: WorkerTable,
+    name: str,
+    *,
+    blocks: int = 16,
+    block_size: int = 4,
+    step_tokens: int = 8,
+    max_tokens: int = 1 << 31,
+) -> Worker:
+    """A worker in a table, ready, in the place of an earlier one of that name."""
+    incarnation = table._newest.get(name, 0) + 1
+    facts: dict[str, object] = {"layout": make_layout(block_size), "max_model_len": max_tokens}
+    join = make_join(name, incarnation, blocks=blocks, step_tokens=step_tokens, **facts)
+    table._newest[name] = incarnation
+    worker = table._workers[name] = Worker(join, 0.0, math.inf)  # past `join`: workers of a test may differ
+    return worker
+
+
+def make_dispatcher(
+    *workers: str, requests: int = 100, tokens: int = 10_000, **size: int
+) -> tuple[Dispatcher, WorkerTable]:
+    """A dispatcher over workers of one size."""
+    table = WorkerTable(3.0)
+    for name in workers:
+        add_worker(table, name, **size)
+    return Dispatcher(table, requests, tokens), table
 
 
 def make_handle(**changes: object) -> Handle:

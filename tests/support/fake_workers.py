@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Collection
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from baton.rpc.session import WorkerSession
 from coordinator.cluster import Cluster
 from coordinator.control import serve_control
 from coordinator.pipeline import Pipeline
+from coordinator.policy.requests import Request
 from coordinator.submission import Delta, Submission
 from coordinator.text_stream import Vocabulary
 from tests.support.builders import make_facts
@@ -158,8 +160,10 @@ class FakeWorker:
 class Bench:
     """A cluster, its pipeline, and its fake workers."""
 
-    def __init__(self, lease_s: float, max_requests: int, token: str) -> None:
-        self.cluster = Cluster(lease_s, max_requests, 1000, token=token)
+    def __init__(self, lease_s: float, max_requests: int, token: str, hold_s: float) -> None:
+        self.cluster = Cluster(lease_s, max_requests, 1000, token=token, hold_s=hold_s)
+        self.requests = self.cluster.requests
+        self.dispatcher = self.cluster.requests.dispatcher
         self.pipeline = Pipeline(self.cluster, Vocabulary(byte_level()))
         self.workers: list[FakeWorker] = []
         self.port = 0
@@ -195,8 +199,22 @@ class Bench:
         assert await reader.done() == [5, 6, 7, 8]
 
     def state(self, name: str) -> str:
-        record = self.cluster.registry.get(name)
-        return "forgotten" if record is None else record.state
+        found = [w.state for w in self.cluster.workers.all() if w.worker_id == name]
+        return found[0] if found else "forgotten"
+
+    def in_flight(self, sequence: SequenceId) -> Request:
+        """The request that a sequence belongs to, as the policy sees it."""
+        found = self.requests.get(sequence.choice_id)
+        assert found is not None
+        return found
+
+    def set_ready(self, name: str, ready: bool) -> None:
+        """Whether a worker may be chosen."""
+        worker = self.cluster.workers.get(name)
+        assert worker is not None
+        worker.state = "ready" if ready else "joining"
+        if ready:
+            self.cluster._execute(self.requests.worker_joined(time.monotonic()))
 
     def submit(self, name: str = "r", **more: Any) -> Reader:
         return Reader(self, Submission(**{"request_id": name, "prompt": (1, 2, 3), "max_tokens": 4, **more}))
@@ -244,9 +262,11 @@ class Reader:
 
 
 @contextlib.asynccontextmanager
-async def bench(*names: str, lease_s: float = 3.0, max_requests: int = 100, token: str = "") -> AsyncIterator[Bench]:
+async def bench(
+    *names: str, lease_s: float = 3.0, max_requests: int = 100, token: str = "", hold_s: float = 30.0
+) -> AsyncIterator[Bench]:
     """A cluster with these workers; afterwards nothing is left in any table."""
-    made = Bench(lease_s, max_requests, token)
+    made = Bench(lease_s, max_requests, token, hold_s)
     server, made.port = await serve_control(made.cluster, "127.0.0.1", 0)
     tick = asyncio.create_task(made.cluster.tick(), name="tick")
     try:
@@ -254,9 +274,9 @@ async def bench(*names: str, lease_s: float = 3.0, max_requests: int = 100, toke
             await made.add(name)
         yield made
         assert not tick.done(), tick
-        await until(lambda: made.cluster.num_live == 0, what="no live request", timeout_s=2)
-        made.cluster.dispatcher.check()
-        assert (made.cluster.dispatcher.num_active, made.cluster.dispatcher.num_queued) == (0, 0)
+        await until(lambda: not len(made.requests), what="no request in flight", timeout_s=2)
+        made.requests.check()
+        assert (made.dispatcher.num_active, made.dispatcher.num_queued) == (0, 0)
     finally:
         for worker in made.workers:
             await worker.stop()

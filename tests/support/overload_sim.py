@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.core.errors import Unavailable
+from baton.core.events import Load
 from baton.core.request import GenerateRequest
-from coordinator.policy.dispatch import Dispatcher
+from coordinator.policy.dispatch import Dispatcher, Ticket
 from coordinator.policy.expectation import OutputExpectation
-from coordinator.policy.ticket import Ticket
-from coordinator.policy.worker_view import WorkerView
+from coordinator.policy.workers import WorkerTable
 from decode.scheduler import DecodeScheduler
 from decode.speculation import Speculation
 from decode.step_cost import StepModel
-from tests.support.builders import make_decode, make_outcome
+from tests.support.builders import add_worker, make_decode, make_outcome
 
 HAND_OVER_S = 0.05
 COSTS = ((1, 0.010), (8, 0.012), (64, 0.030), (512, 0.200))
@@ -55,10 +55,11 @@ def overload(
     """All requests at once; the i-th answer is `lengths[i]` tokens long, whatever its max_tokens. Every block must be
     free in the end."""
     size, result = worker.layout.block_size, Overload()
-    dispatcher = Dispatcher(len(requests), 1 << 30)
+    table = WorkerTable(3.0)
+    dispatcher = Dispatcher(table, len(requests), 1 << 30)
     dispatcher.expectation = expectation or dispatcher.expectation
-    dispatcher.add_worker(WorkerView("p0", "prefill", 1 << 20, size, 1 << 20))
-    dispatcher.add_worker(WorkerView("d0", "decode", worker.blocks.num_blocks, size, 512))
+    add_worker(table, "p0", blocks=1 << 20, block_size=size, step_tokens=1 << 20)
+    decode = add_worker(table, "d0", blocks=worker.blocks.num_blocks, block_size=size)
     by_name = {request.choice_id: request for request in requests}
     length_of = {request.request_id: length for request, length in zip(requests, lengths, strict=True)}
     for request in requests:
@@ -99,7 +100,7 @@ def overload(
                 worker.abort(event.sequence)
                 dispatcher.finish(event.sequence.choice_id)
         worker.check()
-        dispatcher.told("d0", worker.blocks.num_free, worker.num_preempted)
+        decode.load = Load(blocks_free=worker.blocks.num_free, preempted=worker.num_preempted)
     dispatcher.check()
     assert worker.blocks.num_free == worker.blocks.num_blocks
     result.preemptions, result.ended_at = worker.preemptions, now

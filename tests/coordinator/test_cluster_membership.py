@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from baton.core.commands import Abort, Assign, Drain, Prefill
-from baton.core.errors import JoinRefused, NotFound, WorkerLost
+from baton.core.errors import JoinRefused, NotFound
 from tests.support.fake_workers import Bench, FakeWorker, bench
 from tests.support.nodes import until
 
@@ -25,8 +25,8 @@ async def test_a_worker_that_joins_later_gets_work_and_one_that_drains_gets_none
         await b.submit_and_run("a", "p0", "d0")
         await b.add("p1")
         await b.add("d1")
-        b.cluster.members.drain("p0", 5.0)
-        b.cluster.members.drain("d0", 5.0)
+        b.cluster.drain_worker("p0", 5.0)
+        b.cluster.drain_worker("d0", 5.0)
         assert (b.state("p0"), b.state("d0")) == ("draining", "draining")
         for name in "bcd":
             await b.submit_and_run(name, "p1", "d1")
@@ -41,7 +41,7 @@ async def test_a_session_that_breaks_does_not_end_a_drain(who: str) -> None:
     """The worker comes back as draining, gets no work, and is told again, since it may not have heard it."""
     async with bench("p0", "d0", "p1", "d1") as b:
         worker = b.worker(who)
-        b.cluster.members.drain(who, 5.0)
+        b.cluster.drain_worker(who, 5.0)
         await worker.told(Drain)
         worker.cut()
         again = await worker.told(Drain, 2)
@@ -67,14 +67,14 @@ async def test_a_worker_that_is_to_end_says_so_and_says_it_again_after_a_redial(
 
 async def test_a_worker_that_has_left_does_not_come_back_but_its_next_life_may() -> None:
     async with bench("p0", "d0", "d1") as b:
-        b.cluster.members.drain("d0", 5.0)
+        b.cluster.drain_worker("d0", 5.0)
         await leaves(b, b.worker("d0"))
         late = await b.add("d0", ready=False)
         assert late.task is not None
         with pytest.raises(JoinRefused, match="incarnation: 1 has drained and left"):
             await asyncio.wait_for(late.task, 3)
         await b.add("d0", incarnation=2)
-        b.cluster.members.drain("d1", 5.0)
+        b.cluster.drain_worker("d1", 5.0)
         reader = b.submit("a")
         command = await b.worker("p0").told(Prefill)
         assert [(t.worker_id, t.incarnation) for t in command.targets] == [("d0", 2)]
@@ -84,7 +84,7 @@ async def test_a_worker_that_has_left_does_not_come_back_but_its_next_life_may()
 async def test_nobody_of_that_name_can_be_drained() -> None:
     async with bench("p0", "d0") as b:
         with pytest.raises(NotFound, match="no worker 'd7' is in this cluster"):
-            b.cluster.members.drain("d7", 1.0)
+            b.cluster.drain_worker("d7", 1.0)
 
 
 async def test_prompts_and_parked_kv_of_a_prefill_worker_that_leaves_go_elsewhere() -> None:
@@ -96,13 +96,13 @@ async def test_prompts_and_parked_kv_of_a_prefill_worker_that_leaves_go_elsewher
         waiting = b.submit("waiting", max_tokens=1)
         await p0.told(Prefill, 2)
         p0.say(s, 0, 5)
-        b.cluster.dispatcher.set_ready("d0", False)
+        b.set_ready("d0", False)
         p0.park(s)
         await parked.got(1)
         await b.add("p1")
-        b.cluster.members.drain("p0", 0.0)
+        b.cluster.drain_worker("p0", 0.0)
         await leaves(b, p0)
-        b.cluster.dispatcher.set_ready("d0", True)
+        b.set_ready("d0", True)
         p1 = b.worker("p1")
         first, second = await p1.told(Prefill, 1), await p1.told(Prefill, 2)
         again = {c.request.request_id: c for c in (first, second)}
@@ -111,9 +111,9 @@ async def test_prompts_and_parked_kv_of_a_prefill_worker_that_leaves_go_elsewher
         assert resumed.attempt > s.attempt and again["parked"].targets[0].handle.sequence == resumed.sequence_id
         assert again["waiting"].request.output == ()
         assert (await d0.told(Abort)).sequence == s
-        stale = b.cluster.stale_events
+        stale = b.requests.stale_events
         d0.say(s, 1, 99)
-        await until(lambda: b.cluster.stale_events > stale)
+        await until(lambda: b.requests.stale_events > stale)
         p1.say(resumed.sequence_id, 1, 6)
         p1.hand_over(resumed.sequence_id, "d0")
         d0.say(resumed.sequence_id, 1, 6, 7, 8, ended="length")
@@ -137,7 +137,7 @@ async def test_a_decode_worker_that_leaves_gives_back_what_runs(told: str) -> No
         d0.say(s, 2, 7)
         await reader.got(3)
         await b.add("d1")
-        b.cluster.members.drain("d0", 0.0)
+        b.cluster.drain_worker("d0", 0.0)
         await leaves(b, d0)
         command = await p.told(Prefill, 2)
         assert command.request.output == (5, 6, 7)
@@ -160,7 +160,7 @@ async def test_kv_on_its_way_to_a_decode_worker_that_leaves_is_not_computed_agai
         s = (await p.told(Prefill)).request.sequence_id
         p.say(s, 0, 5)
         await b.add("d1")
-        b.cluster.members.drain("d0", 0.0)
+        b.cluster.drain_worker("d0", 0.0)
         await leaves(b, b.worker("d0"))
         p.park(s)  # the link to d0 has ended
         assign = await p.told(Assign)
@@ -170,22 +170,6 @@ async def test_kv_on_its_way_to_a_decode_worker_that_leaves_is_not_computed_agai
         b.worker("d1").say(again, 0, 5, 6, 7, 8, ended="length")
         assert await reader.done() == [5, 6, 7, 8]
         assert len(p.all(Prefill)) == 1
-
-
-async def test_a_hand_over_told_after_its_taker_has_left_is_given_back() -> None:
-    async with bench("p0", "d0") as b:
-        p = b.worker("p0")
-        reader = b.submit(max_tokens=2)
-        s = (await p.told(Prefill)).request.sequence_id
-        p.say(s, 0, 5)
-        await b.add("d1")
-        b.cluster.members.drain("d0", 0.0)
-        await leaves(b, b.worker("d0"))
-        p.hand_over(s, "d0")
-        again = (await p.told(Prefill, 2)).request
-        assert again.output == (5,)
-        p.say(again.sequence_id, 1, 6, ended="length")
-        assert await reader.done() == [5, 6]
 
 
 async def test_a_prompt_that_met_a_draining_worker_goes_to_another() -> None:
@@ -206,39 +190,18 @@ async def test_what_was_given_back_comes_before_what_waits() -> None:
         p0 = b.worker("p0")
         first, second = b.submit("a", prompt=(1,) * 40), b.submit("b", prompt=(1,) * 8)
         await p0.told(Prefill)
-        assert b.cluster.dispatcher.num_queued == 1
+        assert b.dispatcher.num_queued == 1
         p1 = await b.add("p1")
         await p1.told(Prefill)  # b
         third = b.submit("c", prompt=(1,) * 30)
         await asyncio.sleep(0.05)
-        assert b.cluster.dispatcher.num_queued == 1
-        b.cluster.members.drain("p0", 0.0)
+        assert b.dispatcher.num_queued == 1
+        b.cluster.drain_worker("p0", 0.0)
         await leaves(b, p0)
         await b.add("p2")
         assert (await b.worker("p2").told(Prefill)).request.request_id == "a"
         for reader in (first, second, third):
             await reader.leave()
-
-
-async def test_a_request_that_no_other_worker_can_hold_ends_with_the_reason() -> None:
-    async with bench("p0", "d0") as b:
-        reader = b.submit(prompt=(1,) * 40)
-        await b.worker("p0").told(Prefill)
-        await b.add("p1", blocks=2)
-        b.cluster.members.drain("p0", 0.0)
-        await leaves(b, b.worker("p0"))
-        error = await reader.failed()
-        assert error.code == "exceeds_pool" and "largest prefill worker holds 8" in error.message
-
-
-async def test_a_worker_that_dies_in_its_drain_is_a_lost_worker() -> None:
-    async with bench("p0", "d0", lease_s=0.5) as b:
-        reader = b.submit()
-        p0 = b.worker("p0")
-        await p0.told(Prefill)
-        b.cluster.members.drain("p0", 5.0)
-        p0.wire.mute()
-        assert isinstance(await reader.failed(), WorkerLost)
 
 
 async def test_nobody_new_is_taken_in_while_the_cluster_drains() -> None:

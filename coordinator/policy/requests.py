@@ -1,0 +1,640 @@
+"""The life of every request, as the coordinator decides it. Pure: events and `now` in, actions out.
+
+    QUEUED    waits for a prefill worker and a decode worker (policy.dispatch)
+    PREFILL   at a prefill worker; its first token is not known yet
+    HANDOVER  the first token is known; the KV is on its way to a decode worker
+    PARKED    no decode worker took the KV: it stays at prefill until another one can be named
+    DECODE    a decode worker has all KV and generates
+    ENDED     finished, failed, or its client has left
+
+A request survives its workers. When the one that runs it is lost, gives it back, or cannot hand it over, it is
+rescheduled: back to QUEUED under the next attempt, with the journal as output so far, and it goes on at the next index.
+KV that is still at prefill is offered to another decode worker first. Events of earlier attempts are stale. A request
+that has lost MAX_DEATHS workers while they ran it ends with an error, since it may be what kills them; one that no
+present worker can serve ends after `hold_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple
+
+from baton.core.commands import Abort, Command, Following, Release
+from baton.core.errors import (
+    BatonError,
+    DeadlineExceeded,
+    DuplicateRequest,
+    HandoffError,
+    InvariantError,
+    KVCorrupt,
+    Unavailable,
+    WorkerLost,
+)
+from baton.core.events import (
+    HandedOver,
+    Parked,
+    SequenceEnded,
+    SpeculationCounters,
+    StageStamps,
+    StepEvents,
+    TokenEvent,
+)
+from baton.core.prefix_keys import HINT_BYTES, KeyChain
+from baton.core.request import ChoiceId, GenerateRequest, SequenceId
+from coordinator.policy.dispatch import Dispatcher, Placement, Ticket
+from coordinator.policy.journal import Appended, Journal
+from coordinator.policy.workers import Prefix, WorkerTable
+
+MAX_DEATHS = 2
+MAX_TIMES_PARKED = 30  # from the second time on, targets are named a tick later
+_MAX_ATTEMPT = 1 << 30  # an int32 on the wire
+# The decode worker has begun, yet prefill saw the hand-over fail and has told it to end the sequence.
+_LOST_ACK = "the link to its decode worker broke before the last acknowledgement"
+
+
+class Stage(Enum):
+    QUEUED = "queue"
+    PREFILL = "prefill"
+    HANDOVER = "handover"
+    PARKED = "parked"
+    DECODE = "decode"
+    ENDED = "ended"
+
+
+LEGAL_MOVES: dict[Stage, frozenset[Stage]] = {
+    Stage.QUEUED: frozenset({Stage.PREFILL, Stage.ENDED}),
+    Stage.PREFILL: frozenset({Stage.HANDOVER, Stage.PARKED, Stage.DECODE, Stage.QUEUED, Stage.ENDED}),
+    Stage.HANDOVER: frozenset({Stage.PARKED, Stage.DECODE, Stage.QUEUED, Stage.ENDED}),
+    Stage.PARKED: frozenset({Stage.HANDOVER, Stage.DECODE, Stage.QUEUED, Stage.ENDED}),
+    Stage.DECODE: frozenset({Stage.QUEUED, Stage.ENDED}),
+    Stage.ENDED: frozenset(),
+}
+AT_PREFILL = (Stage.PREFILL, Stage.HANDOVER, Stage.PARKED)
+
+# What an error code of a worker means to the client; any other is a bug of this project.
+_WORKER_ERRORS: dict[str, type[BatonError]] = {
+    "deadline_exceeded": DeadlineExceeded,
+    "kv_corrupt": KVCorrupt,
+    "worker_lost": WorkerLost,
+    "handoff_failed": HandoffError,
+    "draining": Unavailable,
+    "prompt_exceeds_pool": Unavailable,
+}
+
+
+# Actions. The caller executes them in order, and signs the handles of the decode workers named.
+
+
+@dataclass(frozen=True, slots=True)
+class StartPrefill:
+    """Compute `request` at `prefill` and offer its KV to `targets`, in order."""
+
+    prefill: str
+    request: GenerateRequest
+    targets: tuple[str, ...]
+    deadline_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class AssignTargets:
+    """Offer the parked KV of `sequence` to `targets`, under `attempt`."""
+
+    prefill: str
+    sequence: SequenceId
+    targets: tuple[str, ...]
+    attempt: int
+    deadline_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a command to a worker if its session is open; else it is dropped, for the redial settles it."""
+
+    worker: str
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class Notify:
+    """The reader of this choice has something to look at."""
+
+    name: ChoiceId
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    text: str
+
+
+Action = StartPrefill | AssignTargets | Send | Notify | Log
+
+
+class Target(NamedTuple):
+    worker: str
+    incarnation: int
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One choice of a request. Times are seconds on the caller's monotonic clock; 0.0 where something has not happened.
+
+    `targets` are the decode workers named under the present attempt: each may hold the sequence. `refused`: all targets
+    refused before the first token was known. `deaths` are the workers lost while they ran it, with the reason.
+    `unservable_since` is when the last worker that could serve it went, `unservable` why, with an error code.
+    """
+
+    journal: Journal
+    age: int
+    started_at: float
+    deadline_at: float
+    stage: Stage = Stage.QUEUED
+    error: BatonError | None = None
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    targets: tuple[Target, ...] = ()
+    refused: bool = False
+    times_parked: int = 0
+    recomputed: bool = False
+    deaths: list[str] = field(default_factory=list)
+    reschedules: int = 0
+    unservable: tuple[str, str] | None = None
+    unservable_since: float = 0.0
+    queued_at: float = 0.0
+    queued_s: float = 0.0
+    first_token_at: float = 0.0
+    cached_tokens: int = 0
+    stamps: StageStamps = field(default_factory=StageStamps)
+    earlier_stamps: StageStamps = field(default_factory=StageStamps)
+    speculation: SpeculationCounters | None = None
+    earlier_speculation: SpeculationCounters | None = None
+
+    @property
+    def request(self) -> GenerateRequest:
+        """As of the last prefill: with the output so far of that time."""
+        return self.journal.request
+
+    @property
+    def name(self) -> ChoiceId:
+        return self.journal.request.choice_id
+
+    @property
+    def sequence(self) -> SequenceId:
+        """Its name on the workers under the present attempt."""
+        return self.name_at(self.journal.attempt)
+
+    def name_at(self, attempt: int) -> SequenceId:
+        request = self.journal.request
+        return SequenceId(request.request_id, request.choice, attempt)
+
+    @property
+    def ended(self) -> bool:
+        return self.stage is Stage.ENDED
+
+    @property
+    def decoded(self) -> int:
+        """Tokens of the present prefill that only a decode worker can have sent."""
+        return max(0, self.journal.next_index - len(self.request.output) - 1)
+
+    def runs_at(self, worker: str) -> bool:
+        """Whether that worker has the sequence, as far as is known."""
+        return worker == (self.decode_worker if self.stage is Stage.DECODE else self.prefill_worker)
+
+    def workers(self) -> set[str]:
+        """Every worker that may hold something of it."""
+        return {w for w in (self.prefill_worker, self.decode_worker, *(t.worker for t in self.targets)) if w}
+
+    def late(self) -> DeadlineExceeded:
+        limit_s, stage = self.deadline_at - self.started_at, self.stage.value
+        return DeadlineExceeded(f"the request did not finish within its {limit_s:.1f} s (stage {stage})")
+
+    def all_stamps(self) -> StageStamps:
+        """Seconds in each stage, over all attempts."""
+        return self.earlier_stamps + self.stamps
+
+
+class Requests:
+    """Complete state: the requests by choice, the dispatcher and the worker table under it, the numbers given last
+    (`_attempt` is global: no two requests share one, so that a request id may be used again at once), whether the
+    cluster drains, and counters. Every method returns actions, to be executed in order."""
+
+    def __init__(
+        self, workers: WorkerTable, max_queued_requests: int, max_queued_tokens: int, hold_s: float = 30.0
+    ) -> None:
+        self.workers = workers
+        self.dispatcher = Dispatcher(workers, max_queued_requests, max_queued_tokens)
+        self.draining = False
+        self.stale_events = 0
+        self.rescheduled = 0
+        self.reassigned = 0
+        self._hold_s = hold_s
+        self._requests: dict[ChoiceId, Request] = {}
+        self._attempt = 0
+        self._age = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __repr__(self) -> str:
+        stages = [r.stage for r in self._requests.values()]
+        return "<Requests " + ", ".join(f"{stages.count(s)} {s.value}" for s in Stage if s in stages) + ">"
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests.values())
+
+    def get(self, name: ChoiceId) -> Request | None:
+        return self._requests.get(name)
+
+    # From the front.
+
+    def admit(self, request: GenerateRequest, now: float) -> tuple[Request, list[Action]]:
+        """Queues one choice and dispatches what can start. Choice 0 stands for its request: it may be refused for want
+        of room, and stays known until the others have ended, which have its age.
+
+        Raises:
+            BatonError: refused; nothing was done for it.
+        """
+        if self.draining:
+            raise Unavailable("the cluster is draining", code="draining", retry_after_s=5)
+        if request.choice_id in self._requests:  # perhaps ended, and not yet read to its end
+            raise DuplicateRequest(f"request {request.request_id} is already in flight", param="request_id")
+        first = self._requests.get(ChoiceId(request.request_id)) if request.choice else None
+        self._age += first is None
+        attempt = self._next_attempt()
+        r = Request(
+            Journal(replace(request, attempt=attempt)),
+            self._age if first is None else first.age,
+            started_at=now,
+            deadline_at=now + request.deadline_s,
+            queued_at=now,
+        )
+        if request.deadline_s <= 0:
+            raise r.late()
+        if first is None:
+            self.dispatcher.submit(self._ticket(r))
+        else:
+            self.dispatcher.resubmit(self._ticket(r))
+        self._requests[request.choice_id] = r
+        self._check_servable(r, now)
+        return r, self._place(now)
+
+    def end(self, r: Request, reason: str, now: float) -> list[Action]:
+        """The front has all it needs of a choice: both pools are told at once."""
+        return [*self._end(r, reason, now), *self._place(now)]
+
+    def forget(self, r: Request) -> None:
+        """Its request id may be used again."""
+        if self._requests.get(r.name) is r:
+            del self._requests[r.name]
+
+    # From workers.
+
+    def on_events(self, worker: str, events: StepEvents, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for token in events.tokens:
+            actions += self._on_tokens(worker, token, now)
+        for over in events.handed_over:
+            actions += self._on_handed_over(worker, over, now)
+        for parked in events.parked:
+            actions += self._on_parked(worker, parked, now)
+        for ended in events.ended:
+            actions += self._on_ended(worker, ended, now)
+        if events.block_news is not None and (known := self.workers.get(worker)) is not None:
+            known.held.update(events.block_news)
+        if events.tokens or events.ended or events.handed_over or events.parked:
+            actions += self._place(now)
+        return actions
+
+    def worker_joined(self, now: float) -> list[Action]:
+        """A worker has joined or has come back."""
+        self._update_servable(now)
+        return self._place(now)
+
+    def worker_gone(self, worker: str, why: str, now: float, *, drained: bool) -> list[Action]:
+        """Handles the loss of a worker: reschedules every request that it ran. One whose KV is only on its way to it
+        stays where it is: prefill parks the KV. A worker that has drained gave its requests back; that is no death."""
+        self.dispatcher.forget_worker(worker)
+        actions: list[Action] = []
+        for r in sorted(self._requests.values(), key=lambda r: r.age):
+            if r.ended:
+                continue
+            if worker == r.prefill_worker and r.stage in AT_PREFILL:
+                ran = r.stage is Stage.PREFILL
+            elif worker == r.decode_worker and r.stage is Stage.DECODE:
+                ran = True
+            elif worker == r.prefill_worker and r.stage is Stage.DECODE and self._awaits_prompt_logprobs(r):
+                ran = False
+            else:
+                continue
+            if ran and not drained:
+                r.deaths.append(f"{worker} ({why}, stage {r.stage.value})")
+            actions += self._reschedule(r, f"{worker}: {why}", now)
+        self._update_servable(now)
+        return actions + self._place(now)
+
+    def following(self, worker: str) -> tuple[Following, ...]:
+        """The sequences that this coordinator expects at a worker, with the next output index of each."""
+        here = (r for r in self._requests.values() if r.stage not in (Stage.QUEUED, Stage.ENDED))
+        return tuple(
+            Following(r.sequence, r.journal.next_index, r.runs_at(worker)) for r in here if worker in r.workers()
+        )
+
+    # Time.
+
+    def tick(self, now: float) -> list[Action]:
+        """Deadlines, requests that nobody can serve, parked KV, the queue. To be called every 0.1 s or so."""
+        actions: list[Action] = []
+        for r in list(self._requests.values()):
+            if r.ended:
+                continue
+            if now >= r.deadline_at:
+                actions += self._fail(r, r.late(), now)
+            elif r.unservable is not None and now - r.unservable_since >= self._hold_s:
+                what, code = r.unservable
+                actions += self._fail(r, Unavailable(what, code=code, retry_after_s=2), now)
+            elif r.stage is Stage.PARKED:
+                actions += self._assign(r, now)
+        return actions + self._place(now)
+
+    def drain(self, now: float) -> list[Action]:
+        """Ends what has not finished by the end of a drain."""
+        error = Unavailable("the cluster stops and the request did not finish in time", code="draining")
+        return [action for r in list(self._requests.values()) for action in self._fail(r, error, now)]
+
+    def check(self) -> None:
+        """Raises InvariantError when the dispatcher holds other requests than those in flight."""
+        self.dispatcher.check()
+        stages = [r.stage for r in self._requests.values()]
+        queued, ended = stages.count(Stage.QUEUED), stages.count(Stage.ENDED)
+        if (self.dispatcher.num_queued, self.dispatcher.num_active) != (queued, len(stages) - queued - ended):
+            raise InvariantError(f"{self!r} does not fit {self.dispatcher!r}")
+
+    # Events, one by one.
+
+    def _on_tokens(self, worker: str, event: TokenEvent, now: float) -> list[Action]:
+        r = self._requests.get(event.sequence.choice_id)
+        if r is None or r.ended or r.sequence != event.sequence:
+            return self._stale(worker, event.sequence)
+        if not r.request.output:
+            r.cached_tokens = max(r.cached_tokens, event.cached_tokens)
+        try:
+            verdict = r.journal.accept(
+                event.sequence.attempt, event.first_index, event.tokens, event.logprobs, event.prompt_logprobs
+            )
+        except InvariantError as e:
+            return self._fail(r, e, now)
+        actions: list[Action] = []
+        if isinstance(verdict, Appended):
+            r.first_token_at = r.first_token_at or now
+        if isinstance(verdict, Appended) or event.prompt_logprobs:
+            actions.append(Notify(r.name))
+        was_parked = r.stage is Stage.PARKED
+        self.dispatcher.produced(r.name, r.journal.next_index - len(r.request.output))
+        if worker == r.prefill_worker:
+            self.dispatcher.prefilled(r.name)
+            if r.stage is Stage.PREFILL:
+                self._move(r, Stage.PARKED if r.refused else Stage.HANDOVER)
+        else:
+            if event.speculation is not None:
+                before = r.earlier_speculation
+                r.speculation = event.speculation if before is None else before + event.speculation
+            self._decoding(r, worker)
+        if r.journal.finish is not None:
+            actions += self._end(r, "", now)
+        elif r.stage is Stage.PARKED:
+            actions += self._assign(r, now)
+        elif was_parked:
+            actions += self._reschedule(r, _LOST_ACK, now)
+        return actions
+
+    def _on_handed_over(self, worker: str, over: HandedOver, now: float) -> list[Action]:
+        r = self._requests.get(over.sequence.choice_id)
+        if r is None or r.sequence != over.sequence:
+            return self._stale(worker, over.sequence)
+        _add_stamps(r, over.stamps)
+        if r.ended:
+            return []
+        self._decoding(r, over.decode_worker)
+        taker = next((t.incarnation for t in r.targets if t.worker == over.decode_worker), None)
+        if self.workers.has_left(over.decode_worker, taker):
+            return self._reschedule(r, f"{over.decode_worker} took the KV and left", now)
+        if self.workers.incarnation(over.decode_worker) != taker:
+            r.deaths.append(f"{over.decode_worker} (lost as it took the KV)")
+            return self._reschedule(r, f"{over.decode_worker} was lost as it took the KV", now)
+        return [Notify(r.name)]
+
+    def _decoding(self, r: Request, worker: str) -> None:
+        """A decode worker has all KV, whoever said so first."""
+        r.decode_worker = worker
+        if r.stage is not Stage.DECODE:
+            self._move(r, Stage.DECODE)
+        self.dispatcher.moved(r.name, worker)
+        self.dispatcher.handed_over(r.name)
+
+    def _on_parked(self, worker: str, parked: Parked, now: float) -> list[Action]:
+        r = self._requests.get(parked.sequence.choice_id)
+        if r is None or r.ended or r.sequence != parked.sequence:
+            return self._stale(worker, parked.sequence)
+        if r.stage is Stage.PARKED or r.refused:
+            return []  # repeated after a redial
+        actions: list[Action] = [Log(f"KV of {r.sequence} is parked: {parked.reason}")]
+        if r.stage is Stage.DECODE:
+            return actions + self._reschedule(r, _LOST_ACK, now)
+        r.times_parked += 1
+        if r.times_parked > MAX_TIMES_PARKED:
+            what = f"KV could not be handed over in {MAX_TIMES_PARKED} tries: {parked.reason}"
+            return actions + self._fail(r, HandoffError(what, retry_after_s=1), now)
+        if r.stage is Stage.PREFILL:
+            r.refused = True  # the first token is still to come, under this attempt
+            return actions
+        self._move(r, Stage.PARKED)
+        self._check_servable(r, now)
+        if r.journal.attempt == r.request.attempt:
+            actions += self._assign(r, now)  # later times wait for a tick: who refused just now would refuse again
+        return actions
+
+    def _on_ended(self, worker: str, ended: SequenceEnded, now: float) -> list[Action]:
+        r = self._requests.get(ended.sequence.choice_id)
+        if r is None or r.sequence != ended.sequence:
+            return self._stale(worker, ended.sequence)
+        _add_stamps(r, ended.stamps)
+        if r.ended:
+            return []
+        here = r.runs_at(worker)
+        if ended.reason != "error":
+            r.deaths.append(f"{worker} (ended the request: {ended.reason})")
+            return self._reschedule(r, f"{worker} ended it early: {ended.reason}", now)
+        targets_unchanged = all(self.workers.incarnation(t.worker) == t.incarnation for t in r.targets)
+        if ended.code == "unknown_sequence" and here and r.stage is Stage.PREFILL and targets_unchanged:
+            return [self._start(r, now)]  # its session broke before the command had arrived
+        if ended.code in ("draining", "abandoned") or (ended.code == "unknown_sequence" and here):
+            return self._reschedule(r, ended.message, now)
+        if ended.code in (KVCorrupt.code, HandoffError.code) and not r.recomputed:
+            r.recomputed = True
+            return self._reschedule(r, ended.message, now)  # computed once more, in blocks that nobody shares
+        if not here and ended.code in ("unknown_sequence", "worker_lost"):
+            return []  # the KV is at prefill, which parks it; if that one is lost too, `worker_gone` follows
+        kind = _WORKER_ERRORS.get(ended.code, BatonError)
+        return self._fail(r, kind(f"{ended.message} (stage {r.stage.value})", code=ended.code), now)
+
+    def _stale(self, worker: str, sequence: SequenceId) -> list[Action]:
+        self.stale_events += 1
+        return [Send(worker, Release((sequence,)))]
+
+    # Decisions.
+
+    def _place(self, now: float) -> list[Action]:
+        """Dispatches what can start."""
+        actions: list[Action] = []
+        for placement in self.dispatcher.place():
+            r = self._requests.get(placement.name)
+            if r is None:
+                raise InvariantError(f"{placement.name} was placed and is not in flight")
+            self._move(r, Stage.PREFILL)
+            r.queued_s += now - r.queued_at
+            self._name_workers(r, placement)
+            actions.append(self._start(r, now))
+        return actions
+
+    def _start(self, r: Request, now: float) -> StartPrefill:
+        request = replace(r.request, deadline_s=max(r.deadline_at - now, 0.001))
+        return StartPrefill(r.prefill_worker, request, tuple(t.worker for t in r.targets), r.deadline_at)
+
+    def _name_workers(self, r: Request, placement: Placement) -> None:
+        r.prefill_worker, r.decode_worker = placement.prefill, placement.decode or ""
+        r.targets = tuple(Target(w, self._incarnation(w)) for w in placement.targets)
+
+    def _incarnation(self, worker: str) -> int:
+        incarnation = self.workers.incarnation(worker)
+        if incarnation is None:
+            raise InvariantError(f"{worker} was chosen and is not present")
+        return incarnation
+
+    def _assign(self, r: Request, now: float) -> list[Action]:
+        """Names new decode workers for parked KV under the next attempt, when one has room and prefill can be told."""
+        if not self.workers.connected(r.prefill_worker):
+            return []
+        placement = self.dispatcher.reassign(r.name)
+        if placement is None:
+            return []
+        old = r.sequence
+        # One of the old targets may have all KV and run, if only its last acknowledgement was lost.
+        actions: list[Action] = [
+            Send(t.worker, Abort(old, "its KV is offered to another worker", tombstone_s=0.0)) for t in r.targets
+        ]
+        r.journal.begin_attempt(self._next_attempt(r))
+        r.refused = False
+        self._move(r, Stage.HANDOVER)
+        self._name_workers(r, placement)
+        self.reassigned += 1
+        names = tuple(t.worker for t in r.targets)
+        return [*actions, AssignTargets(r.prefill_worker, old, names, r.journal.attempt, r.deadline_at)]
+
+    def _reschedule(self, r: Request, why: str, now: float) -> list[Action]:
+        """Queues a request again under the next attempt: prompt and journal are prefilled on whichever workers are
+        chosen next, and it goes on at the next index."""
+        if len(r.deaths) >= MAX_DEATHS:
+            what = f"{len(r.deaths)} workers were lost while they ran the request: {', '.join(r.deaths)}"
+            return self._fail(r, WorkerLost(what, retry_after_s=1), now)
+        actions: list[Action] = [
+            Log(f"{r.sequence} is rescheduled at index {r.journal.next_index}: {why}"),
+            *self._withdraw(r, why, now),
+        ]
+        self.dispatcher.finish(r.name)
+        self._move(r, Stage.QUEUED)
+        r.journal.resume(self._next_attempt(r))
+        r.prefill_worker = r.decode_worker = ""
+        r.targets, r.refused, r.queued_at = (), False, now
+        r.earlier_speculation = r.speculation
+        r.earlier_stamps, r.stamps = r.all_stamps(), StageStamps()
+        r.reschedules += 1
+        self.rescheduled += 1
+        self.dispatcher.resubmit(self._ticket(r))
+        self._check_servable(r, now)
+        return actions
+
+    def _fail(self, r: Request, error: BatonError, now: float) -> list[Action]:
+        if r.ended:
+            return []
+        r.error = error
+        return [*self._end(r, error.code, now), Notify(r.name)]
+
+    def _end(self, r: Request, reason: str, now: float) -> list[Action]:
+        """Both pools are told, and what the request held is free: now, however slowly its client reads. Without a
+        reason the workers know that it has ended."""
+        if r.ended:
+            return []
+        actions = self._withdraw(r, reason, now)
+        self._move(r, Stage.ENDED)
+        self.dispatcher.finish(r.name)
+        return actions
+
+    def _withdraw(self, r: Request, reason: str, now: float) -> list[Action]:
+        """The workers of the present attempt forget it; with a reason they end it."""
+        tombstone_s = max(r.deadline_at - now, 1.0)
+        actions: list[Action] = []
+        for worker in sorted(r.workers()):
+            if reason:
+                actions.append(Send(worker, Abort(r.sequence, reason, tombstone_s)))
+            actions.append(Send(worker, Release((r.sequence,))))
+        return actions
+
+    def _update_servable(self, now: float) -> None:
+        """The set of workers has changed."""
+        for r in self._requests.values():
+            self._check_servable(r, now)
+
+    def _check_servable(self, r: Request, now: float) -> None:
+        """Whether a present worker can serve what waits: the clock of `hold_s` starts when the last one has gone."""
+        if r.stage not in (Stage.QUEUED, Stage.PARKED):
+            return
+        why: tuple[str, str] | None = None
+        missing = self.dispatcher.missing_role(even_unready=True)
+        if missing is not None:
+            why = f"no {missing} worker is left", f"no_{missing}_worker"
+        elif (too_large := self.dispatcher.too_large(self._size(r))) is not None:
+            why = too_large, "exceeds_pool"
+        if why is not None and r.unservable is None:
+            r.unservable_since = now
+        r.unservable = why
+
+    def _awaits_prompt_logprobs(self, r: Request) -> bool:
+        return r.request.sampling.prompt_logprobs is not None and r.journal.prompt_logprobs is None
+
+    def _move(self, r: Request, stage: Stage) -> None:
+        """Raises InvariantError: the table does not allow it."""
+        if stage not in LEGAL_MOVES[r.stage]:
+            raise InvariantError(f"{r.sequence} cannot go from {r.stage.value} to {stage.value}")
+        r.stage, r.unservable = stage, None
+
+    def _ticket(self, r: Request) -> Ticket:
+        return replace(self._size(r), prefix=self._prefix(r.request))
+
+    def _size(self, r: Request) -> Ticket:
+        request = r.request
+        needs_decode = request.max_tokens - len(request.output) > 1
+        return Ticket(r.name, request.num_prefill_tokens, request.max_total_tokens, needs_decode, age=r.age)
+
+    def _prefix(self, request: GenerateRequest) -> Prefix:
+        """The blocks that a worker may hold already; the last token is computed in any case."""
+        facts = self.workers.facts()
+        tokens = request.prompt + request.output
+        prefix: dict[int, tuple[bytes, ...]] = {}
+        if facts is None:
+            return prefix
+        for size in self.dispatcher.held_block_sizes:
+            chain = KeyChain(facts.model_digest, request.cache_salt, size)
+            keys = chain.grow(lambda start, end: tokens[start:end], len(tokens) - 1)
+            prefix[size] = tuple(key[:HINT_BYTES] for key in keys)
+        return prefix
+
+    def _next_attempt(self, r: Request | None = None) -> int:
+        """A number that no request uses, and higher than the last one of this request, also where the count wraps."""
+        self._attempt = self._attempt % _MAX_ATTEMPT + 1
+        return self._attempt if r is None else max(self._attempt, r.journal.attempt + 1)
+
+
+def _add_stamps(r: Request, stamps: StageStamps) -> None:
+    """Each worker knows its own stages; the larger value is the one that was measured."""
+    r.stamps = r.stamps.largest(stamps)

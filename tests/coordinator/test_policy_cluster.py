@@ -1,0 +1,82 @@
+"""Requests survive their workers: the policies of all tiers in virtual time, with a death every few steps."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from baton.core.errors import WorkerLost
+from baton.core.request import GenerateRequest
+from coordinator.policy.requests import MAX_DEATHS
+from tests.support.cluster_sim import ClusterSim, undisturbed
+
+NAMES = ("p0", "p1", "d0", "d1")
+
+
+def make_requests(count: int, seed: int) -> list[GenerateRequest]:
+    generator = random.Random(seed)
+    return [
+        GenerateRequest(
+            f"r{i}",
+            tuple(generator.randrange(1, 40) for _ in range(generator.randint(1, 30))),
+            generator.randint(1, 30),
+            eos_token_ids=(0,),
+            deadline_s=1e6,
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.long) for n in range(2, 6))])
+def test_a_thousand_requests_with_a_death_every_twenty_steps(seed: int) -> None:
+    """Each ends with the tokens of the undisturbed run; or, where two workers died while they ran it, with that error
+    and a prefix of them. Nothing is left on any worker."""
+    sim = ClusterSim(*NAMES, seed=seed, kill_every=20, lost_acks=0.02)
+    requests = make_requests(1000, seed)
+    for i, request in enumerate(requests):
+        sim.submit(request, at=i * 0.01)
+    sim.run(len(requests))
+    finished = 0
+    for r in sim.sent:
+        expected = undisturbed(r.request)
+        if r.error is None:
+            assert r.journal.tokens == expected and r.journal.finish is not None, r
+            finished += 1
+        else:
+            assert isinstance(r.error, WorkerLost) and len(r.deaths) == MAX_DEATHS, r.error
+            assert r.journal.tokens == expected[: len(r.journal.tokens)] != expected, r
+    assert finished > 700
+    seen = (sim.kills, sim.requests.rescheduled, sim.requests.reassigned, sim.lost_acks, sim.requests.stale_events)
+    assert all(n > 10 for n in seen), seen
+
+
+def test_without_deaths_nothing_is_computed_twice() -> None:
+    sim = ClusterSim(*NAMES)
+    requests = make_requests(200, 7)
+    for request in requests:
+        sim.submit(request, at=0.0)
+    sim.run(len(requests))
+    assert all(r.journal.tokens == undisturbed(r.request) for r in sim.sent)
+    assert (sim.requests.rescheduled, sim.requests.stale_events) == (0, 0)
+
+
+def test_one_death_costs_nobody_an_answer() -> None:
+    for victim in NAMES:
+        sim = ClusterSim(*NAMES)
+        requests = make_requests(100, 5)
+        for request in requests:
+            sim.submit(request, at=0.0)
+        sim._later(0.3, lambda sim=sim, victim=victim: sim.kill(victim))
+        sim.run(len(requests))
+        assert [r.error for r in sim.sent if r.error] == []
+        assert all(r.journal.tokens == undisturbed(r.request) for r in sim.sent)
+        assert sim.requests.rescheduled > 0
+
+
+def test_the_simulation_needs_no_socket_thread_or_torch() -> None:
+    script = "import sys, tests.support.cluster_sim; print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert not set(done.stdout.split()) & {"torch", "grpc", "asyncio", "fastapi", "socket", "threading"}

@@ -1,0 +1,528 @@
+"""What becomes of a request, event by event: no socket, no clock, no worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import pytest
+
+from baton.core.commands import Abort, Following, Release
+from baton.core.errors import BatonError, HandoffError, InvariantError, Unavailable, WorkerLost
+from baton.core.events import (
+    HandedOver,
+    Parked,
+    SequenceEnded,
+    SpeculationCounters,
+    StageStamps,
+    StepEvents,
+    TokenEvent,
+)
+from baton.core.request import GenerateRequest, SamplingParams, SequenceId, TokenLogprob
+from coordinator.policy.requests import (
+    LEGAL_MOVES,
+    MAX_TIMES_PARKED,
+    Action,
+    AssignTargets,
+    Notify,
+    Request,
+    Requests,
+    Send,
+    Stage,
+    StartPrefill,
+)
+from coordinator.policy.workers import WorkerTable
+from tests.support.builders import make_join
+
+A = TypeVar("A")
+
+
+class Drive:
+    """Requests over workers that a test plays by hand. `new` are the actions since the last look."""
+
+    def __init__(self, *workers: str, hold_s: float = 30.0) -> None:
+        self.table = WorkerTable(3.0)
+        self.requests = Requests(self.table, 100, 10_000, hold_s)
+        self.now = 100.0
+        self.new: list[Action] = []
+        self.incarnations: dict[str, int] = {}
+        for name in workers:
+            self.join(name)
+
+    def did(self, actions: Iterable[Action]) -> None:
+        self.new += actions
+        self.requests.check()
+
+    def take(self, kind: type[A]) -> list[A]:
+        """Actions of a kind; all are forgotten."""
+        found, self.new = [a for a in self.new if isinstance(a, kind)], []
+        return found
+
+    def sent(self, kind: type[A]) -> list[tuple[str, A]]:
+        """To whom commands of a kind were sent."""
+        return [(a.worker, a.command) for a in self.take(Send) if isinstance(a.command, kind)]
+
+    def join(self, name: str, *, blocks: int = 16) -> None:
+        self.incarnations[name] = self.incarnations.get(name, 0) + 1
+        joined = self.table.join(make_join(name, self.incarnations[name], blocks=blocks), self.now)
+        if joined.replaced is not None:
+            self.did(self.requests.worker_gone(name, "replaced", self.now, drained=False))
+        self.did(self.requests.worker_joined(self.now))
+
+    def lose(self, name: str, *, drained: bool = False) -> None:
+        if drained:
+            self.table.left(name, self.incarnations[name])
+        else:
+            worker = self.table.get(name)
+            assert worker is not None
+            worker.state = "lost"
+        self.did(self.requests.worker_gone(name, "silent", self.now, drained=drained))
+
+    def submit(self, name: str = "r", max_tokens: int = 4, **more: object) -> Request:
+        values: dict[str, object] = {"prompt": (1, 2, 3), "max_tokens": max_tokens, **more}
+        r, actions = self.requests.admit(GenerateRequest(name, **values), self.now)  # type: ignore[arg-type]
+        self.did(actions)
+        return r
+
+    def events(self, worker: str, events: StepEvents) -> None:
+        self.did(self.requests.on_events(worker, events, self.now))
+
+    def tokens(self, worker: str, sequence: SequenceId, first: int, *tokens: int, **more: object) -> None:
+        event = TokenEvent(sequence, first, tokens, **more)  # type: ignore[arg-type]
+        self.events(worker, StepEvents(tokens=(event,)))
+
+    def handed_over(self, worker: str, sequence: SequenceId, to: str, **stamps: float) -> None:
+        self.events(worker, StepEvents(handed_over=(HandedOver(sequence, to, 1, StageStamps(**stamps)),)))
+
+    def park(self, worker: str, sequence: SequenceId) -> None:
+        self.events(worker, StepEvents(parked=(Parked(sequence, "all refused"),)))
+
+    def ended(self, worker: str, sequence: SequenceId, code: str = "", reason: str = "error") -> None:
+        self.events(worker, StepEvents(ended=(SequenceEnded(sequence, reason, code, "so it is"),)))
+
+    def tick(self, after: float = 0.1) -> None:
+        self.now += after
+        self.did(self.requests.tick(self.now))
+
+    def at(self, stage: Stage, name: str = "r", **more: object) -> tuple[Request, SequenceId]:
+        """A request brought to a stage on p0 and d0, with the sequence under which it is there."""
+        r = self.submit(name, **more)  # type: ignore[arg-type]
+        s = r.sequence
+        if stage in (Stage.HANDOVER, Stage.PARKED, Stage.DECODE):
+            self.tokens("p0", s, 0, 5)
+        if stage is Stage.PARKED:
+            for decode in ("d0", "d1"):
+                if (worker := self.table.get(decode)) is not None:
+                    worker.state = "joining"
+            self.park("p0", s)
+        if stage is Stage.DECODE:
+            self.handed_over("p0", s, "d0")
+        assert r.stage is stage
+        self.new.clear()
+        return r, s
+
+    def error(self, r: Request) -> BatonError:
+        assert r.ended and r.error is not None
+        assert r.error.message.isprintable()
+        return r.error
+
+
+def test_the_life_of_a_request() -> None:
+    d = Drive("p0", "d0", "d1")
+    r = d.submit()
+    (start,) = d.take(StartPrefill)
+    assert (start.prefill, start.targets, start.request.output) == ("p0", ("d0", "d1"), ())
+    s = r.sequence
+    d.tokens("p0", s, 0, 5)
+    assert d.take(Notify) == [Notify(r.name)] and r.stage is Stage.HANDOVER
+    d.handed_over("p0", s, "d0")
+    d.tokens("d0", s, 0, 5, 6)
+    assert r.stage is Stage.DECODE
+    d.new.clear()
+    d.tokens("d0", s, 2, 7, 8)
+    assert (r.journal.tokens, r.journal.finish, r.stage) == ([5, 6, 7, 8], "length", Stage.ENDED)
+    assert {worker for worker, _ in d.sent(Release)} == {"p0", "d0", "d1"}
+    d.requests.forget(r)
+    assert len(d.requests) == 0
+
+
+@pytest.mark.parametrize(("stage", "dies"), [(Stage.PREFILL, "p0"), (Stage.DECODE, "d0")])
+def test_when_the_worker_that_runs_it_dies_it_goes_on_elsewhere_and_two_deaths_end_it(stage: Stage, dies: str) -> None:
+    d = Drive("p0", "d0", "p1", "d1")
+    r, s = d.at(stage, max_tokens=8)
+    if stage is Stage.DECODE:
+        d.tokens("d0", s, 1, 6, 7)
+    d.lose(dies)
+    assert d.requests.rescheduled == 1 and r.deaths == [f"{dies} (silent, stage {stage.value})"]
+    (start,) = d.take(StartPrefill)
+    assert start.request.output == tuple(r.journal.tokens) and start.request.attempt > s.attempt
+    other = dies[0] + "1"
+    again = r.sequence
+    if stage is Stage.DECODE:
+        assert start.targets == ("d1",)
+        d.tokens("d0", s, 3, 99)  # the old attempt is stale
+        assert d.requests.stale_events == 1 and r.journal.tokens == [5, 6, 7]
+        d.tokens("p0", again, 3, 8)
+        d.handed_over("p0", again, "d1")
+    else:
+        assert start.prefill == "p1"
+    d.lose(other)
+    error = d.error(r)
+    assert isinstance(error, WorkerLost) and error.retry_after_s
+    assert error.message.startswith(f"2 workers were lost while they ran the request: {dies} (silent, stage ")
+
+
+def test_the_kv_of_a_dead_decode_worker_is_offered_to_another_before_any_second_prefill() -> None:
+    d = Drive("p0", "d0", "d1")
+    r, s = d.at(Stage.HANDOVER)
+    d.lose("d0")
+    assert r.stage is Stage.HANDOVER and not d.new, "prefill sees its link break and says so"
+    d.park("p0", s)
+    (assign,) = d.take(AssignTargets)
+    assert (assign.prefill, assign.sequence, assign.targets, r.deaths) == ("p0", s, ("d1",), [])
+    d.handed_over("p0", r.sequence, "d1")
+    d.tokens("d1", r.sequence, 0, 5, 6, 7, 8)
+    assert r.journal.finish == "length" and d.requests.rescheduled == 0
+
+
+def test_a_dead_decode_worker_that_has_taken_all_kv_is_a_death() -> None:
+    d = Drive("p0", "d0", "d1")
+    r, s = d.at(Stage.HANDOVER)
+    d.lose("d0")
+    d.handed_over("p0", s, "d0")  # told when it had been lost already
+    assert r.deaths == ["d0 (lost as it took the KV)"]
+    assert d.take(StartPrefill)[0].request.output == (5,)
+
+
+def test_a_new_incarnation_is_not_the_worker_that_took_the_kv() -> None:
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.DECODE)
+    d.join("d0")
+    assert r.deaths == ["d0 (replaced, stage decode)"]
+    (start,) = d.take(StartPrefill)
+    assert start.targets == ("d0",) and r.targets[0].incarnation == 2
+    d.tokens("d0", s, 1, 99)
+    assert r.journal.tokens == [5]
+
+
+def test_a_prefill_worker_is_not_missed_once_decode_has_all_kv() -> None:
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.HANDOVER)
+    d.tokens("d0", s, 0, 5, 6)  # so it has all of it, though the hand-over was never reported
+    d.lose("p0")
+    d.tokens("d0", s, 2, 7, 8)
+    assert r.journal.tokens == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("stage", [Stage.HANDOVER, Stage.PARKED])
+def test_a_prefill_worker_that_dies_with_the_kv_costs_a_prefill_and_is_no_death(stage: Stage) -> None:
+    d = Drive("p0", "d0", "p1")
+    r, s = d.at(stage)
+    d.lose("p0")
+    assert (r.deaths, r.stage) == ([], Stage.PREFILL if stage is Stage.HANDOVER else Stage.QUEUED)
+    assert [c.sequence for w, c in d.sent(Abort) if w == "d0"] == [s], "what had arrived is dropped"
+
+
+def test_prompt_logprobs_that_prefill_had_not_reported_are_computed_again() -> None:
+    d = Drive("p0", "d0", "p1")
+    r, s = d.at(Stage.HANDOVER, sampling=SamplingParams(prompt_logprobs=0))
+    d.tokens("d0", s, 0, 5, 6)
+    d.lose("p0")
+    (start,) = d.take(StartPrefill)
+    assert start.request.sampling.prompt_logprobs == 0 and start.request.output == (5, 6)
+    scores = (TokenLogprob(2, -1.0, 1), TokenLogprob(3, -1.0, 1))
+    d.tokens("p1", r.sequence, 2, 7, prompt_logprobs=scores)
+    d.lose("d0")
+    d.join("d0")
+    d.lose("p1")
+    d.join("p1")
+    (start,) = d.take(StartPrefill)[-1:]
+    assert start.request.sampling.prompt_logprobs is None, "known: the prompt may come from a cache"
+    assert r.journal.prompt_logprobs == scores
+
+
+def test_rescheduled_requests_go_first_in_order_of_age() -> None:
+    d = Drive("p0", "d0", "p1")
+    names = ["a", "b", "c", "d"]
+    for name in names:
+        d.submit(name, prompt=(1,) * 16)
+    assert [a.request.request_id for a in d.take(StartPrefill)] == ["a", "b"]  # one each, c and d wait
+    d.lose("p1")
+    d.lose("p0")
+    d.join("p0", blocks=64)
+    d.join("p1", blocks=64)
+    assert [a.request.request_id for a in d.take(StartPrefill)] == ["a", "b"]
+    d.tokens("p0", next(r for r in d.requests if r.prefill_worker == "p0").sequence, 0, 5)
+    assert [a.request.request_id for a in d.take(StartPrefill)] == ["c"]
+
+
+def test_while_a_role_is_empty_accepted_requests_wait_and_then_end_with_the_reason() -> None:
+    d = Drive("p0", "d0", hold_s=30.0)
+    running, _ = d.at(Stage.DECODE, "running")
+    d.lose("d0")
+    assert running.stage is Stage.QUEUED
+    with pytest.raises(Unavailable, match="no decode worker is ready"):
+        d.submit("new")
+    d.tick(29.0)
+    assert running.error is None
+    d.join("d0")
+    assert running.stage is Stage.PREFILL
+    d.lose("d0")
+    d.lose("p0", drained=True)
+    d.tick(29.9)
+    assert running.error is None, "the clock began anew"
+    d.tick(0.2)
+    assert d.error(running).code == "no_prefill_worker"
+
+
+def test_parked_kv_waits_for_a_decode_worker_too() -> None:
+    d = Drive("p0", "d0", hold_s=30.0)
+    r, s = d.at(Stage.PARKED)
+    d.lose("d0")
+    d.tick(20.0)
+    d.join("d0")
+    d.tick()
+    (assign,) = d.take(AssignTargets)
+    d.park("p0", s._replace(attempt=assign.attempt))
+    d.lose("d0")
+    d.tick(30.1)
+    assert d.error(r).code == "no_decode_worker"
+
+
+def test_what_only_a_lost_worker_could_hold_waits_for_one_like_it() -> None:
+    d = Drive("p0", "d0", "d1", hold_s=30.0)
+    d.lose("d1")
+    d.join("d1", blocks=4)
+    large, _ = d.at(Stage.DECODE, "large", max_tokens=40)
+    d.lose("d0")
+    small = d.submit("small")
+    assert (large.stage, small.stage) == (Stage.QUEUED, Stage.PREFILL)
+    d.tick(30.1)
+    error = d.error(large)
+    assert error.code == "exceeds_pool" and "largest decode worker holds 16" in error.message
+
+
+@pytest.mark.parametrize("stage", [Stage.PREFILL, Stage.HANDOVER, Stage.DECODE])
+def test_a_drained_worker_gives_back_what_it_had_and_that_is_no_death(stage: Stage) -> None:
+    d = Drive("p0", "d0", "p1", "d1")
+    r, _ = d.at(stage)
+    d.lose("d0" if stage is Stage.DECODE else "p0", drained=True)
+    assert (r.deaths, r.stage) == ([], Stage.PREFILL)
+    assert r.journal.request.output == tuple(r.journal.tokens)
+
+
+def test_a_hand_over_to_a_worker_that_has_left_is_given_back() -> None:
+    d = Drive("p0", "d0", "d1")
+    r, s = d.at(Stage.HANDOVER)
+    d.lose("d0", drained=True)
+    d.handed_over("p0", s, "d0")
+    assert r.deaths == [] and d.take(StartPrefill)[0].targets == ("d1",)
+
+
+@pytest.mark.parametrize("order", ["tokens first", "parked first"])
+def test_a_lost_last_acknowledgement_reschedules_what_decode_has_begun(order: str) -> None:
+    """Prefill has told decode to end it; outside exact mode another worker might not repeat its tokens."""
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.HANDOVER)
+    if order == "parked first":
+        worker = d.table.get("d0")
+        assert worker is not None
+        worker.state = "joining"  # so that nobody can be named
+        d.park("p0", s)
+        assert r.stage is Stage.PARKED
+        worker.state = "ready"
+    d.tokens("d0", s, 0, 5, 6)
+    if order == "tokens first":
+        d.park("p0", s)
+    (start,) = d.take(StartPrefill)
+    assert start.request.output == (5, 6) and not d.take(AssignTargets)
+    assert r.deaths == []
+
+
+def test_parked_kv_waits_for_its_first_token_and_is_offered_under_the_next_attempt() -> None:
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.PREFILL)
+    d.park("p0", s)
+    d.tick()
+    assert r.stage is Stage.PREFILL and not d.take(AssignTargets)
+    d.tokens("p0", s, 0, 5)
+    assert [(w, c.sequence) for w, c in [(a.worker, a.command) for a in d.new if isinstance(a, Send)]] == [("d0", s)]
+    (assign,) = d.take(AssignTargets)
+    assert (assign.sequence, assign.attempt) == (s, r.journal.attempt) and r.stage is Stage.HANDOVER
+    d.tokens("d0", s, 1, 99)
+    assert d.requests.stale_events == 1
+
+
+def test_who_refused_just_now_is_asked_again_a_tick_later_and_not_for_ever() -> None:
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.HANDOVER)
+    d.park("p0", s)
+    assert len(d.take(AssignTargets)) == 1
+    for _ in range(MAX_TIMES_PARKED - 1):
+        d.park("p0", r.sequence)
+        assert not d.take(AssignTargets)
+        d.tick()
+        assert len(d.take(AssignTargets)) == 1
+    d.park("p0", r.sequence)
+    error = d.error(r)
+    assert isinstance(error, HandoffError) and "30 tries" in error.message
+
+
+def test_what_is_repeated_after_a_redial_counts_once() -> None:
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.PREFILL)
+    d.park("p0", s)
+    d.park("p0", s)
+    assert r.times_parked == 1
+    d.tokens("p0", s, 0, 5)
+    s = r.sequence
+    worker = d.table.get("d0")
+    assert worker is not None
+    worker.state = "joining"
+    d.park("p0", s)
+    d.park("p0", s)
+    assert (r.stage, r.times_parked) == (Stage.PARKED, 2)
+
+
+def test_parked_kv_is_not_assigned_while_its_worker_cannot_be_told() -> None:
+    d = Drive("p0", "d0")
+    r, _ = d.at(Stage.PARKED)
+    d.table.disconnected("p0", 1, d.now)
+    worker = d.table.get("d0")
+    assert worker is not None
+    worker.state = "ready"
+    d.tick()
+    assert not d.take(AssignTargets) and r.stage is Stage.PARKED
+    d.table.join(make_join("p0", blocks=16), d.now)
+    d.tick()
+    assert len(d.take(AssignTargets)) == 1
+
+
+@pytest.mark.parametrize("code", ["worker_lost", "unknown_sequence"])
+def test_a_decode_worker_that_lost_its_source_is_no_loss_while_prefill_has_the_kv(code: str) -> None:
+    """Also while the session of prefill is broken: it keeps its lease."""
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.HANDOVER)
+    d.table.disconnected("p0", 1, d.now)
+    d.ended("d0", s, code)
+    assert r.stage is Stage.HANDOVER and not d.new
+
+
+@pytest.mark.parametrize("who", ["p0", "d0"])
+@pytest.mark.parametrize("code", ["abandoned", "draining"])
+def test_what_a_worker_has_given_up_goes_on_from_the_journal(who: str, code: str) -> None:
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.HANDOVER)
+    d.ended(who, s, code)
+    assert d.take(StartPrefill)[0].request.output == (5,) and r.deaths == []
+
+
+def test_a_prefill_command_that_was_lost_with_its_session_is_sent_again() -> None:
+    d = Drive("p0", "d0", "d1")
+    r, s = d.at(Stage.PREFILL)
+    d.ended("p0", s, "unknown_sequence")
+    (start,) = d.take(StartPrefill)
+    assert start.request.sequence_id == s and r.stage is Stage.PREFILL
+    d.join("d0")  # its handle was for the incarnation before
+    d.ended("p0", s, "unknown_sequence")
+    assert d.take(StartPrefill)[0].request.attempt > s.attempt
+
+
+@pytest.mark.parametrize("code", ["kv_corrupt", "handoff_failed"])
+def test_kv_that_is_damaged_or_gone_is_computed_again_and_not_a_third_time(code: str) -> None:
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.HANDOVER)
+    d.ended("p0", s, code)
+    assert d.take(StartPrefill)[0].request.output == (5,)
+    d.ended("p0", r.sequence, code)
+    assert d.error(r).code == code
+
+
+def test_a_sequence_that_a_worker_ends_early_is_rescheduled_once() -> None:
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.DECODE)
+    d.ended("d0", s, reason="aborted")
+    assert d.take(StartPrefill)[0].request.output == (5,)
+    d.ended("p0", r.sequence, reason="aborted")
+    assert "p0 (ended the request: aborted)" in d.error(r).message
+
+
+def test_another_error_of_a_worker_reaches_the_client_with_its_stage() -> None:
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.PREFILL)
+    d.ended("p0", s, "nonsense")
+    error = d.error(r)
+    assert (error.code, error.message) == ("nonsense", "so it is (stage prefill)")
+
+
+def test_a_differing_repeat_ends_the_request() -> None:
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.HANDOVER)
+    d.tokens("d0", s, 0, 9)
+    assert isinstance(d.error(r), InvariantError)
+
+
+def test_counters_and_times_go_on_over_attempts() -> None:
+    d = Drive("p0", "d0", "d1")
+    r, s = d.at(Stage.HANDOVER, max_tokens=9)
+    d.handed_over("p0", s, "d0", queue_s=0.1, prefill_s=1.0)
+    d.tokens("d0", s, 1, 6, speculation=SpeculationCounters(1, 4, 2))
+    d.tokens("d0", s, 2, 7, speculation=SpeculationCounters(2, 8, 3), cached_tokens=2)
+    d.now += 2.0
+    d.lose("d0")
+    again = r.sequence
+    d.tokens("p0", again, 3, 8, cached_tokens=3)
+    d.handed_over("p0", again, "d1", prefill_s=0.5)
+    assert r.speculation == SpeculationCounters(2, 8, 3)
+    d.tokens("d1", again, 4, 9, speculation=SpeculationCounters(1, 4, 4))
+    assert r.speculation == SpeculationCounters(3, 12, 7)
+    assert r.all_stamps() == StageStamps(queue_s=0.1, prefill_s=1.5)
+    assert r.cached_tokens == 2, "of the prompt as the client sent it"
+    assert r.first_token_at == 100.0
+
+
+def test_choices_share_the_age_of_their_request_and_wait_whatever_the_limits() -> None:
+    d = Drive("p0", "d0")
+    first = d.submit("r", prompt=(1,) * 16)
+    later = d.submit("later", prompt=(1,) * 16)
+    other = d.submit("r", prompt=(1,) * 16, choice=1)
+    assert first.age == other.age < later.age
+    d.tokens("p0", first.sequence, 0, 5)
+    assert (other.stage, later.stage) == (Stage.PREFILL, Stage.QUEUED)
+
+
+def test_a_redialled_worker_is_told_what_is_expected_of_it() -> None:
+    d = Drive("p0", "d0", "d1")
+    _, s = d.at(Stage.HANDOVER)
+    assert d.requests.following("p0") == (Following(s, 1, here=True),)
+    assert d.requests.following("d1") == (Following(s, 1, here=False),)
+    d.handed_over("p0", s, "d1")
+    assert d.requests.following("d1") == (Following(s, 1, here=True),)
+
+
+@pytest.mark.parametrize("stage", [s for s in Stage if s is not Stage.ENDED])
+def test_the_end_is_told_to_every_worker_that_may_hold_something(stage: Stage) -> None:
+    d = Drive("p0", "d0", "d1")
+    if stage is Stage.QUEUED:
+        blocker = d.submit("blocker", prompt=(1,) * 40)
+        r = d.submit()
+        d.new.clear()
+        d.did(d.requests.end(r, "the client left", d.now))
+        assert not d.new and d.requests.dispatcher.num_queued == 0
+        d.did(d.requests.end(blocker, "the client left", d.now))
+    else:
+        r, s = d.at(stage)
+        d.did(d.requests.end(r, "the client left", d.now))
+        assert [(w, c.sequence) for w, c in d.sent(Abort)] == [("d0", s), ("d1", s), ("p0", s)]
+    assert r.ended and not LEGAL_MOVES[r.stage]
+
+
+def test_a_deadline_names_its_stage() -> None:
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.PREFILL, deadline_s=1.0)
+    d.tick(0.9)
+    assert not r.ended
+    d.tick(0.1)
+    assert d.error(r).message == "the request did not finish within its 1.0 s (stage prefill)"
+    assert d.error(r).code == "deadline_exceeded"
+    assert [c.sequence for _, c in d.sent(Abort)] == [s, s]

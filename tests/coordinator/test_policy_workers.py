@@ -1,0 +1,239 @@
+"""Who belongs to the cluster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.core.commands import Join, Role
+from baton.core.errors import JoinRefused
+from baton.core.events import Load
+from baton.core.model_config import parse_model_config
+from coordinator.policy.joining import OwnModel
+from coordinator.policy.workers import KEEP_LOST_S, WorkerTable
+from tests.support.builders import make_facts, make_layout
+from tests.support.model_dirs import model_config
+
+OWN = OwnModel(
+    "/models/m",
+    "c",
+    parse_model_config(
+        model_config(
+            hidden_size=16, head_dim=8, num_hidden_layers=2, num_key_value_heads=2, vocab_size=make_facts().vocab_size
+        )
+    ),
+)
+"""What the workers of `make_facts` have loaded."""
+
+
+def join(name: str = "d0", role: Role = "decode", incarnation: int = 1, **facts: object) -> Join:
+    known = make_facts(**facts)
+    pids = tuple(range(11, 11 + known.tensor_parallel))
+    return Join(name, role, incarnation, known, link_address="127.0.0.1:1", pids=pids, blocks_total=8)
+
+
+@pytest.fixture
+def workers() -> WorkerTable:
+    return WorkerTable(lease_s=3.0, own=OWN)
+
+
+def state(workers: WorkerTable, worker: str = "d0") -> str:
+    found = [w.state for w in workers.all() if w.worker_id == worker]
+    return found[0] if found else "forgotten"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("protocol_version", 99),
+        ("model_digest", "other"),
+        ("config_digest", "other"),
+        ("dtype", "bfloat16"),
+        ("code_version", "9.9"),
+        ("exact", True),
+        ("vocab_size", 7),
+        ("max_model_len", 7),
+    ],
+)
+def test_a_fact_that_differs_is_refused_by_name(workers: WorkerTable, field: str, value: object) -> None:
+    workers.join(join(), 0.0)
+    with pytest.raises(JoinRefused, match=f"decode worker d1 refused: {field}: ") as caught:
+        workers.join(join("d1", **{field: value}), 0.0)
+    assert caught.value.param == field
+    assert ("; the first is that of d0" in caught.value.message) == (not field.endswith("_digest"))
+    assert state(workers, "d1") == "forgotten"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("block_size", make_layout(6)),
+        ("layers", make_layout(layers=3)),
+        ("layers[0].num_kv_heads", make_layout(heads=4)),
+        ("layers[0].head_dim", make_layout(head_dim=4)),
+        ("layers[0].dtype", replace(make_layout(), layers=(replace(make_layout().layers[0], dtype="float16"),) * 2)),
+        ("layers[0].window", replace(make_layout(), layers=(replace(make_layout().layers[0], window=4),) * 2)),
+    ],
+)
+def test_a_layout_that_differs_is_refused_by_name(workers: WorkerTable, name: str, layout: object) -> None:
+    workers.join(join(), 0.0)
+    with pytest.raises(JoinRefused) as caught:
+        workers.join(join("p0", "prefill", layout=layout), 0.0)
+    assert caught.value.param == name
+
+
+def test_the_first_worker_must_fit_the_coordinators_own_model_and_have_blocks(workers: WorkerTable) -> None:
+    with pytest.raises(JoinRefused, match="config_digest"):
+        workers.join(join(config_digest="x"), 0.0)
+    with pytest.raises(JoinRefused, match="block_size"):
+        workers.join(join(layout=make_layout(0)), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("facts", "difference"),
+    [
+        ({"vocab_size": 7}, "from which this one differs in vocab_size: 100 and 7"),
+        ({"layout": make_layout(layers=3)}, "from which this one differs in layers: 2 and 3"),
+        ({"layout": make_layout(8, heads=4)}, "from which this one differs in layers[0].num_kv_heads: 2 and 4"),
+        ({}, "this one has KV and a vocabulary of the same size but another config.json"),
+    ],
+)
+def test_another_model_than_the_coordinators_is_refused_with_how_it_differs(
+    workers: WorkerTable, facts: dict[str, object], difference: str
+) -> None:
+    with pytest.raises(JoinRefused) as caught:
+        workers.join(join(config_digest="0123456789abcdef" * 4, **facts), 0.0)
+    digests = "config_digest: c here and 0123456789ab"
+    assert caught.value.message == (
+        f"decode worker d0 refused: {digests}; the coordinator's model is /models/m, {difference}"
+    )
+    assert caught.value.param == "config_digest"
+
+
+def test_other_weights_than_those_here_are_refused_with_who_has_them(workers: WorkerTable) -> None:
+    workers.join(replace(join(model_digest="a" * 64), host="10.0.0.7"), 0.0)
+    with pytest.raises(JoinRefused) as caught:
+        workers.join(join("d1", model_digest="b" * 64), 0.0)
+    digests = f"model_digest: {'a' * 12} and {'b' * 12}"
+    assert caught.value.message == (
+        f"decode worker d1 refused: {digests}; its weights differ from what d0 has on host '10.0.0.7'"
+    )
+    assert caught.value.param == "model_digest"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("worker_id", name) for name in ("", "a b", "a/b", "a\n", "ä", "x" * 129, "../x", "a@1")),
+        *(("blocks_total", n) for n in (0, -5)),
+        ("step_tokens", -1),
+        *(("link_address", a) for a in ("", "%%%", "host", "host:", "host:x", "a b:1", "dns:///x:1")),
+    ],
+)
+def test_what_no_worker_says_of_itself_is_refused_by_name(workers: WorkerTable, field: str, value: object) -> None:
+    with pytest.raises(JoinRefused) as caught:
+        workers.join(replace(join(), **{field: value}), 0.0)  # type: ignore[arg-type]
+    assert caught.value.param == field
+    assert caught.value.message.isascii() and len(caught.value.message) < 400
+    assert not list(workers.all())
+
+
+def test_tensor_parallel_may_differ(workers: WorkerTable) -> None:
+    workers.join(join(), 0.0)
+    workers.join(join("p0", "prefill", tensor_parallel=2), 0.0)
+    assert state(workers, "p0") == "ready"
+
+
+def test_a_lost_worker_sets_no_standard(workers: WorkerTable) -> None:
+    workers.join(join(), 0.0)
+    workers.expire(3.0)
+    workers.join(join("d1", model_digest="new"), 3.0)
+    assert state(workers, "d1") == "ready"
+
+
+def test_heartbeats_keep_a_worker_and_silence_loses_it(workers: WorkerTable) -> None:
+    workers.join(join(), 0.0)
+    assert workers.renew_lease("d0", 1, Load(blocks_free=5), 2.9)
+    assert workers.expire(5.8) == []
+    (lost,) = workers.expire(5.9)
+    assert (lost.worker_id, lost.state, lost.load.blocks_free if lost.load else None) == ("d0", "lost", 5)
+    assert not workers.renew_lease("d0", 1, None, 6.0)
+    assert workers.expire(6.0) == []
+    workers.expire(5.9 + KEEP_LOST_S)
+    assert state(workers) == "lost"
+    workers.expire(6.0 + KEEP_LOST_S)
+    assert state(workers) == "forgotten"
+
+
+def test_the_table_says_what_was_planned_ahead(workers: WorkerTable) -> None:
+    workers.join(join(), 0.0)
+    workers.renew_lease("d0", 1, Load(steps=9, steps_ahead=7, rows_discarded=2), 0.5)
+    (row,) = [w.row(0.5) for w in workers.all()]
+    assert (row["steps"], row["steps_ahead"], row["rows_discarded"]) == (9, 7, 2)
+
+
+def test_a_lease_that_ran_out_fences_before_anyone_looked(workers: WorkerTable) -> None:
+    workers.join(join(), 0.0)
+    assert not workers.renew_lease("d0", 1, None, 3.0)
+
+
+def test_a_broken_stream_may_come_back_within_the_lease(workers: WorkerTable) -> None:
+    workers.join(join(), 0.0)
+    workers.renew_lease("d0", 1, Load(blocks_total=8, blocks_free=3), 0.5)
+    assert workers.disconnected("d0", 1, 1.0)
+    assert state(workers) == "joining"
+    assert workers.join(join(), 2.0).resumed
+    assert state(workers) == "ready"
+    assert next(w.row(100.0) for w in workers.all())["blocks_free"] == 3  # what it said last still stands
+    assert workers.expire(4.9) == []
+
+
+def test_a_new_incarnation_replaces_the_old_one_which_is_fenced(workers: WorkerTable) -> None:
+    workers.join(join(), 0.0)
+    replaced = workers.join(join(incarnation=2), 1.0).replaced
+    assert replaced is not None and replaced.join.incarnation == 1
+    assert not workers.renew_lease("d0", 1, None, 1.1)
+    assert not workers.disconnected("d0", 1, 1.1)
+    assert workers.renew_lease("d0", 2, None, 1.1)
+    with pytest.raises(JoinRefused, match=r"another worker has joined as d0 since this one started \(1 is older\)"):
+        workers.join(join(incarnation=1), 1.2)
+    workers.left("d0", 1)
+    assert state(workers) == "ready"
+
+
+def test_an_old_incarnation_stays_fenced_after_the_new_one_is_gone(workers: WorkerTable) -> None:
+    workers.join(join(incarnation=2), 0.0)
+    workers.expire(3.0)
+    with pytest.raises(JoinRefused):
+        workers.join(join(incarnation=1), 3.1)
+    late = workers.join(join(incarnation=2), 3.2)
+    assert late.replaced is None and not late.resumed  # itself, and it was lost
+
+
+def test_a_name_keeps_its_role_while_its_worker_lives(workers: WorkerTable) -> None:
+    workers.join(join(), 0.0)
+    with pytest.raises(JoinRefused, match="role"):
+        workers.join(join(role="prefill", incarnation=2), 1.0)
+
+
+def test_draining_and_leaving(workers: WorkerTable) -> None:
+    workers.join(join(), 0.0)
+    workers.drain("d0", 9.0, 1.0)
+    assert state(workers) == "draining"
+    workers.disconnected("d0", 1, 1.5)
+    workers.join(join(), 1.6)
+    assert state(workers) == "draining"  # a redial does not make it ready again
+    workers.left("d0", 1)
+    assert state(workers) == "forgotten"
+    assert not list(workers.all())
+
+
+def test_the_table_lists_prefill_first(workers: WorkerTable) -> None:
+    workers.join(join(), 0.0)
+    workers.join(join("p0", "prefill"), 0.0)
+    rows = [w.row(100.0) for w in workers.all()]
+    assert [(r["id"], r["role"], r["state"], r["pids"], r["blocks_total"]) for r in rows] == [
+        ("p0", "prefill", "ready", [11], 8),
+        ("d0", "decode", "ready", [11], 8),
+    ]
