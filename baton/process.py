@@ -8,6 +8,7 @@ import ctypes
 import gc
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -45,6 +46,16 @@ def die_with_parent(parent: int | None = None) -> None:
     set_death_signal()
     if os.getppid() != parent:
         os._exit(1)
+
+
+def allow_open_files(wanted: int) -> None:
+    """Raises this process's limit of open files to `wanted`, as far as its hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def limit_name_lookups() -> None:

@@ -24,7 +24,14 @@ from baton.core.names import name_error
 from baton.core.ranks import Ranks
 from baton.model_source import resolve_draft, resolve_model
 from baton.options import EXIT_STARTUP_ERROR, config_command, error_line, run_main
-from baton.process import EXIT_RANK_LOST, die_with_parent, lasting_imports, limit_name_lookups, record_error
+from baton.process import (
+    EXIT_RANK_LOST,
+    allow_open_files,
+    die_with_parent,
+    lasting_imports,
+    limit_name_lookups,
+    record_error,
+)
 from baton.token_file import read_token
 
 if TYPE_CHECKING:
@@ -35,6 +42,7 @@ log = logging.getLogger("baton.worker")
 # Python's default of 5 ms is how long the compute thread may keep the event loop from running: a hand-over is a
 # handful of such turns.
 SWITCH_INTERVAL_S = 0.0005
+OPEN_FILES = 65536  # edges, links, and two for each staging buffer in shared memory
 
 
 class Worker(Protocol):
@@ -62,6 +70,7 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
         die_with_parent()
         faulthandler.enable()
         limit_name_lookups()
+        allow_open_files(OPEN_FILES)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         _take_signals()
         logging.basicConfig(

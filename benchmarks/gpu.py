@@ -21,10 +21,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import os
 import platform
 import re
 import selectors
+import shlex
 import signal
 import subprocess
 import sys
@@ -78,8 +80,11 @@ class Report:
     """Shows every line at once and keeps the file complete at any moment."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise SystemExit(f"--out {path}: {error.strerror or error}") from None
 
     def line(self, text: str = "") -> None:
         print(text, flush=True)
@@ -95,8 +100,10 @@ def run_stage(stage: Stage, report: Report, environment: dict[str, str], limit_s
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
-    found = _follow(process, report, started + limit_s)
-    _end_group(process)
+    try:
+        found = _follow(process, report, started + limit_s)
+    finally:
+        _end_group(process)
     took_s = time.monotonic() - started
     report.line(f"\nstage {stage.number} ({stage.name}): **{found}** after {took_s:.1f} s (limit {limit_s:g} s)")
     return found
@@ -190,6 +197,12 @@ def prepare(target: Path, python: str) -> None:
         raise SystemExit(f"more than the {WHEELS_LIMIT >> 20} MiB that travel")
 
 
+def report_path(rehearse: bool, stages: list[int] | None) -> Path:
+    """Where the report goes: that of some stages is not put in the place of a whole one."""
+    whole = REHEARSAL_OUT if rehearse else OUT
+    return whole.with_stem("-".join([whole.stem, "stage", *map(str, sorted(stages))])) if stages else whole
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stage", type=int, nargs="+", choices=[stage.number for stage in STAGES], metavar="N")
@@ -201,10 +214,15 @@ def main() -> int:
     parser.add_argument("--limit-factor", type=float, default=1.0, help="limits times this, for slow machines")
     arguments = parser.parse_args()
     if arguments.prepare is not None:
+        if arguments.prepare.exists() and not arguments.prepare.is_dir():
+            parser.error(f"--prepare {arguments.prepare} is no folder")
         prepare(arguments.prepare, arguments.python)
         return 0
-    report = Report(arguments.out or (REHEARSAL_OUT if arguments.rehearse else OUT))
-    shown = " ".join(word for word in sys.argv[1:] if word.startswith("--") or word.isdigit())
+    if not 0 < arguments.limit_factor < math.inf:
+        parser.error("--limit-factor is a positive number")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that a stage is ended, too
+    report = Report(arguments.out or report_path(arguments.rehearse, arguments.stage))
+    shown = shlex.join(Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:])
     report.line(f"# {'A rehearsal on CPU of the first run' if arguments.rehearse else 'The first run'} on a GPU\n")
     when = datetime.datetime.now(datetime.UTC)
     machine = f"{platform.system()} {platform.machine()}"
@@ -212,7 +230,7 @@ def main() -> int:
     report.line(f"    python benchmarks/gpu.py {shown}".rstrip())
     environment = dict(os.environ)
     # Kernels that one stage has compiled need not be compiled by the next, nor by the same stage when it is run again.
-    environment.setdefault("TRITON_CACHE_DIR", str(Path(tempfile.gettempdir()) / "baton-triton-cache"))
+    environment.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".cache" / "baton" / "triton"))
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     if arguments.rehearse:
         environment |= {REHEARSAL: "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -15,6 +15,7 @@ import datetime
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -254,8 +255,12 @@ def main() -> None:
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHS), choices=ARCHS)
     parser.add_argument("--only", nargs="+", choices=[model.name for model in MODELS], help="models")
     parser.add_argument("--json", action="store_true", help="a line for each variant, and no report")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "kernels-compiled.md")
+    parser.add_argument("--out", type=Path, help="the report; by default in benchmarks/results")
     arguments = parser.parse_args()
+    whole = arguments.only is None and list(arguments.arch) == list(ARCHS)
+    out = arguments.out or ROOT / "benchmarks" / "results" / f"kernels-compiled{'' if whole else '-part'}.md"
+    if not out.parent.is_dir():
+        parser.error(f"--out: there is no folder {out.parent}")
     models = [model for model in MODELS if arguments.only is None or model.name in arguments.only]
     found = []
     for model in models:
@@ -265,7 +270,7 @@ def main() -> None:
                 if arguments.json:
                     print(json.dumps(asdict(variant)), flush=True)
     if not arguments.json:
-        report(arguments.out, found)
+        report(out, found)
 
 
 def report(out: Path, found: list[Variant]) -> None:
@@ -274,7 +279,7 @@ def report(out: Path, found: list[Variant]) -> None:
     lines = [
         "# Triton kernels, compiled without a device\n",
         f"Triton {triton.__version__}, torch {torch.__version__}. Commit {commit()}, {datetime.date.today()}.\n",
-        "    python benchmarks/kernels_compiled.py\n",
+        f"    {shlex.join(['python', 'benchmarks/kernels_compiled.py', *sys.argv[1:]])}\n",
         "Every variant that serving a model compiles, over contexts from 1 to 131,072 tokens, steps of 1 to 256 rows,",
         "launched and captured. Spills in bytes a thread, shared memory in bytes a program.\n",
     ]

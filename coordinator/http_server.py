@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from baton.core.errors import StartupError, Unavailable
+from baton.process import allow_open_files
 from baton.rpc.status import error_body
 from coordinator.http_errors import error_response
 from coordinator.http_generation import ABORT
@@ -114,15 +115,9 @@ class GuardedProtocol(HttpToolsProtocol):
 
 
 def allow_connections() -> None:
-    """Raises this process's limit of open files, where it may, to what MAX_CONNECTIONS needs. At the limit every accept
-    fails, which asyncio logs thousands of times a second."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + RESERVED_FILES
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    """As many open files as MAX_CONNECTIONS needs, where that may be. At the limit every accept fails, which asyncio
+    logs thousands of times a second."""
+    allow_open_files(MAX_CONNECTIONS + RESERVED_FILES)
 
 
 def connection_limit() -> int:

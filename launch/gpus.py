@@ -6,7 +6,6 @@ CUDA numbers what it finds from 0, whatever the number in the name of a device f
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import subprocess
@@ -23,13 +22,32 @@ def visible_gpus(
     """What the environment names; else what nvidia-smi lists (`listing`); else one for each device file."""
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
-        names = [part.strip() for part in named.split(",") if part.strip()]
-        return tuple(itertools.takewhile(lambda name: not name.startswith("-"), names))  # as CUDA reads it
+        return as_cuda_reads(named)
     files = _device_files()
     if not files and listing is None:
         return ()
     listed = (listing or _nvidia_smi)()
     return tuple(map(str, range(files))) if listed is None else parse_listing(listed)
+
+
+def as_cuda_reads(named: str) -> tuple[str, ...]:
+    """The GPUs of CUDA_VISIBLE_DEVICES: all up to the first that is no number (or, where the first is a UUID, none of
+    its kind), and none at all where one comes twice."""
+    found: list[str] = []
+    parts = [part.strip() for part in named.split(",")]
+    kind = next((kind for kind in ("GPU-", "MIG-") if parts[0].startswith(kind)), "")
+    for part in parts:
+        number = re.match(r"[0-9]+", part)  # what follows the digits counts for nothing
+        if kind and part.startswith(kind):
+            name = part
+        elif not kind and number:
+            name = str(int(number[0]))
+        else:
+            break
+        if name in found:
+            return ()
+        found.append(name)
+    return tuple(found)
 
 
 def parse_listing(text: str) -> tuple[str, ...]:

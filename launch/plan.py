@@ -125,9 +125,10 @@ class Plan:
         for key in ("link_port", "store_port"):
             if getattr(worker, key):
                 words += [f"--{key.replace('_', '-')}", str(getattr(worker, key))]
-        if part.gpu_ranks > 1 and not worker.options.get("gpu_share"):
-            words += ["--gpu-share", f"{1 / part.gpu_ranks:.4f}"]
-        return (*words, *flags_of({k: v for k, v in worker.options.items() if k != "threads"}))
+        options = {key: value for key, value in worker.options.items() if key not in ("threads", "gpu_share")}
+        if share := worker.options.get("gpu_share") or (1 / part.gpu_ranks if part.gpu_ranks > 1 else 0):
+            words += ["--gpu-share", f"{share:.4f}"]
+        return (*words, *flags_of(options))
 
     def listeners(self) -> tuple[Listener, ...]:
         """Every port of the cluster that has a key. Edges and the channels between ranks take any free ones besides."""

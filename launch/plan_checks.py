@@ -9,7 +9,7 @@ is not on this one. An option that nobody set is taken from this environment, as
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -42,6 +42,8 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
     longest = next((options.max_model_len for _, options in told if options.max_model_len), 0)
     if config is not None:
         longest = config.max_position_embeddings
+    _check_edges(told)
+    _check_gpu_shares(plan, {worker.name: options for worker, options in told})
     before: list[tuple[str, WorkerFacts]] = []
     for worker, options in told:
         facts = _facts(worker, options, config, _dtype(options) or dtype, options.max_model_len or longest)
@@ -84,6 +86,44 @@ def _check_files_of(part: Part, model: Path, environment: Mapping[str, str]) -> 
             resolve_draft(told.draft, model)
         except StartupError as error:
             raise StartupError(f"--draft: {error.message}") from None
+
+
+def _check_edges(told: Sequence[tuple[WorkerPlace, WorkerConfig]]) -> None:
+    """Raises StartupError where two workers could not send KV to each other: another kind of edge, as far as the plan
+    tells, or memory of one host over two nodes."""
+    known = [(worker, kind) for worker, options in told if (kind := _edge_kind(options))]
+    for worker, kind in known:
+        other, first = known[0]
+        if kind != first:
+            what = f"edge_kind: {first} and {kind}; the first is that of {other.name}"
+            raise StartupError(f"{worker.role} worker {worker.name} refused: {what}")
+        if kind == "ipc" and worker.nodes != other.nodes:
+            where = " and ".join(dict.fromkeys((*other.nodes, *worker.nodes)))
+            what = f"edge_kind: ipc moves KV within a host, and {other.name} and {worker.name} are on {where}"
+            raise StartupError(f"{worker.role} worker {worker.name} refused: {what}")
+
+
+def _edge_kind(options: WorkerConfig) -> str:
+    """Empty where only the host of the worker tells."""
+    if options.edge_kind != "auto":
+        return options.edge_kind
+    return "gloo" if options.device == "cpu" or options.exact else "nccl" if options.device == "cuda" else ""
+
+
+def _check_gpu_shares(plan: Plan, told: Mapping[str, WorkerConfig]) -> None:
+    """Raises StartupError where the ranks on one GPU may use more than all of its memory."""
+    used: dict[tuple[str, str], float] = {}
+    for part in (part for part in plan.parts if part.gpus):
+        share = told[part.worker.name].gpu_share or 1 / part.gpu_ranks
+        names = part.gpus.split(",")
+        for rank in range(part.ranks):
+            at = (part.node.name, names[rank % len(names)])
+            used[at] = used.get(at, 0.0) + share
+            if used[at] > 1.001:
+                where = f"GPU {at[1]} of node {at[0]!r}"
+                raise StartupError(
+                    f"{part.name}: --gpu-share: the ranks on {where} may use {used[at]:.2f} of it together"
+                )
 
 
 def check_divides(config: ModelConfig, ranks: int) -> None:

@@ -29,6 +29,7 @@ name. Nothing here looks at a machine.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
@@ -40,6 +41,7 @@ from baton.core.reshard import MAX_TENSOR_PARALLEL
 from launch.cores import parse_cores
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
+_GPU = re.compile(r"[0-9]{1,4}|(GPU|MIG)-[0-9A-Za-z/-]+")
 _OF_THE_PLAN = ("model", "served_model_name", "worker_id", "coordinator", "control_host", "ready_file")
 
 
@@ -170,7 +172,8 @@ def _node(table: Mapping[str, object], where: str) -> Node:
     cores = parse_cores(found.cores, f"{where}: 'cores'") if isinstance(found.cores, str) else ()
     count = len(cores) or int(found.cores or 0)
     if isinstance(found.gpus, str):
-        gpus = tuple(part.strip() for part in found.gpus.split(",") if part.strip())
+        gpus = tuple(_gpu(part.strip(), f"{where}: 'gpus'") for part in found.gpus.split(",") if part.strip())
+        _refuse_twice(gpus, f"{where}: GPU")
     else:
         gpus = tuple(map(str, range(found.gpus)))
     return Node(found.name, found.address, cores, count, gpus)
@@ -217,6 +220,8 @@ def _worker(
     if found.devices and len(found.devices) != ranks // len(on):
         what = f"'devices' names {len(found.devices)}, but it has {ranks // len(on)} ranks on each node"
         raise StartupError(f"{where}: {what}")
+    devices = tuple(_gpu(device, f"{where}: 'devices'") for device in found.devices)
+    _refuse_twice(devices, f"{where}: GPU")
     name = found.name or f"{role}-{index}"
     _check_name(name, where)
     base = found.base_port
@@ -233,7 +238,7 @@ def _worker(
         role,
         on,
         ranks,
-        tuple(_device(name, where) for name in found.devices),
+        devices,
         rendezvous,
         found.link_port or (base + 1 if base and decodes else 0),
         found.store_port or (base + 2 if base and decodes else 0),
@@ -289,11 +294,11 @@ def _check_address(address: str, where: str) -> None:
         raise StartupError(f"{where} {wrong}")
 
 
-def _device(name: int | str, where: str) -> str:
+def _gpu(name: int | str, where: str) -> str:
     """A GPU as CUDA_VISIBLE_DEVICES names it: a number, or the UUID of a GPU or of a MIG instance."""
-    if isinstance(name, str) and not name.isdecimal() and not name.startswith(("GPU-", "MIG-")):
-        raise StartupError(f"{where}: 'devices' are numbers or UUIDs (GPU-..., MIG-...), not {name!r:.60}")
-    return str(name)
+    if not _GPU.fullmatch(str(name)):
+        raise StartupError(f"{where} are numbers or UUIDs (GPU-..., MIG-...), not {name!r:.60}")
+    return str(int(name)) if str(name).isdigit() else str(name)
 
 
 def _refuse_twice(names: list[str] | tuple[str, ...], what: str) -> None:

@@ -52,6 +52,9 @@ class UpConfig:
     prefill_block_size: int = option(0, "the same on prefill workers; 0: as --block-size", low=0, high=1024)
     decode_block_size: int = option(0, "the same on decode workers; 0: as --block-size", low=0, high=1024)
     staging_mib: float = option(256.0, "memory of a worker for KV on its way; a quarter more is kept", low=0.001)
+    gpu_share: float = option(
+        0.0, "share of its GPU's memory that a rank may use; 0: even parts for the ranks that share it", low=0, high=1
+    )
     edge_kind: str = option(
         "auto",
         "how KV moves; auto: nccl on cuda, else gloo; ipc: within one host, by shared memory",
@@ -123,6 +126,7 @@ WORKER_FIELDS = (
     "kv_memory_gib",
     "staging_mib",
     "edge_kind",
+    "gpu_share",
     "max_model_len",
     "step_tokens",
     "prefix_cache",

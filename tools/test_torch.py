@@ -8,6 +8,8 @@ has no CPU build of that version this downloads CUDA's libraries, gigabytes; the
 
 from __future__ import annotations
 
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +26,8 @@ def main() -> int:
     if len(sys.argv) < 2:
         raise SystemExit("which torch? python tools/test_torch.py 2.11.0")
     version, arguments = sys.argv[1], sys.argv[2:]
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+){1,2}([a-z0-9+.]*)", version):
+        raise SystemExit(f"{version!r:.60} is no version of torch, such as 2.11.0")
     home = ROOT / f".venv-torch-{version}"
     python, done = home / "bin" / "python", home / ".installed"
     if not done.exists():
@@ -33,8 +37,10 @@ def main() -> int:
             constraints.write("\n".join([*kept, f"torch=={version}", _NUMPY]))
             constraints.flush()
             pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "-c", constraints.name]
-            subprocess.run([*pip, f"torch=={version}"], check=True)
-            subprocess.run([*pip, "-e", f"{ROOT}[dev]"], check=True)
+            for wanted in ([f"torch=={version}"], ["-e", f"{ROOT}[dev]"]):
+                if code := subprocess.run([*pip, *wanted]).returncode:
+                    shutil.rmtree(home)
+                    return code
         done.touch()
     pytest = [str(python), "-m", "pytest", "-q", "-m", "not long and not gpu", *(arguments or TESTS)]
     return subprocess.run(pytest, cwd=ROOT).returncode

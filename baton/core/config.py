@@ -212,7 +212,7 @@ def _checked(f: Field[Any], kind: Any, value: object, where: str) -> object:
             value = float(value)
         except OverflowError:
             value = math.inf
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise StartupError(f"{where} must be {getattr(kind, '__name__', kind)}, not {_said(value)}")
     choices = f.metadata.get("choices")
     if choices and value not in choices:

@@ -113,6 +113,7 @@ class IpcEdge:
         """The sender's buffer, mapped once for as long as it stays the same one. Raises HandoffError."""
         handle = _content(record)
         if self._mapped is None or self._mapped[0] != handle:
+            self._mapped = None  # first: what it maps may be gone, and its place taken
             self._mapped = (handle, map_exported(handle, self._device))
         mapped = self._mapped[1]
         if mapped.numel() != num_bytes:

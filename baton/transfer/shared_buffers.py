@@ -4,6 +4,7 @@ descriptor of an anonymous file, which ends with the processes that have it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
@@ -19,7 +20,8 @@ from baton.core.errors import HandoffError
 from baton.transfer.streams import empty_beside_engine
 
 _NAME = "baton-kv"
-_FILES: dict[int, tuple[int, int]] = {}  # by the address of a host buffer: its file descriptor and its size
+_FILES: dict[int, tuple[int, int, int]] = {}  # by the address of a host buffer: serial number, descriptor, size
+_SERIAL = itertools.count(1)  # in every handle: descriptors and addresses are used again, and a receiver keeps mappings
 _HANDLES: dict[int, list[Any]] = {}  # by the address of a device buffer that was exported: how it is found
 
 
@@ -33,7 +35,7 @@ def allocate_shared(num_bytes: int, device: torch.device) -> Tensor:
     os.ftruncate(descriptor, num_bytes)
     buffer = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
     address = buffer.data_ptr()
-    _FILES[address] = (descriptor, num_bytes)
+    _FILES[address] = (next(_SERIAL), descriptor, num_bytes)
     weakref.finalize(buffer, _forget, address)
     return buffer
 
@@ -44,7 +46,7 @@ def export(buf: Tensor) -> bytes:
     if buf.device.type == "cuda":
         address = buf.data_ptr()
         if address not in _HANDLES:
-            _HANDLES[address] = _share(buf)
+            _HANDLES[address] = [next(_SERIAL), *_share(buf)]
         return _encoded([buf.numel(), buf.storage_offset(), *_HANDLES[address]])
     found = _FILES.get(buf.data_ptr())
     if found is None:
@@ -57,12 +59,12 @@ def map_exported(handle: bytes, device: torch.device) -> Tensor:
     try:
         size, *where = _decoded(handle)
         if device.type == "cuda":
-            offset, *rest = where
+            offset, _, *rest = where
             storages: Any = torch.UntypedStorage
             mapped: Any = torch.empty(0, dtype=torch.uint8, device=device)
             found: Tensor = mapped.set_(storages._new_shared_cuda(device.index or 0, *rest), offset, (size,))
             return found
-        pid, descriptor, whole = where
+        pid, _, descriptor, whole = where
         return _map_file(f"/proc/{int(pid)}/fd/{int(descriptor)}", int(whole))[:size]
     except (RuntimeError, ValueError, TypeError, OSError) as e:
         raise HandoffError(f"the peer's buffer cannot be mapped: {str(e).splitlines()[0]}") from None
@@ -107,5 +109,5 @@ def _decoded(text: bytes) -> list[Any]:
 
 
 def _forget(address: int) -> None:
-    descriptor, _ = _FILES.pop(address)
+    _, descriptor, _ = _FILES.pop(address)
     os.close(descriptor)

@@ -16,6 +16,7 @@ from torch import Tensor
 from baton.transfer.streams import empty_beside_engine
 
 KEPT_SHARE = 4
+MAX_KEPT = 64  # a shared buffer takes file descriptors
 
 
 def kept_limit(staging_bytes: int, ranks: int) -> int:
@@ -83,7 +84,7 @@ class StagingBuffers:
         if over > sum(map(Tensor.numel, self._kept[:smaller])):
             self.drop(buffer)
             return
-        while self.idle_bytes + used > self.limit_bytes:
+        while self.idle_bytes + used > self.limit_bytes or len(self._kept) >= MAX_KEPT:
             self.idle_bytes -= self._kept.pop(0).numel()
         self.idle_bytes += used
         insort(self._kept, buffer.whole, key=Tensor.numel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -48,6 +49,43 @@ def test_a_stage_that_hangs_is_ended_at_its_limit_with_all_that_it_started(tmp_p
     assert time.monotonic() - started < 60
     ours = [p for p in os.listdir("/proc") if p.isdigit() and b"gpu_stages.py\0transformers" in command_line(p)]
     assert not ours
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_who_ends_the_script_ends_its_stage(sig: int, tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--rehearse", "--stage", "8"]
+    command += ["--out", str(tmp_path / "r.md")]
+    quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "env": {**os.environ, FAULT: "8:hang"}}
+    with subprocess.Popen(command, text=True, cwd=tmp_path, **quiet) as ran:  # type: ignore[call-overload]
+        assert ran.stdout is not None
+        while "told to hang" not in (line := ran.stdout.readline()):
+            assert line, "it ended by itself"
+        stage = [int(p) for p in os.listdir("/proc") if p.isdigit() and parent_of(p) == ran.pid]
+        assert len(stage) == 1
+        ran.send_signal(sig)
+        assert ran.wait(30) != 0
+    assert not Path(f"/proc/{stage[0]}").exists()
+
+
+def test_a_report_of_some_stages_does_not_replace_a_whole_one(tmp_path: Path) -> None:
+    assert gpu.report_path(False, [7, 5]).name == "gpu-stage-5-7.md"
+    assert gpu.report_path(True, None) == gpu.REHEARSAL_OUT
+    for wrong in (
+        ["--limit-factor", "nan"],
+        ["--limit-factor", "-1"],
+        ["--prepare", __file__],
+        ["--out", str(tmp_path)],
+    ):
+        command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--rehearse", *wrong]
+        ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        assert ran.returncode and "Traceback" not in ran.stderr and wrong[0] in ran.stderr
+
+
+def parent_of(pid: str) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def command_line(pid: str) -> bytes:

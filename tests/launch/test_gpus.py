@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,9 @@ from baton.core.errors import StartupError
 from baton.engine.device import default_kv_bytes
 from launch import gpus
 from launch.gpus import parse_listing, visible_gpus
+from launch.plan import local_topology, make_plan
+from launch.plan_checks import check_plan
+from launch.up_config import UpConfig
 from tests.launch.test_topology import file, plan, words
 
 PLAIN = """\
@@ -26,11 +30,31 @@ GPU 1: NVIDIA H100 (UUID: GPU-b)
 
 
 def test_gpus_are_named_by_the_environment_or_numbered_as_cuda_does() -> None:
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "2, MIG-3"}) == ("2", "MIG-3")
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == ()
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1,-1,0"}) == ("1",)
     assert visible_gpus({}, lambda: PLAIN) == ("0", "1")
     assert parse_listing(DIVIDED) == ("MIG-1", "MIG-2", "GPU-b") and parse_listing("No devices found.") == ()
+
+
+@pytest.mark.parametrize(
+    ("named", "seen"),
+    [
+        ("2,0", "2,0"),
+        ("0,0,1", ""),
+        ("GPU-a,GPU-a", ""),
+        ("0,abc,1", "0"),
+        ("NoDevFiles", ""),
+        ("all", ""),
+        ("0-3", "0"),
+        ("0;1", "0"),
+        ("0,,1", "0"),
+        ("GPU-a,1", "GPU-a"),
+        ("MIG-a,GPU-b", "MIG-a"),
+        (" 1, 0", "1,0"),
+    ],
+)
+def test_the_environment_is_read_as_cuda_reads_it(named: str, seen: str) -> None:
+    assert ",".join(visible_gpus({"CUDA_VISIBLE_DEVICES": named})) == seen
 
 
 def test_a_container_that_has_the_sixth_device_file_alone_has_gpu_0(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,9 +77,35 @@ def test_what_is_no_device_is_refused_by_its_name() -> None:
     tables["decode"][0]["devices"] = ["gpu0"]
     with pytest.raises(StartupError, match=r"decode\[0\]: 'devices' are numbers or UUIDs .*not 'gpu0'"):
         plan(tables)
+    tables["decode"][0] |= {"devices": [0, "0"], "tensor_parallel": 2}
+    with pytest.raises(StartupError, match=r"decode\[0\]: GPU '0' is named twice"):
+        plan(tables)
     tables["decode"][0]["devices"] = [1.5]
     with pytest.raises(StartupError, match=r"'devices' must be a list of int \| str"):
         plan(tables)
+
+
+@pytest.mark.parametrize("gpus", ["0-3", "-1", "banana", "0 1", "0;rm -rf x", "0\0", "0,0", True])
+def test_gpus_of_a_node_are_numbers_or_uuids(gpus: object) -> None:
+    tables = file()
+    tables["nodes"][0]["gpus"] = gpus
+    with pytest.raises(StartupError, match=r"nodes\[0\].*(gpus|GPU '0' is named twice)"):
+        plan(tables)
+
+
+def test_ranks_on_one_gpu_share_it_evenly_or_as_the_operator_says() -> None:
+    config = UpConfig(device="cuda")
+    shared = local_topology(config, [0, 1], ["0"])
+    for share, shown in ((0.0, "--gpu-share 0.5000"), (0.3, "--gpu-share 0.3000")):
+        workers = tuple(replace(w, options={**w.options, "gpu_share": share}) for w in shared.workers)
+        made = make_plan(replace(shared, workers=workers), "builtin", "m")
+        for part in made.parts:
+            line = " ".join(made.worker_command(part))
+            assert line.count("--gpu-share") == 1 and shown in line
+        check_plan(made, {})
+    workers = tuple(replace(w, options={**w.options, "gpu_share": 0.7}) for w in shared.workers)
+    with pytest.raises(StartupError, match=r"decode-0: --gpu-share: the ranks on GPU 0 of node 'local' may use 1.40"):
+        check_plan(make_plan(replace(shared, workers=workers), "builtin", "m"), {})
 
 
 GIB = 1 << 30

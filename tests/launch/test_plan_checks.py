@@ -16,6 +16,7 @@ from launch.dry_run import dry_run
 from launch.members import Programs
 from launch.plan import Plan, local_topology, make_plan
 from launch.plan_checks import check_plan
+from launch.topology import WorkerPlace
 from launch.up_config import UpConfig
 from tests.support.builders import make_facts
 from tests.support.model_dirs import model_config
@@ -47,6 +48,8 @@ def plan(model: Path, first: dict[str, object], last: dict[str, object], **optio
         ({"dtype": "float32"}, {"dtype": "bfloat16"}, "dtype: float32 and bfloat16"),
         ({"exact": True}, {"exact": True, "dtype": "bfloat16"}, "dtype: float32 and bfloat16"),
         ({"max_model_len": 64}, {"max_model_len": 32}, "max_model_len: 64 and 32"),
+        ({"edge_kind": "ipc"}, {"edge_kind": "gloo"}, "edge_kind: ipc and gloo"),
+        ({"device": "cuda"}, {"device": "cpu"}, "edge_kind: nccl and gloo"),
     ],
 )
 def test_workers_that_differ_are_refused_in_the_words_of_a_join(
@@ -69,6 +72,21 @@ def test_workers_that_differ_are_refused_in_the_words_of_a_join(
 def test_what_nobody_set_counts_as_its_default(last: dict[str, object], difference: str, tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=f"decode worker decode-0 refused: {difference}"):
         check_plan(plan(model_dir(tmp_path), {}, last), {})
+
+
+def test_memory_of_one_host_is_no_edge_between_two(tmp_path: Path) -> None:
+    given = plan(model_dir(tmp_path), {}, {}, edge_kind="ipc")
+    topology = given.topology
+    check_plan(replace(given, topology=replace(topology, workers=ipc(topology.workers))), {})
+    apart = (*topology.workers[:2], replace(topology.workers[2], nodes=("other",)))
+    with pytest.raises(
+        StartupError, match="ipc moves KV within a host, and prefill-0 and decode-0 are on local and other"
+    ):
+        check_plan(replace(given, topology=replace(topology, workers=ipc(apart)), parts=()), {})
+
+
+def ipc(workers: tuple[WorkerPlace, ...]) -> tuple[WorkerPlace, ...]:
+    return tuple(replace(w, options={**w.options, "edge_kind": "ipc"}) for w in workers)
 
 
 def test_it_is_the_sentence_of_the_coordinator(tmp_path: Path) -> None:

@@ -88,6 +88,18 @@ def test_the_sender_keeps_its_buffer_until_the_receiver_has_copied(spec: MakeSpe
     decode.close()
 
 
+def test_a_new_buffer_under_an_old_descriptor_is_mapped_anew(spec: MakeSpec) -> None:
+    """A buffer too large to keep is dropped, and the next one of its size gets the number of its descriptor."""
+    prefill, decode = connected(spec)
+    for value in (1, 2, 3):
+        sent, got = allocate_shared(64, CPU).fill_(value), torch.zeros(64, dtype=torch.uint8)
+        assert both(lambda s=sent: prefill.send(s, HANG_S), lambda g=got: decode.recv(g, HANG_S)) == [None, None]
+        assert torch.equal(sent, got)
+        del sent
+    prefill.close()
+    decode.close()
+
+
 async def test_a_part_goes_from_blocks_to_blocks_and_damage_is_found(
     spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,5 +226,6 @@ def test_a_gpus_buffer_is_exported_once_and_torch_keeps_no_count_of_it(monkeypat
     monkeypatch.setattr(shared_buffers, "_HANDLES", {})
     first, second = export(Buffer(10)), export(Buffer(20))  # type: ignore[arg-type]
     assert calls == [("share", None), ("release", (b"counter", 5))]
-    assert shared_buffers._decoded(second) == [20, 256, b"handle", 64, 0, b"counter", 5, b"event", True]
+    size, offset, serial, *handle = shared_buffers._decoded(second)
+    assert [size, offset, *handle] == [20, 256, b"handle", 64, 0, b"counter", 5, b"event", True] and serial > 0
     assert shared_buffers._decoded(first)[1:] == shared_buffers._decoded(second)[1:]

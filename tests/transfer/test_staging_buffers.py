@@ -14,7 +14,7 @@ from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_end import LocalEnd
-from baton.transfer.staging_buffers import StagingBuffer, StagingBuffers, kept_limit
+from baton.transfer.staging_buffers import MAX_KEPT, StagingBuffer, StagingBuffers, kept_limit
 
 MakeSpec = Callable[..., EdgeSpec]
 PART = Part((1, 0), 0, 8, 8 * 2 * 2 * 4, b"who")
@@ -135,3 +135,11 @@ async def test_what_was_packed_and_not_sent_and_what_could_not_be_packed_is_not_
         await ends.prefill.fill(Part((0, 7), 0, 8, PART.num_bytes, b"who"), 0)
     assert (buffers.allocated, len(buffers), buffers.idle_bytes) == (2, 0, 0)
     await ends.close()
+
+
+def test_no_more_buffers_are_kept_than_their_number_allows() -> None:
+    buffers = StagingBuffers(1 << 30)
+    taken = [buffers.take(size) for size in range(1, MAX_KEPT + 10)]
+    for buffer in taken:
+        buffers.give_back(buffer)
+    assert len(buffers) == MAX_KEPT and buffers.idle_bytes == sum(range(10, MAX_KEPT + 10))
