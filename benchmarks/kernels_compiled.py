@@ -40,8 +40,10 @@ from baton.engine.attention_triton import TritonAttention, split_buckets, split_
 from baton.engine.batch import Span  # noqa: E402
 from baton.engine.kernels import fused  # noqa: E402
 from baton.engine.kernels.paged_attention import Tiles, paged_attention  # noqa: E402
+from baton.engine.kernels.rank_sum import sum_by_rank  # noqa: E402
 from baton.engine.kernels.sampling import COLUMNS, choose  # noqa: E402
 from baton.engine.layers import Rotary  # noqa: E402
+from baton.transfer.checksum import SPLITMIX  # noqa: E402
 from baton.transfer.device_kernels import add_mixed_words  # noqa: E402
 
 ARCHS = (80, 90, 100)
@@ -187,7 +189,7 @@ def layer_calls(model: Model) -> None:
         heads(qkv, torch.zeros(tokens, dtype=torch.int64), cache, torch.zeros(tokens, dtype=torch.int64))  # type: ignore[arg-type]
         fused.swiglu(torch.empty(tokens, 2 * (model.inner // model.ranks), dtype=model.dtype))
         if model.ranks > 1:
-            fused.sum_by_rank(torch.empty(model.ranks, tokens, model.hidden, dtype=model.dtype))
+            sum_by_rank(torch.empty(model.ranks, tokens, model.hidden, dtype=model.dtype))
 
 
 def sampling_calls(model: Model) -> None:
@@ -198,7 +200,7 @@ def sampling_calls(model: Model) -> None:
 
 def transfer_calls(model: Model) -> None:
     for count in (1, 1000, 4 << 20):
-        add_mixed_words(torch.empty(count, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+        add_mixed_words(torch.empty(count, dtype=torch.int32), torch.zeros(1, dtype=torch.int64), *SPLITMIX)
 
 
 def variants(model: Model, arch: int) -> list[Variant]:

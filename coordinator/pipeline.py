@@ -27,7 +27,7 @@ from coordinator.cluster import Cluster, InFlight
 from coordinator.merged import merged
 from coordinator.policy.requests import Request, Stage
 from coordinator.submission import Delta, Submission, Timeline, Usage
-from coordinator.text_stream import TextStream, Vocabulary
+from coordinator.text.stream import TextStream, Vocabulary
 
 
 class Pipeline:

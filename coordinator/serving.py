@@ -19,12 +19,12 @@ from baton.model_source import resolve_model, served_name
 from baton.token_file import read_token
 from coordinator.cluster import Cluster
 from coordinator.control import serve_control
-from coordinator.grpc_service import PublicServer
-from coordinator.http import HttpSettings, create_app
-from coordinator.http_server import allow_connections, serve
+from coordinator.grpc.service import PublicServer
+from coordinator.http.app import HttpSettings, create_app
+from coordinator.http.server import allow_connections, serve
 from coordinator.pipeline import Pipeline
 from coordinator.policy.joining import OwnModel
-from coordinator.text import TextModel
+from coordinator.text.model import TextModel
 from coordinator.translate import Translator
 
 log = logging.getLogger("baton.coordinator")

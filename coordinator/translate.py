@@ -17,9 +17,9 @@ from typing import TypeVar
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.request import SamplingParams, TokenBias
 from baton.core.sampling_limits import MAX_BIASES, MAX_STOP_TOKENS, check_count, check_range, check_sampling, shown
-from coordinator.chat import ChatMessage
 from coordinator.submission import Submission
-from coordinator.text import TextModel
+from coordinator.text.chat import ChatMessage
+from coordinator.text.model import TextModel
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_STOPS = 4

@@ -233,7 +233,7 @@ def _nccl(store: Any, ranks: Ranks, device: torch.device, host: str) -> Any:
 def _sum_by_rank(partials: Tensor) -> Tensor:
     """partials [size, ...] -> [...]: added up in float32 by rising rank, rounded once."""
     if partials.device.type == "cuda":
-        from baton.engine.kernels.fused import sum_by_rank  # Triton comes with torch's CUDA builds alone
+        from baton.engine.kernels.rank_sum import sum_by_rank  # Triton comes with torch's CUDA builds alone
 
         return sum_by_rank(partials)
     total = partials[0].float()

@@ -19,6 +19,7 @@ from baton.core.errors import HandoffError
 
 GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as int64
 MIX_1, MIX_2 = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+SPLITMIX = (GOLDEN, MIX_1, MIX_2)
 
 
 def checksum(identity: bytes, buf: Tensor) -> int:
@@ -40,7 +41,7 @@ def device_checksum(identity: bytes, buf: Tensor, out: Tensor) -> None:
     from baton.transfer.device_kernels import add_mixed_words  # Triton comes with torch's CUDA builds alone
 
     out.fill_(_seed(identity))
-    add_mixed_words(_words(buf), out)
+    add_mixed_words(_words(buf), out, *SPLITMIX)
 
 
 def plain_device_checksum(identity: bytes, buf: Tensor) -> int:

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from coordinator.http import HttpSettings, create_app
-from coordinator.text import TextModel
+from coordinator.http.app import HttpSettings, create_app
+from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator
 from tests.support.grpc_kit import Client, served
 from tests.support.model_dirs import text_dir

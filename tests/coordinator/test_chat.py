@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import InvalidRequest, StartupError
-from coordinator.chat import ChatEncoder, ChatMessage
-from coordinator.chat_template import ChatTemplate
-from coordinator.text import TextModel
+from coordinator.text.chat import ChatEncoder, ChatMessage
+from coordinator.text.model import TextModel
+from coordinator.text.template import ChatTemplate
 from tests.support import tokenizers_kit as kit
 from tests.support.model_dirs import CHATML, text_dir
 

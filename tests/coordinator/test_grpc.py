@@ -15,9 +15,9 @@ from baton.core import errors
 from baton.core.request import SamplingParams, TokenBias, TokenLogprob
 from baton.v1 import serving_pb2 as pb
 from baton.v1 import types_pb2
-from coordinator.grpc_service import NEUTRAL, SERVICE, PublicServer
+from coordinator.grpc.service import NEUTRAL, SERVICE, PublicServer
 from coordinator.submission import Delta
-from coordinator.text import TextModel
+from coordinator.text.model import TextModel
 from coordinator.translate import Translator
 from tests.support.fake_generator import FakeGenerator, say
 from tests.support.grpc_kit import Client

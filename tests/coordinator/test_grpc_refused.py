@@ -12,8 +12,8 @@ import pytest
 from baton.core import errors
 from baton.v1 import serving_pb2 as pb
 from baton.v1 import types_pb2
-from coordinator.grpc_service import SERVICE
-from coordinator.text import TextModel
+from coordinator.grpc.service import SERVICE
+from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator, say
 from tests.support.grpc_kit import Client
 

@@ -13,8 +13,9 @@ import httpx
 import pytest
 
 from baton.core.errors import InvalidRequest, Unavailable
-from coordinator import http_body, openai_schema
-from coordinator.http_body import INLINE_BYTES, BodyParser
+from coordinator.http import body as http_body
+from coordinator.http.body import INLINE_BYTES, BodyParser
+from coordinator.openai import schema as openai_schema
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 
 HANG_S = 10.0

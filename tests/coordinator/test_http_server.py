@@ -14,11 +14,11 @@ import pytest
 from fastapi import FastAPI
 
 from baton.core.errors import StartupError
-from coordinator import http_server
-from coordinator.http import HttpSettings, create_app
-from coordinator.http_server import serve
+from coordinator.http import server as http_server
+from coordinator.http.app import HttpSettings, create_app
+from coordinator.http.server import serve
 from coordinator.submission import Delta
-from coordinator.text import TextModel
+from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator, say
 from tests.support.front_kit import RawClient, running
 

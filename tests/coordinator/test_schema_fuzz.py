@@ -11,8 +11,8 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator import openai_schema_fields as fields
-from coordinator.openai_schema import ChatBody, CompletionBody
+from coordinator.openai import fields
+from coordinator.openai.schema import ChatBody, CompletionBody
 from tests.support.fake_generator import FakeGenerator
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 

@@ -12,8 +12,8 @@ import pytest
 from tokenizers import processors
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest, StartupError
-from coordinator.chat import ChatMessage
-from coordinator.text import SamplingDefaults, TextModel
+from coordinator.text.chat import ChatMessage
+from coordinator.text.model import SamplingDefaults, TextModel
 from tests.support import tokenizers_kit as kit
 from tests.support.model_dirs import model_config, text_dir
 

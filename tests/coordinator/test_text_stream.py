@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from coordinator.text_stream import TextStream, Vocabulary
+from coordinator.text.stream import TextStream, Vocabulary
 from tests.support import tokenizers_kit as kit
 
 KINDS = {"byte_level": kit.byte_level, "byte_fallback": kit.byte_fallback, "metaspace": kit.metaspace}

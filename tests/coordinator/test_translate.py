@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
-from coordinator.chat import ChatMessage
-from coordinator.text import TextModel
+from coordinator.text.chat import ChatMessage
+from coordinator.text.model import TextModel
 from coordinator.translate import MAX_MESSAGES, Options, Translator
 from tests.support import tokenizers_kit as kit
 from tests.support.model_dirs import text_dir

@@ -18,8 +18,14 @@ from baton.core import errors
 from baton.core.config import CoordinatorConfig, WorkerConfig
 from baton.rpc import status
 from baton.v1 import serving_pb2, types_pb2
-from coordinator import grpc_service, http_body, http_guard, http_server, openai_schema, openai_schema_fields, translate
-from coordinator.http import HttpSettings, create_app
+from coordinator import translate
+from coordinator.grpc import service as grpc_service
+from coordinator.http import body as http_body
+from coordinator.http import guard as http_guard
+from coordinator.http import server as http_server
+from coordinator.http.app import HttpSettings, create_app
+from coordinator.openai import fields as openai_schema_fields
+from coordinator.openai import schema as openai_schema
 from launch.up_config import DoctorConfig, UpConfig
 
 ROOT = Path(__file__).parents[2]

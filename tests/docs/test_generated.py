@@ -10,7 +10,7 @@ from dataclasses import fields
 import pytest
 
 from baton.core.config import CoordinatorConfig, WorkerConfig
-from coordinator.http import HttpSettings
+from coordinator.http.app import HttpSettings
 from launch.up_config import UpConfig
 from tests.docs.generate import PAGES, PARTS, ROOT, fresh, names
 

@@ -80,7 +80,7 @@ def test_swiglu(size: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_sum_over_ranks_has_the_same_bits(ranks: int, dtype: torch.dtype) -> None:
-    from baton.engine.kernels.fused import sum_by_rank
+    from baton.engine.kernels.rank_sum import sum_by_rank
 
     partials = randn(ranks, 3, 700, dtype=dtype)
     assert torch.equal(sum_by_rank(partials), _sum_by_rank(partials))

@@ -67,7 +67,7 @@ def test_flash_attention_of_long_rows_agrees_with_the_plain_attention(
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sums_over_ranks_have_the_bits_of_the_plain_ones(dtype: torch.dtype, ranks: int) -> None:
-    from baton.engine.kernels.fused import sum_by_rank
+    from baton.engine.kernels.rank_sum import sum_by_rank
     from baton.engine.parallel import _sum_by_rank
 
     partials = torch.randn(ranks, 64, 4096).to(dtype)

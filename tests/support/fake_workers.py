@@ -21,7 +21,7 @@ from coordinator.control import serve_control
 from coordinator.pipeline import Pipeline
 from coordinator.policy.requests import Request
 from coordinator.submission import Delta, Submission
-from coordinator.text_stream import Vocabulary
+from coordinator.text.stream import Vocabulary
 from tests.support.builders import make_facts
 from tests.support.nodes import until
 from tests.support.tokenizers_kit import byte_level

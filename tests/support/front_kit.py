@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from coordinator.http_server import HttpServer, serve
+from coordinator.http.server import HttpServer, serve
 
 
 @contextlib.asynccontextmanager

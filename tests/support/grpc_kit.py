@@ -14,8 +14,8 @@ from google.rpc import error_details_pb2, status_pb2
 
 from baton.v1 import serving_pb2 as pb
 from baton.v1 import serving_pb2_grpc, types_pb2
-from coordinator.grpc_service import PublicServer
-from coordinator.text import TextModel
+from coordinator.grpc.service import PublicServer
+from coordinator.text.model import TextModel
 from coordinator.translate import Translator
 from tests.support.fake_generator import FakeGenerator
 

@@ -2,10 +2,9 @@
 
 - residual add + RMSNorm: a program a row;
 - norms of heads (Qwen3) + rotary embedding + KV into the cache: a program for a few heads of a token;
-- SiLU x up: elementwise;
-- the sum over tensor-parallel ranks in fixed order: elementwise.
+- SiLU x up: elementwise.
 
-They compute in float32 and round once, where the plain twins (layers.py, parallel.py) round after each operation: in
+They compute in float32 and round once, where the plain twins (layers.py) round after each operation: in
 float32 both say the same up to the order of sums. The residual sum is rounded before it is normalised, as there.
 
 Runs on CUDA; under TRITON_INTERPRET=1 also on CPU tensors, which is how it is tested without a GPU.
@@ -89,14 +88,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return out
 
 
-def sum_by_rank(partials: Tensor) -> Tensor:
-    """partials [ranks, ...], contiguous -> [...]: added up in float32 by rising rank, rounded once."""
-    out = torch.empty_like(partials[0])
-    count = out.numel()
-    _sum_ranks[triton.cdiv(count, _ELEMENTS),](partials, out, count, RANKS=len(partials), ELEMENTS=_ELEMENTS)
-    return out
-
-
 def fused(rotary: Rotary) -> Arithmetic:
     def make_heads(config: ModelConfig, norms: tuple[Norm, Norm] | None) -> FusedHeads:
         return FusedHeads(config, norms, rotary)  # type: ignore[arg-type]  # norms are what make_norm made
@@ -175,13 +166,3 @@ def _silu_mul(gate_up_ptr, out_ptr, SIZE: tl.constexpr, ELEMENTS: tl.constexpr):
     up = tl.load(gate_up_ptr + row * 2 * SIZE + SIZE + at, mask=inside, other=0.0).to(tl.float32)
     wide = gate.to(tl.float32)
     tl.store(out_ptr + row * SIZE + at, (wide / (1.0 + tl.exp(-wide)) * up).to(gate.dtype), mask=inside)
-
-
-@triton.jit(do_not_specialize=["count"])
-def _sum_ranks(partials_ptr, out_ptr, count, RANKS: tl.constexpr, ELEMENTS: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    inside = at < count
-    total = tl.load(partials_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    for rank in tl.static_range(1, RANKS):
-        total += tl.load(partials_ptr + rank * count + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)

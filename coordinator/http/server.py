@@ -25,8 +25,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from baton.core.errors import StartupError, Unavailable
 from baton.process import allow_open_files
 from baton.rpc.status import error_body
-from coordinator.http_errors import error_response
-from coordinator.http_generation import ABORT
+from coordinator.http.errors import error_response
+from coordinator.http.generation import ABORT
 
 MAX_UNFINISHED_HEAD_BYTES = 64 * 1024
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024

@@ -12,7 +12,7 @@ import uuid
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.http_errors import HttpProblem, error_response
+from coordinator.http.errors import HttpProblem, error_response
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 8 * 1024

@@ -26,9 +26,9 @@ from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import MAX_BIASES, MAX_STOP_TOKENS
-from coordinator import openai_schema_fields as fields
-from coordinator.chat import ChatMessage
-from coordinator.openai_schema_json import parse_object
+from coordinator.openai import fields
+from coordinator.openai.json_body import parse_object
+from coordinator.text.chat import ChatMessage
 from coordinator.translate import MAX_BAD_WORDS, MAX_MESSAGES, MAX_STOPS, Options
 
 MAX_PARTS = 1_024

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from baton.core.errors import StartupError
 from baton.core.model_config import ModelConfig, parse_config_json, parse_model_config
-from coordinator.chat_template import ChatTemplate
+from coordinator.text.template import ChatTemplate
 
 MAX_TEMPLATE_CHARS = 1 << 20
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -27,9 +27,9 @@ from tokenizers import Tokenizer
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest, StartupError
 from baton.core.model_config import ModelConfig
-from coordinator.chat import ChatEncoder, ChatMessage
-from coordinator.text_files import TextFiles, read_text_files
-from coordinator.text_stream import TextStream, Vocabulary
+from coordinator.text.chat import ChatEncoder, ChatMessage
+from coordinator.text.files import TextFiles, read_text_files
+from coordinator.text.stream import TextStream, Vocabulary
 
 INLINE_CHARS = 2_000
 _T = TypeVar("_T")

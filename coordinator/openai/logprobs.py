@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.core.request import TokenLogprob
-from coordinator.text_stream import Vocabulary
+from coordinator.text.stream import Vocabulary
 
 
 def chat_logprobs(vocabulary: Vocabulary, entries: Sequence[TokenLogprob]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from starlette.types import Receive, Scope, Send
 
 from baton.core.errors import Cancelled, InvariantError
 from baton.core.events import SpeculationCounters
-from coordinator.http_errors import error_frame, error_response
-from coordinator.http_render import DONE, Render, server_timing
+from coordinator.http.errors import error_frame, error_response
+from coordinator.openai.render import DONE, Render, server_timing
 from coordinator.submission import Delta, Generator, Submission, Usage
 
 ABORT = "baton.abort"

@@ -19,7 +19,7 @@ import orjson
 from tokenizers import Tokenizer
 
 from baton.core.errors import InvalidRequest
-from coordinator.chat_template import ChatTemplate
+from coordinator.text.template import ChatTemplate
 
 _ALIAS = "\ufdd0"
 _MARK = "\ufdd1"

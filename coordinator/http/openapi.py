@@ -12,7 +12,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from coordinator import openai_schema as schema
+from coordinator.openai import schema
 
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": schema.CompletionBody,

@@ -23,8 +23,8 @@ from baton.rpc import codec, status
 from baton.rpc.ports import open_port
 from baton.rpc.streams import SERVER_OPTIONS
 from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2
-from coordinator.chat import ChatMessage
 from coordinator.submission import Delta, Generator, Submission
+from coordinator.text.chat import ChatMessage
 from coordinator.translate import MAX_MESSAGES, MAX_STOPS, Options, Translator
 
 log = logging.getLogger("baton.grpc")

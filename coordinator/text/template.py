@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 
 from baton.core.errors import InvalidRequest, StartupError
-from coordinator.chat_sandbox import Sandbox
+from coordinator.text.sandbox import Sandbox
 
 TIME_LIMIT_S = 0.2
 MAX_EXTRA_CHARS = 1 << 18

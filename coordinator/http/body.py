@@ -12,7 +12,7 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from baton.core.errors import Cancelled, Unavailable
-from coordinator.http_errors import HttpProblem
+from coordinator.http.errors import HttpProblem
 
 INLINE_BYTES = 64 * 1024
 MAX_WAITING_BYTES = 32 * 1024 * 1024

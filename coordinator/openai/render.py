@@ -13,9 +13,9 @@ from typing import Any
 import orjson
 
 from baton.core.request import TokenLogprob
-from coordinator.http_logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
+from coordinator.openai.logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
 from coordinator.submission import Delta, Timeline, Usage
-from coordinator.text_stream import Vocabulary
+from coordinator.text.stream import Vocabulary
 
 DONE = b"data: [DONE]\n\n"
 _LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})

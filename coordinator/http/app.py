@@ -19,15 +19,15 @@ from starlette.responses import Response
 
 from baton.core.errors import BatonError, InvalidRequest, NotFound
 from baton.rpc.status import printable
-from coordinator import openai_schema as schema
-from coordinator.http_body import BodyParser, read_json_bytes
-from coordinator.http_errors import HttpProblem, error_response, json_response
-from coordinator.http_generation import GenerationResponse
-from coordinator.http_guard import REQUEST_ID, Guard
-from coordinator.http_openapi import describe
-from coordinator.http_render import ChatRender, CompletionRender, Head, Render
+from coordinator.http.body import BodyParser, read_json_bytes
+from coordinator.http.errors import HttpProblem, error_response, json_response
+from coordinator.http.generation import GenerationResponse
+from coordinator.http.guard import REQUEST_ID, Guard
+from coordinator.http.openapi import describe
+from coordinator.openai import schema
+from coordinator.openai.render import ChatRender, CompletionRender, Head, Render
 from coordinator.submission import Generator, Submission
-from coordinator.text import TextModel
+from coordinator.text.model import TextModel
 from coordinator.translate import Translator, check_messages
 
 _T = TypeVar("_T")

@@ -1,0 +1,1 @@
+"""What OpenAI's API says: bodies in, answers out. No I/O."""
