@@ -23,7 +23,7 @@ from baton.core.step import DraftRow, Row, StepPlan
 from baton.engine.runner import EngineOptions, Runner, load_runner
 from baton.rpc.step_thread import StepThread
 from decode.scheduler import DecodeScheduler
-from decode.speculative_engine import SpeculativeEngine
+from decode.speculation.engine import SpeculativeEngine
 
 WARM_UP = 8  # steps, at the least: shapes are captured in the first
 GUESSES = 4

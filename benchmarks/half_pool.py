@@ -29,10 +29,10 @@ from baton.core.step import Row, StepPlan
 from baton.engine.runner import EngineOptions, Runner, load_runner
 from baton.model_source import builtin_directory
 from benchmarks.serving import commit, machine
-from decode.draft_model import measure_steps
 from decode.scheduler import DecodeScheduler
-from decode.speculation import Speculation
-from decode.step_cost import StepModel
+from decode.speculation.draft_model import measure_steps
+from decode.speculation.policy import Speculation
+from decode.speculation.step_cost import StepModel
 
 RESULTS = Path(__file__).resolve().parent / "results"
 STEP_TOKENS, BUDGET_S = 512, 0.05

@@ -40,12 +40,12 @@ from baton.engine.runner import EngineOptions, Runner, load_runner
 from baton.model_source import resolve_model
 from benchmarks.exactness import cpu_name, prompts
 from benchmarks.speculation_ideal import acceptance_rate, ideal_gain
-from decode.draft_length import MAX_GUESSES
-from decode.draft_model import prepare
-from decode.drafts import ModelDrafts, NgramDrafts
 from decode.scheduler import DecodeScheduler
-from decode.speculation import Speculation
-from decode.speculative_engine import SpeculativeEngine
+from decode.speculation.draft_length import MAX_GUESSES
+from decode.speculation.draft_model import prepare
+from decode.speculation.drafts import ModelDrafts, NgramDrafts
+from decode.speculation.engine import SpeculativeEngine
+from decode.speculation.policy import Speculation
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLINGS = {"greedy": SamplingParams(temperature=0.0), "T = 0.8": SamplingParams(temperature=0.8)}

@@ -10,7 +10,7 @@ from baton.worker_main import MakeWorker, Worker, worker_main
 
 
 def _load() -> MakeWorker:
-    from decode.draft_model import prepare
+    from decode.speculation.draft_model import prepare
     from decode.worker import DecodeWorker
 
     def make(config: WorkerConfig, crew: Any, facts: WorkerFacts) -> Worker:

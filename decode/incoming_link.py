@@ -40,7 +40,7 @@ from baton.core.reshard import EdgeKey, EdgePlan
 from baton.rpc.streams import LinkLost, MessageStream
 from baton.transfer.edge_end import EdgeEnd
 from decode.entry import Reserved
-from decode.transfer import Transfer
+from decode.transfer_state import Transfer
 
 if TYPE_CHECKING:
     from decode.incoming import Incoming

@@ -17,17 +17,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.core.errors import DuplicateRequest, Unavailable
-from baton.core.events import SequenceEnded, TokenEvent
+from baton.core.blocks import BlockTable, Holder
+from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
+from baton.core.events import SequenceEnded, StageStamps, TokenEvent
 from baton.core.kv_layout import KVLayout
+from baton.core.prefix_cache import PrefixCache
 from baton.core.prefix_use import PrefixUse
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Sequence, State
 from baton.core.step import Row, StepOutcome, StepPlan
 from decode.ahead import StepsOut, ahead_plan, next_rows, waits_for
 from decode.entry import Entry, Times
-from decode.roster import Roster
-from decode.speculation import Speculation
+from decode.speculation.policy import Speculation
 from decode.turns import TURN_TOKENS, Turns, full_pace, rest
 
 _ROOM_TOKENS = 64  # a preempted sequence comes back when there is room for that many new tokens, too
@@ -40,8 +41,9 @@ class DecodeResult:
     ended: tuple[SequenceEnded, ...] = ()
 
 
-class DecodeScheduler(Roster):
-    """Complete state: the roster's (`_entries` and their `_holdings`), `speculation`, `_turns`, and the steps that are
+class DecodeScheduler:
+    """Complete state: `_entries` by sequence, `blocks` and their `cache`, `speculation`, `_turns`, and the steps that
+    are
     `_out`: one, or with `plan_ahead`, where nothing is ever guessed, up to two (`ahead.py`)."""
 
     def __init__(
@@ -55,7 +57,10 @@ class DecodeScheduler(Roster):
         prefix_cache: bool = True,
         plan_ahead: bool = False,
     ) -> None:
-        super().__init__(layout, num_blocks, model_digest, prefix_cache)
+        self.layout = layout
+        self.blocks = BlockTable(num_blocks)
+        self.cache = PrefixCache(self.blocks, layout.block_size, model_digest, enabled=prefix_cache)
+        self._entries: dict[SequenceId, Entry] = {}
         self.max_running = max_running
         self.speculation = speculation or Speculation()
         self._turns = Turns()
@@ -72,6 +77,57 @@ class DecodeScheduler(Roster):
     def __repr__(self) -> str:
         counts = ", ".join(f"{len(self._in(s))} {s.value}" for s in (State.RUNNING, State.READY, State.RECEIVING))
         return f"<DecodeScheduler {counts} | {self.blocks!r} | step {self._next_step - 1}>"
+
+    @property
+    def num_running(self) -> int:
+        return self._number(State.RUNNING)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that do not generate now: receiving, ready or preempted."""
+        return len(self._entries) - self.num_running
+
+    @property
+    def num_preempted(self) -> int:
+        return self._number(State.PREEMPTED)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._entries)
+
+    def block_ids(self, sequence_id: SequenceId) -> tuple[int, ...]:
+        return self._entries[sequence_id].sequence.block_ids
+
+    def num_cached(self, sequence_id: SequenceId) -> int:
+        """Positions of a receiving sequence whose KV is here already."""
+        return self._entries[sequence_id].prefix.cached
+
+    def generations(self, sequence_id: SequenceId) -> tuple[int, ...]:
+        return self.blocks.generations(self.block_ids(sequence_id))
+
+    def knows(self, sequence_id: SequenceId) -> bool:
+        return sequence_id in self._entries
+
+    def receiving(self, sequence_id: SequenceId) -> bool:
+        """Whether KV of this sequence is still welcome."""
+        entry = self._entries.get(sequence_id)
+        return entry is not None and entry.sequence.state is State.RECEIVING and entry.sequence.ending is None
+
+    def sequence_ids(self) -> tuple[SequenceId, ...]:
+        """Those whose end is not told yet."""
+        return tuple(sequence_id for sequence_id, entry in self._entries.items() if not entry.over)
+
+    def stamps(self, sequence_id: SequenceId) -> StageStamps:
+        return self._entries[sequence_id].stamps(None)
+
+    def _in(self, *states: State) -> list[Entry]:
+        return [entry for entry in self._entries.values() if entry.sequence.state in states]
+
+    def _number(self, state: State) -> int:
+        return [entry.sequence.state for entry in self._entries.values()].count(state)
+
+    def _ranked(self, *states: State) -> list[Entry]:
+        return sorted(self._in(*states), key=lambda entry: entry.rank)
 
     def reserve(self, request: GenerateRequest, now: float) -> tuple[int, ...]:
         """Takes the blocks for KV that is to come, and returns them in order. One block for each sequence that is here
@@ -92,7 +148,7 @@ class DecodeScheduler(Roster):
         sequence = Sequence(request, State.RECEIVING, now)
         prefix = PrefixUse(self.cache, sequence)
         entry = Entry(sequence, prefix, self._next_number, Times(now), untold=len(request.output))
-        if waiting or not self._holdings.reserve(entry, leave=here):
+        if waiting or not self._take_blocks(entry, leave=here):
             needed = self.layout.blocks_for(sequence.num_tokens)
             what = f"{self.blocks.num_free} free, {here} sequences growing, {waiting} preempted"
             raise Unavailable(f"{needed} KV blocks needed, {what}", code="no_free_blocks")
@@ -104,7 +160,7 @@ class DecodeScheduler(Roster):
 
     def landed(self, sequence_id: SequenceId, num_tokens: int) -> None:
         """KV of the first `num_tokens` positions of a receiving sequence has arrived, not yet of all."""
-        self._holdings.landed(self._entries[sequence_id], num_tokens)
+        self._kv_arrived(self._entries[sequence_id], num_tokens)
 
     def received(
         self, sequence_id: SequenceId, first_token: int, now: float, score: TokenLogprob | None = None, cached: int = 0
@@ -115,7 +171,7 @@ class DecodeScheduler(Roster):
         """
         entry = self._entries[sequence_id]
         sequence = entry.sequence
-        self._holdings.landed(entry, sequence.num_tokens)
+        self._kv_arrived(entry, sequence.num_tokens)
         sequence.move(State.READY)
         entry.times.received_at = entry.heard_at = now
         reason = sequence.append(first_token, score)
@@ -170,7 +226,7 @@ class DecodeScheduler(Roster):
         if not found or sum(n for n in needed if n > 0) > free or self._resting(running, now):
             return None
         for n, blocks in zip(found, needed, strict=True):
-            self._holdings.extend(n.entry, blocks)
+            self._extend(n.entry, blocks)
         self.steps_ahead += 1
         return self._begun(ahead_plan(self._next_step, out, found), now)
 
@@ -279,9 +335,9 @@ class DecodeScheduler(Roster):
 
     def _return(self, entry: Entry, end: int) -> bool:
         """Gives a preempted sequence the blocks of positions [0, end): its own, as far as they are cached still."""
-        self._holdings.take_cached(entry)
+        self._take_cached(entry)
         if not self._grow(entry, end):
-            self._holdings.give_up(entry)
+            self._release_blocks(entry)
             return False
         return True
 
@@ -294,30 +350,85 @@ class DecodeScheduler(Roster):
             whole = entry.favoured or sequence.state is not State.PREEMPTED
             before = entry.rank if whole else (entry.rank[0] + 1, False, 0)
             behind = [e for e in self._ranked(*_HOLDING) if e.rank > before and e.sequence.step_id is None]
-            if needed > self._holdings.num_free_without(behind):
+            if needed > self._num_free_without(behind):
                 return False
             while needed > self.blocks.num_free:
                 self._preempt(behind.pop())
-        self._holdings.extend(entry, needed)
+        self._extend(entry, needed)
         return True
 
     def _room(self, sequence: Sequence, count: int) -> int:
         """Of `count` positions after its last token, how many have blocks or get free ones now."""
         needed = self.layout.blocks_for(sequence.num_tokens + count) - len(sequence.block_ids)
-        self._holdings.extend(self._entries[sequence.id], min(needed, self.blocks.num_free))
+        self._extend(self._entries[sequence.id], min(needed, self.blocks.num_free))
         return min(count, len(sequence.block_ids) * self.layout.block_size - sequence.num_tokens)
 
     def _preempt(self, entry: Entry) -> None:
-        self._holdings.give_up(entry)
+        self._release_blocks(entry)
         entry.sequence.move(State.PREEMPTED)
         self.preemptions += 1
 
     def _leave(self, entry: Entry) -> None:
         sequence = entry.sequence
-        self._holdings.give_up(entry)
+        self._release_blocks(entry)
         sequence.move(State.FINISHED)
         self.speculation.close(sequence.id)
         del self._entries[sequence.id]
+
+    # Blocks. While KV arrives a sequence holds the blocks that it goes into exclusively until they are full, and those
+    # that it shares (its prefix was cached) as everybody does. Later all its blocks are held alike.
+
+    def _take_blocks(self, entry: Entry, leave: int) -> bool:
+        """Gives a sequence the blocks of the KV that is to come. False when fewer than `leave` would stay free."""
+        sequence = entry.sequence
+        needed = self.layout.blocks_for(sequence.num_tokens)
+        return entry.prefix.claim(
+            needed, Holder("sequence", sequence.id), Holder("receiving", sequence.id), leave=leave
+        )
+
+    def _kv_arrived(self, entry: Entry, num_tokens: int) -> None:
+        """KV of the first `num_tokens` positions is there. The blocks that are full with it are written no more: they
+        are held, and found by others, like any. All at the end of a long sequence would hold up its first step."""
+        sequence = entry.sequence
+        size, own = self.layout.block_size, self._incoming_blocks(entry)
+        if num_tokens < sequence.num_tokens:
+            num_tokens -= num_tokens % size
+            own = own[: max(num_tokens - sequence.num_computed, 0) // size]
+        if own:
+            self.blocks.convert(own, Holder("receiving", sequence.id), Holder("sequence", sequence.id))
+            sequence.num_computed = num_tokens
+            entry.prefix.store()
+
+    def _extend(self, entry: Entry, count: int) -> None:
+        if count > 0:
+            sequence = entry.sequence
+            sequence.block_ids += self.blocks.allocate(count, Holder("sequence", sequence.id)) or ()
+
+    def _take_cached(self, entry: Entry) -> None:
+        """Gives a preempted sequence those of its blocks back that are cached still."""
+        entry.prefix.take(Holder("sequence", entry.sequence.id))
+
+    def _num_free_without(self, entries: list[Entry]) -> int:
+        """Blocks that would be free if these sequences gave theirs up."""
+        holders = {Holder("sequence", e.sequence.id) for e in entries}
+        return self.blocks.num_free_without(holders, (b for e in entries for b in e.sequence.block_ids))
+
+    def _release_blocks(self, entry: Entry) -> None:
+        """Takes all blocks from a sequence. What is complete in them stays cached while nobody needs the room."""
+        sequence = entry.sequence
+        if sequence.state is State.RECEIVING:
+            own = self._incoming_blocks(entry)
+            self.blocks.release(own, Holder("receiving", sequence.id))
+            shared = sequence.block_ids[: len(sequence.block_ids) - len(own)]
+        else:
+            entry.prefix.store()
+            shared = sequence.block_ids
+        self.blocks.release(shared, Holder("sequence", sequence.id))
+        sequence.block_ids, sequence.num_computed = (), 0
+
+    def _incoming_blocks(self, entry: Entry) -> tuple[int, ...]:
+        """The blocks of a receiving sequence that KV is to come into."""
+        return entry.sequence.block_ids[entry.sequence.num_computed // self.layout.block_size :]
 
     def check(self) -> None:
         """Proves that the books balance.
@@ -326,5 +437,14 @@ class DecodeScheduler(Roster):
             InvariantError: a block is not held by exactly the sequence here that owns it, or a sequence is in a state
                 that it cannot be in.
         """
-        self._holdings.check(self._entries.values())
+        self.blocks.check()
+        self.cache.check()
+        held: set[tuple[int, Holder]] = set()
+        for entry in self._entries.values():
+            sequence = entry.sequence
+            own = self._incoming_blocks(entry) if sequence.state is State.RECEIVING else ()
+            held |= {(b, Holder("receiving" if b in own else "sequence", sequence.id)) for b in sequence.block_ids}
+            if sequence.finished or sequence.num_computed > len(sequence.block_ids) * self.layout.block_size:
+                raise InvariantError(f"{sequence.id} is {sequence.state.value} with {len(sequence.block_ids)} blocks")
+        self.blocks.check_held(held)
         self.speculation.check(set(self._entries))

@@ -29,8 +29,8 @@ from baton.transfer.store import EdgeStore
 from decode.entry import Reserved
 from decode.incoming import Incoming
 from decode.scheduler import DecodeScheduler
-from decode.speculation import Speculation
-from decode.speculative_engine import SpeculativeEngine
+from decode.speculation.engine import SpeculativeEngine
+from decode.speculation.policy import Speculation
 
 if TYPE_CHECKING:
     import grpc.aio

@@ -18,7 +18,7 @@ from launch.topology import Topology
 
 PRELOAD = {
     "prefill": ("baton.worker_main", "baton.worker_ranks", "prefill.worker"),
-    "decode": ("baton.worker_main", "baton.worker_ranks", "decode.draft_model", "decode.worker"),
+    "decode": ("baton.worker_main", "baton.worker_ranks", "decode.speculation.draft_model", "decode.worker"),
 }
 """What each tier's worker imports before it serves."""
 

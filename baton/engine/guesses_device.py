@@ -2,7 +2,7 @@
 
 Which rows go on, where, and into which blocks is known beforehand; only the tokens are not, and they need not leave the
 device: `queue` gives them as a tensor, out of which the target's rows are filled and their draws processed. So the host
-prepares a pass, and then the target's step, while the device computes. The plain twin is decode/speculative_engine.py
+prepares a pass, and then the target's step, while the device computes. The plain twin is decode/speculation/engine.py
 `guess_pass_by_pass`, a step and its answer for each guess.
 """
 

@@ -13,23 +13,15 @@ PACKAGES = ("baton", "prefill", "decode", "coordinator", "launch", "sim")
 GENERATED = "baton/v1/"
 
 # Pure: decides on values and `now`, so that tests and the simulator drive the very same objects.
-PURE_DECODE = tuple(
-    f"decode/{name}.py"
-    for name in (
-        "scheduler",
-        "ahead",
-        "entry",
-        "holdings",
-        "roster",
-        "speculation",
-        "drafts",
-        "draft_length",
-        "acceptance",
-        "ngram",
-        "step_cost",
-        "trials",
-        "turns",
-    )
+PURE_DECODE = (
+    "decode/scheduler.py",
+    "decode/ahead.py",
+    "decode/entry.py",
+    "decode/turns.py",
+    *(
+        f"decode/speculation/{name}.py"
+        for name in ("policy", "drafts", "draft_length", "acceptance", "ngram", "step_cost", "trials")
+    ),
 )
 PURE = ("baton/core/*", "prefill/scheduler.py", *PURE_DECODE, "coordinator/policy/*")
 

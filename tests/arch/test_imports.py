@@ -22,13 +22,14 @@ WORKER_FILES = tuple(
 )
 HTTP_FILES = ("coordinator/http/*",)
 SCHEMA_FILES = ("coordinator/openai/*", *HTTP_FILES)
+PURE_DECODE_MODULES = tuple(name[:-3].replace("/", ".") for name in PURE_DECODE)
 LAUNCH = "launch/*"  # may use everything; nothing uses it
 
 # The first row that matches a file says which of our own packages it may import.
 OURS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("coordinator/policy/*",), ("baton.core", "coordinator.policy")),
     (("coordinator/text/*",), ("baton.core", "baton.model_source", "coordinator.text")),
-    (PURE_DECODE, ("baton.core", *(name[:-3].replace("/", ".") for name in PURE_DECODE))),
+    (PURE_DECODE, ("baton.core", *PURE_DECODE_MODULES)),
     (PURE, ("baton.core",)),
     (("baton/engine/*",), ("baton.core", "baton.engine", "baton.rpc.frames")),
     (("baton/transfer/*",), ("baton.core", "baton.transfer")),
@@ -37,7 +38,7 @@ OURS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("prefill/*",), ("baton", "prefill")),
     (("decode/*",), ("baton", "decode")),
     (("coordinator/*",), ("baton", "coordinator")),
-    (("sim/*",), ("baton.core", "sim", "prefill.scheduler", "decode.scheduler", "coordinator.policy")),
+    (("sim/*",), ("baton.core", "sim", "prefill.scheduler", *PURE_DECODE_MODULES, "coordinator.policy")),
     ((LAUNCH,), PACKAGES),
 )
 
@@ -104,6 +105,7 @@ def test_every_file_keeps_to_the_tables() -> None:
         ("coordinator/text/stream.py", "from coordinator.http import app"),
         ("decode/worker.py", "import launch.plan"),
         ("sim/cluster.py", "from decode.worker import DecodeWorker"),
+        ("sim/cluster.py", "from decode.speculation.engine import SpeculativeEngine"),
     ],
 )
 def test_the_tables_catch(path: str, line: str) -> None:
@@ -118,6 +120,7 @@ def test_the_tables_catch(path: str, line: str) -> None:
         ("baton/engine/parallel.py", "import torch.distributed"),
         ("coordinator/http/errors.py", "from fastapi import Request"),
         ("sim/cluster.py", "from decode.scheduler import DecodeScheduler"),
+        ("sim/cluster.py", "from decode.speculation.step_cost import StepModel"),
         ("launch/up.py", "import prefill.worker"),
         ("coordinator/policy/dispatch.py", "from . import journal"),
     ],

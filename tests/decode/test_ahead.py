@@ -13,10 +13,10 @@ from baton.core.errors import InvariantError, Unavailable
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId, TokenLogprob, finish_reason
 from baton.core.step import Row, StepOutcome, StepPlan
 from decode.ahead import waits_for
-from decode.drafts import NgramDrafts
 from decode.scheduler import DecodeResult, DecodeScheduler
-from decode.speculation import Speculation
-from decode.step_cost import StepModel
+from decode.speculation.drafts import NgramDrafts
+from decode.speculation.policy import Speculation
+from decode.speculation.step_cost import StepModel
 from tests.support.builders import EOS, make_layout, make_outcome, make_request
 from tests.support.fake_runner import FakeRunner, oracle
 from tests.support.late_device import LateDevice

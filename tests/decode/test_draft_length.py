@@ -10,9 +10,9 @@ import pytest
 
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import DraftRow, Row, StepOutcome, StepPlan
-from decode.draft_length import StepPrice, choose_length, choose_lengths, saved_per_token
-from decode.step_cost import StepModel
-from decode.trials import FIRST, FIRST_STEPS, GUESSES, SHARE, Trials
+from decode.speculation.draft_length import StepPrice, choose_length, choose_lengths, saved_per_token
+from decode.speculation.step_cost import StepModel
+from decode.speculation.trials import FIRST, FIRST_STEPS, GUESSES, SHARE, Trials
 
 
 def price(target: float = 1.0, each: float = 0.02, first: float = 0.1, later: float = 0.1, rows: int = 1) -> StepPrice:

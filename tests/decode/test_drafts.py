@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.core.request import SequenceId
-from decode.drafts import CATCH_UP, ModelDrafts
 from decode.scheduler import DecodeScheduler
-from decode.speculation import Speculation
+from decode.speculation.drafts import CATCH_UP, ModelDrafts
+from decode.speculation.policy import Speculation
 from tests.support.builders import make_decode, make_layout, make_outcome, make_request
 
 PROMPT = 3 * CATCH_UP

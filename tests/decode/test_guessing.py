@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from decode.draft_length import Acceptance, AcceptanceBook
+from decode.speculation.draft_length import Acceptance, AcceptanceBook
 from tests.support.guess_sim import Prices, serve
 from tests.support.guessed_right import GREEDY, WARM, bits
 

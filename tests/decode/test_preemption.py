@@ -8,8 +8,8 @@ from baton.core.errors import Unavailable
 from baton.core.request import SequenceId
 from baton.core.step import StepPlan
 from decode.scheduler import DecodeScheduler
-from decode.speculation import Speculation
-from decode.step_cost import StepModel
+from decode.speculation.policy import Speculation
+from decode.speculation.step_cost import StepModel
 from decode.turns import SILENCE_S, TURN_TOKENS
 from tests.support.builders import make_decode, make_outcome, make_request
 from tests.support.overload_sim import make_worker

@@ -8,9 +8,9 @@ from baton.core.errors import Unavailable
 from baton.core.events import SequenceEnded
 from baton.core.request import GenerateRequest
 from baton.core.step import StepOutcome
-from decode.drafts import NgramDrafts
 from decode.scheduler import DecodeScheduler
-from decode.speculation import Speculation
+from decode.speculation.drafts import NgramDrafts
+from decode.speculation.policy import Speculation
 from tests.support.builders import EOS, make_decode, make_outcome, make_request
 
 

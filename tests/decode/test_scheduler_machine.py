@@ -18,8 +18,8 @@ from baton.core.errors import DuplicateRequest, Unavailable
 from baton.core.prefix_cache import CACHE
 from baton.core.request import SequenceId, finish_reason
 from baton.core.step import DraftRow, Row, StepOutcome, StepPlan
-from decode.drafts import Drafts, ModelDrafts, NgramDrafts
-from decode.speculation import Speculation
+from decode.speculation.drafts import Drafts, ModelDrafts, NgramDrafts
+from decode.speculation.policy import Speculation
 from tests.support.builders import EOS, make_decode, make_layout, make_request
 from tests.support.decode_contract import Life, WrittenKV
 

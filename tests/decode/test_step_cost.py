@@ -12,8 +12,8 @@ import pytest
 
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import DraftRow, Row, StepOutcome, StepPlan
-from decode import draft_model
-from decode.step_cost import StepCost, StepModel
+from decode.speculation import draft_model
+from decode.speculation.step_cost import StepCost, StepModel
 from tests.support.builders import make_layout
 
 CURVE = [(1, 0.010), (8, 0.010), (64, 0.038)]

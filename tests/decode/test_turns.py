@@ -8,17 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.core.blocks import BlockTable
+from baton.core.prefix_cache import PrefixCache
 from baton.core.prefix_use import PrefixUse
 from baton.core.sequence import Sequence, State
 from decode.entry import Entry, Times
-from decode.holdings import Holdings
-from decode.step_cost import StepModel
+from decode.speculation.step_cost import StepModel
 from decode.turns import PACE_S, RECOMPUTE_SHARE, SILENCE_S, TURN_TOKENS, Turns, full_pace, rest
-from tests.support.builders import make_layout, make_request
+from tests.support.builders import make_request
 from tests.support.half_pool import FAST, Stream, drive, half_pool
 from tests.support.overload_sim import COSTS
 
-HOLDINGS = Holdings(make_layout(16), 1, "", False)
+CACHE = PrefixCache(BlockTable(1), 16, "", enabled=False)
 
 
 @pytest.mark.parametrize(("count", "most_s", "most_recomputed"), [(8, 5.6, 1_600), (16, 6.7, 2_600), (32, 9.9, 3_300)])
@@ -96,7 +97,7 @@ def test_whatever_the_pool_all_end_and_each_waits_for_a_round_of_turns_at_most(
 def waiting(name: str, tokens: int, heard_at: float, priority: int = 0) -> Entry:
     sequence = Sequence(make_request(name, tokens, 100, priority=priority), State.PREEMPTED, 0.0)
     number = int(name[1:])
-    return Entry(sequence, PrefixUse(HOLDINGS.cache, sequence), number, Times(0.0), 0, heard_at=heard_at)
+    return Entry(sequence, PrefixUse(CACHE, sequence), number, Times(0.0), 0, heard_at=heard_at)
 
 
 def favoured(entries: list[Entry]) -> list[str]:

@@ -17,7 +17,7 @@ from baton.engine.draft_share import DraftShare, draft_share
 from baton.engine.kv_pool import DEFAULT_SEQUENCES, default_budget
 from baton.engine.runner import EngineOptions, Runner, load_runner
 from baton.worker_main import _beside_draft
-from decode.draft_model import load_draft
+from decode.speculation.draft_model import load_draft
 from tests.support.builders import make_layout
 from tests.support.checkpoints import make_checkpoint
 

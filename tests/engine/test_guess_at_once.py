@@ -18,7 +18,7 @@ from baton.engine.kernels import native
 from baton.engine.processors import Draw
 from baton.engine.runner import Runner
 from baton.engine.sampler_native import wanted
-from decode.speculative_engine import SpeculativeEngine, guess_pass_by_pass
+from decode.speculation.engine import SpeculativeEngine, guess_pass_by_pass
 from tests.engine.driver import random_tokens, tiny_runner
 
 GREEDY, WARM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=7)

@@ -20,9 +20,9 @@ from baton.engine.launches import Launches
 from baton.engine.runner import Runner
 from baton.engine.sampler_device import decide
 from baton.model_source import builtin_directory
-from decode.drafts import ModelDrafts, NgramDrafts
-from decode.speculation import Speculation
-from decode.speculative_engine import SpeculativeEngine, _first_row, guess_pass_by_pass
+from decode.speculation.drafts import ModelDrafts, NgramDrafts
+from decode.speculation.engine import SpeculativeEngine, _first_row, guess_pass_by_pass
+from decode.speculation.policy import Speculation
 from tests.engine.driver import GREEDY, tiny_runner
 from tests.engine.test_guess_at_once import PENALTY, WORK, draft_rows
 from tests.engine.test_launches import SAMPLINGS, same

@@ -16,8 +16,8 @@ from baton.engine.guesses_device import DeviceGuesses
 from baton.engine.kernels.native import choose_kernels
 from baton.engine.processors import Draw
 from baton.engine.sampler import sample
-from decode.drafts import ModelDrafts
-from decode.speculation import Speculation
+from decode.speculation.drafts import ModelDrafts
+from decode.speculation.policy import Speculation
 from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
 from tests.engine.test_launches import requests, same
 from tests.support.decode_drive import decode_all

@@ -15,10 +15,10 @@ from baton.core.request import GenerateRequest, SamplingParams, TokenBias
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.runner import Runner
 from baton.model_source import builtin_directory
-from decode.draft_model import load_draft
-from decode.speculation import Speculation
-from decode.speculative_engine import SpeculativeEngine
-from decode.step_cost import StepModel
+from decode.speculation.draft_model import load_draft
+from decode.speculation.engine import SpeculativeEngine
+from decode.speculation.policy import Speculation
+from decode.speculation.step_cost import StepModel
 from tests.engine.driver import tiny_runner
 from tests.support.checkpoints import make_checkpoint
 from tests.support.decode_drive import Run, decode_all, make_drafts

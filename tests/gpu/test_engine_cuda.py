@@ -12,7 +12,7 @@ import torch
 from baton.core.request import SamplingParams
 from baton.engine.processors import Draw
 from baton.engine.sampler_device import choose_on_device
-from decode.speculative_engine import SpeculativeEngine
+from decode.speculation.engine import SpeculativeEngine
 from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
 from tests.engine.sampler_cases import PARAMS, plain, rows
 from tests.engine.test_guess_at_once import PENALTY, WORK, draft_rows, guesses

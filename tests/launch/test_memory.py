@@ -15,7 +15,7 @@ from baton.engine.parallel import TPGroup
 from baton.engine.runner import EngineOptions, load_runner
 from baton.engine.weights import WeightReader, parameter_bytes
 from baton.transfer import nccl
-from decode.draft_model import load_draft
+from decode.speculation.draft_model import load_draft
 from launch.dry_run import dry_run
 from launch.members import Programs
 from launch.memory import CHANNEL_BYTES, draft_config, rank_memory

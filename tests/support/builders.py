@@ -15,7 +15,7 @@ from baton.core.step import StepOutcome, StepPlan
 from coordinator.policy.dispatch import Dispatcher
 from coordinator.policy.workers import Worker, WorkerTable
 from decode.scheduler import DecodeScheduler
-from decode.speculation import Speculation
+from decode.speculation.policy import Speculation
 from prefill.scheduler import PrefillScheduler
 
 EOS = 0

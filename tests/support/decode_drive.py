@@ -14,10 +14,10 @@ from baton.core.request import GenerateRequest, TokenLogprob
 from baton.core.step import Row, StepPlan
 from baton.engine.runner import Runner
 from baton.rpc.step_thread import Launcher
-from decode.drafts import Drafts, ModelDrafts, NgramDrafts
 from decode.scheduler import DecodeScheduler
-from decode.speculation import Speculation
-from decode.speculative_engine import SpeculativeEngine
+from decode.speculation.drafts import Drafts, ModelDrafts, NgramDrafts
+from decode.speculation.engine import SpeculativeEngine
+from decode.speculation.policy import Speculation
 
 
 @dataclass

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 
 from baton.core.request import SequenceId
 from baton.core.step import StepOutcome, StepPlan
-from decode.drafts import ModelDrafts
 from decode.scheduler import DecodeScheduler
-from decode.speculation import Speculation
-from decode.step_cost import StepModel
+from decode.speculation.drafts import ModelDrafts
+from decode.speculation.policy import Speculation
+from decode.speculation.step_cost import StepModel
 from tests.support.builders import make_layout, make_request
 
 PROMPT = 160

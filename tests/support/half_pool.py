@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from decode.speculation import Speculation
-from decode.step_cost import StepModel
+from decode.speculation.policy import Speculation
+from decode.speculation.step_cost import StepModel
 from tests.support.builders import make_decode, make_outcome, make_request
 from tests.support.overload_sim import COSTS
 

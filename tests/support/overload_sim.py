@@ -14,8 +14,8 @@ from coordinator.policy.dispatch import Dispatcher, Ticket
 from coordinator.policy.expectation import OutputExpectation
 from coordinator.policy.workers import WorkerTable
 from decode.scheduler import DecodeScheduler
-from decode.speculation import Speculation
-from decode.step_cost import StepModel
+from decode.speculation.policy import Speculation
+from decode.speculation.step_cost import StepModel
 from tests.support.builders import add_worker, make_decode, make_outcome
 
 HAND_OVER_S = 0.05

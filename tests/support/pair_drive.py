@@ -17,11 +17,11 @@ from baton.core.request import GenerateRequest, SequenceId
 from baton.core.sequence import Sequence as Running
 from baton.core.step import DraftRow, StepOutcome, StepPlan
 from baton.engine.runner import Runner
-from decode.drafts import Drafts, Guess
 from decode.scheduler import DecodeScheduler
-from decode.speculation import Speculation
-from decode.speculative_engine import SpeculativeEngine
-from decode.step_cost import StepModel
+from decode.speculation.drafts import Drafts, Guess
+from decode.speculation.engine import SpeculativeEngine
+from decode.speculation.policy import Speculation
+from decode.speculation.step_cost import StepModel
 from prefill.scheduler import PrefillScheduler
 from tests.support.decode_drive import make_drafts
 

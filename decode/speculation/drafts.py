@@ -16,7 +16,7 @@ from baton.core.kv_layout import KVLayout
 from baton.core.request import SequenceId
 from baton.core.sequence import Sequence
 from baton.core.step import DraftRow
-from decode.ngram import NgramIndex
+from decode.speculation.ngram import NgramIndex
 
 CATCH_UP = 16  # tokens that a draft may be behind and still guess in the same step
 

@@ -13,8 +13,8 @@ from baton.core.events import SpeculationCounters
 from baton.core.request import SequenceId
 from baton.core.sequence import Sequence
 from baton.core.step import DraftRow, Row, StepPlan
-from decode.acceptance import accepted_length, forced_length
-from decode.draft_length import (
+from decode.speculation.acceptance import accepted_length, forced_length
+from decode.speculation.draft_length import (
     MAX_GUESSES,
     Acceptance,
     AcceptanceBook,
@@ -23,10 +23,10 @@ from decode.draft_length import (
     choose_lengths,
     saved_per_token,
 )
-from decode.drafts import CATCH_UP, Drafts
-from decode.step_cost import StepModel
-from decode.trials import GUESSES as TRIAL_GUESSES
-from decode.trials import Trials
+from decode.speculation.drafts import CATCH_UP, Drafts
+from decode.speculation.step_cost import StepModel
+from decode.speculation.trials import GUESSES as TRIAL_GUESSES
+from decode.speculation.trials import Trials
 
 _MARGIN = 1.5  # times its cost that bringing a draft up to date must be expected to save
 _LOOKS = 8  # steps between two looks at a sequence alone for which nothing is guessed

@@ -20,11 +20,11 @@ from baton.engine.checkpoint import read_model_config
 from baton.engine.draft_share import draft_share
 from baton.engine.runner import EngineOptions, Runner, load_runner
 from baton.model_source import resolve_draft, resolve_model
-from decode.drafts import CATCH_UP, Drafts, ModelDrafts, NgramDrafts
 from decode.scheduler import DecodeScheduler
-from decode.speculation import Speculation
-from decode.speculative_engine import SpeculativeEngine
-from decode.step_cost import StepModel
+from decode.speculation.drafts import CATCH_UP, Drafts, ModelDrafts, NgramDrafts
+from decode.speculation.engine import SpeculativeEngine
+from decode.speculation.policy import Speculation
+from decode.speculation.step_cost import StepModel
 
 log = logging.getLogger("baton.worker")
 
