@@ -60,7 +60,7 @@ class WorkerEnds:
         self._numbers = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.kind, self.section_bytes = local.kind, local.section_bytes
-        channel.on_report = self._hear
+        channel.on_report = self._receive
 
     def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> EdgeEnd:
         rank = plan.prefill_rank if spec.side == "prefill" else plan.decode_rank
@@ -72,7 +72,7 @@ class WorkerEnds:
     def __len__(self) -> int:
         return len(self._orders)
 
-    def tell(self, rank: int, frame: object) -> None:
+    def notify(self, rank: int, frame: object) -> None:
         """Raises RankLost."""
         self._channel.send_to(rank, frame)
 
@@ -87,7 +87,7 @@ class WorkerEnds:
         number = next(self._numbers)
         order = self._orders[number] = _Order(asyncio.get_running_loop().create_future(), on_begun)
         try:
-            self.tell(rank, make(number))
+            self.notify(rank, make(number))
             await asyncio.wait({order.answer}, timeout=limit_s)
             return order.answer.result() if order.answer.done() else None
         finally:
@@ -96,7 +96,7 @@ class WorkerEnds:
     def lose(self, rank: int, what: str) -> None:
         self._channel.lose(RankLost(f"rank {rank} did not answer {what}"))
 
-    def _hear(self, rank: int, report: object) -> None:
+    def _receive(self, rank: int, report: object) -> None:
         """On the channel's thread."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
@@ -145,7 +145,7 @@ class RemoteEnd:
     def drop(self) -> None:
         if self.dead is None:
             with contextlib.suppress(RankLost):  # the channel has told
-                self._ranks.tell(self._rank, DropEdge(self._edge))
+                self._ranks.notify(self._rank, DropEdge(self._edge))
 
     async def take(self, part: Part, on_posted: Callable[[], None]) -> bool:
         limit_s = self._spec.operation_timeout_s
@@ -157,7 +157,7 @@ class RemoteEnd:
             self.dead = self._error(f"aborted: {reason}")
             if self._opened:
                 with contextlib.suppress(RankLost):  # the channel has told
-                    self._ranks.tell(self._rank, AbortEdge(self._edge, reason[:200]))
+                    self._ranks.notify(self._rank, AbortEdge(self._edge, reason[:200]))
 
     async def close(self, timeout_s: float) -> bool:
         if self.dead is not None or not self._opened:
@@ -261,7 +261,7 @@ class FollowerEnds:
     async def _carry_out(self, order: Any) -> None:
         end = self._ends.get(order.edge)
         if end is None:
-            self._say(EdgeDone(order.order, error="the edge has ended", dead=True))
+            self._send(EdgeDone(order.order, error="the edge has ended", dead=True))
             return
         try:
             done = EdgeDone(order.order, await self._work(end, order))
@@ -273,10 +273,10 @@ class FollowerEnds:
             done = EdgeDone(order.order, error=f"{type(e).__name__}: {e}", dead=True)
         if end.dead is not None:
             self._ends.pop(order.edge, None)
-        self._say(done)
+        self._send(done)
 
     async def _work(self, end: LocalEnd, order: Any) -> int:
-        begun = partial(self._say, EdgeBegun(order.order))
+        begun = partial(self._send, EdgeBegun(order.order))
         match order:
             case OpenEdge():
                 await end.connect()
@@ -292,6 +292,6 @@ class FollowerEnds:
                 raise HandoffError(f"a follower does not know the order {type(order).__name__}")
         return 0
 
-    def _say(self, report: object) -> None:
+    def _send(self, report: object) -> None:
         with contextlib.suppress(RankLost):  # the channel has told; this process is about to end
             self._report(report)

@@ -38,7 +38,7 @@ def resolve_model(model: str) -> Path:
 
 
 def resolve_draft(draft: str, model: Path) -> Path | None:
-    """The draft's checkpoint directory for a model's; None when no model guesses (`none`, `ngram`).
+    """The draft's checkpoint directory for a model's; None when no model drafts (`none`, `ngram`).
 
     Raises:
         StartupError: nothing usable is there; one line that names it.

@@ -79,9 +79,9 @@ def run_main(command: click.Command, argv: Sequence[str] | None = None, *, prog_
     code = 0
     try:
         code = _run(command, argv, prog_name)
-        lost = settle_stdout()
+        lost = flush_stdout()
     except OSError as error:
-        lost = settle_stdout("\n")  # was it stdout that failed? Unbuffered, it holds nothing that would tell
+        lost = flush_stdout("\n")  # was it stdout that failed? Unbuffered, it holds nothing that would tell
         if lost is None or lost.errno != error.errno:
             raise
     if lost is not None and lost.errno != errno.EPIPE:
@@ -89,7 +89,7 @@ def run_main(command: click.Command, argv: Sequence[str] | None = None, *, prog_
     sys.exit(code or (0 if lost is None else EXIT_OUTPUT_LOST))
 
 
-def settle_stdout(end: str = "") -> OSError | None:
+def flush_stdout(end: str = "") -> OSError | None:
     """Writes what stdout still holds, and `end`. What cannot be written is given up, or the interpreter would try again
     as it ends; the reason is returned."""
     if sys.stdout is None or sys.stdout.closed:
@@ -162,7 +162,7 @@ def _run(command: click.Command, argv: Sequence[str] | None, prog_name: str | No
         return 130
     except StartupError as error:
         record_error(error.message)
-        settle_stdout()
+        flush_stdout()
         print(error_line(error), file=sys.stderr, flush=True)
         return EXIT_STARTUP_ERROR
     return code if isinstance(code, int) else 0

@@ -34,7 +34,7 @@ log = logging.getLogger("baton.worker")
 
 VERDICT_S = 0.5
 """How long an operation that failed waits for the channel to say which rank was lost; the process ends meanwhile."""
-LAST_WORDS_S = 2.0
+LAST_MESSAGE_S = 2.0
 """How long a rank that says why it ends is given to end first, so that torchrun takes its exit code."""
 
 
@@ -104,7 +104,7 @@ def _telling(channel: Channel) -> Iterator[None]:
         if isinstance(found, RankLost):
             time.sleep(VERDICT_S)  # the channel knows better who is gone, and ends this process
             if channel.lost is not None:
-                time.sleep(2 * LAST_WORDS_S)
+                time.sleep(2 * LAST_MESSAGE_S)
         line = found.message if isinstance(found, BatonError) else f"{type(found).__name__}: {found}"
         record_error(line)
         channel.fail(line)
@@ -114,7 +114,7 @@ def _telling(channel: Channel) -> Iterator[None]:
 def _end(ranks: Ranks, error: RankLost) -> None:
     """Another rank is lost: this process has nothing left to do, and its worker starts anew."""
     if error.code == RANK_FAILED:
-        time.sleep(LAST_WORDS_S)
+        time.sleep(LAST_MESSAGE_S)
     record_error(error.message)
     print(f"{error_line(error)} (seen by rank {ranks.rank})", file=sys.stderr, flush=True)
     os._exit(EXIT_RANK_LOST)

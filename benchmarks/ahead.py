@@ -6,7 +6,7 @@
 A real scheduler, step thread and engine, with sequences whose KV has arrived; both ways by turns in one process. What
 is measured is a step with all that surrounds it: planning, launching, sampling, waiting, settling. On a GPU the second
 way should take what the device takes. On CPU there is nothing to gain; it shows that this runs, and what it costs.
-With `--draft`, on a GPU, also steps that guess: guesses and tokens waited for one after the other, and together.
+With `--draft`, on a GPU, also steps that draft: draft tokens and tokens waited for one after the other, and together.
 `gpu.py` measures the same on a GPU.
 """
 
@@ -26,7 +26,7 @@ from decode.scheduler import DecodeScheduler
 from decode.speculation.engine import SpeculativeEngine
 
 WARM_UP = 8  # steps, at the least: shapes are captured in the first
-GUESSES = 4
+DRAFT_TOKENS = 4
 
 
 async def step_times(runner: Runner, batch: int, context: int, steps: int, *, ahead: bool) -> list[float]:
@@ -81,18 +81,19 @@ GUESSING_HEAD = ["| sequences | context | two waits | one wait | ratio | waits a
 
 
 def guessing(target: Runner, draft: Runner, batch: int, context: int, steps: int, rounds: int) -> list[float]:
-    """Of steps in which each of `batch` sequences has GUESSES guesses: the median seconds with a wait for guesses and
+    """Of steps in which each of `batch` sequences has DRAFT_TOKENS draft tokens: the median seconds with a wait for
+    draft tokens and
     one for tokens, and with one for both, in turns; and how often the host waits in a step of the second kind."""
     for runner in (target, draft):
         for pair in runner.kv.storage:
             for tensor in pair:
                 tensor.zero_()
-    each = target.layout.blocks_for(context + GUESSES + 1)
+    each = target.layout.blocks_for(context + DRAFT_TOKENS + 1)
     rows, drafts = [], []
     for number in range(batch):
         sequence, blocks = SequenceId(f"s{number}"), tuple(range(number * each, (number + 1) * each))
         rows.append(Row(sequence, context, (5,), blocks, SamplingParams(temperature=0.8, seed=number), 1))
-        drafts.append(DraftRow(sequence, context, (5,), blocks, GUESSES, number))
+        drafts.append(DraftRow(sequence, context, (5,), blocks, DRAFT_TOKENS, number))
     plan, engine = StepPlan(1, tuple(rows), tuple(drafts)), SpeculativeEngine(target, draft)
     found: dict[bool, list[float]] = {False: [], True: []}
     waits = 0

@@ -3,7 +3,8 @@
     python benchmarks/exactness_ways.py                      the built-in pair in bf16, 200 requests in every way
     python benchmarks/exactness_ways.py --requests 40 --dtype float32
 
-Each request is answered alone first, then in every way: with a draft model, n-grams or none, 1, 4, 8 guesses or as many
+Each request is answered alone first, then in every way: with a draft model, n-grams or none, 1, 4, 8 draft tokens or
+as many
 as pay, in a batch of 32, in chunks, from caches, preempted. Where an answer first differs from the one alone, the two
 best noised logits there must have been closer than 0.5 (they are computed again, in one row), or one of the two tokens
 was cut by top_k, top_p or min_p: such places are counted apart. A larger gap is a bug and makes this program fail.
@@ -105,7 +106,7 @@ def main() -> int:
         "",
         f"{len(some)} requests: half greedy, half at T = 0.8, with penalties, biases, bad words and stops; prompts of 3"
         " to 140 tokens of Python source, 8 to 40 tokens of output. Reference: each alone, its prompt in one row, no"
-        " guess, no cache. Gap: between the two best noised logits where an answer first differs; edges: there one of"
+        " draft, no cache. Gap: between the two best noised logits where an answer first differs; edges: there one of"
         " the two tokens was cut by top_k, top_p or min_p.",
         "",
         "| way | identical | near ties | median gap | largest gap | edges | accepted | preemptions |",

@@ -9,7 +9,7 @@ another run its prefill worker, which computes that prompt, in a third nobody. C
 gaps of the streams on the other decode worker in the seconds after that instant, with that of the same seconds of the
 same turn's run in which nobody died: work and length of streams are alike there, while the seconds before that instant,
 printed too, have shorter streams and no prompt (decision 0045). The lease of the dead worker, and the start of the one
-in its place, fall into these seconds. Processor time is that of the dead worker's next life, agent and rank, until the
+in its place, fall into these seconds. Processor time is that of the dead worker's restart, agent and rank, until the
 window ends: it depends less on what else the machine does. Every run has a cluster of its own, since a supervisor waits
 longer before each restart. The kinds take turns, and who comes first changes with the turn.
 Writes `benchmarks/results/neighbours.md`.
@@ -64,7 +64,7 @@ class Stream:
 @dataclass(frozen=True)
 class Run:
     """p99 in seconds and how many gaps it is of, before and after; `longest_s` is the longest gap after; `back`: the
-    next life was ready when the window ended, having taken `cost_s` of a processor."""
+    restart was ready when the window ended, having taken `cost_s` of a processor."""
 
     before_s: float
     after_s: float
@@ -218,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f" {datetime.date.today()}. {given.note}\n\n    python benchmarks/neighbours.py --runs {given.runs}"
         f" --streams {given.streams} --window-s {given.window_s:g} {' '.join(options)}".rstrip()
         + "\n\n"
-        f"Two prefill and two decode workers, built-in model without guesses, {given.streams} streams a pair; the\n"
+        f"Two prefill and two decode workers, built-in model without a draft, {given.streams} streams a pair; the\n"
         "client runs on the same cores. ITL p99 of the streams on the other decode worker, in the"
         f" {given.window_s:g} s before and after;\nmedians of {given.runs} turns, of the ratios too. Bar: at most {BAR}"
         f" beside the run of the same turn in which nobody died.\n\n{table(results)}\n"

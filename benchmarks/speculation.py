@@ -1,17 +1,21 @@
-"""What speculation gains: tokens of one or more clients with and without guesses, in turns on one machine.
+"""What speculation gains: tokens of one or more clients with and without draft tokens, in turns on one machine.
 
     python benchmarks/speculation.py                                     the built-in pair, bf16
     python benchmarks/speculation.py --model DIR --draft DIR --force-acceptance 0.8
 
 Measures decode alone: scheduler and engine step by step, prompts computed beforehand, no links and no event loop. Runs
-with and without guesses alternate; figures are medians of the compute thread's own processor time, which other
+with and without draft tokens alternate; figures are medians of the compute thread's own processor time, which other
 processes on the machine disturb less than the clock. Writes a report to `benchmarks/results/`.
 
-Beside what is gained stands what could be: the ideal is the largest (1 + p + ... + p^k) * step without guesses / step
-with k. In each pair the same requests also run with a fixed number of guesses, for each k in turn. These runs give the
-cost of a step with k guesses for every row, whatever became of them (mean over steps in which all clients took part and
+Beside what is gained stands what could be: the ideal is the largest (1 + p + ... + p^k) * step without draft tokens /
+step
+with k. In each pair the same requests also run with a fixed number of draft tokens, for each k in turn. These runs
+give the
+cost of a step with k draft tokens for every row, whatever became of them (mean over steps in which all clients took
+part and
 no prompt was filled into the draft; a ratio to plain steps of the same pair, median over pairs): nothing of it is what
-the policy believes. p is right guesses / guesses whose turn came, in all runs of a line that guess; with forced
+the policy believes. p is right draft tokens / draft tokens whose turn came, in all runs of a line that draft; with
+forced
 acceptance it is the rate that was forced. What the draft's prompts cost is in the gain and not in the ideal. "Best
 fixed" is what the best of those k gained as a whole run, prompts and all, known afterwards.
 """
@@ -41,7 +45,7 @@ from baton.model_source import resolve_model
 from benchmarks.exactness import cpu_name, prompts
 from benchmarks.speculation_ideal import acceptance_rate, ideal_gain
 from decode.scheduler import DecodeScheduler
-from decode.speculation.draft_length import MAX_GUESSES
+from decode.speculation.draft_length import MAX_DRAFT_TOKENS
 from decode.speculation.draft_model import prepare
 from decode.speculation.drafts import ModelDrafts, NgramDrafts
 from decode.speculation.engine import SpeculativeEngine
@@ -53,9 +57,9 @@ SAMPLINGS = {"greedy": SamplingParams(temperature=0.0), "T = 0.8": SamplingParam
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one run, in processor time: milliseconds per token and stream, and per step that guessed `length` tokens for
-    every client and filled no draft (nan where `length` says nothing). Guesses right, guesses made, and how often one
-    whose turn came was wrong."""
+    """Of one run, in processor time: milliseconds per token and stream, and per step that drafted `length` tokens for
+    every client and filled no draft (nan where `length` says nothing). Draft tokens right, draft tokens made, and how
+    often one whose turn came was wrong."""
 
     tpot_ms: float
     step_ms: float
@@ -66,15 +70,15 @@ class Timing:
 
 @dataclass
 class Pair:
-    """The same requests in every way: without guesses, as the policy guesses, and with k for each k."""
+    """The same requests in every way: without draft tokens, as the policy draft tokens, and with k for each k."""
 
     plain: Timing
-    guessed: Timing
+    num_drafted: Timing
     fixed: dict[int, Timing]
 
     @property
     def gain(self) -> float:
-        return self.plain.tpot_ms / self.guessed.tpot_ms
+        return self.plain.tpot_ms / self.num_drafted.tpot_ms
 
 
 def measure(
@@ -105,8 +109,8 @@ def measure(
         result = scheduler.finish_step(outcome, time.perf_counter())
         tokens += sum(len(event.tokens) for event in result.tokens)
         ended = time.thread_time()
-        made = [row.num_sampled - 1 for row in plan.with_guesses(outcome.guesses).rows]
-        if made == [length] * len(requests) and all(draft.num_guesses for draft in plan.drafts):
+        made = [row.num_sampled - 1 for row in plan.with_draft_tokens(outcome.draft_tokens).rows]
+        if made == [length] * len(requests) and all(draft.num_draft_tokens for draft in plan.drafts):
             steps_s.append(ended - began)
         taken = {event.sequence: len(event.tokens) for event in result.tokens}
         wrong += sum(taken[row.sequence_id] <= n for row, n in zip(plan.rows, made, strict=True))
@@ -129,7 +133,7 @@ def measure_pair(
 ) -> Pair:
     """Every way once, by turns."""
     plain = measure(runner, Speculation(), SpeculativeEngine(runner, None), requests, 0)
-    guessed = measure(runner, guessing, engine, requests)
+    num_drafted = measure(runner, guessing, engine, requests)
     fixed: dict[int, Timing] = {}
     for length in lengths:
         drafts = guessing.drafts
@@ -140,13 +144,13 @@ def measure_pair(
         # With a price model of its own: what is chosen by the policy must not have learned from these runs.
         always = Speculation(drafts, fixed_length=length, forced_rate=guessing.forced_rate)
         fixed[length] = measure(runner, always, engine, requests, length)
-    return Pair(plain, guessed, fixed)
+    return Pair(plain, num_drafted, fixed)
 
 
 def table_lines(name: str, clients: int, pairs: Sequence[Pair], forced_rate: float | None) -> tuple[str, str]:
     """A line of what was gained and what could be, and one of what steps cost."""
     gains = sorted(pair.gain for pair in pairs)
-    runs = [run for pair in pairs for run in (pair.guessed, *pair.fixed.values())]
+    runs = [run for pair in pairs for run in (pair.num_drafted, *pair.fixed.values())]
     rate = acceptance_rate(sum(run.accepted for run in runs), sum(run.wrong for run in runs))
     rate = rate if forced_rate is None else forced_rate
     lengths = [k for k in pairs[0].fixed if not any(math.isnan(pair.fixed[k].step_ms) for pair in pairs)]
@@ -155,10 +159,13 @@ def table_lines(name: str, clients: int, pairs: Sequence[Pair], forced_rate: flo
     whole = {k: statistics.median(pair.plain.tpot_ms / pair.fixed[k].tpot_ms for pair in pairs) for k in lengths}
     fixed_length, fixed_gain = max({0: 1.0, **whole}.items(), key=lambda item: item[1])
     gain = statistics.median(gains)
-    accepted, drafted = sum(pair.guessed.accepted for pair in pairs), sum(pair.guessed.drafted for pair in pairs)
+    accepted, drafted = (
+        sum(pair.num_drafted.accepted for pair in pairs),
+        sum(pair.num_drafted.drafted for pair in pairs),
+    )
     found = (
         f"| {name} | {clients} | {statistics.median(pair.plain.tpot_ms for pair in pairs):.2f} ms "
-        f"| {statistics.median(pair.guessed.tpot_ms for pair in pairs):.2f} ms | **{gain:.2f}x** "
+        f"| {statistics.median(pair.num_drafted.tpot_ms for pair in pairs):.2f} ms | **{gain:.2f}x** "
         f"| {gains[0]:.2f}x, {gains[-1]:.2f}x | {accepted} of {drafted} | {rate:.3f} "
         f"| {fixed_gain:.2f}x (k = {fixed_length}) | {ideal:.2f}x (k = {ideal_length}) | **{gain / ideal:.2f}** |"
     )
@@ -174,7 +181,7 @@ def main() -> int:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--lengths", type=int, nargs="*", default=list(range(1, MAX_GUESSES + 1)), metavar="K")
+    parser.add_argument("--lengths", type=int, nargs="*", default=list(range(1, MAX_DRAFT_TOKENS + 1)), metavar="K")
     parser.add_argument("--force-acceptance", type=float, default=-1.0)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "speculation.md")
     arguments = parser.parse_args()
@@ -187,7 +194,7 @@ def main() -> int:
     config = WorkerConfig(
         model=arguments.model, draft=arguments.draft, force_acceptance=arguments.force_acceptance, max_running=64
     )
-    with_guesses, engine = prepare(config, runner)
+    with_draft_tokens, engine = prepare(config, runner)
     texts = prompts(resolve_model("builtin"), 64, min(runner.model_config.vocab_size, 4096))
     lines = [
         "| sampling | clients | TPOT without | with | gain | worst, best pair | accepted | p | best fixed | ideal "
@@ -210,8 +217,8 @@ def main() -> int:
                     for i, text in enumerate(chosen)
                 ]
                 lengths = arguments.lengths[:: 1 if pair % 2 == 0 else -1]
-                pairs.append(measure_pair(runner, with_guesses, engine, batch, lengths))
-            found, cost = table_lines(name, clients, pairs, with_guesses.forced_rate)
+                pairs.append(measure_pair(runner, with_draft_tokens, engine, batch, lengths))
+            found, cost = table_lines(name, clients, pairs, with_draft_tokens.forced_rate)
             lines.append(found)
             costs.append(cost)
             print(found, cost, sep="\n", flush=True)
@@ -227,7 +234,7 @@ def main() -> int:
         "",
         *lines,
         "",
-        "A step with k guesses for every client, as a multiple of one without, measured in the same runs:",
+        "A step with k draft tokens for every client, as a multiple of one without, measured in the same runs:",
         "",
         *costs,
         "",

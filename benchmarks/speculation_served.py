@@ -10,7 +10,7 @@ arrives: steps, frames between the tiers, the coordinator and HTTP are in it. Wr
 
     one     1 client, greedy and T = 0.8
     many    32 clients, greedy: tokens/s
-    top_p   8 clients without guesses: T = 0.8 with top_p 0.95 against greedy
+    top_p   8 clients without draft tokens: T = 0.8 with top_p 0.95 against greedy
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ async def _all(server: Server, jobs: Sequence[Job], clients: int, sampling: dict
 
 
 def counters(server: Server) -> dict[str, Any]:
-    """What the decode worker counted: guesses made and right, steps."""
+    """What the decode worker counted: draft tokens made and right, steps."""
     workers = httpx.get(server.target.base.removesuffix("/v1") + "/workers", timeout=10.0).json()
     workers = workers.get("workers", workers) if isinstance(workers, dict) else workers
     (decode,) = (w for w in workers if w["role"] == "decode")
@@ -171,7 +171,13 @@ def main() -> None:
         if "top_p" in arguments.works:
             first, second = compare(8, 32, (plain, "T = 0.8, top_p 0.95"), (plain, "greedy"))
             rows.append(
-                Row("8 clients, no guesses, top_p 0.95 (second) for greedy (first)", first, second, "1/1.15", 1 / 1.15)
+                Row(
+                    "8 clients, no draft tokens, top_p 0.95 (second) for greedy (first)",
+                    first,
+                    second,
+                    "1/1.15",
+                    1 / 1.15,
+                )
             )
     made, right = (after.get(k, 0) - before.get(k, 0) for k in ("drafted_tokens", "accepted_tokens"))
     lines = [
@@ -183,7 +189,7 @@ def main() -> None:
         "| work | TPOT without | TPOT with | gain, median (all) | bar | met |",
         "|---" * 6 + "|",
         *(row.line() for row in rows),
-        f"\nWith 1 client {right} of {made} guesses were right.\n",
+        f"\nWith 1 client {right} of {made} draft tokens were right.\n",
     ]
     arguments.out.write_text("\n".join(lines))
     print("\n".join(lines))

@@ -156,7 +156,7 @@ def main() -> None:
         f"# Where a decode step's time goes\n\n{machine()}. Commit {commit()}, {datetime.date.today()}.\n\n"
         f"    python benchmarks/step_profile.py {' '.join(sys.argv[1:])}\n\n"
         f"{arguments.clients} streams of {arguments.prompt} tokens and up, one thread, {runner.dtype_name}, kernels "
-        f"{runner.kernels}, no guesses. Medians over steps.\n\n{text}\n"
+        f"{runner.kernels}, no draft tokens. Medians over steps.\n\n{text}\n"
     )
     print(f"{text}\nwritten to {arguments.out}")
 

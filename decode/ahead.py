@@ -2,7 +2,7 @@
 
 Step n + 1 is planned on the assumption that each row of step n which samples yields its one token and does not end its
 sequence by it. So where its sequence goes on is known, and how far it has come; not the token. The row of n + 1 names
-the row of n whose sample it is to compute (`StepPlan.fed`), and the engine puts it there.
+the row of n whose sample it is to compute (`StepPlan.token_sources`), and the engine puts it there.
 
 - An end by length is known beforehand: such a sequence has no row in n + 1. One that ends by its token, or is aborted,
   has one: its result is thrown away, and the sequence keeps its blocks until n + 1 is done, so that nobody else's KV
@@ -40,13 +40,13 @@ class StepsOut:
         self._out.append((plan, now))
 
     def end(self, outcome: StepOutcome, now: float) -> tuple[StepPlan, float]:
-        """The oldest plan, with its guesses, and the seconds in which nothing older was out.
+        """The oldest plan, with its draft tokens, and the seconds in which nothing older was out.
 
         Raises:
             InvariantError: the outcome is not that of the oldest step.
         """
         plan, began_at = self._out[0] if self._out else (None, 0.0)
-        plan = check_outcome(plan and plan.with_guesses(outcome.guesses), outcome)
+        plan = check_outcome(plan and plan.with_draft_tokens(outcome.draft_tokens), outcome)
         self._out.popleft()
         wall_s = now - max(began_at, self._ended_at)
         self._ended_at = now
@@ -55,21 +55,21 @@ class StepsOut:
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """Positions [start, end) of a sequence. `feeds` is the row of the step that is out whose token is the only one of
-    them; -1 where all are known."""
+    """Positions [start, end) of a sequence. `token_source` is the row of the step that is out whose token is the only
+    one of them; -1 where all are known."""
 
     entry: Entry
     start: int
     end: int
-    feeds: int = -1
+    token_source: int = -1
 
 
 def waits_for(out: StepPlan, running: Iterable[Entry]) -> str:
     """Why no step can be planned before the tokens of `out` are known; empty where one can."""
     if out.drafts or any(row.num_sampled > 1 for row in out.rows):
-        return "how many guesses are right"
+        return "how many draft tokens are right"
     sampled = {row.sequence_id for row in out.rows if row.num_sampled}
-    if any(e.sequence.id in sampled and e.sequence.request.sampling.looks_back for e in running):
+    if any(e.sequence.id in sampled and e.sequence.request.sampling.depends_on_history for e in running):
         return "the token that penalties or bad words look back at"
     return ""
 
@@ -80,7 +80,7 @@ def next_rows(out: StepPlan, running: Sequence[Entry], long_tokens: int) -> list
     found: list[Next] = []
     for entry in running:
         sequence = entry.sequence
-        if sequence.ending is not None or entry.void:
+        if sequence.ending is not None or entry.discard_result:
             continue  # what it has out says nothing; it goes on, if at all, when that is in
         index, row = rows.get(sequence.id, (-1, None))
         if row is not None and row.num_sampled:
@@ -103,9 +103,9 @@ def ahead_plan(step_id: int, out: StepPlan, found: Sequence[Next]) -> StepPlan:
     rows = []
     for n in found:
         sequence = n.entry.sequence
-        if n.feeds < 0:
+        if n.token_source < 0:
             rows.append(sequence.row(n.start, n.end, num_sampled=int(n.end == sequence.num_tokens)))
         else:
-            rows.append(sequence.row_behind(out.rows[n.feeds]))
-    fed = tuple(n.feeds for n in found)
-    return StepPlan(step_id, tuple(rows), fed=fed if max(fed, default=-1) >= 0 else ())
+            rows.append(sequence.row_behind(out.rows[n.token_source]))
+    token_sources = tuple(n.token_source for n in found)
+    return StepPlan(step_id, tuple(rows), token_sources=token_sources if max(token_sources, default=-1) >= 0 else ())

@@ -29,26 +29,29 @@ class Times:
 
 @dataclass(slots=True)
 class Entry:
-    """`untold` is the output index from which tokens are still to be told: the first event repeats the token that
-    prefill sampled. `in_flight`: KV is still being written into the blocks of an aborted sequence. `heard_at`: when the
-    last token came, or its KV. `favoured`: it has the turn of its priority. `void`: what the step that is out computes
-    of it says nothing. `over`: its end is told, and a step that is out still writes into its blocks."""
+    """`next_emit_index` is the output index from which tokens are still to be told: the first event repeats the token
+    that
+    prefill sampled. `in_flight`: KV is still being written into the blocks of an aborted sequence. `last_token_at`:
+    when the
+    last token came, or its KV. `boosted`: it has the turn of its priority. `discard_result`: what the step that is out
+    computes
+    of it says nothing. `end_reported`: its end is told, and a step that is out still writes into its blocks."""
 
     sequence: Sequence
     prefix: PrefixUse
     number: int
     times: Times
-    untold: int
+    next_emit_index: int
     in_flight: bool = False
-    heard_at: float = 0.0
-    favoured: bool = False
-    void: bool = False
-    over: bool = False
+    last_token_at: float = 0.0
+    boosted: bool = False
+    discard_result: bool = False
+    end_reported: bool = False
     speculation: SpeculationCounters = field(default_factory=SpeculationCounters)
 
     @property
     def rank(self) -> tuple[int, bool, int]:
-        return self.sequence.request.priority, not self.favoured, self.number
+        return self.sequence.request.priority, not self.boosted, self.number
 
     def stamps(self, now: float | None) -> StageStamps:
         received, running = self.times.received_at, self.times.running_at

@@ -105,7 +105,7 @@ class IncomingLink:
         try:
             await self._stream.send(self._owner.welcome(self._hello))
             self._plans = self._incoming.plans(self._hello)
-            while (message := await self._hear()) is not None:
+            while (message := await self._receive()) is not None:
                 await self._on(message)
             reason = f"the link to {self._hello.prefill_worker} ended: {self._stream.ended}"
         except LinkLost as e:
@@ -122,7 +122,7 @@ class IncomingLink:
                 await asyncio.wait(self._tasks, timeout=5.0)
             await self.close_edges()
 
-    async def _hear(self) -> object | None:
+    async def _receive(self) -> object | None:
         """The next message; a prefill worker that lives pings every second."""
         async with asyncio.timeout(SILENCE_S):
             return await self._stream.receive()
@@ -197,7 +197,7 @@ class IncomingLink:
             if end is None or end.dead is not None or end.generation != chunk.edge_generation:
                 self._incoming.stale_messages += 1
                 await self._edge_ended(chunk)
-                raise HandoffError(f"edge generation {chunk.edge_generation} does not stand")
+                raise HandoffError(f"edge generation {chunk.edge_generation} is closed")
             if transfer is None or not self._owner.receiving(sequence):
                 raise HandoffError("the sequence is not being received here")
             transfer.check(chunk, self._plans[key], self._incoming.layout)

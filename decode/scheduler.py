@@ -27,9 +27,9 @@ from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Sequence, State
 from baton.core.step import Row, StepOutcome, StepPlan
 from decode.ahead import StepsOut, ahead_plan, next_rows, waits_for
+from decode.anti_starvation import BOOST_TOKENS, AntiStarvation, num_unthrottled, throttled
 from decode.entry import Entry, Times
 from decode.speculation.policy import Speculation
-from decode.turns import TURN_TOKENS, Turns, full_pace, rest
 
 _ROOM_TOKENS = 64  # a preempted sequence comes back when there is room for that many new tokens, too
 _HOLDING = (State.READY, State.RUNNING)
@@ -42,9 +42,9 @@ class DecodeResult:
 
 
 class DecodeScheduler:
-    """Complete state: `_entries` by sequence, `blocks` and their `cache`, `speculation`, `_turns`, and the steps that
-    are
-    `_out`: one, or with `plan_ahead`, where nothing is ever guessed, up to two (`ahead.py`)."""
+    """Complete state: `_entries` by sequence, `blocks` and their `cache`, `speculation`, `_anti_starvation`, and the
+    steps that are
+    `_out`: one, or with `plan_ahead`, where nothing is ever drafted, up to two (`ahead.py`)."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class DecodeScheduler:
         self._entries: dict[SequenceId, Entry] = {}
         self.max_running = max_running
         self.speculation = speculation or Speculation()
-        self._turns = Turns()
+        self._anti_starvation = AntiStarvation()
         self._out = StepsOut()
         self.plan_ahead = plan_ahead and self.speculation.drafts is None
         self.steps_ahead = self.rows_discarded = 0
@@ -115,7 +115,7 @@ class DecodeScheduler:
 
     def sequence_ids(self) -> tuple[SequenceId, ...]:
         """Those whose end is not told yet."""
-        return tuple(sequence_id for sequence_id, entry in self._entries.items() if not entry.over)
+        return tuple(sequence_id for sequence_id, entry in self._entries.items() if not entry.end_reported)
 
     def stamps(self, sequence_id: SequenceId) -> StageStamps:
         return self._entries[sequence_id].stamps(None)
@@ -147,7 +147,7 @@ class DecodeScheduler:
         waiting, here = self.num_preempted, len(self._entries)
         sequence = Sequence(request, State.RECEIVING, now)
         prefix = PrefixUse(self.cache, sequence)
-        entry = Entry(sequence, prefix, self._next_number, Times(now), untold=len(request.output))
+        entry = Entry(sequence, prefix, self._next_number, Times(now), next_emit_index=len(request.output))
         if waiting or not self._take_blocks(entry, leave=here):
             needed = self.layout.blocks_for(sequence.num_tokens)
             what = f"{self.blocks.num_free} free, {here} sequences growing, {waiting} preempted"
@@ -173,7 +173,7 @@ class DecodeScheduler:
         sequence = entry.sequence
         self._kv_arrived(entry, sequence.num_tokens)
         sequence.move(State.READY)
-        entry.times.received_at = entry.heard_at = now
+        entry.times.received_at = entry.last_token_at = now
         reason = sequence.append(first_token, score)
         sequence.cached_tokens = cached
         if sequence.ending is not None or reason is not None:
@@ -188,20 +188,22 @@ class DecodeScheduler:
         if self._out:
             return self._begin_ahead(now) if self.plan_ahead and len(self._out) == 1 else None
         waiting = self._in(State.PREEMPTED)
-        self._turns.give(waiting, now, self.speculation.model.again_s() if waiting else 0.0)
+        self._anti_starvation.update(waiting, now, self.speculation.model.again_s() if waiting else 0.0)
         self._admit(now)
         rows: list[Row] = []
         sequences: list[Sequence] = []
         running = self._ranked(State.RUNNING)
-        resting = self._resting(running, now)
+        throttled_ids = self._throttled(running, now)
         budget: int | None = None  # of long rows, of which there are seldom any
         for entry in running:
             sequence = entry.sequence
-            if sequence.state is not State.RUNNING or sequence.id in resting:
+            if sequence.state is not State.RUNNING or sequence.id in throttled_ids:
                 continue  # preempted for one before it, or not its time
             count = sequence.num_uncomputed
             if count > 1:
-                budget = self.speculation.model.long_tokens(len(running) - len(resting)) if budget is None else budget
+                budget = (
+                    self.speculation.model.long_tokens(len(running) - len(throttled_ids)) if budget is None else budget
+                )
                 count = min(count, budget)
                 budget -= count
             start, end = sequence.num_computed, sequence.num_computed + count
@@ -223,7 +225,7 @@ class DecodeScheduler:
         found = next_rows(out, running, self.speculation.model.long_tokens(len(running)))
         needed = [self.layout.blocks_for(n.end) - len(n.entry.sequence.block_ids) for n in found]
         free = self.blocks.num_free
-        if not found or sum(n for n in needed if n > 0) > free or self._resting(running, now):
+        if not found or sum(n for n in needed if n > 0) > free or self._throttled(running, now):
             return None
         for n, blocks in zip(found, needed, strict=True):
             self._extend(n.entry, blocks)
@@ -256,14 +258,14 @@ class DecodeScheduler:
             last = sequence.step_id == plan.step_id  # else the step behind has a row of it, too
             if last:
                 sequence.step_id = None
-            if sequence.ending is not None or entry.void:
+            if sequence.ending is not None or entry.discard_result:
                 self.rows_discarded += 1
-                entry.void = False
+                entry.discard_result = False
                 if last and sequence.ending is not None:
                     self._leave(entry)
                 continue
-            entry.void = index in outcome.corrected and not last
-            taken, entry.speculation = self.speculation.settle(sequence, row, outcome.sampled[index], entry.speculation)
+            entry.discard_result = index in outcome.corrected and not last
+            taken, entry.speculation = self.speculation.verify(sequence, row, outcome.sampled[index], entry.speculation)
             sequence.num_computed = row.end - row.num_sampled + len(taken)
             if not taken:
                 continue
@@ -273,14 +275,16 @@ class DecodeScheduler:
                 self.tokens_generated += 1
                 if reason is not None:
                     break
-            tokens.append(sequence.told(entry.untold, entry.speculation if entry.speculation.steps else None))
-            entry.untold, entry.heard_at = len(sequence.output), now
+            tokens.append(
+                sequence.token_event(entry.next_emit_index, entry.speculation if entry.speculation.steps else None)
+            )
+            entry.next_emit_index, entry.last_token_at = len(sequence.output), now
             if reason is not None:
                 ended.append(SequenceEnded(sequence.id, reason, stamps=entry.stamps(now)))
                 if last:
                     self._leave(entry)
                 else:
-                    sequence.ending, entry.over = reason, True
+                    sequence.ending, entry.end_reported = reason, True
         return DecodeResult(tuple(tokens), tuple(ended))
 
     def abort(self, sequence_id: SequenceId, *, in_flight: bool = False) -> bool:
@@ -305,12 +309,12 @@ class DecodeScheduler:
 
     # Who runs, and on which blocks.
 
-    def _resting(self, running: list[Entry], now: float) -> set[SequenceId]:
+    def _throttled(self, running: list[Entry], now: float) -> set[SequenceId]:
         """Those of the running, ranked, that keep their blocks and have no row now: none while blocks are not short."""
         if 2 * self.blocks.num_free >= len(running):
             return set()
-        most = full_pace(self._in(State.PREEMPTED, *_HOLDING), self.speculation.model.again_s())
-        return rest(running, most, now)
+        most = num_unthrottled(self._in(State.PREEMPTED, *_HOLDING), self.speculation.model.again_s())
+        return throttled(running, most, now)
 
     def _admit(self, now: float) -> None:
         """Lets sequences into the batch by rank: ready ones have their blocks, preempted ones need them again."""
@@ -321,7 +325,7 @@ class DecodeScheduler:
             if room <= 0:
                 return
             if sequence.state is State.PREEMPTED:
-                room_tokens = TURN_TOKENS if entry.favoured else _ROOM_TOKENS
+                room_tokens = BOOST_TOKENS if entry.boosted else _ROOM_TOKENS
                 wanted = min(sequence.num_tokens + room_tokens, sequence.request.max_total_tokens)
                 if blocked or not self._return(entry, wanted):
                     blocked = True
@@ -347,7 +351,7 @@ class DecodeScheduler:
         sequence = entry.sequence
         needed = self.layout.blocks_for(end) - len(sequence.block_ids)
         if needed > self.blocks.num_free:
-            whole = entry.favoured or sequence.state is not State.PREEMPTED
+            whole = entry.boosted or sequence.state is not State.PREEMPTED
             before = entry.rank if whole else (entry.rank[0] + 1, False, 0)
             behind = [e for e in self._ranked(*_HOLDING) if e.rank > before and e.sequence.step_id is None]
             if needed > self._num_free_without(behind):
@@ -431,7 +435,7 @@ class DecodeScheduler:
         return entry.sequence.block_ids[entry.sequence.num_computed // self.layout.block_size :]
 
     def check(self) -> None:
-        """Proves that the books balance.
+        """Checks the invariants.
 
         Raises:
             InvariantError: a block is not held by exactly the sequence here that owns it, or a sequence is in a state

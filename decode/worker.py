@@ -21,7 +21,7 @@ from baton.core.step import StepOutcome, StepPlan
 from baton.engine.runner import Runner
 from baton.event_log import EventLog
 from baton.rpc.link import serve_links
-from baton.rpc.shell import WorkerShell
+from baton.rpc.worker_loop import WorkerLoop
 from baton.token_file import read_token
 from baton.transfer.edge_end import MakeEnd
 from baton.transfer.staging_room import StagingRoom
@@ -79,10 +79,10 @@ class DecodeWorker:
             vocab_size=facts.vocab_size,
         )
         step = runner.step if engine is None else engine.step
-        launcher = runner if self.scheduler.plan_ahead else None  # where nothing guesses, its engine only steps
-        self.shell = WorkerShell(config, self, step, read_token(config.cluster_token_file), launcher)
+        launcher = runner if self.scheduler.plan_ahead else None  # where nothing drafts, its engine only steps
+        self.main_loop = WorkerLoop(config, self, step, read_token(config.cluster_token_file), launcher)
         self.handles_refused = self.links_refused = 0
-        self._told: tuple[int, ...] = ()
+        self._reported_gauges: tuple[int, ...] = ()
         self._edge_kind = make_end.kind
         self._arrived: set[SequenceId] = set()
         self._spent = SpentHandles()
@@ -91,17 +91,17 @@ class DecodeWorker:
 
     def leave(self, timeout_s: float) -> None:
         """Somebody asked the process to end: no new hand-overs; what runs finishes or is given back."""
-        self.shell.leave(timeout_s)
+        self.main_loop.leave(timeout_s)
 
     async def run(self) -> None:
-        """Serves until drained; raises as WorkerShell.run does."""
+        """Serves until drained; raises as WorkerLoop.run does."""
         self._server, self._link_port = await serve_links(self.config.host, self.incoming.handle, self.config.link_port)
-        await self.shell.run()
+        await self.main_loop.run()
 
     # What the shell asks for.
 
     def join(self, run_id: str) -> Join:
-        self.scheduler.cache.restart_news()
+        self.scheduler.cache.restart_events()
         return Join(
             self.config.worker_id,
             "decode",
@@ -117,7 +117,7 @@ class DecodeWorker:
         )
 
     def load(self) -> Load:
-        self._told = ()  # the next step tells again: which of two messages comes last is open
+        self._reported_gauges = ()  # the next step tells again: which of two messages comes last is open
         scheduler = self.scheduler
         return Load(
             blocks_total=scheduler.blocks.num_blocks,
@@ -128,7 +128,7 @@ class DecodeWorker:
             tokens_generated=scheduler.tokens_generated,
             kv_bytes_received=self.incoming.bytes_received,
             kv_bytes_reused=scheduler.tokens_reused * scheduler.layout.bytes_per_token,
-            steps=self.shell.steps,
+            steps=self.main_loop.steps,
             sequences=scheduler.num_sequences,
             handles_refused=self.handles_refused,
             stale_messages=self.incoming.stale_messages,
@@ -152,12 +152,12 @@ class DecodeWorker:
     def finish_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> StepEvents:
         scheduler = self.scheduler
         result = scheduler.finish_step(outcome, now)
-        news = scheduler.cache.take_news() if self.shell.session.connected else None
+        cache_events = scheduler.cache.take_events() if self.main_loop.session.connected else None
         # What the coordinator places requests by; the counters beside it come with heartbeats and with every end.
         gauges = scheduler.num_sequences, scheduler.blocks.num_free, scheduler.num_preempted, scheduler.num_running
-        load = self.load() if result.ended or gauges != self._told else None
-        self._told = gauges  # behind `load`, which forgets it
-        return StepEvents(plan.step_id, result.tokens, result.ended, load=load, block_news=news)
+        load = self.load() if result.ended or gauges != self._reported_gauges else None
+        self._reported_gauges = gauges  # behind `load`, which forgets it
+        return StepEvents(plan.step_id, result.tokens, result.ended, load=load, kv_cache_events=cache_events)
 
     def command(self, command: Command) -> None:
         raise Unavailable(f"a decode worker has no use for {type(command).__name__}")
@@ -178,7 +178,7 @@ class DecodeWorker:
     async def close(self) -> None:
         if self.scheduler.plan_ahead:
             ahead, discarded = self.scheduler.steps_ahead, self.scheduler.rows_discarded
-            log.info("%d of %d steps were planned ahead, %d rows discarded", ahead, self.shell.steps, discarded)
+            log.info("%d of %d steps were planned ahead, %d rows discarded", ahead, self.main_loop.steps, discarded)
         await self.incoming.close()
         if self._server is not None:
             await self._server.stop(grace=0.2)
@@ -205,11 +205,11 @@ class DecodeWorker:
         )
 
     def _check_fits(self, hello: LinkHello) -> None:
-        check_token(self.shell.token, hello.token, "link")
+        check_token(self.main_loop.token, hello.token, "link")
         for name, theirs, mine in (
             ("protocol_version", hello.protocol_version, self.facts.protocol_version),
             ("code_version", hello.code_version, self.facts.code_version),
-            ("run_id", hello.run_id, self.shell.session.run_id),
+            ("run_id", hello.run_id, self.main_loop.session.run_id),
             ("model_digest", hello.model_digest, self.facts.model_digest),
             ("edge_kind", hello.edge_kind, self._edge_kind),
             ("quantize", hello.quantize, self.facts.quantize),
@@ -226,10 +226,10 @@ class DecodeWorker:
             raise JoinRefused(f"link refused: tensor_parallel: {e.message}", param="tensor_parallel") from None
 
     def reserve(self, offer: Offer, hello: LinkHello) -> Reserved:
-        sequence, now_ms = offer.request.sequence_id, self.shell.run_clock_ms()
+        sequence, now_ms = offer.request.sequence_id, self.main_loop.run_clock_ms()
         try:
             verify(
-                self.shell.handle_key,
+                self.main_loop.handle_key,
                 offer.handle,
                 sequence=sequence,
                 source=hello.prefill_worker,
@@ -242,16 +242,16 @@ class DecodeWorker:
         except StaleHandle:
             self.handles_refused += 1
             raise
-        if self.shell.buried(sequence):
+        if self.main_loop.is_tombstoned(sequence):
             raise Unavailable("the sequence was aborted", code="aborted")
-        if self.shell.draining:
+        if self.main_loop.draining:
             raise Unavailable("this decode worker is draining", code="draining")
         if offer.num_tokens != offer.request.num_prefill_tokens:
             raise Unavailable(f"{offer.num_tokens} tokens offered of {offer.request.num_prefill_tokens}")
         check_tokens(offer.request, self.facts.vocab_size)
         check_sampling(offer.request.sampling, offer.request.max_tokens, self.facts.vocab_size)
         blocks = self.scheduler.reserve(offer.request, time.monotonic())
-        self.shell.follow(offer.request)
+        self.main_loop.follow(offer.request)
         return Reserved(blocks, self.scheduler.generations(sequence), self.scheduler.num_cached(sequence))
 
     def receiving(self, sequence: SequenceId) -> bool:
@@ -261,7 +261,7 @@ class DecodeWorker:
         return self.scheduler.knows(sequence)
 
     def failed(self, error: InvariantError) -> None:
-        self.shell.fail(error)
+        self.main_loop.fail(error)
 
     def landed(self, sequence: SequenceId, num_tokens: int) -> None:
         self.scheduler.landed(sequence, num_tokens)
@@ -269,24 +269,26 @@ class DecodeWorker:
     def received(self, sequence: SequenceId, first_token: int, logprob: TokenLogprob | None, cached: int) -> None:
         ended = self.scheduler.received(sequence, first_token, time.monotonic(), logprob, cached)
         if ended is not None:
-            self.shell.deadlines.forget(sequence)
-            self.shell.session.post(StepEvents(ended=(ended,), load=self.load()))
+            self.main_loop.deadlines.forget(sequence)
+            self.main_loop.session.post(StepEvents(ended=(ended,), load=self.load()))
         else:
             self._arrived.add(sequence)
-        self.shell.wake()
+        self.main_loop.wake()
 
     def transfer_lost(self, sequence: SequenceId, reason: str) -> None:
         if self.scheduler.receiving(sequence):
-            self.shell.say_ended(sequence, "worker_lost", f"{self.config.worker_id} lost its KV source: {reason}")
+            self.main_loop.report_ended(
+                sequence, "worker_lost", f"{self.config.worker_id} lost its KV source: {reason}"
+            )
         self.transfer_aborted(sequence, reason, 0.0)
 
     def transfer_aborted(self, sequence: SequenceId, reason: str, tombstone_s: float) -> None:
         self.incoming.events.write("transfer_ended", sequence=sequence, reason=reason)
-        self.shell.deadlines.forget(sequence)
+        self.main_loop.deadlines.forget(sequence)
         self._arrived.discard(sequence)
         if not self.scheduler.abort(sequence, in_flight=sequence in self.incoming.writing) and tombstone_s > 0:
-            self.shell.tombstones.add(sequence, time.monotonic(), tombstone_s)
-        self.shell.wake()
+            self.main_loop.tombstones.add(sequence, time.monotonic(), tombstone_s)
+        self.main_loop.wake()
 
     def write_ended(self, sequence: SequenceId) -> None:
         self.scheduler.receive_ended(sequence)

@@ -77,10 +77,10 @@ def _memory(plan: Plan) -> Table | str:
     table = make_table(head)
     for part in plan.parts:
         try:
-            guesses, known = draft_config(part, model_dir), True
+            draft_tokens, known = draft_config(part, model_dir), True
         except StartupError:
-            guesses, known = None, False  # a node that is not this one may have it
-        found = rank_memory(plan, part, config, draft=guesses)
+            draft_tokens, known = None, False  # a node that is not this one may have it
+        found = rank_memory(plan, part, config, draft=draft_tokens)
         draft = _mib(found.draft_bytes) if known else "?"
         if found.draft_bytes and not found.kv_blocks:
             draft += " and its KV"

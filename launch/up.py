@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from baton.core.config import differences
 from baton.core.errors import StartupError
 from baton.model_source import resolve_model, served_name
-from baton.options import EXIT_STARTUP_ERROR, read_config_file, settle_stdout
+from baton.options import EXIT_STARTUP_ERROR, flush_stdout, read_config_file
 from baton.rpc.ports import check_free
 from launch.console import Console
 from launch.gpus import visible_gpus
@@ -65,11 +65,11 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
         try:
             return LocalCluster(members, console, backoff).run()
         except MemberFailed as failed:
-            settle_stdout()
+            flush_stdout()
             print("\n".join(failed.box), file=sys.stderr, flush=True)
             return EXIT_STARTUP_ERROR
         finally:
-            settle_stdout()  # a terminal that has gone away does not change how a cluster ends
+            flush_stdout()  # a terminal that has gone away does not change how a cluster ends
 
 
 def plan_for(config: UpConfig) -> Plan:

@@ -48,7 +48,7 @@ class OutgoingOwner(Protocol):
         ...
 
     def failed(self, error: InvariantError) -> None:
-        """The books do not balance: the worker must end."""
+        """an invariant does not hold: the worker must end."""
         ...
 
 
@@ -245,7 +245,7 @@ class Outgoing:
                     await link.abort(over.request.sequence_id, reason, tombstone_s=over.left_s)
                 if isinstance(e, KVCorrupt):
                     raise
-                if accepted:  # it may have begun to decode: only another attempt may go elsewhere
+                if accepted:  # it may have begun to decode: only another attempt may are rescheduled
                     break
         log.warning("KV of %s is parked: %s", over.request.sequence_id, reason)
         self._owner.parked(Parked(over.request.sequence_id, reason))

@@ -321,7 +321,7 @@ class PrefillScheduler:
             del self._entries[entry.sequence.id]
 
     def check(self) -> None:
-        """Proves that the books balance.
+        """Checks the invariants.
 
         Raises:
             InvariantError: a block is not held by exactly the sequences here that need it, a queue and the states

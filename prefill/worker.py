@@ -19,7 +19,7 @@ from baton.core.sections import early_layers
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.runner import Runner
 from baton.event_log import EventLog
-from baton.rpc.shell import WorkerShell
+from baton.rpc.worker_loop import WorkerLoop
 from baton.token_file import read_token
 from baton.transfer.edge_end import MakeEnd
 from baton.transfer.staging_room import StagingRoom
@@ -60,24 +60,24 @@ class PrefillWorker:
             edge_timeout_s=config.edge_timeout_s,
             connect_timeout_s=config.connect_timeout_s,
         )
-        self.shell = WorkerShell(config, self, runner.step, read_token(config.cluster_token_file))
+        self.main_loop = WorkerLoop(config, self, runner.step, read_token(config.cluster_token_file))
         self._runner, self._section_bytes = runner, make_end.section_bytes
         self._plan: StepPlan | None = None
 
     def leave(self, timeout_s: float) -> None:
         """Somebody asked the process to end: no new prompts; what is here finishes or is given back."""
-        self.shell.leave(timeout_s)
+        self.main_loop.leave(timeout_s)
 
     async def run(self) -> None:
-        """Serves until drained; raises as WorkerShell.run does."""
+        """Serves until drained; raises as WorkerLoop.run does."""
         loop = asyncio.get_running_loop()
 
-        def tell(step_id: int, layers: int) -> None:
+        def notify(step_id: int, layers: int) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(self.layers_computed, step_id, layers)
 
-        self._runner.tell_first_layers(self.layers_wanted, tell)
-        await self.shell.run()
+        self._runner.tell_first_layers(self.layers_wanted, notify)
+        await self.main_loop.run()
 
     def layers_wanted(self, plan: StepPlan) -> int:
         """Of how many layers we want to hear before the step is done: what can be sent while it is computed. On any
@@ -98,7 +98,7 @@ class PrefillWorker:
     # What the shell asks for.
 
     def join(self, run_id: str) -> Join:
-        self.scheduler.cache.restart_news()
+        self.scheduler.cache.restart_events()
         return Join(
             self.config.worker_id,
             "prefill",
@@ -122,7 +122,7 @@ class PrefillWorker:
             prompt_tokens_cached=scheduler.prompt_tokens_cached,
             tokens_generated=scheduler.tokens_generated,
             kv_bytes_sent=self.outgoing.bytes_sent,
-            steps=self.shell.steps,
+            steps=self.main_loop.steps,
             backlog_tokens=scheduler.backlog_tokens,
             sequences=scheduler.num_sequences,
             leases=len(self.outgoing),
@@ -160,8 +160,8 @@ class PrefillWorker:
             else:
                 reached = (p.computed, p.first_token, plan.step_id, p.first_logprob, p.cached)
                 self.outgoing.advance(p.sequence_id, *reached)
-        news = self.scheduler.cache.take_news() if self.shell.session.connected else None
-        return StepEvents(plan.step_id, tuple(tokens), told, load=self.load(), block_news=news)
+        cache_events = self.scheduler.cache.take_events() if self.main_loop.session.connected else None
+        return StepEvents(plan.step_id, tuple(tokens), told, load=self.load(), kv_cache_events=cache_events)
 
     def command(self, command: Command) -> None:
         match command:
@@ -172,7 +172,7 @@ class PrefillWorker:
                     self.end(sequence, "its new targets have no valid handles")
                 elif not self.outgoing.assign(sequence, targets, attempt):
                     lost = sequence._replace(attempt=attempt)
-                    self.shell.say_ended(lost, "handoff_failed", "the parked KV is no longer here")
+                    self.main_loop.report_ended(lost, "handoff_failed", "the parked KV is no longer here")
 
     def end(self, sequence: SequenceId, reason: str) -> bool:
         origin = self.outgoing.find(sequence) or sequence
@@ -193,10 +193,10 @@ class PrefillWorker:
 
     def _start(self, command: Prefill) -> None:
         request = command.request
-        if self.shell.buried(request.sequence_id):
+        if self.main_loop.is_tombstoned(request.sequence_id):
             return
-        if self.shell.draining:
-            self.shell.say_ended(request.sequence_id, "draining", "this prefill worker is draining")
+        if self.main_loop.draining:
+            self.main_loop.report_ended(request.sequence_id, "draining", "this prefill worker is draining")
             return
         if not self._may_hand_over(request.sequence_id, command.targets):
             return
@@ -206,9 +206,9 @@ class PrefillWorker:
             hand_over = bool(command.targets)
             self.scheduler.submit(request, time.monotonic(), hand_over=hand_over)
         except BatonError as e:
-            self.shell.say_ended(request.sequence_id, e.code, e.message)
+            self.main_loop.report_ended(request.sequence_id, e.code, e.message)
             return
-        self.shell.follow(request)
+        self.main_loop.follow(request)
         if hand_over:
             self.outgoing.expect(request, command.targets)
 
@@ -217,18 +217,18 @@ class PrefillWorker:
         try:
             for target in targets:
                 verify(
-                    self.shell.handle_key,
+                    self.main_loop.handle_key,
                     target.handle,
                     sequence=sequence,
                     source=self.config.worker_id,
                     source_incarnation=self.incarnation,
                     destination=target.worker_id,
                     incarnation=target.incarnation,
-                    now_ms=self.shell.run_clock_ms(),
+                    now_ms=self.main_loop.run_clock_ms(),
                 )
         except StaleHandle as e:
             self.handles_refused += 1
-            self.shell.say_ended(sequence, e.code, e.message)
+            self.main_loop.report_ended(sequence, e.code, e.message)
             return False
         return True
 
@@ -236,13 +236,13 @@ class PrefillWorker:
         return LinkHello(
             self.config.worker_id,
             self.incarnation,
-            self.shell.session.run_id,
+            self.main_loop.session.run_id,
             self.facts.model_digest,
             self.facts.layout,
             self.facts.tensor_parallel,
             PROTOCOL_VERSION,
             self.facts.code_version,
-            self.shell.token,
+            self.main_loop.token,
             self._edge_kind,
             self.facts.quantize,
         )
@@ -251,22 +251,22 @@ class PrefillWorker:
 
     def parked(self, event: Parked) -> None:
         self.events.write("parked", sequence=event.sequence, reason=event.reason)
-        self.shell.session.post(StepEvents(parked=(event,), load=self.load()))
+        self.main_loop.session.post(StepEvents(parked=(event,), load=self.load()))
 
     def handed_over(self, event: HandedOver, source: SequenceId) -> None:
         stamps = self.scheduler.stamps(source)
         event = replace(event, stamps=replace(event.stamps, queue_s=stamps.queue_s, prefill_s=stamps.prefill_s))
-        self.shell.session.post(StepEvents(handed_over=(event,), load=self.load()))
+        self.main_loop.session.post(StepEvents(handed_over=(event,), load=self.load()))
 
     def hand_over_ended(self, sequence: SequenceId) -> None:
         self.scheduler.release_send(sequence)
-        self.shell.deadlines.forget(sequence)
-        self.shell.wake()
+        self.main_loop.deadlines.forget(sequence)
+        self.main_loop.wake()
 
     def hand_over_failed(self, sequence: SequenceId, error: BatonError) -> None:
-        self.shell.say_ended(self.outgoing.current_id(sequence), error.code, error.message)
+        self.main_loop.report_ended(self.outgoing.current_id(sequence), error.code, error.message)
         self.scheduler.distrust(sequence)
         self.scheduler.abort(sequence)
 
     def failed(self, error: InvariantError) -> None:
-        self.shell.fail(error)
+        self.main_loop.fail(error)

@@ -2,7 +2,7 @@
 
 A block in flight goes back to free only when its transfer has ended or its edge is gone: that is what a holder of kind
 `send` or `receiving` stands for. Every reuse raises the block's generation, so a late message about an earlier use can
-be told from the present one. `check()` proves that the books balance (design, section 1.10).
+be told from the present one. `check()` proves that invariants hold (design, section 1.10).
 
 A block that only the cache holds is idle: it counts as free, and is taken when no block is free outright, the one that
 was longest idle first. `on_evict` hears of each one taken like that, before its new holder does.
@@ -87,7 +87,7 @@ class BlockTable:
         for block in taken:
             self._generation[block] += 1
             self._holders[block].add(holder)
-            self._settle(block)
+            self._update_free(block)
         return taken
 
     def hold(self, blocks: Iterable[int], holder: Holder) -> None:
@@ -108,7 +108,7 @@ class BlockTable:
                 raise InvariantError(f"block {block} is already held by {holder}")
         for block in blocks:
             self._holders[block].add(holder)
-            self._settle(block)
+            self._update_free(block)
 
     def convert(self, blocks: Iterable[int], old: Holder, new: Holder) -> None:
         """Replaces one holder by another, as when receiving has ended and the sequence takes the blocks over.
@@ -129,7 +129,7 @@ class BlockTable:
         for block in blocks:
             self._holders[block].remove(old)
             self._holders[block].add(new)
-            self._settle(block)
+            self._update_free(block)
 
     def release(self, blocks: Iterable[int], holder: Holder) -> int:
         """Takes `holder` off the blocks; those nobody but the cache holds any more become free. Returns how many can be
@@ -147,10 +147,10 @@ class BlockTable:
         self._free.extend(block for block in blocks if len(self._holders[block]) == 1)
         for block in reversed(blocks):
             self._holders[block].remove(holder)
-            self._settle(block)
+            self._update_free(block)
         return self.num_free - before
 
-    def _settle(self, block: int) -> None:
+    def _update_free(self, block: int) -> None:
         """Puts a block among the idle ones, last, or takes it out, after its holders changed."""
         if _only_cached(self._holders[block]):
             self._idle.setdefault(block)
@@ -173,7 +173,7 @@ class BlockTable:
         return tuple(b for b, holders in enumerate(self._holders) if holder in holders)
 
     def check(self) -> None:
-        """Proves that the books balance.
+        """Checks the invariants.
 
         Raises:
             InvariantError: a block is both free and held, neither, free twice, received by one of several holders, or

@@ -14,15 +14,15 @@ from baton.core.errors import JoinRefused, StartupError
 FLAG = "--cluster-token-file"
 
 
-def check_token(expected: str, said: str, who: str) -> None:
+def check_token(expected: str, presented: str, who: str) -> None:
     """Compares in a time that says nothing about either. Without an expected token any will do.
 
     Raises:
         JoinRefused: `token` is missing or another one.
     """
-    digests = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in (expected, said)]
+    digests = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in (expected, presented)]
     if expected and not hmac.compare_digest(*digests):
-        what = "is not this cluster's" if said else "is missing"
+        what = "is not this cluster's" if presented else "is missing"
         raise JoinRefused(f"{who} refused: token: it {what}; name the cluster's file with {FLAG}", param="token")
 
 

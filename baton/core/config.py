@@ -90,11 +90,14 @@ class WorkerConfig(EngineConfig):
     )
     draft: str = option(
         "auto",
-        "who guesses tokens ahead: `none`, `ngram`, a draft checkpoint; `auto`: the built-in model's own, else none",
+        "who drafts tokens: `none`, `ngram`, a draft checkpoint; `auto`: the built-in model's own, else none",
     )
-    draft_tokens: int = option(0, "tokens guessed per sequence and step; 0: as many as pay", low=0, high=8)
+    draft_tokens: int = option(0, "tokens drafted per sequence and step; 0: as many as pay", low=0, high=8)
     force_acceptance: float = option(
-        -1.0, "benchmarks only, output is not real: the share of guesses that count as right; -1: off", low=-1, high=1
+        -1.0,
+        "benchmarks only, output is not real: the share of draft tokens that count as right; -1: off",
+        low=-1,
+        high=1,
     )
     edge_timeout_s: float = option(5.0, "longest one KV operation may take", low=0.1)
     connect_timeout_s: float = option(10.0, "longest a peer may take to connect", low=0.1)
@@ -203,7 +206,7 @@ def _checked(f: Field[Any], kind: Any, value: object, where: str) -> object:
     if get_origin(kind) is tuple:
         inner = get_args(kind)[0]
         if not isinstance(value, list) or not all(isinstance(v, inner) and not isinstance(v, bool) for v in value):
-            raise StartupError(f"{where} must be a list of {getattr(inner, '__name__', inner)}, not {_said(value)}")
+            raise StartupError(f"{where} must be a list of {getattr(inner, '__name__', inner)}, not {_shown(value)}")
         for entry in value:
             _check_range(f, entry, where)
         return tuple(value)
@@ -213,10 +216,10 @@ def _checked(f: Field[Any], kind: Any, value: object, where: str) -> object:
         except OverflowError:
             value = math.inf
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-        raise StartupError(f"{where} must be {getattr(kind, '__name__', kind)}, not {_said(value)}")
+        raise StartupError(f"{where} must be {getattr(kind, '__name__', kind)}, not {_shown(value)}")
     choices = f.metadata.get("choices")
     if choices and value not in choices:
-        raise StartupError(f"{where} must be one of {', '.join(choices)}, not {_said(value)}")
+        raise StartupError(f"{where} must be one of {', '.join(choices)}, not {_shown(value)}")
     if f.metadata.get("dialled") and isinstance(value, str) and (wrong := host_port_error(value)):
         raise StartupError(f"{where} {wrong}")
     if f.metadata.get("model_name") and isinstance(value, str) and value and (wrong := model_name_error(value)):
@@ -231,12 +234,12 @@ def _check_range(f: Field[Any], value: object, where: str) -> None:
         if isinstance(value, float) and not math.isfinite(value):
             raise StartupError(f"{where} must be a finite number, not {value!r}")
         if low is not None and value < low:
-            raise StartupError(f"{where} must be at least {low}, not {_said(value)}")
+            raise StartupError(f"{where} must be at least {low}, not {_shown(value)}")
         if high is not None and value > high:
-            raise StartupError(f"{where} must be at most {high}, not {_said(value)}")
+            raise StartupError(f"{where} must be at most {high}, not {_shown(value)}")
 
 
-def _said(value: object) -> str:
+def _shown(value: object) -> str:
     """A refused value, cut where it is long. Dotted keys nest deeper than Python prints, and so are hexadecimal numbers
     longer."""
     try:

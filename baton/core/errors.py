@@ -18,7 +18,7 @@ BatonError
   JoinRefused             a worker does not fit the cluster      (-, FAILED_PRECONDITION)
   StartupError            one plain line, exit code not 0        (-, -)
   RankLost                a rank of this worker is gone          (-, -)
-  InvariantError          our bug: the books do not balance      (500, INTERNAL)
+  InvariantError          our bug: an invariant does not hold      (500, INTERNAL)
 """
 
 from __future__ import annotations

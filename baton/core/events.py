@@ -29,8 +29,8 @@ class StageStamps:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounters:
-    """Steps that verified guesses, the tokens guessed for them, and those that were right: each saved a step. `forced`
-    in a benchmark that decides itself which guesses are right: then the output is not real."""
+    """Steps that verified draft tokens, the tokens drafted for them, and those that were right: each saved a step.
+    `forced` in a benchmark that decides itself which draft tokens are right: then the output is not real."""
 
     steps: int = 0
     drafted_tokens: int = 0
@@ -59,7 +59,7 @@ class TokenEvent:
     Two come with the first token that a prefill worker samples: `prompt_logprobs`, if asked for (entry i is that of
     prompt token i + 1; the first has none), and `cached_tokens`, how many tokens before it were not computed. Decode
     says the latter too: it may be heard first.
-    `speculation` is the sequence's so far, where something was guessed for it."""
+    `speculation` is the sequence's so far, where something was drafted for it."""
 
     sequence: SequenceId
     first_index: int
@@ -134,7 +134,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockNews:
+class KVCacheEvents:
     """Hints (the first bytes of keys, `baton.core.prefix_keys`) of full blocks that became or stopped being reusable
     at a worker. `cleared`: what was told before does not count any more."""
 
@@ -151,4 +151,4 @@ class StepEvents:
     parked: tuple[Parked, ...] = ()
     handed_over: tuple[HandedOver, ...] = ()
     load: Load | None = None
-    block_news: BlockNews | None = None
+    kv_cache_events: KVCacheEvents | None = None

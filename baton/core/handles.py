@@ -79,15 +79,15 @@ def verify(
         raise StaleHandle(f"the handle of {sequence} is not signed by this cluster", param="signature")
     if source_incarnation is None:
         source_incarnation = handle.source_incarnation
-    for name, said, true in (
+    for name, claimed, true in (
         ("sequence", handle.sequence, sequence),
         ("source_worker", handle.source_worker, source),
         ("source_incarnation", handle.source_incarnation, source_incarnation),
         ("destination_worker", handle.destination_worker, destination),
         ("destination_incarnation", handle.destination_incarnation, incarnation),
     ):
-        if said != true:
-            raise StaleHandle(f"the handle of {sequence} names another {name}: {said}, not {true}", param=name)
+        if claimed != true:
+            raise StaleHandle(f"the handle of {sequence} names another {name}: {claimed}, not {true}", param=name)
     if now_ms >= handle.expires_ms:
         raise StaleHandle(f"the handle of {sequence} has expired", param="expires_ms")
 

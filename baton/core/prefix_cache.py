@@ -12,16 +12,17 @@ from collections.abc import Iterable, Sequence
 
 from baton.core.blocks import BlockTable, Holder
 from baton.core.errors import InvariantError
-from baton.core.events import BlockNews
+from baton.core.events import KVCacheEvents
 from baton.core.prefix_keys import HINT_BYTES
 from baton.core.request import SequenceId
 
 CACHE = Holder("cache", SequenceId(""))
-MAX_NEWS = 4096  # hints in one message
+MAX_EVENTS = 4096  # hints in one message
 
 
 class PrefixCache:
-    """Complete state: the block stored under each key and the key of each stored block; for the news, which hints have
+    """Complete state: the block stored under each key and the key of each stored block; for the events, which hints
+    have
     been told and which may have changed since. With `enabled` false nobody takes from it or leaves anything there
     (baton.core.prefix_use)."""
 
@@ -31,7 +32,7 @@ class PrefixCache:
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._hints: dict[bytes, int] = {}
-        self._told: set[bytes] = set()
+        self._reported: set[bytes] = set()
         self._changed: dict[bytes, None] = {}
         self._cleared = False
         self.evictions = 0
@@ -86,31 +87,31 @@ class PrefixCache:
             del self._hints[hint]
         self._changed[hint] = None
 
-    def restart_news(self) -> None:
+    def restart_events(self) -> None:
         """Whoever is told now knows nothing yet."""
-        self._told.clear()
+        self._reported.clear()
         self._changed = dict.fromkeys(self._hints)
         self._cleared = True
 
-    def take_news(self) -> BlockNews | None:
-        """What has become or stopped being reusable since the last time, MAX_NEWS hints at most: the rest is for the
+    def take_events(self) -> KVCacheEvents | None:
+        """What has become or stopped being reusable since the last time, MAX_EVENTS hints at most: the rest is for the
         next time. None when there is nothing to say."""
         stored: list[bytes] = []
         evicted: list[bytes] = []
-        while self._changed and len(stored) + len(evicted) < MAX_NEWS:
+        while self._changed and len(stored) + len(evicted) < MAX_EVENTS:
             hint = next(iter(self._changed))
             del self._changed[hint]
-            if hint in self._hints and hint not in self._told:
-                self._told.add(hint)
+            if hint in self._hints and hint not in self._reported:
+                self._reported.add(hint)
                 stored.append(hint)
-            elif hint not in self._hints and hint in self._told:
-                self._told.remove(hint)
+            elif hint not in self._hints and hint in self._reported:
+                self._reported.remove(hint)
                 evicted.append(hint)
         cleared, self._cleared = self._cleared, False
-        return BlockNews(tuple(stored), tuple(evicted), cleared) if stored or evicted or cleared else None
+        return KVCacheEvents(tuple(stored), tuple(evicted), cleared) if stored or evicted or cleared else None
 
     def check(self) -> None:
-        """Proves that the books balance, with those of the blocks.
+        """Proves that invariants hold, with those of the blocks.
 
         Raises:
             InvariantError: a stored block is not held by the cache, or one held by it is not stored, or two keys and

@@ -64,7 +64,7 @@ class PrefixUse:
         if not self._cache.enabled:
             return
         sequence = self._sequence
-        # Guesses behind the token that ended it may count as computed.
+        # Draft tokens behind the token that ended it may count as computed.
         keys = self._chain.grow(sequence.tokens, min(sequence.num_computed, sequence.num_tokens))
         self._cache.store(keys[self._offered :], sequence.block_ids[self._offered : len(keys)])
         self._offered = len(keys)

@@ -78,7 +78,7 @@ class SamplingParams:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
     @property
-    def looks_back(self) -> bool:
+    def depends_on_history(self) -> bool:
         """Whether logits are changed by which tokens came before: then the one before must be known. All other changes
         follow from the number of tokens alone, or from nothing."""
         return self.penalises or bool(self.bad_words)

@@ -89,7 +89,8 @@ class Sequence:
         return prompt[start:] + tuple(self.output[: end - len(prompt)])
 
     def row(self, start: int, end: int, *, num_sampled: int, drafts: tuple[int, ...] = (), score: bool = False) -> Row:
-        """The row that computes positions [start, end) and then `drafts`, guesses at the next tokens, and samples at
+        """The row that computes positions [start, end) and then `drafts`, draft tokens at the next tokens, and samples
+        at
         the last `num_sampled` positions: at end - 1 and at each draft, or nowhere. With `score` it also reports the
         prompt's log-probabilities that the request asks for."""
         return Row(
@@ -110,7 +111,7 @@ class Sequence:
         Raises:
             InvariantError: what follows depends on which token that is.
         """
-        if self.request.sampling.looks_back or last.num_sampled != 1:
+        if self.request.sampling.depends_on_history or last.num_sampled != 1:
             raise InvariantError(f"{self.id}: what follows position {last.end - 1} needs its token")
         index = last.output_index + 1
         history = self._history(index)
@@ -120,7 +121,7 @@ class Sequence:
         """What the choice of output `index` depends on."""
         params = self.request.sampling
         short = index < params.min_tokens
-        if params.looks_back:
+        if params.depends_on_history:
             output = tuple(self.output)
         elif short:
             output = ()
@@ -140,7 +141,7 @@ class Sequence:
             self.logprobs.append(logprob)
         return finish_reason(self.request, len(self.output), token)
 
-    def told(self, first_index: int, speculation: SpeculationCounters | None = None) -> TokenEvent:
+    def token_event(self, first_index: int, speculation: SpeculationCounters | None = None) -> TokenEvent:
         """The output from `first_index` on, as an event."""
         logprobs = self.logprobs[first_index - len(self.request.output) :] if self.logprobs else ()
         tokens = tuple(self.output[first_index:])

@@ -49,16 +49,16 @@ class Row:
     def end(self) -> int:
         return self.start + len(self.tokens)
 
-    def with_guesses(self, guesses: tuple[int, ...]) -> Row:
-        """The row with guesses behind its tokens, a token to be sampled at each. (`replace` takes several times as
+    def with_draft_tokens(self, draft_tokens: tuple[int, ...]) -> Row:
+        """The row with draft tokens behind its tokens, a token to be sampled at each. (`replace` takes several times as
         long, and every step does this for every row.)"""
         return Row(
             self.sequence_id,
             self.start,
-            self.tokens + guesses,
+            self.tokens + draft_tokens,
             self.block_ids,
             self.sampling,
-            self.num_sampled + len(guesses),
+            self.num_sampled + len(draft_tokens),
             self.output_index,
             self.history,
             self.scored,
@@ -67,59 +67,62 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class DraftRow:
-    """Let the draft model compute `tokens` at [start, ...) of a sequence into its own blocks, then guess the
-    `num_guesses` tokens that follow: they go behind those of `rows[row]` of the plan. With none it only computes KV,
-    and `row` says nothing."""
+    """Let the draft model compute `tokens` at [start, ...) of a sequence into its own blocks, then draft the
+    `num_draft_tokens` tokens that follow: they go behind those of `rows[row]` of the plan. With none it only computes
+    KV, and `row` says nothing."""
 
     sequence_id: SequenceId
     start: int
     tokens: tuple[int, ...]
     block_ids: tuple[int, ...]
-    num_guesses: int = 0
+    num_draft_tokens: int = 0
     row: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """`drafts` are computed first; the rows are complete when their guesses are in (`with_guesses`).
+    """`drafts` are computed first; the rows are complete when their draft tokens are in (`with_draft_tokens`).
 
-    A plan made while the step before it computes does not know the tokens of that one. `fed[i]` then says whose sample
-    is the only token of row i, given as 0: that of row `fed[i]` of the step before; -1 where the tokens are known.
-    Empty where all are. Such a plan has no drafts.
+    A plan made while the step before it computes does not know the tokens of that one. `token_sources[i]` then says
+    whose sample
+    is the only token of row i, given as 0: that of row `token_sources[i]` of the step before; -1 where the tokens are
+    known. Empty where all are. Such a plan has no drafts.
 
-    Of row i the last `guessed[i]` tokens, given as 0, are guesses that only the leader's device knows (`to_verify`).
-    Empty where there are none.
+    Of row i the last `drafted[i]` tokens, given as 0, are draft tokens that only the leader's device knows
+    (`to_verify`). Empty where there are none.
     """
 
     step_id: int
     rows: tuple[Row, ...]
     drafts: tuple[DraftRow, ...] = ()
-    fed: tuple[int, ...] = ()
-    guessed: tuple[int, ...] = ()
+    token_sources: tuple[int, ...] = ()
+    drafted: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(len(row.tokens) for row in self.rows)
 
-    def with_guesses(self, guesses: tuple[tuple[int, ...], ...]) -> StepPlan:
-        """The plan with `guesses[i]` behind the tokens of row i, to be verified. Raises InvariantError if they are not
-        those that its draft rows ask for."""
-        wanted = {draft.row: draft.num_guesses for draft in self.drafts if draft.num_guesses}
-        if not wanted and not guesses:
+    def with_draft_tokens(self, draft_tokens: tuple[tuple[int, ...], ...]) -> StepPlan:
+        """The plan with `draft_tokens[i]` behind the tokens of row i, to be verified. Raises InvariantError if they
+        are not those that its draft rows ask for."""
+        wanted = {draft.row: draft.num_draft_tokens for draft in self.drafts if draft.num_draft_tokens}
+        if not wanted and not draft_tokens:
             return self
-        if len(guesses) != len(self.rows) or any(len(g) != wanted.get(i, 0) for i, g in enumerate(guesses)):
-            raise InvariantError(f"step {self.step_id}: {[len(g) for g in guesses]} guesses, {wanted} wanted")
-        rows = tuple(row.with_guesses(more) if more else row for row, more in zip(self.rows, guesses, strict=True))
+        if len(draft_tokens) != len(self.rows) or any(len(g) != wanted.get(i, 0) for i, g in enumerate(draft_tokens)):
+            raise InvariantError(f"step {self.step_id}: {[len(g) for g in draft_tokens]} draft tokens, {wanted} wanted")
+        rows = tuple(
+            row.with_draft_tokens(more) if more else row for row, more in zip(self.rows, draft_tokens, strict=True)
+        )
         return StepPlan(self.step_id, rows, self.drafts)
 
     def to_verify(self) -> StepPlan:
-        """The rows with places for the guesses of its draft rows, which are on the device."""
-        wanted = {draft.row: draft.num_guesses for draft in self.drafts if draft.num_guesses}
+        """The rows with places for the draft tokens of its draft rows, which are on the device."""
+        wanted = {draft.row: draft.num_draft_tokens for draft in self.drafts if draft.num_draft_tokens}
         if not wanted:
             return StepPlan(self.step_id, self.rows)
-        guessed = tuple(wanted.get(index, 0) for index in range(len(self.rows)))
-        rows = tuple(row.with_guesses((0,) * n) if n else row for row, n in zip(self.rows, guessed, strict=True))
-        return StepPlan(self.step_id, rows, guessed=guessed)
+        drafted = tuple(wanted.get(index, 0) for index in range(len(self.rows)))
+        rows = tuple(row.with_draft_tokens((0,) * n) if n else row for row, n in zip(self.rows, drafted, strict=True))
+        return StepPlan(self.step_id, rows, drafted=drafted)
 
     def to_compute(self) -> StepPlan:
         """The plan without what only choosing tokens needs: for ranks that compute and choose nothing."""
@@ -132,7 +135,8 @@ class StepPlan:
 class StepOutcome:
     """`sampled[i]` holds the tokens sampled for `plan.rows[i]`, `num_sampled` of them, and `logprobs[i]` as many
     log-probabilities, or none where the row's sampling asks for none; `scored[i]` has one per token of its `scored`.
-    Both are empty when no row asks. `guesses[i]` is what a draft model put behind the row, empty where nothing drafted.
+    Both are empty when no row asks. `draft_tokens[i]` is what a draft model put behind the row, empty where nothing
+    drafted.
     `elapsed_s` is wall time, `draft_s` the draft model's part of it. `corrected` are rows whose token is another than
     the one that a step launched behind this one was fed: what that step computes of them says nothing."""
 
@@ -141,7 +145,7 @@ class StepOutcome:
     elapsed_s: float = 0.0
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
     scored: tuple[tuple[TokenLogprob, ...], ...] = ()
-    guesses: tuple[tuple[int, ...], ...] = ()
+    draft_tokens: tuple[tuple[int, ...], ...] = ()
     draft_s: float = 0.0
     corrected: tuple[int, ...] = ()
 

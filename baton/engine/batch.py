@@ -47,8 +47,8 @@ class Batch:
 
     `table` has four numbers of each row: its first packed index, its first position, how many of both, and where in
     `block_ids` its blocks begin. What only some models need is made when it is asked for. `token_ids` and `positions`
-    may be longer than `slots`: then by padding, whose results nobody reads and whose KV is not stored. `fed` [T] are
-    the tokens where only the device knows them: `token_ids` and the rows' own say nothing then.
+    may be longer than `slots`: then by padding, whose results nobody reads and whose KV is not stored. `device_tokens`
+    [T] are the tokens where only the device knows them: `token_ids` and the rows' own say nothing then.
     """
 
     rows: tuple[Row, ...]
@@ -60,12 +60,12 @@ class Batch:
     block_size: int
     device: torch.device
     num_scored: int = 0
-    fed: Tensor | None = None
+    device_tokens: Tensor | None = None
 
     @cached_property
     def tokens(self) -> Tensor:
         """[T]"""
-        return self._tensor(self.token_ids) if self.fed is None else self.fed
+        return self._tensor(self.token_ids) if self.device_tokens is None else self.device_tokens
 
     @cached_property
     def sampled(self) -> Tensor:
@@ -167,26 +167,28 @@ def make_batch(plan: StepPlan, limits: Limits, device: torch.device, min_tokens:
 
 
 def _draws(plan: StepPlan) -> tuple[Draw, ...]:
-    if plan.guessed:
-        _check_guessed(plan)
+    if plan.drafted:
+        _check_drafted(plan)
     draws: list[Draw] = []
     for row in plan.rows:
-        drafts = () if plan.guessed else row.tokens[len(row.tokens) - row.num_sampled + 1 :]
+        drafts = () if plan.drafted else row.tokens[len(row.tokens) - row.num_sampled + 1 :]
         for index in range(row.num_sampled):
             where = (row.sequence_id.choice, row.output_index + index)
             draws.append(Draw(row.sampling, *where, row.history, drafts[:index], row.sequence_id))
     return tuple(draws)
 
 
-def _check_guessed(plan: StepPlan) -> None:
-    """In a plan with guesses that only the device knows no row has drafts that are known: draws behind both would have
-    to be told of both."""
-    if len(plan.guessed) != len(plan.rows):
-        raise InvariantError(f"step {plan.step_id}: guesses for {len(plan.guessed)} rows, and {len(plan.rows)} rows")
-    for row, count in zip(plan.rows, plan.guessed, strict=True):
+def _check_drafted(plan: StepPlan) -> None:
+    """In a plan with draft tokens that only the device knows no row has drafts that are known: draws behind both would
+    have to be told of both."""
+    if len(plan.drafted) != len(plan.rows):
+        raise InvariantError(
+            f"step {plan.step_id}: draft tokens for {len(plan.drafted)} rows, and {len(plan.rows)} rows"
+        )
+    for row, count in zip(plan.rows, plan.drafted, strict=True):
         if row.num_sampled != 1 + count and (count or row.num_sampled):
             raise InvariantError(
-                f"{row.sequence_id}: {row.num_sampled} samples, and {count} guesses: known drafts beside others"
+                f"{row.sequence_id}: {row.num_sampled} samples, and {count} draft tokens: known drafts beside others"
             )
 
 

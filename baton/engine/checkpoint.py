@@ -58,8 +58,8 @@ class Checkpoint:
                 if name in tensors:
                     raise StartupError(f"{file.name}: tensor {name} is also in {tensors[name].file.name}")
                 if weight_map is not None and weight_map.get(name) != file.name:
-                    said = weight_map.get(name, "nowhere")
-                    raise StartupError(f"{_INDEX}: tensor {name} is in {file.name}, but the index says {said}")
+                    indexed = weight_map.get(name, "nowhere")
+                    raise StartupError(f"{_INDEX}: tensor {name} is in {file.name}, but the index says {indexed}")
                 part = handles[file].get_slice(name)
                 dtype = _DTYPES.get(part.get_dtype())
                 if dtype is None:

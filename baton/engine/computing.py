@@ -1,4 +1,5 @@
-"""What computes the steps of a loaded model: with which attention, from graphs or not, who chooses and who guesses."""
+"""What computes the steps of a loaded model: with which attention, from graphs or not, who chooses and who draft
+tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from baton.core.model_config import ModelConfig
 from baton.engine.attention import Attention, FastAttention
 from baton.engine.attention_exact import ExactAttention
 from baton.engine.batch import Batch, Limits
-from baton.engine.guesses_device import DeviceGuesses
+from baton.engine.draft_tokens_device import DeviceDraftTokens
 from baton.engine.kv_pool import KVPool
 from baton.engine.model import Model, shard_config
 from baton.engine.model_native import NativeModel
@@ -21,19 +22,20 @@ from baton.engine.parallel import TPGroup
 from baton.engine.sampler import Choose
 from baton.engine.sampler_device import choose_on_device
 
-Guess = Callable[[Batch, Sequence[int]], list[list[int]]]
+Propose = Callable[[Batch, Sequence[int]], list[list[int]]]
 ComputeInTwo = Callable[[Batch, int, Callable[[], None]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Computing:
-    """`compute` gives the logits [S, vocab] of a batch; `choose` tokens from them, `guess` a draft model's in one call;
+    """`compute` gives the logits [S, vocab] of a batch; `choose` tokens from them, `propose` a draft model's in one
+    call;
     `compute_in_two` is `compute` that calls back when so many layers have written their KV. None where the plain way is
     the only one. `prepare` is called once when all is loaded: it makes what must be there before the first request."""
 
     compute: Callable[[Batch], Tensor]
     choose: Choose | None
-    guess: Guess | None
+    propose: Propose | None
     compute_in_two: ComputeInTwo | None = None
     prepare: Callable[[], None] | None = None
 
@@ -58,7 +60,7 @@ def how_to_compute(
         def in_two(batch: Batch, layers: int, on_first: Callable[[], None]) -> Tensor:
             return model.forward(batch, kv, layers, on_first)
 
-        return Computing(partial(model.forward, kv=kv), choose, partial(model.guess, kv=kv), in_two)
+        return Computing(partial(model.forward, kv=kv), choose, partial(model.propose, kv=kv), in_two)
     device, size = kv.storage[0][0].device, kv.layout.block_size
     if device.type != "cuda":
         local = shard_config(config, group)
@@ -89,7 +91,7 @@ def _on_cuda(
     if decode_rows:
         graphs = DecodeGraphs(model, kv, attention, longest, decode_rows)
         compute, prepare = graphs.compute, torch.no_grad()(partial(graphs.capture, config.vocab_size))
-    guess = None
+    propose = None
     if group.size == 1:
-        guess = DeviceGuesses(compute, Limits(size, kv.num_blocks, config.vocab_size, longest), device)
-    return Computing(torch.no_grad()(compute), choose_on_device, guess, prepare=prepare)
+        propose = DeviceDraftTokens(compute, Limits(size, kv.num_blocks, config.vocab_size, longest), device)
+    return Computing(torch.no_grad()(compute), choose_on_device, propose, prepare=prepare)

@@ -166,11 +166,11 @@ class DecodeGraphs:
             used = row.block_ids[: table.shape[1]]
             table[number, : len(used)] = used
         captured.inputs.copy_(host, non_blocking=True)
-        if batch.fed is not None and packed is None:
-            captured.inputs[: rows * shape.length] = batch.fed
-        elif batch.fed is not None:
+        if batch.device_tokens is not None and packed is None:
+            captured.inputs[: rows * shape.length] = batch.device_tokens
+        elif batch.device_tokens is not None:
             where = to_device(torch.tensor(packed), self._device)
-            captured.inputs.index_copy_(0, where, batch.fed.to(torch.int32))
+            captured.inputs.index_copy_(0, where, batch.device_tokens.to(torch.int32))
         return packed
 
     def _inputs(self, shape: Shape) -> Tensor:

@@ -4,7 +4,8 @@
 them the raw logits of rows that report log-probabilities. The tokens stay on the device, too, and `feed` gathers the
 next step's from there. `collect` waits for the copies of the oldest step, while a newer one computes.
 
-A step that verifies a draft model's guesses takes them from the device, too (guesses_device.py `Queued`): they are put
+A step that verifies a draft model's draft tokens takes them from the device, too (draft_tokens_device.py `Queued`):
+they are put
 in their rows there, counted as output there where draws look back, and come to the host in the copy of the step's
 tokens. So it has one wait like any other (decision 0041).
 
@@ -28,10 +29,10 @@ from baton.core.errors import InvariantError
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.batch import Batch
 from baton.engine.device import Mark, NewMark, marks_of, to_device, to_host
-from baton.engine.guesses_device import Queued
+from baton.engine.draft_tokens_device import Queued
 from baton.engine.logprobs import asked, sampled_rows
 from baton.engine.parallel import TPGroup
-from baton.engine.processors import Draw, Guessed, SeenTables, process
+from baton.engine.processors import Drafted, Draw, SeenTables, process
 from baton.engine.sampler import Choose, choose_tokens
 
 Decide = Callable[[Tensor, Sequence[Draw]], Tensor]
@@ -40,26 +41,28 @@ Decide = Callable[[Tensor, Sequence[Draw]], Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Launched:
-    """`said` [S + G] and `lines` [those asked for, vocab] are in host memory once the device has come to `ready`: the
-    tokens, -1 - the likeliest where undecided, and behind them the guesses. `tokens` [S], what the next step is fed,
-    and `logits` [S, vocab], processed, are on the device."""
+    """`host_token_ids` [S + G] and `lines` [those asked for, vocab] are in host memory once the device has come to
+    `ready`: the
+    tokens, -1 - the likeliest where undecided, and behind them the draft tokens. `tokens` [S], what the next step is
+    fed, and `logits` [S, vocab], processed, are on the device."""
 
     plan: StepPlan
     draws: tuple[Draw, ...]
     logits: Tensor
     tokens: Tensor
-    said: Tensor
+    host_token_ids: Tensor
     lines: Tensor
     ready: Mark
     began_at: float
-    guesses: Queued | None
+    draft_tokens: Queued | None
 
 
 class Launches:
     """Complete state: the steps that are not collected yet, oldest first, the newest of all, when the last was
     collected, and three counts. It belongs to the compute thread. `decide` chooses tokens on the device, and there they
     are fed; without it, on CPU, `choose` does, and they are known at once. `waits` counts how often the host waited:
-    once for each step collected, and once more where a draw was undecided; `rows_fed` the rows that were fed a token of
+    once for each step collected, and once more where a draw was undecided; `rows_with_device_token` the rows that were
+    fed a token of
     the step before, `rows_corrected` the draws that turned out to be another token than the one fed."""
 
     def __init__(
@@ -76,43 +79,44 @@ class Launches:
         self._steps: deque[_Launched] = deque()
         self._newest: _Launched | None = None
         self._collected_at = 0.0
-        self.rows_fed = self.rows_corrected = self.waits = 0
+        self.rows_with_device_token = self.rows_corrected = self.waits = 0
 
-    def check(self, plan: StepPlan, guesses: Queued | None = None) -> None:
+    def check(self, plan: StepPlan, draft_tokens: Queued | None = None) -> None:
         """Before anybody is told of a plan: the leader must have what `feed` is to put into it.
 
         Raises:
-            InvariantError: the plan names rows of a step that is not the last one launched, or asks for other guesses.
+            InvariantError: the plan names rows of a step that is not the last one launched, or asks for other draft
+            tokens.
         """
         if not self._group.leads:
             return
-        if plan.guessed:
-            had = None if guesses is None else len(guesses.tokens)
-            if had != sum(plan.guessed):
-                raise InvariantError(f"step {plan.step_id} verifies {sum(plan.guessed)} guesses, and has {had}")
-        elif plan.fed:
+        if plan.drafted:
+            had = None if draft_tokens is None else len(draft_tokens.tokens)
+            if had != sum(plan.drafted):
+                raise InvariantError(f"step {plan.step_id} verifies {sum(plan.drafted)} draft tokens, and has {had}")
+        elif plan.token_sources:
             self._before(plan)
 
-    def feed(self, batch: Batch, plan: StepPlan, guesses: Queued | None = None) -> Batch:
-        """The batch with the tokens of the step before, or with guesses, in their places. Every rank calls it, for the
-        same plans, which the leader has checked: its tokens go to all."""
-        places, verified = _places(batch, plan), guesses if plan.guessed else None
+    def feed(self, batch: Batch, plan: StepPlan, draft_tokens: Queued | None = None) -> Batch:
+        """The batch with the tokens of the step before, or with draft tokens, in their places. Every rank calls it,
+        for the same plans, which the leader has checked: its tokens go to all."""
+        places, verified = _places(batch, plan), draft_tokens if plan.drafted else None
         if not self._group.leads:
             picked = torch.empty(len(places), dtype=torch.int64, device=self._device)
         elif verified is not None:
             picked = verified.tokens
         else:
             picked = self._pick(plan)
-            self.rows_fed += len(places)
+            self.rows_with_device_token += len(places)
         picked = self._group.broadcast(picked)
         if self._decide is None:
             for place, token in zip(places, picked.tolist(), strict=True):
                 batch.token_ids[place] = token
             return batch
         if len(places) == len(batch.token_ids):
-            return replace(batch, fed=picked)
+            return replace(batch, device_tokens=picked)
         where = to_device(torch.tensor(places), self._device)
-        return replace(batch, fed=batch.tokens.clone().index_copy_(0, where, picked))
+        return replace(batch, device_tokens=batch.tokens.clone().index_copy_(0, where, picked))
 
     def launched(
         self,
@@ -121,28 +125,28 @@ class Launches:
         logits: Tensor,
         seen: SeenTables,
         began_at: float,
-        guesses: Queued | None = None,
+        draft_tokens: Queued | None = None,
     ) -> None:
-        """Takes the raw logits [S, vocab] of a step, and the guesses that it verifies. Nothing waits for them."""
+        """Takes the raw logits [S, vocab] of a step, and the draft tokens that it verifies. Nothing waits for them."""
         wanted = asked(plan)
         if wanted and len(wanted) < len(logits):
             reported = logits.index_select(0, to_device(torch.tensor(wanted), self._device))
         else:
             reported = logits if wanted else logits[:0]
-        verified = guesses if plan.guessed else None
+        verified = draft_tokens if plan.drafted else None
         before = None if verified is None else _before_draws(plan, verified, self._device)
         processed = process(logits, batch.draws, seen, before)
         if self._decide is not None and batch.draws:
-            said = self._decide(processed, batch.draws)
-            said = torch.where(said < 0, -1 - processed.argmax(1), said)
-            tokens = torch.where(said < 0, -1 - said, said)
+            host_token_ids = self._decide(processed, batch.draws)
+            host_token_ids = torch.where(host_token_ids < 0, -1 - processed.argmax(1), host_token_ids)
+            tokens = torch.where(host_token_ids < 0, -1 - host_token_ids, host_token_ids)
         else:
-            said = tokens = torch.tensor(self._known(processed, batch.draws), dtype=torch.int64)
+            host_token_ids = tokens = torch.tensor(self._known(processed, batch.draws), dtype=torch.int64)
         if verified is not None:
-            said = torch.cat([said, verified.tokens])
-        copies, ready = (to_host(said), to_host(reported)), self._new_mark()
+            host_token_ids = torch.cat([host_token_ids, verified.tokens])
+        copies, ready = (to_host(host_token_ids), to_host(reported)), self._new_mark()
         ready.record()
-        self._newest = _Launched(plan, batch.draws, processed, tokens, *copies, ready, began_at, guesses)
+        self._newest = _Launched(plan, batch.draws, processed, tokens, *copies, ready, began_at, draft_tokens)
         self._steps.append(self._newest)
 
     def collect(self) -> StepOutcome:
@@ -156,18 +160,18 @@ class Launches:
         step = self._steps.popleft()
         step.ready.synchronize()  # a step that hangs is the step thread's to give up
         self.waits += 1
-        said = step.said.tolist()
-        tokens, guessed = said[: len(step.draws)], iter(said[len(step.draws) :])
+        host_token_ids = step.host_token_ids.tolist()
+        tokens, drafted = host_token_ids[: len(step.draws)], iter(host_token_ids[len(step.draws) :])
         corrected = self._correct(step, tokens) if min(tokens, default=0) < 0 else ()
-        guesses = tuple(tuple(islice(guessed, count)) for count in step.plan.guessed)
+        draft_tokens = tuple(tuple(islice(drafted, count)) for count in step.plan.drafted)
         left = iter(tokens)
         sampled = tuple(tuple(islice(left, row.num_sampled)) for row in step.plan.rows)
         logprobs = sampled_rows(step.plan, step.lines, sampled)
         now = time.perf_counter()
         took_s = now - max(step.began_at, self._collected_at)
         self._collected_at = now
-        draft_s = 0.0 if step.guesses is None else step.guesses.seconds
-        return StepOutcome(step.plan.step_id, sampled, took_s, logprobs, (), guesses, draft_s, corrected)
+        draft_s = 0.0 if step.draft_tokens is None else step.draft_tokens.seconds
+        return StepOutcome(step.plan.step_id, sampled, took_s, logprobs, (), draft_tokens, draft_s, corrected)
 
     def _known(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         return choose_tokens(logits, draws, self._choose) if draws else []
@@ -184,7 +188,7 @@ class Launches:
         ends = [0]
         for row in newest.plan.rows:
             ends.append(ends[-1] + row.num_sampled)
-        samples = [ends[source + 1] - 1 for source in plan.fed if source >= 0]
+        samples = [ends[source + 1] - 1 for source in plan.token_sources if source >= 0]
         if samples == list(range(len(newest.tokens))):
             return newest.tokens
         return newest.tokens.index_select(0, to_device(torch.tensor(samples), self._device))
@@ -204,24 +208,24 @@ class Launches:
 
 
 def _places(batch: Batch, plan: StepPlan) -> list[int]:
-    """The packed indexes of tokens that are fed, or of guesses, in the order of rows."""
-    if not plan.guessed:
-        return [first for first, source in zip(batch.firsts.tolist(), plan.fed, strict=True) if source >= 0]
+    """The packed indexes of tokens that are fed, or of draft tokens, in the order of rows."""
+    if not plan.drafted:
+        return [first for first, source in zip(batch.firsts.tolist(), plan.token_sources, strict=True) if source >= 0]
     ends = (batch.firsts + batch.lengths).tolist()
-    return [place for end, count in zip(ends, plan.guessed, strict=True) for place in range(end - count, end)]
+    return [place for end, count in zip(ends, plan.drafted, strict=True) for place in range(end - count, end)]
 
 
-def _before_draws(plan: StepPlan, guesses: Queued, device: torch.device) -> Guessed | None:
-    """The guesses before each draw, if some draw looks back at them."""
-    if not any(count and row.sampling.looks_back for row, count in zip(plan.rows, plan.guessed, strict=True)):
+def _before_draws(plan: StepPlan, draft_tokens: Queued, device: torch.device) -> Drafted | None:
+    """The draft tokens before each draw, if some draw looks back at them."""
+    if not any(count and row.sampling.depends_on_history for row, count in zip(plan.rows, plan.drafted, strict=True)):
         return None
-    widest = max(plan.guessed)
+    widest = max(plan.drafted)
     counts: list[int] = []
     where: list[list[int]] = []
     first = 0
-    for row, count in zip(plan.rows, plan.guessed, strict=True):
+    for row, count in zip(plan.rows, plan.drafted, strict=True):
         for number in range(row.num_sampled):
             counts.append(number)
             where.append([*range(first, first + number), *[0] * (widest - number)])
         first += count
-    return Guessed(guesses.tokens[to_device(torch.tensor(where), device)], counts)
+    return Drafted(draft_tokens.tokens[to_device(torch.tensor(where), device)], counts)

@@ -133,7 +133,7 @@ class Channel:
 
     def _beat(self, number: int) -> None:
         for peer in self._peers:
-            peer.check_heard(self._silence_s)
+            peer.check_answer(self._silence_s)
             peer.send(encode(Heartbeat(number)))
 
 

@@ -27,7 +27,7 @@ from baton.engine.sampler_native import wanted
 from baton.engine.weights import LayerWeights, Projection, WeightReader
 
 _FEW_TOKENS = 64  # of a step whose memory is kept for the next
-_FEW_GUESSED = 4  # rows that are guessed for, whose logits' memory is kept
+_FEW_DRAFTED = 4  # rows that are drafted for, whose logits' memory is kept
 
 
 class NativeModel:
@@ -61,7 +61,7 @@ class NativeModel:
         head = self._pack(weights.head())
         self._head_rows = head.n
         self._few = torch.empty((_FEW_TOKENS, config.hidden_size), dtype=dtype)
-        self._few_logits = torch.empty((_FEW_GUESSED, head.n), dtype=torch.float32)
+        self._few_logits = torch.empty((_FEW_DRAFTED, head.n), dtype=torch.float32)
         self._model = native.Model(
             hidden=config.hidden_size,
             heads=local.num_heads,
@@ -103,22 +103,22 @@ class NativeModel:
             return torch.empty((0, self._vocab_size), dtype=torch.float32)
         return gathered[:, : self._vocab_size]
 
-    def guess(self, batch: Batch, counts: Sequence[int], kv: KVPool) -> list[list[int]]:
+    def propose(self, batch: Batch, counts: Sequence[int], kv: KVPool) -> list[list[int]]:
         """Computes all rows and the `counts[i]` tokens, at least one, that follow sampled position i, each from those
         before it, but the last of them. One rank; draws that change no logits; no row samples twice."""
         most, number = max(counts), len(counts)
         tokens = max(len(batch.token_ids), number)
-        if tokens <= _FEW_TOKENS and number <= _FEW_GUESSED:
+        if tokens <= _FEW_TOKENS and number <= _FEW_DRAFTED:
             x, logits = self._few, self._few_logits  # nobody sees them: kept, too
         else:
             x, logits = self._room(tokens, number)
-        rows, guesses = _rows(batch), (ctypes.c_int64 * (number * most))()
+        rows, draft_tokens = _rows(batch), (ctypes.c_int64 * (number * most))()
         row_of = [index for index, row in enumerate(batch.rows) if row.num_sampled]
         asked = wanted(batch.draws, row_of, counts)
         step = self._step(batch, kv, rows, x, logits)
         model, reference = ctypes.byref(self._model), ctypes.byref(step)
-        self._kernels.guess(model, reference, asked, number, most, ctypes.byref(guesses))
-        return [guesses[most * index : most * index + count] for index, count in enumerate(counts)]
+        self._kernels.propose(model, reference, asked, number, most, ctypes.byref(draft_tokens))
+        return [draft_tokens[most * index : most * index + count] for index, count in enumerate(counts)]
 
     def _room(self, tokens: int, sampled: int) -> tuple[Tensor, Tensor]:
         """x [at least tokens, hidden] and logits [sampled, vocab of this rank], not filled. x of a short step is used

@@ -8,8 +8,8 @@
 4. frequency_penalty times the number of times a token is in the output, then presence_penalty for those that are.
 
 All in float32, elementwise: a row's result does not depend on the other rows. The work of a step is one scatter per
-kind over all rows; how often a sequence has used each token is kept from step to step (`SeenTables`). Guesses that only
-the device knows are counted and compared there (`Guessed`), with the same result and without a wait.
+kind over all rows; how often a sequence has used each token is kept from step to step (`SeenTables`). Draft tokens
+that only the device knows are counted and compared there (`Drafted`), with the same result and without a wait.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Guessed:
-    """Guesses between the history of each draw and itself: of draw s `tokens[s, :counts[s]]`, of int64 [S, J] on the
-    logits' device. What lies behind them says nothing. The draws' own `drafts` are empty then."""
+class Drafted:
+    """Draft tokens between the history of each draw and itself: of draw s `tokens[s, :counts[s]]`, of int64 [S, J] on
+    the logits' device. What lies behind them says nothing. The draws' own `drafts` are empty then."""
 
     tokens: Tensor
     counts: Sequence[int]
@@ -121,7 +121,7 @@ class SeenTables:
 
 
 def process(
-    logits: Tensor, draws: Sequence[Draw], tables: SeenTables | None = None, guessed: Guessed | None = None
+    logits: Tensor, draws: Sequence[Draw], tables: SeenTables | None = None, drafted: Drafted | None = None
 ) -> Tensor:
     """Logits [S, vocab] (float32) as tokens are chosen from them; `logits` itself when no draw asks for a change."""
     rows = [row for row, draw in enumerate(draws) if _asks(draw)]
@@ -130,8 +130,8 @@ def process(
     logits = logits.clone(memory_format=torch.contiguous_format)
     vocab = logits.shape[1]
     _add_biases(logits, draws, rows, vocab)
-    _mask(logits, draws, rows, vocab, guessed)
-    _penalise(logits, draws, rows, vocab, tables or SeenTables(), guessed)
+    _mask(logits, draws, rows, vocab, drafted)
+    _penalise(logits, draws, rows, vocab, tables or SeenTables(), drafted)
     return logits
 
 
@@ -154,7 +154,7 @@ def _add_biases(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: i
         flat[index] += to_device(torch.tensor(biases, dtype=torch.float32), logits.device)
 
 
-def _mask(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int, guessed: Guessed | None) -> None:
+def _mask(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int, drafted: Drafted | None) -> None:
     where: list[int] = []
     open_rows: list[tuple[int, History]] = []
     for row in rows:
@@ -165,7 +165,7 @@ def _mask(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int, gu
             kept = logits[row, index]
             logits[row] = -torch.inf
             logits[row, index] = kept
-        if guessed is not None and guessed.counts[row] and params.bad_words and history is not None:
+        if drafted is not None and drafted.counts[row] and params.bad_words and history is not None:
             open_rows.append((row, history))
             continue
         banned = banned_tokens(draws[row])
@@ -173,8 +173,8 @@ def _mask(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int, gu
             where.extend(row * vocab + token for token in banned)
     if where:
         logits.view(-1)[to_device(torch.tensor(where), logits.device)] = -torch.inf
-    if guessed is not None and open_rows:
-        _mask_behind(logits, draws, open_rows, guessed)
+    if drafted is not None and open_rows:
+        _mask_behind(logits, draws, open_rows, drafted)
 
 
 def banned_tokens(draw: Draw) -> set[int]:
@@ -190,16 +190,16 @@ def banned_tokens(draw: Draw) -> set[int]:
     return banned
 
 
-def _mask_behind(logits: Tensor, draws: Sequence[Draw], rows: list[tuple[int, History]], guessed: Guessed) -> None:
-    """Masks as `banned_tokens` says, where the output may end with the beginning of a bad word by its guesses."""
-    vocab, width, device = logits.shape[1], guessed.tokens.shape[1], logits.device
+def _mask_behind(logits: Tensor, draws: Sequence[Draw], rows: list[tuple[int, History]], drafted: Drafted) -> None:
+    """Masks as `banned_tokens` says, where the output may end with the beginning of a bad word by its draft tokens."""
+    vocab, width, device = logits.shape[1], drafted.tokens.shape[1], logits.device
     sure: list[int] = []
     open_places: list[int] = []
     owners: list[int] = []
     patterns: list[list[int]] = []
     allow = torch.ones((len(rows), vocab), dtype=torch.bool, device=device)
     for place, (row, history) in enumerate(rows):
-        draw, count, output = draws[row], guessed.counts[row], history.output
+        draw, count, output = draws[row], drafted.counts[row], history.output
         if draw.sampling.allowed_token_ids:
             allow[place] = False
             allow[place, to_device(torch.tensor(draw.sampling.allowed_token_ids), device)] = True
@@ -218,8 +218,8 @@ def _mask_behind(logits: Tensor, draws: Sequence[Draw], rows: list[tuple[int, Hi
         found[to_device(torch.tensor(sure), device)] = 1
     if patterns:
         pattern = to_device(torch.tensor(patterns), device)
-        said = guessed.tokens.index_select(0, to_device(torch.tensor(owners), device))
-        hits = ((pattern < 0) | (pattern == said)).all(1)
+        generated = drafted.tokens.index_select(0, to_device(torch.tensor(owners), device))
+        hits = ((pattern < 0) | (pattern == generated)).all(1)
         found.index_add_(0, to_device(torch.tensor(open_places), device), hits.int())
     banned = found.view(len(rows), vocab) > 0
     banned &= (allow & ~banned).any(1, keepdim=True)
@@ -228,7 +228,7 @@ def _mask_behind(logits: Tensor, draws: Sequence[Draw], rows: list[tuple[int, Hi
 
 
 def _penalise(
-    logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int, tables: SeenTables, guessed: Guessed | None
+    logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int, tables: SeenTables, drafted: Drafted | None
 ) -> None:
     index, count, penalties, lengths, asking = [], [], [], [], []
     for row in rows:
@@ -247,10 +247,10 @@ def _penalise(
     each = np.repeat(factors, lengths, axis=0)
     counted = to_device(torch.from_numpy(np.concatenate(count)), logits.device)
     flat, where = logits.view(-1), to_device(torch.from_numpy(np.concatenate(index)), logits.device)
-    more = [0 if guessed is None else guessed.counts[row] for row in asking]
-    if guessed is not None and any(more):
+    more = [0 if drafted is None else drafted.counts[row] for row in asking]
+    if drafted is not None and any(more):
         each = np.concatenate([each, np.repeat(factors, more, axis=0)])
-        where, counted = _count_guesses(flat, where, counted, asking, vocab, guessed)
+        where, counted = _count_draft_tokens(flat, where, counted, asking, vocab, drafted)
     repetition, frequency, presence = to_device(torch.from_numpy(each.T.copy()), logits.device)
     values = flat[where]
     values = torch.where(values > 0, values / repetition, values * repetition)
@@ -259,16 +259,16 @@ def _penalise(
     flat[where] = values
 
 
-def _count_guesses(
-    flat: Tensor, where: Tensor, counted: Tensor, rows: list[int], vocab: int, guessed: Guessed
+def _count_draft_tokens(
+    flat: Tensor, where: Tensor, counted: Tensor, rows: list[int], vocab: int, drafted: Drafted
 ) -> tuple[Tensor, Tensor]:
-    """Places and counts with those of the guesses of `rows` behind them. A place may come twice, with the same count:
-    then the same is written there twice."""
-    width = guessed.tokens.shape[1]
-    ours = [(row, column) for row in rows for column in range(guessed.counts[row])]
+    """Places and counts with those of the draft tokens of `rows` behind them. A place may come twice, with the same
+    count: then the same is written there twice."""
+    width = drafted.tokens.shape[1]
+    ours = [(row, column) for row in rows for column in range(drafted.counts[row])]
     source = to_device(torch.tensor([row * width + column for row, column in ours]), flat.device)
     begins = to_device(torch.tensor([row * vocab for row, _ in ours]), flat.device)
-    places = guessed.tokens.flatten().index_select(0, source) + begins
+    places = drafted.tokens.flatten().index_select(0, source) + begins
     sums = torch.zeros_like(flat)
     sums[where] = counted
     sums.index_add_(0, places, torch.ones_like(places, dtype=flat.dtype))

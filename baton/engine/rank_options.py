@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from baton.engine.runner import EngineOptions
 
 _LOOK_S = 0.05
-_UNTOLD = ("checkpoint digest",)  # its digits say nothing
+_NOT_SHOWN = ("checkpoint digest",)  # its digits say nothing
 _BY_MACHINE = ("device", "dtype", "kernels")  # `auto` finds them out, and another machine may be another one
 
 
@@ -99,7 +99,7 @@ def difference(by_rank: Sequence[Mapping[str, str]]) -> str:
             other = options.get(name, "none")
             if other == first:
                 continue
-            if name in _UNTOLD:
+            if name in _NOT_SHOWN:
                 return f"{name}: rank {rank} has another one than rank 0"
             where = "; auto decides by the machine: name one" if name in _BY_MACHINE else ""
             return f"{name}: {first} on rank 0 and {other} on rank {rank}; a worker's ranks need the same{where}"

@@ -42,7 +42,7 @@ class Peer:
 
     def __init__(self, sock: socket.socket, rank: int) -> None:
         self.rank = rank
-        self.heard = time.monotonic()
+        self.last_received_at = time.monotonic()
         self._socket = sock
         self._reader = FrameReader()
         self._sending = threading.Lock()
@@ -76,7 +76,7 @@ class Peer:
             frames = self._reader.feed(data)
         except FrameError as error:
             raise RankLost(f"{self.name} sent a bad frame: {error.message}") from None
-        self.heard = time.monotonic()
+        self.last_received_at = time.monotonic()
         return frames
 
     def await_answer(self) -> None:
@@ -95,8 +95,8 @@ class Peer:
             raise RankLost(f"{self.name} answered with something else")
         self._socket.settimeout(_SEND_TIMEOUT_S)
 
-    def check_heard(self, silence_s: float) -> None:
-        silent_s = time.monotonic() - self.heard
+    def check_answer(self, silence_s: float) -> None:
+        silent_s = time.monotonic() - self.last_received_at
         if silent_s > silence_s:
             raise RankLost(f"{self.name} is silent for {silent_s:.1f} s")
 

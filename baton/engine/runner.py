@@ -29,10 +29,10 @@ from baton.core.step import History, Row, StepOutcome, StepPlan
 from baton.engine.attention_exact import KEY_STEP
 from baton.engine.batch import Batch, Limits, make_batch
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
-from baton.engine.computing import Computing, Guess, how_to_compute
+from baton.engine.computing import Computing, Propose, how_to_compute
 from baton.engine.device import choose_device, choose_dtype
 from baton.engine.draft_share import draft_share
-from baton.engine.guesses_device import DeviceGuesses, Queued
+from baton.engine.draft_tokens_device import DeviceDraftTokens, Queued
 from baton.engine.kernels.native import choose_kernels, row_invariant
 from baton.engine.kv_pool import KVPool, default_budget, plan_blocks
 from baton.engine.launches import Launches
@@ -100,7 +100,7 @@ class Runner:
     `local_layout` (this rank's part of it, which `kv` has), `num_blocks`, `max_model_len` (positions per sequence),
     `dtype_name`, `threads`, `digest` (of the checkpoint), `kv`, `group`, `memory`, `kernels` (which, and why),
     `launches_ahead` (whether steps are launched and then collected, as on a GPU: without a draft one may be launched
-    while another computes; with a draft, guesses and tokens are waited for together)."""
+    while another computes; with a draft, draft tokens and tokens are waited for together)."""
 
     def __init__(
         self,
@@ -132,10 +132,10 @@ class Runner:
         self._announce: Callable[[StepPlan], None] | None = None
         self.kernels = kernels
         self._compute, self._choose = computing.compute, computing.choose
-        self._guess: Guess | None = computing.guess
+        self._propose: Propose | None = computing.propose
         self._compute_in_two = computing.compute_in_two
-        self._told_first: tuple[Callable[[StepPlan], int], Callable[[int, int], None]] | None = None
-        self.guessed_at_once = 0  # calls
+        self._first_layers: tuple[Callable[[StepPlan], int], Callable[[int, int], None]] | None = None
+        self.drafted_at_once = 0  # calls
         self._limits = Limits(kv.layout.block_size, kv.num_blocks, model_config.vocab_size, max_model_len)
         self._max_num_tokens = options.max_num_tokens
         # Exact mode never lets torch compute a single row: its kernels may treat a product of one row differently.
@@ -149,11 +149,12 @@ class Runner:
         """From now on every plan goes to `announce`, which tells the followers, before it is computed here."""
         self._announce = announce
 
-    def tell_first_layers(self, wanted: Callable[[StepPlan], int], tell: Callable[[int, int], None]) -> None:
-        """From now on `tell(step_id, layers)` is called on the compute thread when the first `wanted(plan)` layers (0:
+    def tell_first_layers(self, wanted: Callable[[StepPlan], int], notify: Callable[[int, int], None]) -> None:
+        """From now on `notify(step_id, layers)` is called on the compute thread when the first `wanted(plan)` layers
+        (0:
         none) of a step have written their KV; the rest of the step is computed behind it. Never where a step is not
         computed layer by layer here: with torch's kernels, on a GPU, on several ranks."""
-        self._told_first = wanted, tell
+        self._first_layers = wanted, notify
 
     def step(self, plan: StepPlan) -> StepOutcome:
         """Computes the plan's rows and samples from them; a follower samples nothing. Raises InvariantError for a plan
@@ -175,27 +176,27 @@ class Runner:
         logprobs = sampled_rows(plan, lines, sampled)
         return StepOutcome(plan.step_id, sampled, time.perf_counter() - started, logprobs, scored)
 
-    def launch(self, plan: StepPlan, guesses: Queued | None = None) -> None:
+    def launch(self, plan: StepPlan, draft_tokens: Queued | None = None) -> None:
         """The first half of `step`, on the leader: on a GPU it returns before the step is computed, and the next one
-        may be launched, whose rows name their tokens by this one's rows (`StepPlan.fed`). `guesses` are those that the
-        plan verifies (`StepPlan.guessed`), made on the same device. Raises as `step` does."""
+        may be launched, whose rows name their tokens by this one's rows (`StepPlan.token_sources`). `draft_tokens` are
+        those that the plan verifies (`StepPlan.drafted`), made on the same device. Raises as `step` does."""
         started = time.perf_counter()
         batch = self._batch(plan)
         if batch.num_scored:
             raise InvariantError(f"step {plan.step_id} scores known tokens: nothing is launched ahead of that")
-        logits = self._forward(batch, plan, guesses)
-        self.launches.launched(plan, batch, logits, self._seen, started, guesses)
+        logits = self._forward(batch, plan, draft_tokens)
+        self.launches.launched(plan, batch, logits, self._seen, started, draft_tokens)
 
     def collect(self) -> StepOutcome:
         """The second half, of the oldest step launched: waits until it is computed."""
         return self.launches.collect()
 
     @property
-    def guesses_at_once(self) -> bool:
-        """Whether `guess` is there: compiled kernels, or a GPU, on one rank."""
-        return self._guess is not None
+    def drafts_at_once(self) -> bool:
+        """Whether `propose` is there: compiled kernels, or a GPU, on one rank."""
+        return self._propose is not None
 
-    def guess(self, plan: StepPlan, counts: Sequence[int]) -> list[tuple[int, ...]]:
+    def propose(self, plan: StepPlan, counts: Sequence[int]) -> list[tuple[int, ...]]:
         """Computes the plan's rows and `counts[i]` tokens behind row i, each from those before it, in one call: what a
         step for each token would sample, but for draws that are too close to decide at once. Rows with a count sample
         one token, by draws that change no logits; the others none.
@@ -203,33 +204,33 @@ class Runner:
         Raises:
             InvariantError: the plan does not fit, or this runner takes a step for each token.
         """
-        batch, make = self._to_guess(plan, counts)
-        guesses = iter(make(batch, [count for count in counts if count]))
-        return [tuple(next(guesses)) if count else () for count in counts]
+        batch, make = self._to_propose(plan, counts)
+        draft_tokens = iter(make(batch, [count for count in counts if count]))
+        return [tuple(next(draft_tokens)) if count else () for count in counts]
 
     @property
-    def guesses_stay(self) -> bool:
-        """Whether `queue_guesses` is there: on a GPU."""
-        return isinstance(self._guess, DeviceGuesses)
+    def draft_tokens_stay(self) -> bool:
+        """Whether `queue_draft_tokens` is there: on a GPU."""
+        return isinstance(self._propose, DeviceDraftTokens)
 
-    def queue_guesses(self, plan: StepPlan, counts: Sequence[int]) -> Queued:
-        """What `guess` makes, by any draws, left on the device for a step that verifies it: nothing waits. With no
-        counts it only computes the rows. Raises as `guess` does."""
-        batch, make = self._to_guess(plan, counts)
-        if not isinstance(make, DeviceGuesses):
-            raise InvariantError(f"step {plan.step_id}: {self.kernels} leave no guesses on a device")
+    def queue_draft_tokens(self, plan: StepPlan, counts: Sequence[int]) -> Queued:
+        """What `propose` makes, by any draws, left on the device for a step that verifies it: nothing waits. With no
+        counts it only computes the rows. Raises as `propose` does."""
+        batch, make = self._to_propose(plan, counts)
+        if not isinstance(make, DeviceDraftTokens):
+            raise InvariantError(f"step {plan.step_id}: {self.kernels} leave no draft tokens on a device")
         return make.queue(batch, [count for count in counts if count])
 
-    def _to_guess(self, plan: StepPlan, counts: Sequence[int]) -> tuple[Batch, Guess]:
-        if self._guess is None:
-            raise InvariantError(f"step {plan.step_id}: {self.kernels} make no guesses at once")
+    def _to_propose(self, plan: StepPlan, counts: Sequence[int]) -> tuple[Batch, Propose]:
+        if self._propose is None:
+            raise InvariantError(f"step {plan.step_id}: {self.kernels} make no draft tokens at once")
         batch = self._batch(plan)
         for row, count in zip(plan.rows, counts, strict=True):
             reach = min(len(row.block_ids) * self.layout.block_size, self.max_model_len)
             if row.num_sampled != (count > 0) or row.end + count - 1 > reach:
-                raise InvariantError(f"{row.sequence_id}: {count} guesses behind {row.end} of {reach} positions")
-        self.guessed_at_once += 1
-        return batch, self._guess
+                raise InvariantError(f"{row.sequence_id}: {count} draft tokens behind {row.end} of {reach} positions")
+        self.drafted_at_once += 1
+        return batch, self._propose
 
     def step_logits(self, plan: StepPlan) -> list[Tensor]:
         """Computes the plan's rows and returns, per row, the logits [num_sampled, vocab] instead of sampling; a
@@ -243,19 +244,21 @@ class Runner:
             raise InvariantError(f"step {plan.step_id}: {plan.num_tokens} tokens, more than {self._max_num_tokens}")
         return make_batch(plan, self._limits, self._device, self._min_tokens)
 
-    def _forward(self, batch: Batch, plan: StepPlan, guesses: Queued | None = None) -> Tensor:
-        self.launches.check(plan, guesses)  # before followers hear of a plan that they would wait in
+    def _forward(self, batch: Batch, plan: StepPlan, draft_tokens: Queued | None = None) -> Tensor:
+        self.launches.check(plan, draft_tokens)  # before followers hear of a plan that they would wait in
         if self._announce is not None:
             self._announce(plan.to_compute())
         # The last block of a row is its newest: the one that may be the highest so far.
         self.kv.expect([row.block_ids[-1] for row in plan.rows])
         if not batch.rows:
             return torch.empty((0, self.model_config.vocab_size))
-        if self._told_first is not None and self._compute_in_two is not None:
-            wanted, tell = self._told_first
+        if self._first_layers is not None and self._compute_in_two is not None:
+            wanted, notify = self._first_layers
             if layers := wanted(plan):
-                return self._compute_in_two(batch, layers, partial(tell, plan.step_id, layers))
-        logits = self._compute(self.launches.feed(batch, plan, guesses) if plan.fed or plan.guessed else batch)
+                return self._compute_in_two(batch, layers, partial(notify, plan.step_id, layers))
+        logits = self._compute(
+            self.launches.feed(batch, plan, draft_tokens) if plan.token_sources or plan.drafted else batch
+        )
         self.marks.record(plan.step_id)
         return logits
 

@@ -36,7 +36,7 @@ Ids = NDArray[np.int64]
 Choose = Callable[[Tensor, Sequence[Draw]], list[int | None]]
 """Processed logits [S, vocab] and their draws -> the token of each, or None: undecided."""
 
-_FIRST_GUESS = 64  # candidates looked at first by top-p; most distributions have their mass in fewer
+_FIRST_DRAFT = 64  # candidates looked at first by top-p; most distributions have their mass in fewer
 _GROWTH = 8
 
 
@@ -115,7 +115,7 @@ def _nucleus(logits: NDArray[np.float32], params: SamplingParams) -> Ids:
         total = np.cumsum(weights)[-1]
         return np.sort(ranked[: _prefix(weights, params.top_p * total)])
     total = _weights(logits, params.temperature, logits.max()).sum()
-    count = min(_FIRST_GUESS, vocab)
+    count = min(_FIRST_DRAFT, vocab)
     while True:
         ranked = leading(logits, count)
         weights = _weights(logits[ranked], params.temperature, logits[ranked[0]])

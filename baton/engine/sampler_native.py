@@ -38,7 +38,7 @@ def chooser(kernels: Kernels, threads: int = 1) -> Choose:
 
 
 def wanted(draws: Sequence[Draw], rows: Sequence[int], counts: Sequence[int]) -> bytes:
-    """Draws from processed logits as an array of native.Wanted: `counts[i]` guesses behind row `rows[i]`."""
+    """Draws from processed logits as an array of native.Wanted: `counts[i]` draft tokens behind row `rows[i]`."""
     places = map(_PLACE.pack, rows, counts)
     return b"".join([_packed(draw) + place for draw, place in zip(draws, places, strict=True)])
 

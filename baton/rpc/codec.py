@@ -37,7 +37,7 @@ _MESSAGES: dict[type, type[Message]] = {
     events.HandedOver: worker_pb2.HandedOver,
     events.Load: worker_pb2.Load,
     events.StepEvents: worker_pb2.StepEvents,
-    events.BlockNews: worker_pb2.BlockNews,
+    events.KVCacheEvents: worker_pb2.KVCacheEvents,
     commands.WorkerFacts: worker_pb2.WorkerFacts,
     commands.Join: worker_pb2.Join,
     commands.Following: worker_pb2.Following,
@@ -69,7 +69,7 @@ _CORE = {message: core for core, message in _MESSAGES.items()}
 _CORE_BY_NAME = {message.DESCRIPTOR.full_name: core for core, message in _MESSAGES.items()}
 _OPTIONAL = (
     events.Load,
-    events.BlockNews,
+    events.KVCacheEvents,
     events.SpeculationCounters,
     request.TokenLogprob,
 )  # messages that may be missing

@@ -76,7 +76,7 @@ class WorkerSession:
         self._empty = False
         self._left = asyncio.Event()
         self._stream: MessageStream | None = None
-        self._last_heard = clock()
+        self._last_received_at = clock()
         self._lease_s = 3.0
         self.run_id = ""
         self.log = OutputLog()
@@ -177,7 +177,7 @@ class WorkerSession:
     def _begin(self, welcome: Welcome, known: Collection[SequenceId]) -> None:
         """`known` are the sequences from before the join. Later ones the coordinator can have given us since, as it has
         reckoned with us from the join on; the welcome may have been written before, and says nothing of them."""
-        self._last_heard = self._clock()
+        self._last_received_at = self._clock()
         self._lease_s = welcome.lease_s
         if self.run_id and self.run_id != welcome.run_id:
             self._owner.abandon("another coordinator answers")
@@ -222,7 +222,7 @@ class WorkerSession:
 
     async def _receive(self, stream: MessageStream) -> None:
         while (message := await stream.receive()) is not None:
-            self._last_heard = self._clock()
+            self._last_received_at = self._clock()
             if isinstance(message, HeartbeatAck):
                 continue
             if isinstance(message, Release):
@@ -239,7 +239,7 @@ class WorkerSession:
         seen_silent = abandoned_at = -1.0
         while True:
             await asyncio.sleep(LEASE_CHECK_S)
-            silent_since = self._last_heard
+            silent_since = self._last_received_at
             if self._clock() - silent_since <= self._lease_s or abandoned_at == silent_since:
                 continue
             if seen_silent != silent_since:

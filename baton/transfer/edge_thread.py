@@ -44,7 +44,7 @@ class _Job:
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[Any] = self.loop.create_future()
 
-    def settle(self, result: Any = None, error: BaseException | None = None) -> None:
+    def resolve(self, result: Any = None, error: BaseException | None = None) -> None:
         """Wakes the caller from any thread, once; later calls and closed loops are ignored."""
 
         def apply() -> None:
@@ -196,7 +196,7 @@ class EdgeWorker:
             edge, waiting = self._edge, list(self._pending)
             self._pending.clear()
         for job in waiting:
-            job.settle(error=HandoffError(self.dead.message))
+            job.resolve(error=HandoffError(self.dead.message))
         if edge is not None:
             edge.abort()
         self._queue.put(None)
@@ -255,7 +255,7 @@ class EdgeWorker:
     def _finish(self, job: _Job, result: Any, error: BaseException | None) -> None:
         with self._lock:
             self._pending.discard(job)
-        job.settle(result, error)
+        job.resolve(result, error)
 
     def _connected_edge(self) -> Edge:
         if self._edge is None:

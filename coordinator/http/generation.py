@@ -54,8 +54,8 @@ class _Counted:
             self._prompt = delta.usage.prompt_tokens
             if delta.choice == 0:
                 self._cached = delta.usage.cached_tokens
-            if (guessed := delta.usage.speculation) is not None:
-                self._speculation = guessed if self._speculation is None else self._speculation + guessed
+            if (drafted := delta.usage.speculation) is not None:
+                self._speculation = drafted if self._speculation is None else self._speculation + drafted
         self._left -= delta.finish_reason is not None
         return self._left > 0
 

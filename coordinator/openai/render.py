@@ -188,12 +188,12 @@ class ChatRender(Render):
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
-    guessed: dict[str, Any] = {}
+    drafted: dict[str, Any] = {}
     if (s := usage.speculation) is not None:
         wrong = s.drafted_tokens - s.accepted_tokens
         details = {"accepted_prediction_tokens": s.accepted_tokens, "rejected_prediction_tokens": wrong}
-        guessed = {"completion_tokens_details": details, "speculation": asdict(s)}
-    return guessed | {
+        drafted = {"completion_tokens_details": details, "speculation": asdict(s)}
+    return drafted | {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,

@@ -300,8 +300,8 @@ class Requests:
             actions += self._on_parked(worker, parked, now)
         for ended in events.ended:
             actions += self._on_ended(worker, ended, now)
-        if events.block_news is not None and (known := self.workers.get(worker)) is not None:
-            known.held.update(events.block_news)
+        if events.kv_cache_events is not None and (known := self.workers.get(worker)) is not None:
+            known.held.update(events.kv_cache_events)
         if events.tokens or events.ended or events.handed_over or events.parked:
             actions += self._place(now)
         return actions

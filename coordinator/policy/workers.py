@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from baton.core.commands import Join, Role, WorkerFacts
 from baton.core.errors import InvariantError, NotFound
-from baton.core.events import BlockNews, Load
+from baton.core.events import KVCacheEvents, Load
 from coordinator.policy.joining import OwnModel, check_join, refused
 
 WorkerState = Literal["joining", "ready", "draining", "lost"]
@@ -41,11 +41,11 @@ class HeldBlocks:
     def __len__(self) -> int:
         return len(self._hints)
 
-    def update(self, news: BlockNews) -> None:
-        if news.cleared:
+    def update(self, events: KVCacheEvents) -> None:
+        if events.cleared:
             self._hints.clear()
-        self._hints.difference_update(news.evicted)
-        self._hints.update(news.stored[: max(0, self._limit - len(self._hints))])
+        self._hints.difference_update(events.evicted)
+        self._hints.update(events.stored[: max(0, self._limit - len(self._hints))])
 
     def count(self, prefix: tuple[bytes, ...]) -> int:
         """Length in blocks of the longest prefix, given by its hints in order, that the worker holds."""

@@ -1,7 +1,8 @@
-"""Which guesses of a draft stand: pure.
+"""Which draft tokens of a draft stand: pure.
 
-The target's own tokens at each position were sampled as if the guesses before it were output, with the same noise as
-without any guess (design, section 1.5). So while guess and own token are equal, the own token is exactly what plain
+The target's own tokens at each position were sampled as if the draft tokens before it were output, with the same noise
+as
+without any draft (design, section 1.5). So while draft and own token are equal, the own token is exactly what plain
 decoding would have sampled; the first own token that differs still is, and nothing behind it is.
 """
 
@@ -12,16 +13,16 @@ from collections.abc import Sequence
 _MODULUS = 1 << 16
 
 
-def accepted_length(guesses: Sequence[int], own: Sequence[int]) -> int:
-    """How many of the guesses are the target's own tokens, from the first on. `own` has one token more."""
-    for index, guess in enumerate(guesses):
-        if guess != own[index]:
+def accepted_length(draft_tokens: Sequence[int], own: Sequence[int]) -> int:
+    """How many of the draft tokens are the target's own tokens, from the first on. `own` has one token more."""
+    for index, propose in enumerate(draft_tokens):
+        if propose != own[index]:
             return index
-    return len(guesses)
+    return len(draft_tokens)
 
 
 def forced_length(count: int, output_index: int, seed: int, rate: float) -> int:
-    """For benchmarks alone: how many of `count` guesses count as right when each does with probability `rate`,
+    """For benchmarks alone: how many of `count` draft tokens count as right when each does with probability `rate`,
     whatever the target says. A pure function of the place, so that runs can be repeated."""
     for index in range(count):
         word = ((output_index + index + 1) * 0x9E3779B97F4A7C15 ^ (seed + 1) * 0xBF58476D1CE4E5B9) & (2**64 - 1)

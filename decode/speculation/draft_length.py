@@ -1,12 +1,13 @@
-"""How many tokens to guess for each sequence in the next step: pure.
+"""How many tokens to draft for each sequence in the next step: pure.
 
-A draft pays while the tokens it is expected to win take longer to make without it. With probability p that a guess is
-right when all before it were, the d-th guess of a sequence wins p^d tokens. What it costs is one token more in the
+A draft pays while the tokens it is expected to win take longer to make without it. With probability p that a draft
+token is
+right when all before it were, the d-th draft of a sequence wins p^d tokens. What it costs is one token more in the
 target's step and its part of a draft step. `choose_lengths` takes the surest sequences, 1, 2, 4, ... of them, deepens
-their guesses while tokens per second rise, and keeps the fastest of all that.
+their draft tokens while tokens per second rise, and keeps the fastest of all that.
 
 p is measured for each sequence, and the less was seen of it lately the more it is taken to be like all others. So while
-nothing is guessed for a sequence its p goes back to the worker's: what was seen grows old, and text turns easy again.
+nothing is drafted for a sequence its p goes back to the worker's: what was seen grows old, and text turns easy again.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-MAX_GUESSES = 8
+MAX_DRAFT_TOKENS = 8
 
-_KEPT = 0.98  # of what was seen, at each guess of a sequence
+_KEPT = 0.98  # of what was seen, at each draft token of a sequence
 _KEPT_SHARED = 0.995  # and of the worker
-_KEPT_IDLE = 0.985  # and at each step without a guess for a sequence
-_PRIOR = 16.0  # guesses that the worker's average counts as in a sequence's
+_KEPT_IDLE = 0.985  # and at each step without a draft token for a sequence
+_PRIOR = 16.0  # draft tokens that the worker's average counts as in a sequence's
 _START, _START_PRIOR = 0.6, 24.0  # what is believed before there is any, and what it counts as
 
 
 @dataclass(slots=True)
 class Acceptance:
-    """How guesses have fared whose turn came: `right` of `seen`. Both fade, so that neither need be whole."""
+    """How draft tokens have fared whose turn came: `right` of `seen`. Both fade, so that neither need be whole."""
 
     right: float = 0.0
     seen: float = 0.0
 
-    def settle(self, guessed: int, accepted: int, kept: float) -> None:
-        """`accepted` of `guessed` were right; those behind the first wrong one say nothing."""
-        for index in range(min(accepted + 1, guessed)):
+    def observe(self, drafted: int, accepted: int, kept: float) -> None:
+        """`accepted` of `drafted` were right; those behind the first wrong one say nothing."""
+        for index in range(min(accepted + 1, drafted)):
             self.right = self.right * kept + (index < accepted)
             self.seen = self.seen * kept + 1.0
 
@@ -41,12 +42,12 @@ class Acceptance:
         self.seen *= kept
 
     def rate(self, prior: float, weight: float) -> float:
-        """p, if `prior` is what was believed before, as firmly as after `weight` guesses."""
+        """p, if `prior` is what was believed before, as firmly as after `weight` draft tokens."""
         return (self.right + prior * weight) / (self.seen + weight)
 
 
 class AcceptanceBook:
-    """Complete state: how guesses for all sequences have fared. Each one's own Acceptance is with its owner."""
+    """Complete state: how draft tokens for all sequences have fared. Each one's own Acceptance is with its owner."""
 
     def __init__(self) -> None:
         self._all = Acceptance(_START * _START_PRIOR, _START_PRIOR)  # fades like what was seen
@@ -60,11 +61,11 @@ class AcceptanceBook:
         """p of a sequence."""
         return acceptance.rate(self.shared, _PRIOR)
 
-    def settle(self, acceptance: Acceptance, guessed: int, accepted: int) -> None:
-        """A step with `guessed` guesses for a sequence is over, `accepted` of which were right."""
-        if guessed:
-            acceptance.settle(guessed, accepted, _KEPT)
-            self._all.settle(guessed, accepted, _KEPT_SHARED)
+    def observe(self, acceptance: Acceptance, drafted: int, accepted: int) -> None:
+        """A step with `drafted` draft tokens for a sequence is over, `accepted` of which were right."""
+        if drafted:
+            acceptance.observe(drafted, accepted, _KEPT)
+            self._all.observe(drafted, accepted, _KEPT_SHARED)
         else:
             acceptance.fade(_KEPT_IDLE)
 
@@ -72,8 +73,8 @@ class AcceptanceBook:
 @dataclass(frozen=True, slots=True)
 class StepPrice:
     """What a step costs. `target(tokens)`, `draft(rows)` and `draft_next(rows)` are seconds of one pass, the last of
-    those behind a draft's first; `fixed_s` is what surrounds them, `planning_s` what guesses add to that; `tokens` is
-    what the step computes without any guess."""
+    those behind a draft's first; `fixed_s` is what surrounds them, `planning_s` what draft tokens add to that;
+    `tokens` is what the step computes without any draft."""
 
     target: Callable[[int], float]
     draft: Callable[[int], float]
@@ -84,20 +85,20 @@ class StepPrice:
 
     @property
     def plain_s(self) -> float:
-        """Seconds of the step without any guess."""
+        """Seconds of the step without any draft."""
         return max(self.target(self.tokens) + self.fixed_s, 1e-9)
 
-    def guess_s(self, rows: int) -> float:
-        """Seconds that one guess for one of `rows` sequences costs when all of them get one."""
+    def draft_token_s(self, rows: int) -> float:
+        """Seconds that one draft token for one of `rows` sequences costs when all of them get one."""
         more = self.target(self.tokens + rows) - self.target(self.tokens)
         return max(more + self.draft(rows) + self.planning_s, 0.0) / max(rows, 1)
 
 
 def saved_per_token(rate: float, rows: int, price: StepPrice) -> float:
-    """Seconds that guessing saves for each token of a sequence, when all `rows` guess as it does; 0 if none."""
+    """Seconds that drafting saves for each token of a sequence, when all `rows` draft as it does; 0 if none."""
     token_s = max(price.target(price.tokens + rows) - price.target(price.tokens), 0.0) / rows
     step_s, cost_s, gained, chance, best = price.plain_s / rows, price.planning_s / rows, 1.0, 1.0, 0.0
-    for depth in range(1, MAX_GUESSES + 1):
+    for depth in range(1, MAX_DRAFT_TOKENS + 1):
         chance *= rate
         gained += chance
         cost_s += token_s + (price.draft if depth == 1 else price.draft_next)(rows) / rows
@@ -106,13 +107,13 @@ def saved_per_token(rate: float, rows: int, price: StepPrice) -> float:
 
 
 def choose_lengths(rates: Sequence[float], limits: Sequence[int], price: StepPrice) -> list[int]:
-    """Guesses for each of n sequences, at most `limits[i]`: the choice where n sequences together are fastest.
+    """Draft tokens for each of n sequences, at most `limits[i]`: the choice where n sequences together are fastest.
 
     `rates` are the probabilities p. O(n * longest limit).
     """
     speed = len(rates) / price.plain_s
     token_s = max(price.target(price.tokens + 1) - price.target(price.tokens), 0.0)
-    # A guess wins at most p + p^2 + ... tokens, and pays at least its own place in the target's step.
+    # A draft wins at most p + p^2 + ... tokens, and pays at least its own place in the target's step.
     able = [i for i, rate in enumerate(rates) if limits[i] > 0 and rate > speed * token_s * (1.0 - min(rate, 0.99))]
     able.sort(key=lambda i: -rates[i])
     best = [0] * len(rates)
@@ -127,8 +128,8 @@ def choose_lengths(rates: Sequence[float], limits: Sequence[int], price: StepPri
 
 
 def choose_length(rate: float, limit: int, plain_s: float, first_s: float, next_s: float) -> int:
-    """`choose_lengths` of a sequence alone, whose first guess adds `first_s` to a step of `plain_s` and each further
-    one `next_s`: the same in a fifth of the time, which is part of what guesses cost."""
+    """`choose_lengths` of a sequence alone, whose first draft token adds `first_s` to a step of `plain_s` and each
+    further one `next_s`: the same in a fifth of the time, which is part of what draft tokens cost."""
     speed, best, gained, chance, step_s = 1.0 / plain_s, 0, 1.0, 1.0, plain_s + first_s
     for depth in range(1, limit + 1):
         chance *= rate
@@ -145,7 +146,7 @@ def choose_length(rate: float, limit: int, plain_s: float, first_s: float, next_
 def _deepen(
     chosen: list[int], rates: Sequence[float], limits: Sequence[int], price: StepPrice, speed: float
 ) -> tuple[float, list[int] | None]:
-    """The best that comes of guessing for the `chosen`, if it is faster than `speed`, and how fast it is."""
+    """The best that comes of drafting for the `chosen`, if it is faster than `speed`, and how fast it is."""
     lengths, chances, best = [0] * len(rates), dict.fromkeys(chosen, 1.0), None
     computed, gained, drafted_s = price.tokens, float(len(rates)), price.fixed_s + price.planning_s
     target_s = price.target(computed)

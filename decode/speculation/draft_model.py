@@ -1,4 +1,5 @@
-"""Speculation at start: which source of guesses, the draft model loaded beside the target, what steps cost here."""
+"""Speculation at start: which source of draft tokens, the draft model loaded beside the target, what steps cost
+here."""
 
 from __future__ import annotations
 
@@ -35,30 +36,30 @@ _CONTEXT = 256
 _ROW = 8
 _SIZES = (1, 9, 32, 128, 4, 16, 64, 512, 2, 256)  # far apart first: a slow model has no time for all of them
 _REPEATS = 5
-_MANY = 6  # guesses in the longer of the two calls that a pass is timed by
+_MANY = 6  # draft tokens in the longer of the two calls that a pass is timed by
 _PASS_ROWS = (1, 4, 16, 64)
 _TIMED_ROWS = (*_PASS_ROWS, 1, 4, 1, 1, 4, 1)  # short steps more often: a difference of two is soon lost in noise
 _PLANNED_TOKENS = 24  # of the sequence that planning is timed with
 _IN_A_ROW, _SHORT_ROWS = 3, 4  # times that a step of so many rows at most is timed at once
-_GUESSES = 4  # in each row of the longer of the two steps that the price of a guess is taken from
+_DRAFT_TOKENS = 4  # in each row of the longer of the two steps that the price of a draft token is taken from
 
 
 def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, SpeculativeEngine]:
-    """What a decode worker guesses with, as its options say.
+    """What a decode worker drafts with, as its options say.
 
     Raises:
         StartupError: the draft is not there, has another vocabulary, or does not fit.
     """
     draft = load_draft(config, runner)
     drafts: Drafts | None = NgramDrafts() if config.draft == "ngram" else None
-    costs, first, later, rows, guess = [(1, 1e-6)], *(list[tuple[int, float]]() for _ in range(4))
+    costs, first, later, rows, per_draft_token = [(1, 1e-6)], *(list[tuple[int, float]]() for _ in range(4))
     if draft is not None:
         drafts = ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len)
         costs, (first, later) = measure_fills(draft, config.step_tokens), measure_passes(draft)
-        if not first:  # each guess is a step
+        if not first:  # each draft token is a step
             first = later = measure_steps(draft, config.step_tokens)
     if drafts is not None:
-        rows, guess = measure_rows(runner)
+        rows, per_draft_token = measure_rows(runner)
     planning_s = measure_planning(runner) if drafts is not None else 0.0
     model = StepModel(
         measure_steps(runner, config.step_tokens),
@@ -66,7 +67,7 @@ def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, Speculat
         later,
         first,
         rows=rows,
-        guess=guess,
+        per_draft_token=per_draft_token,
         planning_s=planning_s,
         budget_s=config.step_budget_ms / 1e3,
         step_tokens=config.step_tokens,
@@ -80,8 +81,8 @@ def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, Speculat
 
 
 def load_draft(config: WorkerConfig, runner: Runner) -> Runner | None:
-    """The draft model, or None where none guesses. It computes on the leader alone, with the worker's threads, and has
-    a pool of as many blocks as sequences can use of the target's."""
+    """The draft model, or None where none drafts. It computes on the leader alone, with the worker's threads,
+    and has a pool of as many blocks as sequences can use of the target's."""
     directory = resolve_draft(config.draft, resolve_model(config.model))
     if directory is None:
         return None
@@ -148,33 +149,33 @@ def _by_size(step: Callable[[StepPlan], object], most: int, plan: Callable[[int]
 
 
 def measure_rows(runner: Runner) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-    """Seconds of steps by their number of rows of one token, and what one guess more in each of them costs. Of a slow
-    model few rows only. Leaves KV in blocks that nobody owns yet."""
-    context = min(_CONTEXT, runner.max_model_len - _GUESSES - 1)
+    """Seconds of steps by their number of rows of one token, and what one draft token more in each of them costs. Of a
+    slow model few rows only. Leaves KV in blocks that nobody owns yet."""
+    context = min(_CONTEXT, runner.max_model_len - _DRAFT_TOKENS - 1)
     if context < 1:
         return [], []
-    blocks, step = _blocks(runner, context + _GUESSES + 1), _as_in_work(runner)
+    blocks, step = _blocks(runner, context + _DRAFT_TOKENS + 1), _as_in_work(runner)
     found: dict[tuple[int, int], float] = {}
     deadline = time.perf_counter() + MEASURING_S
     for _ in range(_REPEATS):
-        for rows, tokens in ((n, tokens) for n in _TIMED_ROWS for tokens in (1, 1 + _GUESSES)):
-            if (1, 1 + _GUESSES) in found and time.perf_counter() > deadline:
+        for rows, tokens in ((n, tokens) for n in _TIMED_ROWS for tokens in (1, 1 + _DRAFT_TOKENS)):
+            if (1, 1 + _DRAFT_TOKENS) in found and time.perf_counter() > deadline:
                 break
             row = Row(SequenceId("measure"), context, (0,) * tokens, blocks, SamplingParams(temperature=0.0), tokens)
             plan = StepPlan(0, (row,) * rows)
             # In work a step follows others of its kind; behind one of another size it finds less in the caches.
             for _ in range(_IN_A_ROW if rows <= _SHORT_ROWS else 1):
                 found[rows, tokens] = min(found.get((rows, tokens), math.inf), _took(partial(step, plan)))
-    sizes = [n for n in _PASS_ROWS if (n, 1 + _GUESSES) in found]
-    more = [(n, max(found[n, 1 + _GUESSES] - found[n, 1], 0.0) / _GUESSES) for n in sizes]
+    sizes = [n for n in _PASS_ROWS if (n, 1 + _DRAFT_TOKENS) in found]
+    more = [(n, max(found[n, 1 + _DRAFT_TOKENS] - found[n, 1], 0.0) / _DRAFT_TOKENS) for n in sizes]
     return [(n, found[n, 1]) for n in sizes], more
 
 
 def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-    """Seconds of a first pass of guesses and of one behind it, by number of rows, where guesses are made at once; else
-    none. A slow draft is timed for few rows only. Leaves KV in blocks that nobody owns yet."""
+    """Seconds of a first pass of draft tokens and of one behind it, by number of rows, where draft tokens are made at
+    once; else none. A slow draft is timed for few rows only. Leaves KV in blocks that nobody owns yet."""
     context = min(_CONTEXT, draft.max_model_len - _MANY - 1)
-    if not draft.guesses_at_once or context < 1:
+    if not draft.drafts_at_once or context < 1:
         return [], []
     blocks = _blocks(draft, context + _MANY + 1)
     row = Row(SequenceId("measure"), context, (0,), blocks, SamplingParams(temperature=0.0), 1)
@@ -184,7 +185,7 @@ def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[i
     for rows in _PASS_ROWS:
         plan = StepPlan(0, (row,) * rows)
         if draft.kernels.startswith("torch"):  # on a GPU the first call of a shape makes its graphs
-            draft.guess(plan, [_MANY] * rows)
+            draft.propose(plan, [_MANY] * rows)
         one = many = math.inf
         for _ in range(_REPEATS):
             one = min(one, _guessing_took(draft, plan, 1))
@@ -199,9 +200,10 @@ def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[i
 
 
 def measure_planning(runner: Runner) -> float:
-    """Seconds that planning and settling guesses takes beyond what a step without any does: a scheduler of one sequence
-    that guesses (always wrong) beside one that never does, each with the model's own step between plan and outcome,
-    which drives their code out of the caches as it does in work. Of a slow model few steps only."""
+    """Seconds that planning and settling draft tokens takes beyond what a step without any does: a scheduler of one
+    sequence
+    that drafts (always wrong) beside one that never does, each with the model's own step between plan and
+    outcome, which drives their code out of the caches as it does in work. Of a slow model few steps only."""
     context = min(_CONTEXT // 2, runner.max_model_len - _PLANNED_TOKENS)
     if context < 1:
         return 0.0
@@ -209,7 +211,7 @@ def measure_planning(runner: Runner) -> float:
     between = StepPlan(0, (Row(request.sequence_id, 0, (0,), (0,), request.sampling, 1),))
     deadline = time.perf_counter() + MEASURING_S / 4
     took: tuple[list[float], list[float]] = [], []
-    schedulers = [_scheduler_of_one(runner.layout, request, guesses) for guesses in (False, True)]
+    schedulers = [_scheduler_of_one(runner.layout, request, draft_tokens) for draft_tokens in (False, True)]
     while all(scheduler.num_sequences for scheduler in schedulers):
         for scheduler in schedulers:
             began = time.perf_counter()
@@ -218,9 +220,9 @@ def measure_planning(runner: Runner) -> float:
             if plan is None:
                 raise InvariantError("nothing to plan for a sequence that has not ended")
             runner.step(between)
-            made = tuple((1,) * draft.num_guesses for draft in plan.drafts if draft.num_guesses)
-            sampled = tuple((0,) * row.num_sampled for row in plan.with_guesses(made).rows)
-            outcome = StepOutcome(plan.step_id, sampled, 1e-3, guesses=made)
+            made = tuple((1,) * draft.num_draft_tokens for draft in plan.drafts if draft.num_draft_tokens)
+            sampled = tuple((0,) * row.num_sampled for row in plan.with_draft_tokens(made).rows)
+            outcome = StepOutcome(plan.step_id, sampled, 1e-3, draft_tokens=made)
             settling = time.perf_counter()
             scheduler.finish_step(outcome, 1e-3)
             if bool(made) == (scheduler is schedulers[1]):
@@ -230,11 +232,11 @@ def measure_planning(runner: Runner) -> float:
     return max(statistics.median(took[1]) - statistics.median(took[0]), 0.0) if all(took) else 0.0
 
 
-def _scheduler_of_one(layout: KVLayout, request: GenerateRequest, guesses: bool) -> DecodeScheduler:
-    """A decode scheduler with one sequence whose KV is there; guesses cost it nothing."""
+def _scheduler_of_one(layout: KVLayout, request: GenerateRequest, draft_tokens: bool) -> DecodeScheduler:
+    """A decode scheduler with one sequence whose KV is there; draft tokens cost it nothing."""
     most = layout.blocks_for(request.max_total_tokens)
-    drafts = ModelDrafts(layout, most, request.max_total_tokens) if guesses else None
-    model = StepModel(((1, 1e-3), (64, 1e-3)), ((1, 1e-6),), rows=((1, 1e-3),), guess=((1, 1e-6),))
+    drafts = ModelDrafts(layout, most, request.max_total_tokens) if draft_tokens else None
+    model = StepModel(((1, 1e-3), (64, 1e-3)), ((1, 1e-6),), rows=((1, 1e-3),), per_draft_token=((1, 1e-6),))
     speculation = Speculation(drafts, model)
     scheduler = DecodeScheduler(layout, most, 1, speculation, prefix_cache=False)
     scheduler.reserve(request, 0.0)
@@ -261,12 +263,12 @@ def _as_in_work(runner: Runner) -> Callable[[StepPlan], StepOutcome]:
 
 
 def _guessing_took(draft: Runner, plan: StepPlan, count: int) -> float:
-    """Seconds of one call for `count` guesses behind each row. Where they stay on a device it says how long, as it does
-    of guesses in work."""
+    """Seconds of one call for `count` draft tokens behind each row. Where they stay on a device it says how long, as
+    it does of draft tokens in work."""
     counts = [count] * len(plan.rows)
-    if not draft.guesses_stay:
-        return _took(partial(draft.guess, plan, counts))
-    queued = draft.queue_guesses(plan, counts)
+    if not draft.draft_tokens_stay:
+        return _took(partial(draft.propose, plan, counts))
+    queued = draft.queue_draft_tokens(plan, counts)
     queued.ended.synchronize()
     return queued.seconds
 

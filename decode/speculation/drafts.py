@@ -1,7 +1,7 @@
-"""Where guesses come from, as the scheduler sees it: pure. A draft model with KV of its own, or the text itself.
+"""Where draft tokens come from, as the scheduler sees it: pure. A draft model with KV of its own, or the text itself.
 
 A draft model's KV follows its sequence: prompt and output are computed there in chunks, from the hand-over on, where
-that is expected to pay, and a step of guessing first computes what was accepted since. The KV of a wrong guess is
+that is expected to pay, and a step of drafting first computes what was accepted since. The KV of a wrong draft token is
 written over by the next. Its blocks are few bytes each and their own pool; where they run out, a sequence goes without.
 """
 
@@ -18,12 +18,12 @@ from baton.core.sequence import Sequence
 from baton.core.step import DraftRow
 from decode.speculation.ngram import NgramIndex
 
-CATCH_UP = 16  # tokens that a draft may be behind and still guess in the same step
+CATCH_UP = 16  # tokens that a draft may be behind and still draft in the same step
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
-    """Guesses that are known already, or a row of a draft model that will make them."""
+class Proposal:
+    """Draft tokens that are known already, or a row of a draft model that will make them."""
 
     tokens: tuple[int, ...] = ()
     draft: DraftRow | None = None
@@ -35,19 +35,19 @@ class Drafts(Protocol):
     def close(self, sequence_id: SequenceId) -> None: ...
 
     def behind(self, sequence: Sequence) -> int:
-        """Tokens of a sequence that would have to be computed before a guess at what follows."""
+        """Tokens of a sequence that would have to be computed before a draft token at what follows."""
         ...
 
     def room(self, sequence: Sequence, count: int) -> int:
-        """Of `count` guesses at the tokens after the last, how many can be made in this step."""
+        """Of `count` draft tokens at the tokens after the last, how many can be made in this step."""
         ...
 
-    def guess(self, sequence: Sequence, row: int, count: int) -> Guess:
-        """At most `count` guesses, no more than there is room for, for row `row` of the plan."""
+    def propose(self, sequence: Sequence, row: int, count: int) -> Proposal:
+        """At most `count` draft tokens, no more than there is room for, for row `row` of the plan."""
         ...
 
-    def settle(self, sequence: Sequence, guessed: int, accepted: int) -> None:
-        """Guesses behind the tokens that `sequence` has still were verified."""
+    def on_verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Draft tokens behind the tokens that `sequence` has still were verified."""
         ...
 
     def fill(self, sequence: Sequence, tokens: int) -> DraftRow | None:
@@ -73,12 +73,12 @@ class NgramDrafts:
         return 0
 
     def room(self, sequence: Sequence, count: int) -> int:
-        return len(self._index(sequence).guess(count))
+        return len(self._index(sequence).propose(count))
 
-    def guess(self, sequence: Sequence, row: int, count: int) -> Guess:
-        return Guess(self._index(sequence).guess(count))
+    def propose(self, sequence: Sequence, row: int, count: int) -> Proposal:
+        return Proposal(self._index(sequence).propose(count))
 
-    def settle(self, sequence: Sequence, guessed: int, accepted: int) -> None:
+    def on_verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         pass
 
     def fill(self, sequence: Sequence, tokens: int) -> DraftRow | None:
@@ -125,22 +125,22 @@ class ModelDrafts:
         draft, end = self._drafts[sequence.id], sequence.num_tokens
         if end - draft.computed > CATCH_UP:
             return 0
-        # The last guess is never computed by the draft.
+        # The last draft token is never computed by the draft.
         return max(0, min(count, self._reach(sequence.id, end + count - 1) - end + 1))
 
-    def guess(self, sequence: Sequence, row: int, count: int) -> Guess:
+    def propose(self, sequence: Sequence, row: int, count: int) -> Proposal:
         draft = self._drafts[sequence.id]
         tokens = sequence.tokens(draft.computed, sequence.num_tokens)
-        return Guess(draft=DraftRow(sequence.id, draft.computed, tokens, draft.block_ids, count, row))
+        return Proposal(draft=DraftRow(sequence.id, draft.computed, tokens, draft.block_ids, count, row))
 
-    def settle(self, sequence: Sequence, guessed: int, accepted: int) -> None:
-        if guessed:
-            self._drafts[sequence.id].computed = sequence.num_tokens + min(accepted, guessed - 1)
+    def on_verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        if drafted:
+            self._drafts[sequence.id].computed = sequence.num_tokens + min(accepted, drafted - 1)
 
     def fill(self, sequence: Sequence, tokens: int) -> DraftRow | None:
         draft = self._drafts[sequence.id]
         start = draft.computed
-        # The last token is left for the row that guesses what follows it: that one needs a token to compute.
+        # The last token is left for the row that drafts what follows it: that one needs a token to compute.
         end = self._reach(sequence.id, min(sequence.num_tokens - 1, start + tokens))
         if end <= start:
             return None

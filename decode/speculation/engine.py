@@ -1,11 +1,12 @@
-"""One engine step with guesses: the draft model's passes, then the target's, on the same thread in one go.
+"""One engine step with draft tokens: the draft model's passes, then the target's, on the same thread in one go.
 
 Between the passes nothing goes back to the event loop. The target's plan is an ordinary one, rows of 1 + k tokens, so
 that tensor-parallel followers replay it like any other; the draft runs on the leader alone.
 
-On a GPU the guesses do not come to the host before they are verified: all passes of both models are launched, and then
-there is one wait, for guesses and tokens together (decision 0041). On CPU a pass is computed when it is launched, and
-its guesses are in the plan.
+On a GPU the draft tokens do not come to the host before they are verified: all passes of both models are launched, and
+then
+there is one wait, for draft tokens and tokens together (decision 0041). On CPU a pass is computed when it is launched,
+and its draft tokens are in the plan.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from baton.engine.runner import Runner
 
 
 class SpeculativeEngine:
-    """`draft` is None where no model guesses. It belongs to the compute thread and holds no sequence state. Complete
+    """`draft` is None where no model drafts. It belongs to the compute thread and holds no sequence state.
+    Complete
     state: how many fills of drafts were waited for. Where steps are launched (`Runner.launches_ahead`), `waits` counts
     how often the host waited for the device: once in each, and once more where a draw was undecided."""
 
@@ -36,41 +38,43 @@ class SpeculativeEngine:
         return self._target.launches.waits + self._fills_waited_for
 
     def step(self, plan: StepPlan) -> StepOutcome:
-        """Computes a plan and its draft rows. `guesses` of the outcome are what was verified."""
+        """Computes a plan and its draft rows. `draft_tokens` of the outcome are what was verified."""
         if self._target.launches_ahead:
             if not plan.drafts:
                 self._target.launch(plan)
                 return self._target.collect()
-            if self._draft is not None and self._draft.guesses_stay:
+            if self._draft is not None and self._draft.draft_tokens_stay:
                 return self._with_one_wait(self._draft, plan)
         if not plan.drafts:
             return self._target.step(plan)
         started = time.perf_counter()
-        guesses = self._guess(plan)
+        draft_tokens = self._draft_tokens(plan)
         drafted = time.perf_counter() - started
         made = StepOutcome(plan.step_id, ())
         if plan.rows:
-            made = self._target.step(StepPlan(plan.step_id, plan.with_guesses(guesses).rows))
+            made = self._target.step(StepPlan(plan.step_id, plan.with_draft_tokens(draft_tokens).rows))
         took = time.perf_counter() - started
-        return StepOutcome(plan.step_id, made.sampled, took, made.logprobs, made.scored, guesses, drafted)
+        return StepOutcome(plan.step_id, made.sampled, took, made.logprobs, made.scored, draft_tokens, drafted)
 
     def _with_one_wait(self, draft: Runner, plan: StepPlan) -> StepOutcome:
         started = time.perf_counter()
-        # Guesses lie in the order of the rows that they are for; what is only filled comes behind.
-        drafts = sorted(plan.drafts, key=lambda d: d.row if d.num_guesses else len(plan.rows))
+        # Draft tokens lie in the order of the rows that they are for; what is only filled comes behind.
+        drafts = sorted(plan.drafts, key=lambda d: d.row if d.num_draft_tokens else len(plan.rows))
         rows = tuple(_first_row(drafted, plan) for drafted in drafts)
-        guesses = draft.queue_guesses(StepPlan(plan.step_id, rows), [drafted.num_guesses for drafted in drafts])
+        draft_tokens = draft.queue_draft_tokens(
+            StepPlan(plan.step_id, rows), [drafted.num_draft_tokens for drafted in drafts]
+        )
         if plan.rows:
-            self._target.launch(plan.to_verify(), guesses)
+            self._target.launch(plan.to_verify(), draft_tokens)
             made = self._target.collect()
         else:
-            guesses.ended.synchronize()
+            draft_tokens.ended.synchronize()
             self._fills_waited_for += 1
-            made = StepOutcome(plan.step_id, (), draft_s=guesses.seconds)
+            made = StepOutcome(plan.step_id, (), draft_s=draft_tokens.seconds)
         return replace(made, elapsed_s=time.perf_counter() - started)
 
-    def _guess(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
-        """The guesses for each row of the plan: in one call where the draft can do that."""
+    def _draft_tokens(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+        """The draft tokens for each row of the plan: in one call where the draft can do that."""
         if self._draft is None:
             raise InvariantError(f"step {plan.step_id} has draft rows and this worker no draft model")
         made: dict[int, tuple[int, ...]] = {}
@@ -78,40 +82,42 @@ class SpeculativeEngine:
         by_pass: list[tuple[DraftRow, Row]] = []
         for draft in plan.drafts:
             row = _first_row(draft, plan)
-            possible = self._draft.guesses_at_once and not (draft.num_guesses and changes_logits(row))
+            possible = self._draft.drafts_at_once and not (draft.num_draft_tokens and changes_logits(row))
             (at_once if possible else by_pass).append((draft, row))
-        if not any(draft.num_guesses for draft, _ in at_once):
+        if not any(draft.num_draft_tokens for draft, _ in at_once):
             by_pass += at_once  # a step that only fills
         else:
-            rows, counts = tuple(row for _, row in at_once), [draft.num_guesses for draft, _ in at_once]
-            found = self._draft.guess(StepPlan(plan.step_id, rows), counts)
-            made = {draft.row: guesses for (draft, _), guesses in zip(at_once, found, strict=True) if guesses}
-        made |= guess_pass_by_pass(self._draft, plan.step_id, by_pass)
+            rows, counts = tuple(row for _, row in at_once), [draft.num_draft_tokens for draft, _ in at_once]
+            found = self._draft.propose(StepPlan(plan.step_id, rows), counts)
+            made = {
+                draft.row: draft_tokens for (draft, _), draft_tokens in zip(at_once, found, strict=True) if draft_tokens
+            }
+        made |= propose_pass_by_pass(self._draft, plan.step_id, by_pass)
         return tuple(made.get(index, ()) for index in range(len(plan.rows))) if made else ()
 
 
-def guess_pass_by_pass(
+def propose_pass_by_pass(
     model: Runner, step_id: int, first: Sequence[tuple[DraftRow, Row]]
 ) -> dict[int, tuple[int, ...]]:
-    """The guesses of draft rows by the plan's row that they are for. The first pass computes every draft row, later
-    ones those that are to guess on."""
-    made: dict[int, list[int]] = {draft.row: [] for draft, _ in first if draft.num_guesses}
+    """The draft tokens of draft rows by the plan's row that they are for. The first pass computes every draft row,
+    later ones those that go on drafting."""
+    made: dict[int, list[int]] = {draft.row: [] for draft, _ in first if draft.num_draft_tokens}
     left = list(first)
     while left:
         outcome = model.step(StepPlan(step_id, tuple(row for _, row in left)))
         going: list[tuple[DraftRow, Row]] = []
         for (draft, row), sampled in zip(left, outcome.sampled, strict=True):
-            if draft.num_guesses:
-                guesses = made[draft.row]
-                guesses += sampled
-                if len(guesses) < draft.num_guesses:
+            if draft.num_draft_tokens:
+                draft_tokens = made[draft.row]
+                draft_tokens += sampled
+                if len(draft_tokens) < draft.num_draft_tokens:
                     going.append((draft, _next_row(row, sampled[0])))
         left = going
-    return {row: tuple(guesses) for row, guesses in made.items()}
+    return {row: tuple(draft_tokens) for row, draft_tokens in made.items()}
 
 
 def _first_row(draft: DraftRow, plan: StepPlan) -> Row:
-    if not draft.num_guesses:
+    if not draft.num_draft_tokens:
         return Row(draft.sequence_id, draft.start, draft.tokens, draft.block_ids, SamplingParams())
     row = plan.rows[draft.row]
     sampling = row.sampling if row.sampling.logprobs is None else replace(row.sampling, logprobs=None)
@@ -120,11 +126,11 @@ def _first_row(draft: DraftRow, plan: StepPlan) -> Row:
     )
 
 
-def _next_row(row: Row, guess: int) -> Row:
-    """Goes on behind a guess, as if it were output."""
+def _next_row(row: Row, draft_token: int) -> Row:
+    """Goes on behind a draft token, as if it were output."""
     history = row.history
     if history is not None and (row.sampling.penalises or row.sampling.bad_words):
-        history = History(history.prompt, (*history.output, guess), history.end_token_ids)
+        history = History(history.prompt, (*history.output, draft_token), history.end_token_ids)
     return replace(
-        row, start=row.end, tokens=(guess,), num_sampled=1, output_index=row.output_index + 1, history=history
+        row, start=row.end, tokens=(draft_token,), num_sampled=1, output_index=row.output_index + 1, history=history
     )

@@ -1,6 +1,7 @@
 """Prompt lookup: the text so far as its own draft model, pure.
 
-The last few tokens are looked up in what came before; what followed them there is the guess. Longer matches first.
+The last few tokens are looked up in what came before; what followed them there is the draft token. Longer matches
+first.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class NgramIndex:
                     self._after[tuple(self._tokens[end - length :])] = end
             self._tokens.append(token)
 
-    def guess(self, count: int) -> tuple[int, ...]:
+    def propose(self, count: int) -> tuple[int, ...]:
         """Up to `count` tokens that may come next; none where nothing like the end came before."""
         end = len(self._tokens)
         for length in range(min(LONGEST, end), SHORTEST - 1, -1):

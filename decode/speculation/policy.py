@@ -1,7 +1,7 @@
-"""Speculation as the scheduler sees it: pure. Which rows get guesses and how many, and what became of them.
+"""Speculation as the scheduler sees it: pure. Which rows get draft tokens and how many, and what became of them.
 
-A draft that is to guess must have computed the text so far, and on a processor that costs as much as many guesses: a
-sequence's draft is brought up to date where that will be paid back, or for a trial.
+A draft model that is to draft must have computed the text so far, and on a processor that costs as much as many draft
+tokens: a sequence's draft is brought up to date where that will be paid back, or for a trial.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from baton.core.sequence import Sequence
 from baton.core.step import DraftRow, Row, StepPlan
 from decode.speculation.acceptance import accepted_length, forced_length
 from decode.speculation.draft_length import (
-    MAX_GUESSES,
+    MAX_DRAFT_TOKENS,
     Acceptance,
     AcceptanceBook,
     StepPrice,
@@ -25,11 +25,11 @@ from decode.speculation.draft_length import (
 )
 from decode.speculation.drafts import CATCH_UP, Drafts
 from decode.speculation.step_cost import StepModel
-from decode.speculation.trials import GUESSES as TRIAL_GUESSES
+from decode.speculation.trials import DRAFT_TOKENS as TRIAL_DRAFT_TOKENS
 from decode.speculation.trials import Trials
 
 _MARGIN = 1.5  # times its cost that bringing a draft up to date must be expected to save
-_LOOKS = 8  # steps between two looks at a sequence alone for which nothing is guessed
+_LOOKS = 8  # steps between two looks at a sequence alone for which nothing is drafted
 _USUAL_TOKENS = 128.0  # of an answer, until some have ended
 _USUAL_WEIGHT = 0.1  # of one in their average
 
@@ -38,13 +38,14 @@ Room = Callable[[Sequence, int], int]
 
 
 class Speculation:
-    """Complete state: `model`, the source of guesses, the book of how they fare, each sequence with its acceptance,
+    """Complete state: `model`, the source of draft tokens, the book of how they fare, each sequence with its
+    acceptance,
     those whose draft is wanted, `trials`, how long answers are (`_usual_tokens`), whose turn it is to be looked at
     (`_looked_at`, at which of the `_steps`), how many of these chose nothing (`_skipped`), and `counters`. Without
-    `drafts` nothing is ever guessed.
+    `drafts` nothing is ever drafted.
 
-    `fixed_length` guesses every time that many (0: as many as pay). `forced_rate` is for benchmarks alone: guesses
-    count as right with that probability, and the output is not real.
+    `fixed_length` draft tokens every time that many (0: as many as pay). `forced_rate` is for benchmarks alone: draft
+    tokens count as right with that probability, and the output is not real.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Speculation:
             self.trials.close(sequence_id)
 
     def extend(self, plan: StepPlan, sequences: list[Sequence], room: Room) -> StepPlan:
-        """The plan with guesses, or with the draft rows that will make them. `sequences[i]` is that of row i."""
+        """The plan with draft tokens, or with the draft rows that will make them. `sequences[i]` is that of row i."""
         if self.drafts is None:
             return plan
         rows, drafts = list(plan.rows), list[DraftRow]()
@@ -98,35 +99,37 @@ class Speculation:
             count = room(sequence, possible) if possible else 0
             if count <= 0:
                 continue
-            self.trials.guessed(sequence.id)
-            guess = self.drafts.guess(sequence, index, count)
-            if guess.draft is not None:
-                drafts.append(guess.draft)
+            self.trials.drafted(sequence.id)
+            proposal = self.drafts.propose(sequence, index, count)
+            if proposal.draft is not None:
+                drafts.append(proposal.draft)
             row = rows[index]
-            if guess.tokens or row.block_ids is not sequence.block_ids:
-                rows[index] = sequence.row(row.start, row.end, num_sampled=1 + len(guess.tokens), drafts=guess.tokens)
+            if proposal.tokens or row.block_ids is not sequence.block_ids:
+                rows[index] = sequence.row(
+                    row.start, row.end, num_sampled=1 + len(proposal.tokens), drafts=proposal.tokens
+                )
         drafts += self._fills(idle=not rows)
         return StepPlan(plan.step_id, tuple(rows), tuple(drafts))
 
-    def settle(
+    def verify(
         self, sequence: Sequence, row: Row, sampled: tuple[int, ...], counters: SpeculationCounters
     ) -> tuple[tuple[int, ...], SpeculationCounters]:
         """What a row's samples add to its sequence, which has not got them yet, and its counters with them."""
-        guessed = row.num_sampled - 1
-        if self.drafts is None or guessed < 0:
+        drafted = row.num_sampled - 1
+        if self.drafts is None or drafted < 0:
             return sampled, counters
-        guesses = row.tokens[len(row.tokens) - guessed :]
-        accepted = accepted_length(guesses, sampled)
+        draft_tokens = row.tokens[len(row.tokens) - drafted :]
+        accepted = accepted_length(draft_tokens, sampled)
         taken = sampled[: accepted + 1]
         if self.forced_rate is not None:
-            accepted = forced_length(guessed, row.output_index, row.sampling.seed, self.forced_rate)
-            taken = guesses[:accepted] + sampled[accepted : accepted + 1]
-        self.book.settle(self._open[sequence.id][1], guessed, accepted)
-        self.drafts.settle(sequence, guessed, accepted)
-        if not guessed:
+            accepted = forced_length(drafted, row.output_index, row.sampling.seed, self.forced_rate)
+            taken = draft_tokens[:accepted] + sampled[accepted : accepted + 1]
+        self.book.observe(self._open[sequence.id][1], drafted, accepted)
+        self.drafts.on_verified(sequence, drafted, accepted)
+        if not drafted:
             return taken, counters
-        self.counters = self.counters.plus(guessed, accepted)
-        return taken, counters.plus(guessed, accepted, forced=self.forced_rate is not None)
+        self.counters = self.counters.plus(drafted, accepted)
+        return taken, counters.plus(drafted, accepted, forced=self.forced_rate is not None)
 
     def check(self, sequence_ids: set[SequenceId]) -> None:
         """Raises InvariantError when the books here are of other sequences."""
@@ -136,8 +139,8 @@ class Speculation:
                 raise InvariantError(f"speculation for {set(self._open) ^ sequence_ids}")
 
     def _lengths(self, plan: StepPlan, sequences: list[Sequence]) -> list[int]:
-        """How many tokens to guess for each sequence of the plan that samples one; wants drafts of others."""
-        most = [min(MAX_GUESSES, s.request.max_tokens - len(s.output) - 1) for s in sequences]
+        """How many tokens to draft for each sequence of the plan that samples one; wants drafts of others."""
+        most = [min(MAX_DRAFT_TOKENS, s.request.max_tokens - len(s.output) - 1) for s in sequences]
         behind = [self.drafts.behind(s) if self.drafts is not None else 0 for s in sequences]
         if self.fixed_length:
             self._wanted |= {s.id: s for s, n in zip(sequences, behind, strict=True) if n > CATCH_UP}
@@ -161,7 +164,7 @@ class Speculation:
         self._skipped = 0
         if len(self._open) > 1 or self._steps % _LOOKS == 0:
             index = self._looked_at = (self._looked_at + 1) % len(sequences)  # one at a time is enough
-            if not lengths[index] and most[index] >= TRIAL_GUESSES:
+            if not lengths[index] and most[index] >= TRIAL_DRAFT_TOKENS:
                 self._look(plan, sequences[index], behind[index], len(sequences))
         for index, sequence in enumerate(sequences):
             if sequence.id == self.trials.sequence_id and limits[index] > 0:
@@ -169,17 +172,17 @@ class Speculation:
         return lengths
 
     def _far_off(self, behind: list[int]) -> bool:
-        """Whether a sequence alone cannot be guessed for and nothing is tried: then there is nothing to choose."""
+        """Whether a sequence alone cannot be drafted for and nothing is tried: then there is nothing to choose."""
         return len(self._open) == 1 and behind[0] > CATCH_UP and self.trials.sequence_id is None
 
     def _look(self, plan: StepPlan, sequence: Sequence, behind: int, rows: int) -> None:
-        """Wants the draft of one of the `rows` sequences, for which nothing is guessed, where that will be paid back,
+        """Wants the draft of one of the `rows` sequences, for which nothing is drafted, where that will be paid back,
         or for a trial."""
         price = self._price(len(plan.rows), plan.num_tokens)
-        each_s = price.guess_s(1)
+        each_s = price.draft_token_s(1)
         if behind <= CATCH_UP:  # it could go on at once: near the edge that is as good as free
             each_s = max(each_s - self._rate(sequence) * price.plain_s / rows, 0.0)
-        cost_s = self._fill_s(behind) + TRIAL_GUESSES * each_s
+        cost_s = self._fill_s(behind) + TRIAL_DRAFT_TOKENS * each_s
         if self._pays_back(sequence) or self.trials.begin(sequence.id, cost_s, alone=len(self._open) == 1):
             self._wanted[sequence.id] = sequence
 
@@ -193,12 +196,12 @@ class Speculation:
         return StepPrice(target, draft, draft_next, tokens, model.fixed_s, model.planning_s)
 
     def _fill_s(self, behind: int) -> float:
-        """What it costs to bring a draft so near to its sequence that it can guess."""
+        """What it costs to bring a draft so near to its sequence that it can draft."""
         return self.model.draft.seconds(behind) if behind > CATCH_UP else 0.0
 
     def _pays_back(self, sequence: Sequence) -> bool:
-        """Whether guesses are expected to save more in what is left of an answer than its draft has to catch up, when
-        all sequences that are here decode."""
+        """Whether draft tokens are expected to save more in what is left of an answer than its draft has to catch up,
+        when all sequences that are here decode."""
         if self.drafts is None:
             return False
         rows, done = len(self._open), len(sequence.output)
@@ -216,7 +219,7 @@ class Speculation:
             paid = self.fixed_length or sequence_id == self.trials.sequence_id or self._pays_back(sequence)
             near = self.drafts.behind(sequence) <= CATCH_UP and self.drafts.room(sequence, 1) > 0
             row = self.drafts.fill(sequence, tokens) if paid and not near else None
-            if row is None:  # near enough to guess, not worth it, or its draft has no blocks
+            if row is None:  # near enough to draft, not worth it, or its draft has no blocks
                 del self._wanted[sequence_id]
             else:
                 rows.append(row)

@@ -4,8 +4,8 @@ The curve gives the shape (a few tokens more are nearly free while reading the w
 follows the load of the machine and the length of contexts. One object knows one kind of step.
 
 A token that is verified costs less than one of another sequence, whose context has to be read. So steps without long
-rows have a price by rows and one for each guess in them, and the second follows what is seen on its own account, too:
-it was measured while other processes started.
+rows have a price by rows and one for each draft token in them, and the second follows what is seen on its own account,
+too: it was measured while other processes started.
 
 Everything that prices are compared of is followed in the same way, so that noise shifts all of it alike.
 """
@@ -22,11 +22,11 @@ LEAST_LONG_TOKENS = 16
 FILL_SHARE = 0.2
 
 _WEIGHT = 0.1  # of a new observation in the scale
-_MORE_WEIGHT = 3.0  # times that in the price of a guess, for the part that guesses have in the step
+_MORE_WEIGHT = 3.0  # times that in the price of a draft token, for the part that draft tokens have in the step
 _FAR_LESS, _FAR_LESS_WEIGHT = 0.65, 0.5  # of one that took so much less: noise seldom does that, the end of a load does
 _OUTLIER = 2.0  # an observation counts as at most this many times what was expected: one stall is not a trend
-_LEAST_GUESS = 0.03  # of a step, that a token more in each of its rows costs at first, whatever was measured
-_LEAST_AROUND = 0.5  # of what surrounds a step with guesses, that would surround one without
+_LEAST_PER_DRAFT_TOKEN = 0.03  # of a step, that a token more in each of its rows costs at first, whatever was measured
+_LEAST_AROUND = 0.5  # of what surrounds a step with draft tokens, that would surround one without
 _KNOWN = 4096  # points that a curve remembers
 _FIRST_STEPS = 4  # whose least is where following what surrounds a step begins
 
@@ -100,9 +100,10 @@ class StepCost:
 
 class StepModel:
     """What steps of this worker cost, and how much of a step long rows may take. Steps with and without long rows have
-    curves of their own, and so have a draft's long rows, its first pass of guesses by their tokens (`draft_first`) and
+    curves of their own, and so have a draft's long rows, its first pass of draft tokens by their tokens
+    (`draft_first`) and
     those behind it (`draft_next`), both by default like the long rows. Complete state: these, `more`, how much
-    more a guess to be verified costs than was measured, and `fixed_s`, what surrounds the two models' passes."""
+    more a draft token to be verified costs than was measured, and `fixed_s`, what surrounds the two models' passes."""
 
     def __init__(
         self,
@@ -112,18 +113,19 @@ class StepModel:
         draft_first: Sequence[tuple[int, float]] = (),
         *,
         rows: Sequence[tuple[int, float]] = (),
-        guess: Sequence[tuple[int, float]] = (),
+        per_draft_token: Sequence[tuple[int, float]] = (),
         planning_s: float = 0.0,
         budget_s: float = 0.05,
         step_tokens: int = 512,
     ) -> None:
-        """Points of curves: `target` by tokens of long rows, `rows` by rows of one token (by default the same), `guess`
+        """Points of curves: `target` by tokens of long rows, `rows` by rows of one token (by default the same),
+        `propose`
         what one token more in each of so many rows costs (by default as the curve of rows goes on), `planning_s` what
-        planning and settling guesses adds to what surrounds a step."""
+        planning and settling draft tokens adds to what surrounds a step."""
         self.short, self.long = StepCost(rows or target), StepCost(target)
         # On a busy machine the difference of two steps may come out as nothing, and nothing times `more` stays so.
-        least = [(n, max(seconds, _LEAST_GUESS * self.short.seconds(n))) for n, seconds in guess]
-        self._guess = StepCost(least) if guess else None
+        least = [(n, max(seconds, _LEAST_PER_DRAFT_TOKEN * self.short.seconds(n))) for n, seconds in per_draft_token]
+        self._per_draft_token = StepCost(least) if per_draft_token else None
         self.more = 1.0
         self.draft = StepCost(draft)
         self.draft_next = StepCost(draft_next or draft)
@@ -135,34 +137,34 @@ class StepModel:
 
     def __repr__(self) -> str:
         return (
-            f"<StepModel {self.short!r}, long x {self.long.scale:.2f}, draft {self.draft!r}, guesses"
+            f"<StepModel {self.short!r}, long x {self.long.scale:.2f}, draft {self.draft!r}, draft tokens"
             f" {self.draft_first!r}, then {self.draft_next!r}>"
         )
 
     def short_s(self, rows: int, tokens: int) -> float:
-        """What a target pass over `rows` rows is expected to take, whose tokens behind the first are guesses."""
-        return self.short.seconds(rows) + self._guesses_s(rows, tokens)
+        """What a target pass over `rows` rows is expected to take, whose tokens behind the first are draft tokens."""
+        return self.short.seconds(rows) + self._draft_tokens_s(rows, tokens)
 
     def short_by_tokens(self, rows: int) -> Callable[[int], float]:
         """`short_s` of these rows, for many numbers of tokens at once."""
-        if self._guess is None:
+        if self._per_draft_token is None:
             return partial(self.short_s, rows)
-        first, each = self.short.seconds(rows), self._guesses_s(rows, rows + 1)
+        first, each = self.short.seconds(rows), self._draft_tokens_s(rows, rows + 1)
         return lambda tokens: first + each * (tokens - rows)
 
     def of_one_row(self) -> tuple[float, float, float] | None:
-        """Seconds of a step of one row: all of one without a guess, what the first adds, and what each behind it does.
-        None where guesses have no price of their own."""
-        if self._guess is None:
+        """Seconds of a step of one row: all of one without a draft token, what the first adds, and what each behind it
+        does. None where draft tokens have no price of their own."""
+        if self._per_draft_token is None:
             return None
-        each_s = self._guesses_s(1, 2)
+        each_s = self._draft_tokens_s(1, 2)
         plain_s = max(self.short.seconds(1) + self.fixed_s, 1e-9)
         return plain_s, each_s + self.draft_first.seconds(1) + self.planning_s, each_s + self.draft_next.seconds(1)
 
-    def _guesses_s(self, rows: int, tokens: int) -> float:
-        if self._guess is None:
+    def _draft_tokens_s(self, rows: int, tokens: int) -> float:
+        if self._per_draft_token is None:
             return self.more * (self.short.seconds(tokens) - self.short.seconds(rows))
-        return self.more * self.short.scale * self._guess.seconds(rows) * (tokens - rows) / max(rows, 1)
+        return self.more * self.short.scale * self._per_draft_token.seconds(rows) * (tokens - rows) / max(rows, 1)
 
     def long_tokens(self, running: int) -> int:
         """Tokens of long rows for which the next step has time beside `running` short ones; never fewer than
@@ -172,8 +174,8 @@ class StepModel:
 
     @property
     def planning_s(self) -> float:
-        """What planning and settling guesses takes now. It follows the load as short steps do, and nothing that is seen
-        of itself: beside what surrounds a step it is less than noise."""
+        """What planning and settling draft tokens takes now. It follows the load as short steps do, and nothing that
+        is seen of itself: beside what surrounds a step it is less than noise."""
         return self._planning_s * self.short.scale
 
     def again_s(self) -> float:
@@ -187,14 +189,14 @@ class StepModel:
         return max(self.draft.tokens_within(self.budget_s * share, self.step_tokens), LEAST_LONG_TOKENS)
 
     def draft_s(self, plan: StepPlan) -> float:
-        """What the draft's passes of a plan that guesses in each of its rows are expected to take."""
+        """What the draft's passes of a plan that drafts in each of its rows are expected to take."""
         if len(plan.drafts) == 1:
             (row,) = plan.drafts
             first_s = self.draft_first.seconds(len(row.tokens))
-            return first_s + self.draft_next.seconds(1) * max(row.num_guesses - 1, 0)
+            return first_s + self.draft_next.seconds(1) * max(row.num_draft_tokens - 1, 0)
         expected = self.draft_first.seconds(sum(len(row.tokens) for row in plan.drafts))
-        for depth in range(1, max((row.num_guesses for row in plan.drafts), default=0)):
-            expected += self.draft_next.seconds(sum(row.num_guesses > depth for row in plan.drafts))
+        for depth in range(1, max((row.num_draft_tokens for row in plan.drafts), default=0)):
+            expected += self.draft_next.seconds(sum(row.num_draft_tokens > depth for row in plan.drafts))
         return expected
 
     def observe(self, plan: StepPlan, outcome: StepOutcome, wall_s: float) -> None:
@@ -205,19 +207,21 @@ class StepModel:
             self.long.observe(plan.num_tokens, target_s)
         elif plan.rows and target_s > 0.0:  # both follow the same moves, or noise would part them
             rows, tokens = len(plan.rows), plan.num_tokens
-            guesses_s = self._guesses_s(rows, tokens)
-            expected = self.short.seconds(rows) + guesses_s
-            if guesses_s > 0.0:
-                self.more *= followed(1.0, target_s / expected) ** (_MORE_WEIGHT * guesses_s / expected)
+            draft_tokens_s = self._draft_tokens_s(rows, tokens)
+            expected = self.short.seconds(rows) + draft_tokens_s
+            if draft_tokens_s > 0.0:
+                self.more *= followed(1.0, target_s / expected) ** (_MORE_WEIGHT * draft_tokens_s / expected)
             self.short.correct(target_s, expected)
-        if plan.drafts and all(row.num_guesses for row in plan.drafts):  # long rows have another price
+        if plan.drafts and all(row.num_draft_tokens for row in plan.drafts):  # long rows have another price
             expected = self.draft_s(plan)
             for curve in (self.draft_first, self.draft_next):
                 curve.correct(outcome.draft_s, expected)
-        elif plan.drafts and not any(row.num_guesses for row in plan.drafts):
+        elif plan.drafts and not any(row.num_draft_tokens for row in plan.drafts):
             self.draft.observe(sum(len(row.tokens) for row in plan.drafts), outcome.draft_s)
         around_s = max(wall_s - outcome.elapsed_s, 1e-6)
-        if any(row.num_guesses for row in plan.drafts):  # what they add has a price of its own, and may be mismeasured
+        if any(
+            row.num_draft_tokens for row in plan.drafts
+        ):  # what they add has a price of its own, and may be mismeasured
             around_s = max(around_s - self.planning_s, around_s * _LEAST_AROUND)
         self._steps += 1
         if self._steps <= _FIRST_STEPS:

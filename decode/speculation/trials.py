@@ -1,9 +1,11 @@
-"""Guesses for sequences that are not worth one by what is known, so that it stays known: pure.
+"""Draft tokens for sequences that are not worth one by what is known, so that it stays known: pure.
 
 They cost time and seldom win any, so they have an allowance: a two-hundredth of the time of steps. A trial is a few
-guesses in a row for one sequence, one in each step, since its draft may first have to compute what it has missed. It
-begins when the allowance pays for all that it is expected to lose; so what trials can cost is bounded whatever a guess
-costs, and however many sequences run. The first trial needs none, and while the worker is new (FIRST guesses,
+draft tokens in a row for one sequence, one in each step, since its draft may first have to compute what it has missed.
+It
+begins when the allowance pays for all that it is expected to lose; so what trials can cost is bounded whatever a draft
+token
+costs, and however many sequences run. The first trial needs none, and while the worker is new (FIRST draft tokens,
 FIRST_STEPS) no trial of a sequence alone does: what is believed then is from nowhere, and a draft that is better than
 that would go unused for thousands of steps. Beside others a trial costs all of them.
 """
@@ -13,20 +15,20 @@ from __future__ import annotations
 from baton.core.request import SequenceId
 
 SHARE = 0.005  # of the time of steps
-GUESSES = 8  # of a trial, each alone in its step
-FIRST, FIRST_STEPS = 48, 512  # guesses and steps of a worker
+DRAFT_TOKENS = 8  # of a trial, each alone in its step
+FIRST, FIRST_STEPS = 48, 512  # draft tokens and steps of a worker
 _SAVED_STEPS = 2000  # steps whose allowance is kept at most
 _LONGEST = 64  # steps that a trial may take, filling its draft
 
 
 class Trials:
-    """Complete state: the allowance, and the running trial: its sequence, guesses to come and steps left; how many of
-    the worker's first guesses and steps are still to come."""
+    """Complete state: the allowance, and the running trial: its sequence, draft tokens to come and steps left; how
+    many of the worker's first draft tokens and steps are still to come."""
 
     def __init__(self) -> None:
         self.allowance_s = 0.0
         self.sequence_id: SequenceId | None = None
-        self._guesses = self._steps = 0
+        self._draft_tokens = self._steps = 0
         self._first, self._first_steps = FIRST, FIRST_STEPS
         self.begun = 0
 
@@ -45,16 +47,16 @@ class Trials:
         if self.sequence_id is not None or not (free or cost_s <= self.allowance_s):
             return False
         self.allowance_s = max(self.allowance_s - cost_s, 0.0)
-        self.sequence_id, self._guesses, self._steps = sequence_id, GUESSES, _LONGEST
+        self.sequence_id, self._draft_tokens, self._steps = sequence_id, DRAFT_TOKENS, _LONGEST
         self.begun += 1
         return True
 
-    def guessed(self, sequence_id: SequenceId) -> None:
-        """There was a guess for that sequence."""
+    def drafted(self, sequence_id: SequenceId) -> None:
+        """There was a draft token for that sequence."""
         self._first -= 1
         if sequence_id == self.sequence_id:
-            self._guesses -= 1
-            if self._guesses <= 0:
+            self._draft_tokens -= 1
+            if self._draft_tokens <= 0:
                 self.sequence_id = None
 
     def close(self, sequence_id: SequenceId) -> None:

@@ -17,7 +17,7 @@ PURE_DECODE = (
     "decode/scheduler.py",
     "decode/ahead.py",
     "decode/entry.py",
-    "decode/turns.py",
+    "decode/anti_starvation.py",
     *(
         f"decode/speculation/{name}.py"
         for name in ("policy", "drafts", "draft_length", "acceptance", "ngram", "step_cost", "trials")

@@ -46,7 +46,7 @@ def test_completion_streamed_and_whole_say_the_same(official: openai.OpenAI) -> 
     assert text == whole.choices[0].text != ""
     assert parts[-1].choices == []
     assert parts[-1].usage is not None and whole.usage is not None
-    varies = {"speculation", "completion_tokens_details"}  # how many guesses pay depends on what else runs
+    varies = {"speculation", "completion_tokens_details"}  # how many draft tokens pay depends on what else runs
     assert parts[-1].usage.model_dump(exclude=varies) == whole.usage.model_dump(exclude=varies)
     assert whole.usage.completion_tokens <= 40
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens

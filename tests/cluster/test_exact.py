@@ -87,7 +87,7 @@ SOURCES = (
 
 async def answers(**flags: object) -> tuple[list[tuple[int, ...]], Counter[str]]:
     """Every kind of request after every text, all at once, twice (the second time what was said first is cached); and
-    what their usage says of guesses."""
+    what their usage says of draft tokens."""
     counted: Counter[str] = Counter()
     with cluster("builtin", exact=True, max_running=32, **flags) as running:
         async with Client(running) as client:
@@ -109,7 +109,7 @@ async def test_tokens_do_not_depend_on_who_guesses() -> None:
     plain, none = await answers(draft="none")
     assert none["drafted_tokens"] == 0 and any(len(tokens) < COUNT for tokens in plain)
     for flags in ({"draft": "auto"}, {"draft": "auto", "draft_tokens": 4}, {"draft": "ngram", "draft_tokens": 4}):
-        guessed, counters = await answers(**flags)
-        assert guessed == plain, flags
+        drafted, counters = await answers(**flags)
+        assert drafted == plain, flags
         assert counters["drafted_tokens"] > 0
         assert counters["accepted_tokens"] > counters["drafted_tokens"] / 10

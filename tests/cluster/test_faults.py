@@ -1,6 +1,6 @@
 """Faults in a running cluster of 2 x 2: what dies, stops or lies is found, costs only itself, and leaves nothing.
 
-Each test ends with `settle`: every worker is back and ready, its books balance, no block, lease, sequence, deadline,
+Each test ends with `settle`: every worker is back and ready, its invariants hold, no block, lease, sequence, deadline,
 task or thread of a request is left. `make test` runs each fault once, `make test-long` 20 times.
 [docs/failure-modes.md](../../docs/failure-modes.md#what-shows-it) lists which defence each test goes red without.
 """

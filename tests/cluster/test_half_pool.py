@@ -77,8 +77,8 @@ def preemptions(running: FaultCluster) -> int:
 
 
 async def settle(running: FaultCluster, blocks: int) -> None:
-    """Every block of either pool is free. A worker whose books do not balance ends itself, and another with free blocks
-    takes its place: none may have."""
+    """Every block of either pool is free. A worker whose an invariant does not hold ends itself, and another with free
+    blocks takes its place: none may have."""
     states = await running.settle()
     assert {state["load"]["blocks_total"] for state in states.values()} == {blocks}
     assert "died: " not in running.cluster.output.read_text()
@@ -108,7 +108,7 @@ async def test_streams_in_half_the_pool_say_what_a_few_say_in_it(tmp_path: Path)
 async def test_no_stream_is_silent_for_two_seconds_and_none_says_anything_else(
     count: int, output: int, draft: str
 ) -> None:
-    """The built-in pair, and the same streams through a cluster with room for all and a block more for guesses."""
+    """The built-in pair, and the same streams through a cluster with room for all and a block more for draft tokens."""
     told: dict[str, list[Heard]] = {}
     needed = blocks_for(count, output)
     for pool, blocks in (("whole", needed + count), ("half", needed // 2)):

@@ -1,4 +1,4 @@
-"""The next life of a worker of one rank: a fork of its agent, which has imported everything, as good as the first."""
+"""The restart of a worker of one rank: a fork of its agent, which has imported everything, as good as the first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def agent(running: Cluster, name: str) -> int:
 
 
 def live_again(running: Cluster, name: str, victim: int) -> None:
-    """Kills a process of that worker and waits until the supervisor knows of its next life."""
+    """Kills a process of that worker and waits until the supervisor knows of its restart."""
     line = f"{name:<12}  joined"
     before, joined = running.pids(name), running.output.read_text().count(line)
     running.kill(victim)

@@ -113,5 +113,5 @@ async def test_random_kills_leak_nothing_and_falsify_nothing(
         least = int(seconds / KILL_EVERY_S * (0.5 if tp == 1 else 0.25))  # of two ranks most are starting
         assert work.finished >= requests and kills.result() >= least
         assert work.errors["worker_lost"] <= kills.result() / 2, "two deaths of workers that ran it, for each"
-        # Nobody died but by our hand: a worker whose books do not balance would end itself and be started again.
+        # Nobody died but by our hand: a worker whose an invariant does not hold would end itself and be started again.
         assert said.count("died: killed by SIGKILL") == said.count("died: ") == kills.result()

@@ -8,7 +8,7 @@ import pytest
 
 from baton.core.commands import Abort, Assign, Prefill
 from baton.core.errors import DeadlineExceeded, InvariantError
-from baton.core.events import BlockNews, StepEvents
+from baton.core.events import KVCacheEvents, StepEvents
 from baton.core.handles import verify
 from baton.core.prefix_keys import HINT_BYTES, KeyChain
 from tests.support.builders import make_facts
@@ -97,7 +97,7 @@ async def test_second_request_goes_to_the_worker_that_says_it_holds_its_prefix()
         chain = KeyChain(facts.model_digest, "", facts.layout.block_size)
         hints = tuple(k[:HINT_BYTES] for k in chain.grow(lambda start, end: prompt[start:end], 12))
         for name in ("p1", "d1"):
-            b.worker(name).session.post(StepEvents(block_news=BlockNews(stored=hints)))
+            b.worker(name).session.post(StepEvents(kv_cache_events=KVCacheEvents(stored=hints)))
         await until(
             lambda: len(b.cluster.workers.get("p1").held) and len(b.cluster.workers.get("d1").held),
             what="the news",

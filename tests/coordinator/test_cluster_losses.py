@@ -109,7 +109,7 @@ async def test_a_process_that_stood_still_reads_first_what_came_meanwhile() -> N
         d.say(s, 0, 5, 6)
         await reader.got(2)
         time.sleep(1.0)  # the coordinator, on the same loop, stands still too and renews the lease first
-        d.session._last_heard -= 0.7
+        d.session._last_received_at -= 0.7
         await asyncio.sleep(0.5)
         assert not d.abandoned
         d.say(s, 2, 7, 8, ended="length")

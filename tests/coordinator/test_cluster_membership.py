@@ -1,4 +1,4 @@
-"""Workers that come and go while requests run: who gets new work, what goes elsewhere, who may come back."""
+"""Workers that come and go while requests run: who gets new work, what is rescheduled, who may come back."""
 
 from __future__ import annotations
 

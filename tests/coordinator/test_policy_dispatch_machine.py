@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from baton.core.errors import DuplicateRequest, Unavailable
-from baton.core.events import BlockNews
+from baton.core.events import KVCacheEvents
 from coordinator.policy.dispatch import BACKLOG_STEPS, Dispatcher, Placement, Ticket
 from coordinator.policy.workers import Worker, WorkerTable
 from tests.support.builders import add_worker
@@ -220,7 +220,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     )
     def news(self, worker: str, stored: set[bytes], evicted: set[bytes], cleared: bool) -> None:
         if worker in self.m.workers:
-            self.m.workers[worker].held.update(BlockNews(tuple(stored - evicted), tuple(evicted), cleared))
+            self.m.workers[worker].held.update(KVCacheEvents(tuple(stored - evicted), tuple(evicted), cleared))
             before = set() if cleared else self.m.held[worker]
             self.m.held[worker] = before - evicted | (stored - evicted)
 

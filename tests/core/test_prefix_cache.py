@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.core.blocks import BlockTable, Holder
 from baton.core.errors import InvariantError
-from baton.core.events import BlockNews
+from baton.core.events import KVCacheEvents
 from baton.core.prefix_cache import CACHE, PrefixCache
 from baton.core.prefix_keys import HINT_BYTES, KeyChain
 from baton.core.request import SequenceId
@@ -108,20 +108,20 @@ def test_news_tell_each_change_once_and_all_again_after_a_restart() -> None:
     cache = PrefixCache(table, 2)
     hints = tuple(k[:HINT_BYTES] for k in keys((1, 2, 3, 4)))
     stored(table, cache, (1, 2, 3, 4))
-    assert cache.take_news() == BlockNews(stored=hints)
-    assert cache.take_news() is None
+    assert cache.take_events() == KVCacheEvents(stored=hints)
+    assert cache.take_events() is None
     table.allocate(1, SEQ_B)
-    assert cache.take_news() == BlockNews(evicted=hints[1:])
-    cache.restart_news()
-    assert cache.take_news() == BlockNews(stored=hints[:1], cleared=True)
+    assert cache.take_events() == KVCacheEvents(evicted=hints[1:])
+    cache.restart_events()
+    assert cache.take_events() == KVCacheEvents(stored=hints[:1], cleared=True)
 
 
 def test_news_are_bounded_and_the_rest_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.core.prefix_cache.MAX_NEWS", 2)
+    monkeypatch.setattr("baton.core.prefix_cache.MAX_EVENTS", 2)
     table = BlockTable(5)
     cache = PrefixCache(table, 2)
     stored(table, cache, tuple(range(10)))
-    told = [cache.take_news() for _ in range(4)]
+    told = [cache.take_events() for _ in range(4)]
     assert [len(n.stored) if n else None for n in told] == [2, 2, 1, None]
 
 
@@ -187,12 +187,12 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.cache.drop(data.draw(st.lists(st.integers(0, self.table.num_blocks - 1), max_size=2, unique=True)))
 
     @rule()
-    def restart_news(self) -> None:
-        self.cache.restart_news()
+    def restart_events(self) -> None:
+        self.cache.restart_events()
 
     @rule()
     def tell(self) -> None:
-        news = self.cache.take_news()
+        news = self.cache.take_events()
         if news is not None:
             if news.cleared:
                 self.heard.clear()

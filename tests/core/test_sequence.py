@@ -136,4 +136,4 @@ def test_log_probabilities_are_told_with_their_tokens() -> None:
     first, second = TokenLogprob(7, -0.5, 1), TokenLogprob(8, -1.0, 2)
     sequence.append(7, first)
     sequence.append(8, second)
-    assert sequence.told(1) == TokenEvent(sequence.id, 1, (8,), (second,))
+    assert sequence.token_event(1) == TokenEvent(sequence.id, 1, (8,), (second,))

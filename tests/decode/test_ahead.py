@@ -54,7 +54,7 @@ def test_second_step_names_the_rows_whose_tokens_it_computes() -> None:
     first = begin(scheduler)
     ready(scheduler, make_request("c"))  # joins, with a token that is known
     second = begin(scheduler)
-    assert second.fed == (0, 1, -1)
+    assert second.token_sources == (0, 1, -1)
     assert [(r.start, r.tokens, r.output_index) for r in second.rows] == [(5, (0,), 2), (5, (0,), 2), (4, (5,), 1)]
     assert scheduler.begin_step(0.0) is None, "two steps are out"
     assert [e.tokens for e in finish(scheduler, first).tokens] == [(5, 7), (5, 7)]
@@ -115,7 +115,7 @@ def test_an_aborted_sequence_has_no_row_in_the_step_behind() -> None:
     first = begin(scheduler)
     scheduler.abort(A)
     second = begin(scheduler)
-    assert [row.sequence_id for row in second.rows] == [B] and second.fed == (1,)
+    assert [row.sequence_id for row in second.rows] == [B] and second.token_sources == (1,)
     finish(scheduler, first)
     assert not scheduler.knows(A)
 
@@ -143,7 +143,7 @@ def test_what_looks_back_at_the_token_waits_for_it(sampling: SamplingParams) -> 
     ready(scheduler, make_request("b"))
     for _ in range(3):
         plan = begin(scheduler)
-        assert scheduler.begin_step(0.0) is None and not plan.fed
+        assert scheduler.begin_step(0.0) is None and not plan.token_sources
         finish(scheduler, plan)
     assert scheduler.steps_ahead == 0
     with pytest.raises(InvariantError, match="needs its token"):
@@ -166,7 +166,7 @@ def test_guesses_are_never_planned_ahead() -> None:
     scheduler = make(speculation=Speculation(NgramDrafts(), fixed_length=2))
     assert not scheduler.plan_ahead
     row = Row(A, 0, (1, 2, 3), (0,), SamplingParams(), 2)
-    assert waits_for(StepPlan(1, (row,)), []) == "how many guesses are right"
+    assert waits_for(StepPlan(1, (row,)), []) == "how many draft tokens are right"
 
 
 def test_nothing_is_planned_ahead_where_blocks_are_short() -> None:
@@ -311,11 +311,11 @@ class Drive:
 def test_random_work_says_what_the_oracle_says(seed: int, num_blocks: int, options: dict[str, float]) -> None:
     drive = Drive(seed, num_blocks, **options)  # type: ignore[arg-type]
     scheduler = drive.run()
-    assert drive.device.most_waiting == 2 and drive.device.rows_fed > 20 and scheduler.steps_ahead > 10
+    assert drive.device.most_waiting == 2 and drive.device.rows_with_device_token > 20 and scheduler.steps_ahead > 10
     assert scheduler.rows_discarded > 0
     assert (scheduler.preemptions > 0) == (num_blocks == 14)
     assert (drive.device.mistakes > 0) == ("mistaken" in options)
     twin = Drive(seed, num_blocks, ahead=False, **options)  # type: ignore[arg-type]
-    assert twin.run().steps_ahead == twin.device.rows_fed == 0 and twin.device.most_waiting == 1
+    assert twin.run().steps_ahead == twin.device.rows_with_device_token == 0 and twin.device.most_waiting == 1
     for sequence in set(drive.ended) & set(twin.ended):
         assert (drive.told[sequence], drive.ended[sequence]) == (twin.told[sequence], twin.ended[sequence])

@@ -1,4 +1,4 @@
-"""How many tokens to guess: against every other choice, and what a pass behind the first costs."""
+"""How many tokens to draft: against every other choice, and what a pass behind the first costs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import DraftRow, Row, StepOutcome, StepPlan
 from decode.speculation.draft_length import StepPrice, choose_length, choose_lengths, saved_per_token
 from decode.speculation.step_cost import StepModel
-from decode.speculation.trials import FIRST, FIRST_STEPS, GUESSES, SHARE, Trials
+from decode.speculation.trials import DRAFT_TOKENS, FIRST, FIRST_STEPS, SHARE, Trials
 
 
 def price(target: float = 1.0, each: float = 0.02, first: float = 0.1, later: float = 0.1, rows: int = 1) -> StepPrice:
@@ -95,7 +95,7 @@ def test_what_guesses_add_around_a_step_is_paid_once_for_all_of_them() -> None:
     assert choose_lengths([0.6, 0.6], [8, 8], free) != [0, 0] == choose_lengths([0.6, 0.6], [8, 8], paid)
     assert choose_lengths([0.9, 0.9], [8, 8], paid) != [0, 0]
     assert saved_per_token(0.6, 2, free) > saved_per_token(0.6, 2, paid) == 0.0
-    assert paid.guess_s(2) == pytest.approx(free.guess_s(2) + 0.6)
+    assert paid.draft_token_s(2) == pytest.approx(free.draft_token_s(2) + 0.6)
 
 
 def test_what_guessing_saves_is_the_difference_of_two_speeds() -> None:
@@ -118,7 +118,7 @@ def test_trials_cost_no_more_than_their_share_and_one_runs_at_a_time() -> None:
             spent_s += 4.0
         assert trials.sequence_id is None or trials.sequence_id in begun
         if trials.sequence_id is not None and step % 3 == 0:
-            trials.guessed(trials.sequence_id)
+            trials.drafted(trials.sequence_id)
     assert len(begun) == trials.begun - 1 > 1
     assert 0.9 * SHARE < spent_s / 10_000 <= SHARE
 
@@ -127,20 +127,20 @@ def test_a_new_worker_tries_a_sequence_alone_without_allowance_for_so_many_guess
     one = SequenceId("a")
 
     def tried(trials: Trials, steps: int, *, alone: bool = True) -> int:
-        guesses = 0
+        draft_tokens = 0
         for _ in range(steps):
             trials.stepped(1.0)
             trials.begin(one, 1e6, alone=alone)
-            guesses += trials.sequence_id is not None
-            trials.guessed(one)
-        return guesses
+            draft_tokens += trials.sequence_id is not None
+            trials.drafted(one)
+        return draft_tokens
 
     assert tried(Trials(), 2 * FIRST_STEPS) == FIRST
-    assert tried(Trials(), 2 * FIRST_STEPS, alone=False) == GUESSES
+    assert tried(Trials(), 2 * FIRST_STEPS, alone=False) == DRAFT_TOKENS
     idle = Trials()
     for _ in range(FIRST_STEPS):
         idle.stepped(1.0)
-    assert tried(idle, FIRST_STEPS) == GUESSES
+    assert tried(idle, FIRST_STEPS) == DRAFT_TOKENS
 
 
 def test_steps_that_chose_nothing_count_when_the_next_does() -> None:

@@ -24,7 +24,7 @@ def test_a_draft_that_was_filled_while_its_sequence_waited_has_a_token_left_to_g
     for name, tokens in (("a", 8), ("b", 20)):
         scheduler.reserve(make_request(name, PROMPT, tokens, eos=()), 0.0)
         assert scheduler.received(SequenceId(name), 5, 0.0) is None
-    filled = guessed = 0
+    filled = drafted = 0
     while scheduler.num_sequences:
         plan = scheduler.begin_step(0.0)
         assert plan is not None
@@ -32,9 +32,11 @@ def test_a_draft_that_was_filled_while_its_sequence_waited_has_a_token_left_to_g
             assert draft.tokens
             waits = draft.sequence_id not in {row.sequence_id for row in plan.rows}
             filled += len(draft.tokens) * waits
-            guessed += draft.num_guesses
-        wanted = {draft.row: draft.num_guesses for draft in plan.drafts if draft.num_guesses}
-        guesses = tuple((7,) * wanted.get(index, 0) for index in range(len(plan.rows))) if wanted else ()
-        scheduler.finish_step(replace(make_outcome(plan.with_guesses(guesses)), guesses=guesses), 0.0)
+            drafted += draft.num_draft_tokens
+        wanted = {draft.row: draft.num_draft_tokens for draft in plan.drafts if draft.num_draft_tokens}
+        draft_tokens = tuple((7,) * wanted.get(index, 0) for index in range(len(plan.rows))) if wanted else ()
+        scheduler.finish_step(
+            replace(make_outcome(plan.with_draft_tokens(draft_tokens)), draft_tokens=draft_tokens), 0.0
+        )
         scheduler.check()
-    assert filled > CATCH_UP and guessed > 0
+    assert filled > CATCH_UP and drafted > 0

@@ -60,8 +60,8 @@ async def test_an_offer_made_twice_is_refused_and_the_first_stands() -> None:
         ("bytes of KV cannot be staged", {"num_bytes": 0}),
         ("is not being received", {"sequence": SequenceId("x")}),
         ("is not being received", {"sequence": SequenceId("r", 0, 2)}),
-        ("generation 2 does not stand", {"edge_generation": 2}),
-        ("generation 0 does not stand", {"edge_generation": 0}),
+        ("generation 2 is closed", {"edge_generation": 2}),
+        ("generation 0 is closed", {"edge_generation": 0}),
     ],
 )
 async def test_a_chunk_that_cannot_be_is_refused_before_anything_is_posted(why: str, changes: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ async def test_a_sequence_is_ended_only_by_the_prefill_worker_that_it_came_from(
         await until(lambda: decode.worker.load().stale_messages == 1, what="the abort")
         assert decode.worker.scheduler.num_running == 1
         await stranger.stream.send(AbortTransfer(SequenceId("later"), "it comes no more", 5.0))  # not here yet
-        await until(lambda: decode.worker.shell.buried(SequenceId("later")), what="a tombstone")
+        await until(lambda: decode.worker.main_loop.is_tombstoned(SequenceId("later")), what="a tombstone")
         own = await dial_link(decode.address, source.worker._hello(), 2.0)  # another link, the same worker
         await own.stream.send(AbortTransfer(R, "its last chunk was not acknowledged", 0.0))
         await until(lambda: not decode.worker.scheduler.knows(R), what="the end of the sequence")
@@ -93,7 +93,7 @@ async def test_a_restarted_prefill_worker_does_not_end_what_its_former_self_sent
 
 async def failure(decode: DecodeNode) -> InvariantError:
     """What would end the process."""
-    return await asyncio.wait_for(decode.worker.shell._failures.get(), 3)
+    return await asyncio.wait_for(decode.worker.main_loop._failures.get(), 3)
 
 
 @pytest.mark.parametrize("where", ["received", "reserve"])

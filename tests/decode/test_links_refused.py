@@ -26,7 +26,7 @@ async def test_a_link_that_does_not_fit_is_refused_by_name_and_counted(
     why: str, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with pair() as (source, [decode]):
-        decode.worker.shell.token = source.worker.shell.token = "secret"
+        decode.worker.main_loop.token = source.worker.main_loop.token = "secret"
         hello = changed(source.worker._hello(), changes)
         with pytest.raises(BatonError) as caught, caplog.at_level(logging.WARNING):
             async with asyncio.timeout(HANG_S):
@@ -48,7 +48,7 @@ async def test_the_prefill_worker_parks_the_kv_and_says_why_in_one_line(
     why: str, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with pair() as (source, [decode]):
-        decode.worker.shell.token = source.worker.shell.token = "secret"
+        decode.worker.main_loop.token = source.worker.main_loop.token = "secret"
         hello, outgoing = source.worker._hello(), source.worker.outgoing
         outgoing._make_hello = lambda: changed(hello, changes)
         with caplog.at_level(logging.WARNING):

@@ -7,10 +7,10 @@ import pytest
 from baton.core.errors import Unavailable
 from baton.core.request import SequenceId
 from baton.core.step import StepPlan
+from decode.anti_starvation import BOOST_TOKENS, SILENCE_S
 from decode.scheduler import DecodeScheduler
 from decode.speculation.policy import Speculation
 from decode.speculation.step_cost import StepModel
-from decode.turns import SILENCE_S, TURN_TOKENS
 from tests.support.builders import make_decode, make_outcome, make_request
 from tests.support.overload_sim import make_worker
 
@@ -92,7 +92,7 @@ def test_who_waits_too_long_has_its_turn_and_keeps_it_for_a_while() -> None:
     until_preempted(scheduler)
     plan = step(scheduler, SILENCE_S)
     assert names(plan) == ["b"], "it came back, and the blocks it needs are those of who ran until now"
-    for _ in range(TURN_TOKENS - 2):
+    for _ in range(BOOST_TOKENS - 2):
         assert names(step(scheduler, 3 * SILENCE_S)) == ["b"]
     step(scheduler, 3 * SILENCE_S)
     assert names(step(scheduler, 3 * SILENCE_S)) == ["a"]

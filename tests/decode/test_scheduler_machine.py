@@ -1,4 +1,5 @@
-"""DecodeScheduler under random offers, writes, steps, guesses and aborts, against a model that knows only the contract.
+"""DecodeScheduler under random offers, writes, steps, draft tokens and aborts, against a model that knows only the
+contract.
 
 The model has KV of its own, in both pools. A row may only be computed on KV that is there and is of the tokens before
 it. Sequences share blocks as long as that holds.
@@ -191,7 +192,7 @@ class DecodeMachine(RuleBasedStateMachine):
             life = self.lives[draft.sequence_id]
             end = draft.start + len(draft.tokens)
             assert draft.tokens and draft.tokens == life.tokens[draft.start : end]
-            assert end == len(life.tokens) or not draft.num_guesses
+            assert end == len(life.tokens) or not draft.num_draft_tokens
             self.write(self.draft_kv, draft.sequence_id, draft.block_ids, draft.start, draft.tokens)
 
     @precondition(lambda self: self.plan is not None)
@@ -202,19 +203,20 @@ class DecodeMachine(RuleBasedStateMachine):
     def settle(self, draw: object) -> None:
         plan, self.plan = self.plan, None
         assert plan is not None and callable(draw)
-        wanted = {d.row: d for d in plan.drafts if d.num_guesses}
-        guesses = tuple(
-            tuple(draw() for _ in range(wanted[i].num_guesses)) if i in wanted else () for i in range(len(plan.rows))
+        wanted = {d.row: d for d in plan.drafts if d.num_draft_tokens}
+        draft_tokens = tuple(
+            tuple(draw() for _ in range(wanted[i].num_draft_tokens)) if i in wanted else ()
+            for i in range(len(plan.rows))
         )
-        for index, draft in wanted.items():  # the draft computes all its guesses but the last
+        for index, draft in wanted.items():  # the draft computes all its draft tokens but the last
             start = draft.start + len(draft.tokens)
-            self.write(self.draft_kv, draft.sequence_id, draft.block_ids, start, guesses[index][:-1])
-        final = plan.with_guesses(guesses if wanted else ())
+            self.write(self.draft_kv, draft.sequence_id, draft.block_ids, start, draft_tokens[index][:-1])
+        final = plan.with_draft_tokens(draft_tokens if wanted else ())
         for row in final.rows:
             self.write(self.kv, row.sequence_id, row.block_ids, row.start, row.tokens)
         sampled = tuple(tuple(draw() for _ in range(row.num_sampled)) for row in final.rows)
         result = self.scheduler.finish_step(
-            StepOutcome(plan.step_id, sampled, guesses=guesses if wanted else ()), self.now
+            StepOutcome(plan.step_id, sampled, draft_tokens=draft_tokens if wanted else ()), self.now
         )
         tokens, ended = [], []
         for row, own in zip(final.rows, sampled, strict=True):

@@ -1,4 +1,4 @@
-"""The bar that a benchmark measures guessing against."""
+"""The bar that a benchmark measures drafting against."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def test_where_no_guess_pays_the_ideal_is_none() -> None:
 def test_what_was_not_measured_is_refused() -> None:
     with pytest.raises(ValueError, match="no probability"):
         ideal_gain(1.2, 1.0, {1: 1.0})
-    with pytest.raises(ValueError, match="2 guesses took 0"):
+    with pytest.raises(ValueError, match="2 draft tokens took 0"):
         ideal_gain(0.5, 1.0, {1: 1.0, 2: 0.0})

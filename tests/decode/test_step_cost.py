@@ -49,12 +49,12 @@ def plan_of(*rows: int) -> StepPlan:
 
 @pytest.mark.parametrize("wrong", [0.25, 1.0, 4.0])
 def test_the_price_of_a_guess_is_learned_apart_from_that_of_a_row(wrong: float) -> None:
-    """The machine is 1.5 times as slow as measured, and guesses cost `wrong` times as much beside that."""
-    model, noise = StepModel(rows=((1, 1e-3), (4, 2e-3)), guess=((1, 2e-4), (4, 8e-4))), random.Random(1)
+    """The machine is 1.5 times as slow as measured, and draft tokens cost `wrong` times as much beside that."""
+    model, noise = StepModel(rows=((1, 1e-3), (4, 2e-3)), per_draft_token=((1, 2e-4), (4, 8e-4))), random.Random(1)
     for _ in range(600):
-        guesses = noise.choice((0, 1, 2, 4))
-        seconds = 1.5 * (1e-3 + 2e-4 * wrong * guesses) * math.exp(noise.gauss(0.0, 0.2))
-        model.observe(plan_of(1 + guesses), StepOutcome(1, (), seconds), seconds)
+        draft_tokens = noise.choice((0, 1, 2, 4))
+        seconds = 1.5 * (1e-3 + 2e-4 * wrong * draft_tokens) * math.exp(noise.gauss(0.0, 0.2))
+        model.observe(plan_of(1 + draft_tokens), StepOutcome(1, (), seconds), seconds)
     assert model.short_s(1, 1) == pytest.approx(1.5e-3, rel=0.15)
     assert model.short_s(1, 5) == pytest.approx(1.5e-3 * (1 + 0.8 * wrong), rel=0.15)
     assert model.short_s(4, 4) == pytest.approx(3e-3, rel=0.15)
@@ -62,18 +62,18 @@ def test_the_price_of_a_guess_is_learned_apart_from_that_of_a_row(wrong: float) 
 
 
 def test_a_guess_that_was_measured_as_free_gets_its_price_all_the_same() -> None:
-    model, noise = StepModel(rows=((1, 1e-3), (4, 2e-3)), guess=((1, 0.0), (4, 0.0))), random.Random(1)
+    model, noise = StepModel(rows=((1, 1e-3), (4, 2e-3)), per_draft_token=((1, 0.0), (4, 0.0))), random.Random(1)
     assert model.short_s(1, 2) == pytest.approx(1.03e-3) and model.short_s(4, 8) == pytest.approx(2.06e-3)
     for _ in range(600):
-        guesses = noise.choice((0, 1, 2, 4))
-        seconds = (1e-3 + 2e-4 * guesses) * math.exp(noise.gauss(0.0, 0.2))
-        model.observe(plan_of(1 + guesses), StepOutcome(1, (), seconds), seconds)
+        draft_tokens = noise.choice((0, 1, 2, 4))
+        seconds = (1e-3 + 2e-4 * draft_tokens) * math.exp(noise.gauss(0.0, 0.2))
+        model.observe(plan_of(1 + draft_tokens), StepOutcome(1, (), seconds), seconds)
     assert model.short_s(1, 1) == pytest.approx(1e-3, rel=0.15)
     assert model.short_s(1, 5) == pytest.approx(1.8e-3, rel=0.15)
 
 
 def test_noise_alone_moves_no_price() -> None:
-    model, noise = StepModel(rows=((1, 1e-3), (4, 2e-3)), guess=((1, 2e-4), (4, 8e-4))), random.Random(2)
+    model, noise = StepModel(rows=((1, 1e-3), (4, 2e-3)), per_draft_token=((1, 2e-4), (4, 8e-4))), random.Random(2)
     for _ in range(20_000):
         seconds = 1e-3 * math.exp(noise.gauss(0.0, 0.4))
         model.observe(plan_of(1), StepOutcome(1, (), seconds), seconds)
@@ -102,34 +102,34 @@ def test_a_slow_draft_is_not_timed_for_ever(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(draft_model, "MEASURING_S", 0.05)
     calls: list[list[int]] = []
 
-    def guess(plan: Any, counts: list[int]) -> None:
+    def propose(plan: Any, counts: list[int]) -> None:
         calls.append(counts)
         time.sleep(0.02 * counts[0])
 
     layout = SimpleNamespace(block_size=16)
-    draft: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=layout, guess=guess)
-    draft.guesses_at_once, draft.guesses_stay, draft.kernels = True, False, "avx2"
+    draft: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=layout, propose=propose)
+    draft.drafts_at_once, draft.draft_tokens_stay, draft.kernels = True, False, "avx2"
     ((rows, first_s),), ((same, seconds),) = draft_model.measure_passes(draft)
     assert rows == same == 1 and seconds > 0.01 and first_s > 0.01 and calls == [[1], [6]]
     draft.kernels = "torch's"  # as on a GPU, which captures each shape of step when it first comes
     assert draft_model.measure_passes(draft) and calls[2:] == [[6], [1], [6]]
-    draft.guesses_at_once = False
+    draft.drafts_at_once = False
     assert draft_model.measure_passes(draft) == ([], [])
 
 
 def test_on_a_gpu_guesses_and_steps_are_timed_as_in_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses by what the device says, once it has come to their end; steps are launched and collected."""
+    """Draft tokens by what the device says, once it has come to their end; steps are launched and collected."""
     monkeypatch.setattr(draft_model, "MEASURING_S", 60.0)
     waited: list[int] = []
 
-    def queue_guesses(plan: StepPlan, counts: list[int]) -> Any:
+    def queue_draft_tokens(plan: StepPlan, counts: list[int]) -> Any:
         ended = SimpleNamespace(synchronize=lambda: waited.append(len(counts)))
         return SimpleNamespace(ended=ended, seconds=counts[0] * 1.0)
 
     launched: list[StepPlan] = []
     gpu: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=make_layout(16), kernels="compiled")
-    gpu.guesses_at_once = gpu.guesses_stay = gpu.launches_ahead = True
-    gpu.queue_guesses, gpu.launch, gpu.collect = queue_guesses, launched.append, lambda: launched[-1]
+    gpu.drafts_at_once = gpu.draft_tokens_stay = gpu.launches_ahead = True
+    gpu.queue_draft_tokens, gpu.launch, gpu.collect = queue_draft_tokens, launched.append, lambda: launched[-1]
     assert draft_model.measure_passes(gpu) == ([(n, 1.0) for n in (1, 4, 16, 64)], [(n, 1.0) for n in (1, 4, 16, 64)])
     assert waited.count(1) == waited.count(64) == 10, "each is waited for"
     assert len(draft_model.measure_rows(gpu)[0]) == 4 and draft_model.measure_steps(gpu, 512)
@@ -154,7 +154,7 @@ def test_fills_are_timed_as_fills_and_in_the_blocks_that_are_there() -> None:
 
 
 def test_short_steps_are_timed_behind_others_of_their_kind() -> None:
-    """A step takes longer behind one of another size, and a plain one is what all guesses are compared with."""
+    """A step takes longer behind one of another size, and a plain one is what all draft tokens are compared with."""
     last: list[StepPlan] = []
 
     def step(plan: StepPlan) -> None:
@@ -164,8 +164,8 @@ def test_short_steps_are_timed_behind_others_of_their_kind() -> None:
 
     runner: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=make_layout(16), step=step)
     runner.launches_ahead = False
-    rows, guess = draft_model.measure_rows(runner)
-    assert [n for n, _ in rows] == [n for n, _ in guess] == [1, 4, 16, 64]
+    rows, per_draft_token = draft_model.measure_rows(runner)
+    assert [n for n, _ in rows] == [n for n, _ in per_draft_token] == [1, 4, 16, 64]
     assert rows[0][1] < 0.003 and rows[1][1] < 0.003 < rows[2][1]
 
 
@@ -190,7 +190,7 @@ def test_planning_beside_a_slow_model_is_not_timed_for_ever(monkeypatch: pytest.
 
 
 def test_the_price_of_planning_follows_the_load() -> None:
-    model = StepModel(rows=((1, 1e-3), (4, 2e-3)), guess=((1, 2e-4), (4, 8e-4)), planning_s=1e-4)
+    model = StepModel(rows=((1, 1e-3), (4, 2e-3)), per_draft_token=((1, 2e-4), (4, 8e-4)), planning_s=1e-4)
     assert model.planning_s == 1e-4
     for _ in range(200):
         model.observe(plan_of(1), StepOutcome(1, (), 2e-3), 2e-3)
@@ -199,24 +199,24 @@ def test_the_price_of_planning_follows_the_load() -> None:
 
 def test_the_price_of_a_row_alone_is_the_sum_of_its_parts() -> None:
     curves = ([(1, 1e-3)], [(1, 9e-3)], [(1, 1e-4), (4, 2e-4)], [(1, 3e-4), (4, 5e-4)])
-    model = StepModel(*curves, rows=((1, 1e-3), (4, 2e-3)), guess=((1, 2e-4), (4, 8e-4)), planning_s=1e-4)
+    model = StepModel(*curves, rows=((1, 1e-3), (4, 2e-3)), per_draft_token=((1, 2e-4), (4, 8e-4)), planning_s=1e-4)
     model.observe(plan_of(1), StepOutcome(1, (), 1.2e-3), 1.5e-3)
     plain_s, first_s, next_s = model.of_one_row() or (0.0, 0.0, 0.0)
     assert plain_s == pytest.approx(model.short_s(1, 1) + 3e-4) and model.short.scale > 1.0
     assert first_s == pytest.approx(model.short_s(1, 2) - model.short_s(1, 1) + 3e-4 + model.planning_s)
     assert next_s == pytest.approx(model.short_s(1, 3) - model.short_s(1, 2) + 1e-4)
-    assert StepModel().of_one_row() is None, "what a guess adds has no price of its own"
+    assert StepModel().of_one_row() is None, "what a draft token adds has no price of its own"
 
 
 def test_what_guesses_add_around_a_step_is_not_taken_for_part_of_every_step() -> None:
-    """Else a step without them is believed dearer than it is, and guessing goes on where it does not pay."""
-    model = StepModel(rows=((1, 1e-3), (4, 2e-3)), guess=((1, 2e-4), (4, 8e-4)), planning_s=1e-4)
+    """Else a step without them is believed dearer than it is, and drafting goes on where it does not pay."""
+    model = StepModel(rows=((1, 1e-3), (4, 2e-3)), per_draft_token=((1, 2e-4), (4, 8e-4)), planning_s=1e-4)
     (row,) = plan_of(3).rows
-    guessing = StepPlan(1, (row,), (DraftRow(row.sequence_id, 0, (1,), (0,), 2, 0),))
+    drafting = StepPlan(1, (row,), (DraftRow(row.sequence_id, 0, (1,), (0,), 2, 0),))
     for _ in range(200):
-        model.observe(guessing, StepOutcome(1, (), 1.8e-3, draft_s=4e-4), 2.0e-3)
+        model.observe(drafting, StepOutcome(1, (), 1.8e-3, draft_s=4e-4), 2.0e-3)
     assert model.planning_s == pytest.approx(1e-4, rel=0.1)
-    assert model.fixed_s == pytest.approx(1e-4, rel=0.1), "of 0.2 ms around these steps half comes with guesses"
+    assert model.fixed_s == pytest.approx(1e-4, rel=0.1), "of 0.2 ms around these steps half comes with draft tokens"
     for _ in range(200):
-        model.observe(guessing, StepOutcome(1, (), 1.8e-3, draft_s=4e-4), 1.8e-3 + 0.8 * model.planning_s)
+        model.observe(drafting, StepOutcome(1, (), 1.8e-3, draft_s=4e-4), 1.8e-3 + 0.8 * model.planning_s)
     assert model.fixed_s == pytest.approx(0.4 * model.planning_s, rel=0.1), "what they add was timed too dear"

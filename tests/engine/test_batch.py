@@ -39,17 +39,17 @@ def test_rows_lie_one_behind_the_other() -> None:
 
 @pytest.mark.parametrize("beside", [{}, {"num_sampled": 0}, {"tokens": (7,), "num_sampled": 1}], ids=str)
 def test_known_drafts_and_guesses_on_the_device_are_not_in_one_plan(beside: dict[str, object]) -> None:
-    guessing = replace(FITS, tokens=(7, 0, 0), num_sampled=3)
-    plan = StepPlan(1, (guessing, replace(FITS, **beside)), guessed=(2, 0))  # type: ignore[arg-type]
+    drafting = replace(FITS, tokens=(7, 0, 0), num_sampled=3)
+    plan = StepPlan(1, (drafting, replace(FITS, **beside)), drafted=(2, 0))  # type: ignore[arg-type]
     if not beside:
-        with pytest.raises(InvariantError, match="2 samples, and 0 guesses: known drafts beside others"):
+        with pytest.raises(InvariantError, match="2 samples, and 0 draft tokens: known drafts beside others"):
             make_batch(plan, LIMITS, torch.device("cpu"))
     else:
         draws = make_batch(plan, LIMITS, torch.device("cpu")).draws
         assert [d.output_index for d in draws] == [5, 6, 7, 5][: len(draws)] and not any(d.drafts for d in draws)
-    for wrong, message in (((1, 0), "3 samples, and 1 guesses"), ((2,), "guesses for 1 rows, and 2 rows")):
+    for wrong, message in (((1, 0), "3 samples, and 1 draft tokens"), ((2,), "draft tokens for 1 rows, and 2 rows")):
         with pytest.raises(InvariantError, match=message):
-            make_batch(replace(plan, guessed=wrong), LIMITS, torch.device("cpu"))
+            make_batch(replace(plan, drafted=wrong), LIMITS, torch.device("cpu"))
 
 
 def test_padding_is_computed_and_stored_nowhere() -> None:

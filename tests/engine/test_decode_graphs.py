@@ -102,8 +102,8 @@ def test_rows_of_different_lengths_share_a_graph(twins: Twins) -> None:
     assert torch.allclose(found, expected, rtol=0, atol=1e-4) and twins.graphs.replayed == replayed + 1
     batch = make_batch(StepPlan(1, tuple(replace(r, tokens=(0,) * len(r.tokens)) for r in rows)), twins.limits, CPU)
     with torch.no_grad():
-        fed = twins.graphs.compute(replace(batch, fed=torch.tensor([5, 6, 7, 8, 9, 10])))
-    assert torch.equal(fed, found)
+        found_again = twins.graphs.compute(replace(batch, device_tokens=torch.tensor([5, 6, 7, 8, 9, 10])))
+    assert torch.equal(found_again, found)
 
 
 def test_shapes_are_rounded_up_to_those_that_were_captured(twins: Twins) -> None:
@@ -143,7 +143,7 @@ def test_tokens_that_only_the_device_knows_are_computed(twins: Twins) -> None:
     batch = make_batch(StepPlan(1, tuple(replace(r, tokens=(0,)) for r in known)), twins.limits, CPU)
     replayed = twins.graphs.replayed
     with torch.no_grad():
-        found = twins.graphs.compute(replace(batch, fed=torch.tensor([7, 8, 9])))
+        found = twins.graphs.compute(replace(batch, device_tokens=torch.tensor([7, 8, 9])))
     assert torch.equal(found, twins.compute(*known)[0]) and twins.graphs.replayed == replayed + 2
 
 

@@ -110,13 +110,13 @@ def assert_gone(way: Way, answers: Answers, count: int, *, real_draft: bool) -> 
         assert accepted == 0
     if real_draft:
         assert accepted > sum(map(len, answers.tokens.values())) / 4
-        assert accepted > drafted / 4 or way.length > 1  # of many guesses at once the later ones are rarely right
+        assert accepted > drafted / 4 or way.length > 1  # of many draft tokens at once the later ones are rarely right
 
 
 @pytest.mark.parametrize("count", [FEW, pytest.param(ALL, marks=pytest.mark.long)])
 @pytest.mark.parametrize("model", [pytest.param("builtin", marks=pytest.mark.long), "llama"])
 def test_the_requests_are_of_every_kind(setups: Make, model: str, count: int) -> None:
-    """Both ends of an answer occur, guesses go beyond a stop, and sampling is not greedy in disguise."""
+    """Both ends of an answer occur, draft tokens go beyond a stop, and sampling is not greedy in disguise."""
     setup = setups(model, count)
     assert {"stop", "length"} <= set(setup.alone.reasons.values())
     kinds = [r.sampling for r in setup.requests]

@@ -93,11 +93,11 @@ def target(request: pytest.FixtureRequest) -> Iterator[Runner]:
 def test_same_tokens_logprobs_and_ends_as_steps_one_by_one(target: Runner, kind: str, late: bool) -> None:
     some = requests(kind, 10)
     expected = decode_all(target, some, batch=4)
-    before = target.launches.rows_fed
+    before = target.launches.rows_with_device_token
     found = decode_all(target, some, batch=4, launcher=Late(target) if late else target)
     assert same(found, expected) and (kind not in ("by number", "all") or any(found.logprobs.values()))
-    fed = target.launches.rows_fed - before
-    assert fed >= found.steps_ahead > 0 and expected.steps_ahead == 0
+    from_device = target.launches.rows_with_device_token - before
+    assert from_device >= found.steps_ahead > 0 and expected.steps_ahead == 0
     if kind in ("greedy", "warm", "by number"):
         assert found.steps_ahead > found.steps / 2 and found.rows_discarded > 0
 
@@ -136,7 +136,7 @@ def test_fed_rows_stand_beside_known_ones_in_any_order(target: Runner) -> None:
     first = StepPlan(1, (prompts[0], silent, prompts[1], prompts[2]))
     rows = [row("c", 7, (0,), 2), row("d", 3, (7, 8), 3), row("a", 5, (0,), 0)]
     target.launch(first)
-    target.launch(StepPlan(2, tuple(rows), fed=(3, -1, 0)))
+    target.launch(StepPlan(2, tuple(rows), token_sources=(3, -1, 0)))
     one, two = target.collect(), target.collect()
     assert one == replace(target.step(first), elapsed_s=one.elapsed_s)
     rows[0], rows[2] = (replace(r, tokens=one.sampled[i]) for r, i in ((rows[0], 3), (rows[2], 0)))
@@ -152,6 +152,6 @@ def test_what_does_not_fit_is_refused(target: Runner) -> None:
     told: list[StepPlan] = []
     target.lead(told.append)
     with pytest.raises(InvariantError, match="step 9 is fed by the step before it, and 7 was launched last"):
-        target.launch(StepPlan(9, (row("a", 2, (0,), 0),), fed=(0,)))
+        target.launch(StepPlan(9, (row("a", 2, (0,), 0),), token_sources=(0,)))
     target.collect()
     assert not told, "a follower would wait in it"

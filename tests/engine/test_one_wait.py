@@ -1,4 +1,5 @@
-"""A step with a draft on a device waits once, for guesses and tokens together, and says what steps one by one say."""
+"""A step with a draft on a device waits once, for draft tokens and tokens together, and says what steps one by one
+say."""
 
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ from torch import Tensor
 from baton.core.errors import InvariantError
 from baton.core.request import GenerateRequest, SamplingParams, TokenBias
 from baton.core.step import StepOutcome, StepPlan
-from baton.engine.guesses_device import DeviceGuesses
+from baton.engine.draft_tokens_device import DeviceDraftTokens
 from baton.engine.launches import Launches
 from baton.engine.runner import Runner
 from baton.engine.sampler_device import decide
 from baton.model_source import builtin_directory
 from decode.speculation.drafts import ModelDrafts, NgramDrafts
-from decode.speculation.engine import SpeculativeEngine, _first_row, guess_pass_by_pass
+from decode.speculation.engine import SpeculativeEngine, _first_row, propose_pass_by_pass
 from decode.speculation.policy import Speculation
 from tests.engine.driver import GREEDY, tiny_runner
-from tests.engine.test_guess_at_once import PENALTY, WORK, draft_rows
 from tests.engine.test_launches import SAMPLINGS, same
+from tests.engine.test_propose_at_once import PENALTY, WORK, draft_rows
 from tests.engine.test_speculation import FixedCosts
 from tests.support.decode_drive import Run, decode_all
 from tests.support.marked_device import CPU, MarkedDevice
@@ -93,27 +94,27 @@ def test_each_step_waits_once_and_says_what_plain_steps_say(
     engine = Counted(target, draft, device)
     # Fewer blocks than drafts want: some sequences have none that is ready.
     drafts = ModelDrafts(draft.layout, 14, draft.max_model_len)
-    guessing = Speculation(drafts, FixedCosts(), fixed_length=4)
+    drafting = Speculation(drafts, FixedCosts(), fixed_length=4)
     some = requests(2 * len(EACH))
     with device:
-        run = decode_all(target, some, speculation=guessing, engine=engine, batch=5)
+        run = decode_all(target, some, speculation=drafting, engine=engine, batch=5)
     assert same(run, plain) and any(run.logprobs.values()) and set(run.ended.values()) == {"length", "stop"}
     assert run.counters.accepted_tokens > 20
     assert [waits for *_, waits in engine.steps] == [1] * len(engine.steps)
     kinds = Counter(kind for plan, outcome, _ in engine.steps for kind in kinds_of(plan, outcome))
     assert min(kinds[kind] for kind in ("several lengths", "some without", "fills beside")) > 2, kinds
-    with_guesses = [outcome for plan, outcome, _ in engine.steps if any(d.num_guesses for d in plan.drafts)]
-    assert len(with_guesses) > 20 and draft.guessed_at_once >= len(with_guesses)
-    assert all(0.0 < outcome.draft_s < outcome.elapsed_s for outcome in with_guesses)
+    with_draft_tokens = [outcome for plan, outcome, _ in engine.steps if any(d.num_draft_tokens for d in plan.drafts)]
+    assert len(with_draft_tokens) > 20 and draft.drafted_at_once >= len(with_draft_tokens)
+    assert all(0.0 < outcome.draft_s < outcome.elapsed_s for outcome in with_draft_tokens)
 
 
 def kinds_of(plan: StepPlan, outcome: StepOutcome) -> Iterator[str]:
-    lengths = {len(guesses) for guesses in outcome.guesses}
+    lengths = {len(draft_tokens) for draft_tokens in outcome.draft_tokens}
     if len(lengths - {0}) > 1:
         yield "several lengths"
     if 0 in lengths and len(lengths) > 1:
         yield "some without"
-    if len({d.num_guesses > 0 for d in plan.drafts}) == 2:
+    if len({d.num_draft_tokens > 0 for d in plan.drafts}) == 2:
         yield "fills beside"
 
 
@@ -134,7 +135,7 @@ def test_rows_of_several_samplings_and_lengths_wait_once(
     assert [waits for *_, waits in engine.steps] == [1]
     target.launches_ahead = False
     slow = SpeculativeEngine(target, draft).step(plan)
-    assert (found.sampled, found.guesses) == (slow.sampled, slow.guesses)
+    assert (found.sampled, found.draft_tokens) == (slow.sampled, slow.draft_tokens)
 
 
 def test_a_step_that_only_fills_is_waited_for(pair: tuple[Runner, Runner], device: MarkedDevice) -> None:
@@ -144,7 +145,7 @@ def test_a_step_that_only_fills_is_waited_for(pair: tuple[Runner, Runner], devic
     plan = draft_rows(draft, ((GREEDY, 0, 20, 0),))
     with device:
         outcome = engine.step(plan)
-    assert outcome.sampled == outcome.guesses == () and 0.0 < outcome.draft_s < outcome.elapsed_s
+    assert outcome.sampled == outcome.draft_tokens == () and 0.0 < outcome.draft_s < outcome.elapsed_s
     assert [waits for *_, waits in engine.steps] == [1]
 
 
@@ -152,9 +153,9 @@ def test_guesses_from_the_text_wait_once_too(pair: tuple[Runner, Runner], device
     target, _ = pair
     device.adopt(target, None)
     engine = Counted(target, None, device)
-    guessing = Speculation(NgramDrafts(), FixedCosts(), fixed_length=3)
+    drafting = Speculation(NgramDrafts(), FixedCosts(), fixed_length=3)
     with device:
-        run = decode_all(target, requests(2 * len(EACH)), speculation=guessing, engine=engine, batch=5)
+        run = decode_all(target, requests(2 * len(EACH)), speculation=drafting, engine=engine, batch=5)
     assert same(run, plain) and run.counters.drafted_tokens > 3
     assert [waits for *_, waits in engine.steps] == [1] * len(engine.steps)
 
@@ -162,40 +163,40 @@ def test_guesses_from_the_text_wait_once_too(pair: tuple[Runner, Runner], device
 def test_what_the_device_cannot_decide_the_plain_sampler_does(
     pair: tuple[Runner, Runner], device: MarkedDevice, plain: Run
 ) -> None:
-    """Also of draws behind guesses that look back at them."""
+    """Also of draws behind draft tokens that look back at them."""
     target, draft = pair
     device.adopt(target, draft, Undecided(every=5))
     engine = Counted(target, draft, device)
-    guessing = Speculation(
+    drafting = Speculation(
         ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len), FixedCosts(), fixed_length=2
     )
     with device:
-        run = decode_all(target, requests(2 * len(EACH)), speculation=guessing, engine=engine, batch=3)
+        run = decode_all(target, requests(2 * len(EACH)), speculation=drafting, engine=engine, batch=3)
     assert same(run, plain) and run.counters.accepted_tokens > 20 and target.launches.rows_corrected > 5
     waits = Counter(waits for *_, waits in engine.steps)
     assert set(waits) == {1, 2} and waits[2] > 20, "one more where some draw was undecided"
 
 
-# The favoured token comes until it has come too often: where guesses are not counted, once more.
+# The favoured token comes until it has come too often: where draft tokens are not counted, once more.
 FAVOURED = SamplingParams(temperature=0.0, frequency_penalty=3.0, logit_bias=(TokenBias(20, 9.0),))
 BIASED = SamplingParams(temperature=0.9, presence_penalty=5.0, logit_bias=(TokenBias(20, 9.0),), min_tokens=4, seed=3)
 
 
 def test_guesses_that_stay_are_those_of_a_step_for_each(checkpoint: Callable[..., Path]) -> None:
-    """By draws that change logits, too, and that look back at the guesses before."""
+    """By draws that change logits, too, and that look back at the draft tokens before."""
     fast, slow = (tiny_runner(checkpoint("llama"), kernels="torch") for _ in range(2))
-    fast._guess = DeviceGuesses(fast._compute, fast._limits, CPU)
+    fast._propose = DeviceDraftTokens(fast._compute, fast._limits, CPU)
     work = (*WORK, (PENALTY, 20, 2, 6), (FAVOURED, 33, 1, 8), (BIASED, 8, 1, 5))
     found: list[list[int]] = []
     for runner in (fast, slow):
         plan = draft_rows(runner, work)
         first = [(drafted, _first_row(drafted, plan)) for drafted in plan.drafts]
         if runner is slow:
-            by_row = guess_pass_by_pass(runner, 1, first)
+            by_row = propose_pass_by_pass(runner, 1, first)
             found.append([token for row in sorted(by_row) for token in by_row[row]])
             continue
-        counts = [drafted.num_guesses for drafted in plan.drafts]
-        found.append(runner.queue_guesses(StepPlan(1, tuple(row for _, row in first)), counts).tokens.tolist())
+        counts = [drafted.num_draft_tokens for drafted in plan.drafts]
+        found.append(runner.queue_draft_tokens(StepPlan(1, tuple(row for _, row in first)), counts).tokens.tolist())
     assert found[0] == found[1] and len(found[0]) == sum(count for *_, count in work)
 
 
@@ -246,21 +247,21 @@ def test_the_device_of_these_tests_sees(device: MarkedDevice, name: str) -> None
 
 def test_what_is_to_be_verified_has_places_for_guesses_and_others_are_refused(pair: tuple[Runner, Runner]) -> None:
     target, draft = pair
-    with pytest.raises(InvariantError, match="make no guesses at once"):
-        draft.queue_guesses(StepPlan(1, ()), [])
-    draft._guess = DeviceGuesses(draft._compute, draft._limits, CPU)
+    with pytest.raises(InvariantError, match="make no draft tokens at once"):
+        draft.queue_draft_tokens(StepPlan(1, ()), [])
+    draft._propose = DeviceDraftTokens(draft._compute, draft._limits, CPU)
     target.launches = Launches(CPU, target.group, decide)
     plan = draft_rows(draft, ((GREEDY, 10, 1, 3),))
     draws = target._batch(plan.to_verify()).draws
-    assert [draw.output_index for draw in draws] == [1, 2, 3, 4], "a sample at each guess"
+    assert [draw.output_index for draw in draws] == [1, 2, 3, 4], "a sample at each draft token"
     assert not any(draw.drafts for draw in draws), "zeros in their places are not taken for them"
-    guesses = draft.queue_guesses(StepPlan(1, (_first_row(plan.drafts[0], plan),)), [2])
+    draft_tokens = draft.queue_draft_tokens(StepPlan(1, (_first_row(plan.drafts[0], plan),)), [2])
     told: list[StepPlan] = []
     target.lead(told.append)
-    with pytest.raises(InvariantError, match="step 1 verifies 3 guesses, and has 2"):
-        target.launch(plan.to_verify(), guesses)
-    with pytest.raises(InvariantError, match="step 1 verifies 3 guesses, and has None"):
+    with pytest.raises(InvariantError, match="step 1 verifies 3 draft tokens, and has 2"):
+        target.launch(plan.to_verify(), draft_tokens)
+    with pytest.raises(InvariantError, match="step 1 verifies 3 draft tokens, and has None"):
         target.launch(plan.to_verify())
-    with pytest.raises(InvariantError, match="step 1 verifies 3 guesses, and has None"):
+    with pytest.raises(InvariantError, match="step 1 verifies 3 draft tokens, and has None"):
         target.step(plan.to_verify())
     assert not told, "a follower would wait in it"

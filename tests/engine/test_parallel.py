@@ -12,7 +12,7 @@ import torch
 from baton.core.errors import InvariantError, StartupError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
-from baton.engine.guesses_device import DeviceGuesses
+from baton.engine.draft_tokens_device import DeviceDraftTokens
 from baton.engine.kernels.native import choose_kernels
 from baton.engine.processors import Draw
 from baton.engine.sampler import sample
@@ -235,7 +235,7 @@ def test_followers_get_guesses_that_their_plans_do_not_have(
     """From the leader's draft, as on a GPU: they never come into a plan."""
     some, model_dir = requests("looking back", 12, vocab_size=320, length=16), checkpoint("llama")
     draft = tiny_runner(model_dir, kernels="torch")
-    draft._guess = DeviceGuesses(draft._compute, draft._limits, torch.device("cpu"))
+    draft._propose = DeviceDraftTokens(draft._compute, draft._limits, torch.device("cpu"))
     drafts = ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len)
     with pool.load(model_dir, 2, exact=True, kernels=kernels, on_device=on_device) as ranks:
         expected = decode_all(ranks, some, batch=3)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from transformers.generation import logits_process as hf
 
 from baton.core.request import SamplingParams, SequenceId, TokenBias
 from baton.core.step import History
-from baton.engine.processors import Draw, Guessed, SeenTables, process
+from baton.engine.processors import Drafted, Draw, SeenTables, process
 from baton.engine.sampler import sample, survivors
 from tests.support.plain_sampler import plain_process, plain_sample
 
@@ -64,14 +64,14 @@ def test_equals_the_plain_twin_bit_for_bit_and_leaves_its_input_alone(batch: lis
 @settings(max_examples=300, deadline=None)
 @given(batch=st.lists(draws(), min_size=1, max_size=5), seed=st.integers(0, 1000))
 def test_guesses_that_only_the_device_knows_count_like_known_ones(batch: list[Draw], seed: int) -> None:
-    """With few tokens: guesses repeat one another and the output, and begin bad words or go on with them."""
+    """With few tokens: draft tokens repeat one another and the output, and begin bad words or go on with them."""
     few = [replace(draw, drafts=tuple(token % 6 for token in draw.drafts)) for draw in batch]
-    guesses = torch.full((len(few), 4), 3)  # what lies behind says nothing
+    draft_tokens = torch.full((len(few), 4), 3)  # what lies behind says nothing
     for row, draw in enumerate(few):
-        guesses[row, : len(draw.drafts)] = torch.tensor(draw.drafts, dtype=torch.int64)
-    guessed = Guessed(guesses, [len(draw.drafts) for draw in few])
+        draft_tokens[row, : len(draw.drafts)] = torch.tensor(draw.drafts, dtype=torch.int64)
+    drafted = Drafted(draft_tokens, [len(draw.drafts) for draw in few])
     logits = random_logits(len(few), seed)
-    found = process(logits, [replace(draw, drafts=()) for draw in few], guessed=guessed)
+    found = process(logits, [replace(draw, drafts=()) for draw in few], drafted=drafted)
     assert found.tolist() == process(logits, few).tolist()
 
 

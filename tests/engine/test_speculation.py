@@ -1,4 +1,5 @@
-"""Speculation on real engines in exact mode: whoever guesses, however many, the tokens are those of plain decoding."""
+"""Speculation on real engines in exact mode: whoever draft tokens, however many, the tokens are those of plain
+decoding."""
 
 from __future__ import annotations
 
@@ -96,15 +97,15 @@ class Oracle(SpeculativeEngine):
         super().__init__(target, draft)
         self._outputs, self._right = outputs, right
 
-    def _guess(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+    def _draft_tokens(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
         made: list[tuple[int, ...]] = [()] * len(plan.rows)
         for drafted in plan.drafts:
-            if drafted.num_guesses:
+            if drafted.num_draft_tokens:
                 row = plan.rows[drafted.row]
                 known = self._outputs[row.sequence_id.request_id][row.output_index :]
-                known = (known + [1] * 8)[: drafted.num_guesses]
+                known = (known + [1] * 8)[: drafted.num_draft_tokens]
                 made[drafted.row] = tuple(t if self._right else (t + 1) % 4096 for t in known)
-        return tuple(made) if any(d.num_guesses for d in plan.drafts) else ()
+        return tuple(made) if any(d.num_draft_tokens for d in plan.drafts) else ()
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -120,7 +121,7 @@ def test_drafter_that_is_always_right_or_always_wrong(target: Runner, draft: Run
         assert counters.accepted_tokens > 0.8 * counters.drafted_tokens and run.steps < 0.6 * plain.steps
     else:
         assert counters.accepted_tokens == 0
-        assert counters.drafted_tokens < tokens / 4, "guessing must have stopped"
+        assert counters.drafted_tokens < tokens / 4, "drafting must have stopped"
 
 
 @pytest.mark.parametrize("kind", ["none", *KINDS])
@@ -141,7 +142,7 @@ def test_same_tokens_in_half_the_pool(target: Runner, draft: Runner, plain: Run,
 
 
 def test_every_request_tells_its_own_share(target: Runner, draft: Runner) -> None:
-    guessing, told = speculation("model", draft, 2), {}
+    drafting, told = speculation("model", draft, 2), {}
     outcomes: list[StepOutcome] = []
     engine = SpeculativeEngine(target, draft)
     keep = engine.step
@@ -155,9 +156,9 @@ def test_every_request_tells_its_own_share(target: Runner, draft: Runner) -> Non
     def listen(scheduler: object) -> None:
         told.update({i: e.speculation for i, e in scheduler._entries.items()})  # type: ignore[attr-defined]
 
-    run = decode_all(target, requests(2), speculation=guessing, engine=engine, each_step=listen)
-    assert sum(len(g) for o in outcomes for g in o.guesses) == run.counters.drafted_tokens
-    assert all(o.draft_s > 0.0 for o in outcomes if any(o.guesses))
+    run = decode_all(target, requests(2), speculation=drafting, engine=engine, each_step=listen)
+    assert sum(len(g) for o in outcomes for g in o.draft_tokens) == run.counters.drafted_tokens
+    assert all(o.draft_s > 0.0 for o in outcomes if any(o.draft_tokens))
     assert {i.request_id for i in told} == {"r0", "r1"}
 
 

@@ -15,7 +15,7 @@ from baton.engine.sampler_device import choose_on_device
 from decode.speculation.engine import SpeculativeEngine
 from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
 from tests.engine.sampler_cases import PARAMS, plain, rows
-from tests.engine.test_guess_at_once import PENALTY, WORK, draft_rows, guesses
+from tests.engine.test_propose_at_once import PENALTY, WORK, draft_rows, draft_tokens
 from tests.gpu.where import DEVICE, ON_GPU, REHEARSAL
 from tests.support.checkpoints import ARCHS, Arch, make_checkpoint
 
@@ -72,10 +72,10 @@ def test_guesses_made_at_once_are_those_of_a_step_for_each(tmp_path: Path) -> No
     """In float32, where passes of other rows differ by too little to change a token of these."""
     model_dir = make_checkpoint(tmp_path, "llama")
     fast, slow = (tiny_runner(model_dir, device=DEVICE) for _ in range(2))
-    assert fast.guesses_at_once or REHEARSAL
-    slow._guess = None
-    found, expected = (guesses(runner, draft_rows(runner, WORK)) for runner in (fast, slow))
-    assert found == expected and (fast.guessed_at_once, slow.guessed_at_once) == (1, 0)
+    assert fast.drafts_at_once or REHEARSAL
+    slow._propose = None
+    found, expected = (draft_tokens(runner, draft_rows(runner, WORK)) for runner in (fast, slow))
+    assert found == expected and (fast.drafted_at_once, slow.drafted_at_once) == (1, 0)
 
 
 @contextmanager
@@ -106,4 +106,4 @@ def test_a_step_with_a_draft_waits_once(tmp_path: Path) -> None:
         target.launches_ahead = False
         expected = engine.step(plan)
         target.launches_ahead = True
-        assert (found.sampled, found.guesses) == (expected.sampled, expected.guesses)
+        assert (found.sampled, found.draft_tokens) == (expected.sampled, expected.draft_tokens)

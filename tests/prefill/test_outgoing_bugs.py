@@ -1,4 +1,4 @@
-"""Books that do not balance, met by a hand-over: the worker ends, since nobody else would hear of it."""
+"""an invariant does not hold, met by a hand-over: the worker ends, since nobody else would hear of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_it_ends_the_worker(owner: Any, name: str, monkeypatch: pytest.Mon
         request = make_request("r", 10, max_tokens=4)
         source.submit(request, decode)
         source.compute()
-        assert await asyncio.wait_for(source.worker.shell._failures.get(), 3) is BUG
+        assert await asyncio.wait_for(source.worker.main_loop._failures.get(), 3) is BUG
         assert not source.told.parked
         monkeypatch.setattr(owner, name, real)
         await until(lambda: not len(source.worker.outgoing), what="the end of the hand-over")

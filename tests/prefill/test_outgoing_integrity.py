@@ -99,7 +99,7 @@ async def test_a_handle_gives_its_right_once() -> None:
     async with pair() as (source, [decode]):
         offer = Offer(make_request("r", 6, max_tokens=4), decode.handle(R, source.worker), 6)
         decode.worker.reserve(offer, source.worker._hello())
-        decode.worker.shell.command(Abort(R, "the client left", 0.0))
+        decode.worker.main_loop.command(Abort(R, "the client left", 0.0))
         with pytest.raises(StaleHandle, match="used before"):
             decode.worker.reserve(offer, source.worker._hello())
         assert decode.worker.load().handles_refused == 1 and decode.idle

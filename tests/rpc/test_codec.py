@@ -1,4 +1,4 @@
-"""Core <-> protobuf: nothing is lost, nothing is guessed, and nonsense is refused in one way."""
+"""Core <-> protobuf: nothing is lost, nothing is drafted, and nonsense is refused in one way."""
 
 from __future__ import annotations
 

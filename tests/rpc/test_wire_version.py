@@ -9,7 +9,7 @@ from baton.core.commands import PROTOCOL_VERSION
 from baton.transfer.gloo import _HEADER, _WORD
 from baton.v1 import kv_pb2, types_pb2, worker_pb2
 
-WIRE = (5, "<8sQQQQ", "<Q", "d58695c59a5a577d")
+WIRE = (6, "<8sQQQQ", "<Q", "465200c3bb1559fb")
 
 
 def test_a_changed_wire_has_a_version_of_its_own() -> None:

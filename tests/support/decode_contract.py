@@ -28,8 +28,8 @@ class Life:
     def check_row(self, row: Row) -> None:
         """A row computes the tokens of the sequence in order, samples at their end only, and no more than may come."""
         assert self.phase == "here" and not self.aborted
-        guesses = max(0, row.num_sampled - 1)
-        own = row.tokens[: len(row.tokens) - guesses]
+        draft_tokens = max(0, row.num_sampled - 1)
+        own = row.tokens[: len(row.tokens) - draft_tokens]
         assert own == self.tokens[row.start : row.start + len(own)] and own
         assert (row.num_sampled > 0) == (row.start + len(own) == len(self.tokens))
         assert row.output_index == len(self.output)

@@ -85,7 +85,7 @@ class Faults:
             except Exception as e:
                 state["check"] = str(e)
             state["load"] = dataclasses.asdict(self.worker.load())
-            state["deadlines"] = len(self.worker.shell.deadlines)
+            state["deadlines"] = len(self.worker.main_loop.deadlines)
             incoming = getattr(self.worker, "incoming", None)
             if incoming is not None:
                 state["writing"], state["chunks_damaged"] = len(incoming.writing), incoming.chunks_damaged

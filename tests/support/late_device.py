@@ -21,7 +21,7 @@ class LateDevice:
         self._step, self._mistaken = step, mistaken
         self._waiting: deque[StepPlan] = deque()
         self._handed_on: tuple[tuple[int, ...], ...] = ()
-        self.rows_fed = self.most_waiting = self.mistakes = 0
+        self.rows_with_device_token = self.most_waiting = self.mistakes = 0
 
     def launch(self, plan: StepPlan) -> None:
         self._waiting.append(plan)
@@ -30,11 +30,11 @@ class LateDevice:
     def collect(self) -> StepOutcome:
         plan = self._waiting.popleft()
         rows = list(plan.rows)
-        for index, source in enumerate(plan.fed):
+        for index, source in enumerate(plan.token_sources):
             if source >= 0:
                 assert rows[index].tokens == (0,)
                 rows[index] = replace(rows[index], tokens=self._handed_on[source])
-                self.rows_fed += 1
+                self.rows_with_device_token += 1
         outcome = self._step(StepPlan(plan.step_id, tuple(rows)))
         wrong = {index for index in self._mistaken(plan) if plan.rows[index].num_sampled}
         self._handed_on = tuple(

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from baton.engine.batch import Batch
-from baton.engine.guesses_device import DeviceGuesses
+from baton.engine.draft_tokens_device import DeviceDraftTokens
 from baton.engine.launches import Decide, Launches
 from baton.engine.runner import Runner
 from baton.engine.sampler_device import decide as plain_decide
@@ -31,7 +31,7 @@ _READS = {"tolist", "item", "cpu", "numpy", "equal", "allclose", "is_nonzero", "
 _READS |= {"__bool__", "__int__", "__float__", "__index__"}
 _COUNTS = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "repeat_interleave"}
 _UPLOADS = {"tensor", "as_tensor", "asarray", "from_numpy"}
-_COPYING = ("batch", "guesses_device", "launches", "processors", "sampler_device")
+_COPYING = ("batch", "draft_tokens_device", "launches", "processors", "sampler_device")
 
 
 class OnDevice(Tensor):
@@ -58,7 +58,7 @@ class MarkedDevice(TorchFunctionMode):
                 runner.launches_ahead = True
                 runner.launches = Launches(CPU, runner.group, decide, None, self.new_mark)
         if draft is not None:
-            draft._guess = DeviceGuesses(draft._compute, draft._limits, CPU, self.new_mark)
+            draft._propose = DeviceDraftTokens(draft._compute, draft._limits, CPU, self.new_mark)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, OnDevice):
@@ -90,8 +90,8 @@ class MarkedDevice(TorchFunctionMode):
         """A model's pass is taken to be the device's own business, whatever it does."""
 
         def on_device(batch: Batch) -> Tensor:
-            if batch.fed is not None:
-                batch = replace(batch, fed=_plain(batch.fed))
+            if batch.device_tokens is not None:
+                batch = replace(batch, device_tokens=_plain(batch.device_tokens))
             with torch._C.DisableTorchFunction():
                 return _plain(compute(batch)).as_subclass(OnDevice)
 

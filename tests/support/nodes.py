@@ -118,7 +118,7 @@ class PrefillNode:
         return tuple(d.target(sequence, self.worker, handle) for d in decodes)
 
     def abort(self, sequence: SequenceId, reason: str = "the client left") -> None:
-        self.worker.shell.command(Abort(sequence, reason, 5.0))
+        self.worker.main_loop.command(Abort(sequence, reason, 5.0))
 
     @property
     def idle(self) -> bool:
@@ -153,7 +153,7 @@ class DecodeNode:
             "destination_worker": self.worker.config.worker_id,
             "destination_incarnation": self.worker.incarnation,
         }
-        expires_ms = round(self.worker.shell.run_clock_ms()) + 60_000
+        expires_ms = round(self.worker.main_loop.run_clock_ms()) + 60_000
         return sign(KEY, Handle(sequence, **{**values, **changes}, expires_ms=expires_ms, nonce=os.urandom(8)))  # type: ignore[arg-type]
 
     def target(self, sequence: SequenceId, source: PrefillWorker, handle: Handle | None = None) -> Target:
@@ -168,7 +168,7 @@ class DecodeNode:
             pass
 
     def abort(self, sequence: SequenceId, reason: str = "the client left") -> None:
-        self.worker.shell.command(Abort(sequence, reason, 5.0))
+        self.worker.main_loop.command(Abort(sequence, reason, 5.0))
 
     @property
     def idle(self) -> bool:
@@ -221,7 +221,7 @@ async def pair(
         await until(lambda: all(n.idle for n in (*sources, *nodes)), what="idle pools")
         for worker in (n.worker for n in (*sources, *nodes)):
             worker.check()
-            assert not len(worker.shell.deadlines)
+            assert not len(worker.main_loop.deadlines)
     finally:
         for each in sources:
             await each.worker.close()
@@ -247,9 +247,9 @@ async def until(condition: Callable[[], object], timeout_s: float = 15.0, what: 
 
 
 def _join(worker: PrefillWorker | DecodeWorker, told: Told) -> None:
-    worker.shell.welcome(Welcome("run", 3.0, 1.0, KEY))
-    worker.shell.session.run_id = "run"
-    worker.shell.session.post = told.post  # type: ignore[method-assign]
+    worker.main_loop.welcome(Welcome("run", 3.0, 1.0, KEY))
+    worker.main_loop.session.run_id = "run"
+    worker.main_loop.session.post = told.post  # type: ignore[method-assign]
 
 
 def _step(worker: Any, runner: FakeRunner, told: Told) -> bool:
@@ -258,7 +258,7 @@ def _step(worker: Any, runner: FakeRunner, told: Told) -> bool:
         return False
     events = worker.finish_step(plan, runner.step(plan), time.monotonic())
     for ended in events.ended:
-        worker.shell.deadlines.forget(ended.sequence)
+        worker.main_loop.deadlines.forget(ended.sequence)
     told.post(events)
     return True
 

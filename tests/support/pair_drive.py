@@ -1,8 +1,8 @@
 """Both tiers on real engines, in one process and without links: the prefill scheduler computes prompts in chunks on one
 engine, their KV is copied to the blocks that the decode scheduler reserved on another, and that generates.
 
-A `Way` says how: with whose guesses and how many, how many at a time, in which chunks, with or without prefix cache,
-in how much of the pool. In exact mode answers do not depend on it. Time is virtual: a step takes STEP_S.
+A `Way` says how: with whose draft tokens and how many, how many at a time, in which chunks, with or without prefix
+cache, in how much of the pool. In exact mode answers do not depend on it. Time is virtual: a step takes STEP_S.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from baton.core.sequence import Sequence as Running
 from baton.core.step import DraftRow, StepOutcome, StepPlan
 from baton.engine.runner import Runner
 from decode.scheduler import DecodeScheduler
-from decode.speculation.drafts import Drafts, Guess
+from decode.speculation.drafts import Drafts, Proposal
 from decode.speculation.engine import SpeculativeEngine
 from decode.speculation.policy import Speculation
 from decode.speculation.step_cost import StepModel
@@ -31,8 +31,8 @@ _MOST_STEPS = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """`drafts` are none, ngram, model, right or wrong (of known answers); `length` guesses each time, 0: as many as
-    pay. `batch` requests generate at a time, prompts are computed in chunks of `chunk`. `short`: decode has a
+    """`drafts` are none, ngram, model, right or wrong (of known answers); `length` draft tokens each time, 0: as many
+    as pay. `batch` requests generate at a time, prompts are computed in chunks of `chunk`. `short`: decode has a
     third of the KV blocks that the batch needs, so sequences are preempted and computed again."""
 
     drafts: str = "none"
@@ -44,7 +44,7 @@ class Way:
 
 
 ALONE = Way(batch=1)
-"""What every other way is compared with: one at a time, the prompt in one row, no guess, no cache."""
+"""What every other way is compared with: one at a time, the prompt in one row, no draft token, no cache."""
 
 WAYS = {
     "batch of 32": Way(),
@@ -72,7 +72,7 @@ WAYS = {
 @dataclass
 class Answers:
     """Tokens by request, why each ended, and what shows that the way was gone: the widest decode step and longest
-    prefill row, tokens taken from caches, preemptions, guesses."""
+    prefill row, tokens taken from caches, preemptions, draft tokens."""
 
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class FixedCosts(StepModel):
 
 
 class KnownDrafts:
-    """Guesses from known answers: the very tokens, or always others."""
+    """Draft tokens from known answers: the very tokens, or always others."""
 
     def __init__(self, answers: dict[str, tuple[int, ...]], vocab_size: int, *, right: bool) -> None:
         self._answers, self._vocab_size, self._right = answers, vocab_size, right
@@ -114,12 +114,12 @@ class KnownDrafts:
     def room(self, sequence: Running, count: int) -> int:
         return max(0, min(count, len(self._answers[sequence.id.request_id]) - len(sequence.output)))
 
-    def guess(self, sequence: Running, row: int, count: int) -> Guess:
+    def propose(self, sequence: Running, row: int, count: int) -> Proposal:
         done = len(sequence.output)
         known = self._answers[sequence.id.request_id][done : done + count]
-        return Guess(known if self._right else tuple((token + 1) % self._vocab_size for token in known))
+        return Proposal(known if self._right else tuple((token + 1) % self._vocab_size for token in known))
 
-    def settle(self, sequence: Running, guessed: int, accepted: int) -> None:
+    def on_verified(self, sequence: Running, drafted: int, accepted: int) -> None:
         pass
 
     def fill(self, sequence: Running, tokens: int) -> DraftRow | None:

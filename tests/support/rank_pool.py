@@ -26,7 +26,7 @@ from baton.core.errors import BatonError, InvariantError, RankLost
 from baton.core.kv_layout import KVLayout
 from baton.core.ranks import Ranks
 from baton.core.step import StepOutcome, StepPlan
-from baton.engine.guesses_device import Queued
+from baton.engine.draft_tokens_device import Queued
 from baton.engine.launches import Launches
 from baton.engine.lockstep import FollowerChannel, LeaderChannel
 from baton.engine.memory_report import MemoryReport
@@ -77,8 +77,8 @@ class RemoteRunner:
         outcome: StepOutcome = ask(self._pipe, "step", plan)
         return outcome
 
-    def launch(self, plan: StepPlan, guesses: Queued | None = None) -> None:
-        ask(self._pipe, "launch", plan if guesses is None else (plan, guesses))
+    def launch(self, plan: StepPlan, draft_tokens: Queued | None = None) -> None:
+        ask(self._pipe, "launch", plan if draft_tokens is None else (plan, draft_tokens))
 
     def collect(self) -> StepOutcome:
         outcome: StepOutcome = ask(self._pipe, "collect", None)

@@ -17,7 +17,7 @@ struct Wanted {
 
 namespace {
 
-int64_t guess(const float* logits, int64_t vocab, Draw draw, int64_t depth) {
+int64_t propose(const float* logits, int64_t vocab, Draw draw, int64_t depth) {
   draw.output_index += uint32_t(depth);
   const int64_t token = choose_token(logits, vocab, draw);
   if (token != UNDECIDED) return token;
@@ -31,9 +31,9 @@ int64_t guess(const float* logits, int64_t vocab, Draw draw, int64_t depth) {
 using namespace baton;
 
 // The first pass is `step`, whose sampled positions are those of `wanted`, in order; its x has room for as many rows,
-// too. guesses [number, most]: what is beyond a row's count is not written.
-extern "C" void baton_guess(
-    const Model* model, const Step* step, const Wanted* wanted, int64_t number, int64_t most, int64_t* guesses) {
+// too. draft_tokens [number, most]: what is beyond a row's count is not written.
+extern "C" void baton_propose(
+    const Model* model, const Step* step, const Wanted* wanted, int64_t number, int64_t most, int64_t* draft_tokens) {
   const int64_t vocab = model->head.n;
   std::vector<int64_t> going(number), tokens(number), sampled(number);
   std::vector<Row> rows(number);
@@ -49,8 +49,8 @@ extern "C" void baton_guess(
     int64_t left = 0;
     for (size_t i = 0; i < going.size(); ++i) {
       const int64_t at = going[i];
-      const int64_t token = guess(step->logits + int64_t(i) * vocab, vocab, wanted[at].draw, depth);
-      guesses[at * most + depth] = token;
+      const int64_t token = propose(step->logits + int64_t(i) * vocab, vocab, wanted[at].draw, depth);
+      draft_tokens[at * most + depth] = token;
       if (depth + 1 == wanted[at].count) continue;
       Row next = rows[i];
       next.first = left;

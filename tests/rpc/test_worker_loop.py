@@ -18,7 +18,7 @@ from baton.core.events import Load, StepEvents, TokenEvent
 from baton.core.request import SequenceId
 from baton.core.step import StepOutcome, StepPlan
 from baton.rpc import step_thread
-from baton.rpc.shell import WorkerShell
+from baton.rpc.worker_loop import WorkerLoop
 from tests.support.builders import make_facts, make_request
 from tests.support.nodes import until
 
@@ -83,10 +83,10 @@ class Running:
         self.step_bug: Exception | None = None
         self.step_gate: threading.Event | None = None
         self.step_s = 0.0
-        self.shell = WorkerShell(config, self.tier, self._step)
+        self.main_loop = WorkerLoop(config, self.tier, self._step)
         self.said: list[StepEvents] = []
-        self.shell.session.post = self.said.append  # type: ignore[method-assign]
-        self.task = asyncio.create_task(self.shell.run())
+        self.main_loop.session.post = self.said.append  # type: ignore[method-assign]
+        self.task = asyncio.create_task(self.main_loop.run())
 
     def _step(self, plan: StepPlan) -> StepOutcome:
         if self.step_bug is not None:
@@ -114,7 +114,7 @@ async def running() -> AsyncIterator[Running]:
 
 async def test_a_deadline_ends_a_sequence_here_and_says_so(running: Running) -> None:
     running.tier.here.add(R)
-    running.shell.follow(replace(make_request("r"), deadline_s=0.15))
+    running.main_loop.follow(replace(make_request("r"), deadline_s=0.15))
     await asyncio.sleep(0.05)
     assert not running.tier.ended
     await until(lambda: running.said, timeout_s=2)
@@ -124,31 +124,31 @@ async def test_a_deadline_ends_a_sequence_here_and_says_so(running: Running) -> 
 
 
 async def test_a_deadline_of_a_sequence_that_has_left_says_nothing(running: Running) -> None:
-    running.shell.follow(replace(make_request("r"), deadline_s=0.05))
+    running.main_loop.follow(replace(make_request("r"), deadline_s=0.05))
     await until(lambda: running.tier.ended, timeout_s=2)
-    assert not running.said and not len(running.shell.deadlines)
+    assert not running.said and not len(running.main_loop.deadlines)
 
 
 async def test_an_abort_of_a_known_sequence_ends_it_and_one_of_an_unknown_one_buries_it(running: Running) -> None:
     running.tier.here.add(R)
-    running.shell.command(Abort(R, "client left", 5.0))
-    assert not running.shell.buried(R)
-    running.shell.command(Abort(R, "client left", 0.0))  # nothing can come any more, says the coordinator
-    assert not len(running.shell.tombstones)
-    running.shell.command(Abort(R, "client left", 5.0))
-    assert running.shell.buried(R)
-    running.shell.command(assign := Assign(R, (), 2))
+    running.main_loop.command(Abort(R, "client left", 5.0))
+    assert not running.main_loop.is_tombstoned(R)
+    running.main_loop.command(Abort(R, "client left", 0.0))  # nothing can come any more, says the coordinator
+    assert not len(running.main_loop.tombstones)
+    running.main_loop.command(Abort(R, "client left", 5.0))
+    assert running.main_loop.is_tombstoned(R)
+    running.main_loop.command(assign := Assign(R, (), 2))
     assert running.tier.commands == [assign]
 
 
 async def test_steps_are_said_in_order_and_stop_when_there_is_nothing(running: Running) -> None:
     running.tier.here.add(R)
     running.tier.stepping = True
-    running.shell.wake()
+    running.main_loop.wake()
     await until(lambda: len(running.said) >= 3, timeout_s=2)
     running.tier.here.clear()
     await asyncio.sleep(0.05)
-    assert [e.step_id for e in running.said] == list(range(1, len(running.said) + 1)) and running.shell.steps >= 3
+    assert [e.step_id for e in running.said] == list(range(1, len(running.said) + 1)) and running.main_loop.steps >= 3
 
 
 @pytest.mark.parametrize("where", ["books", "step"])
@@ -163,15 +163,15 @@ async def test_a_bug_ends_the_worker(running: Running, where: str) -> None:
         running.step_bug = InvariantError("a block leaked")
         running.tier.stepping = True
         running.tier.here.add(R)
-        running.shell.wake()
+        running.main_loop.wake()
     error = await running.outcome()
     assert isinstance(error, BaseExceptionGroup) and error.subgroup(InvariantError) is not None
 
 
 async def test_a_bug_that_a_hand_over_meets_ends_the_worker(running: Running) -> None:
     first = InvariantError("the first")
-    running.shell.fail(first)
-    running.shell.fail(InvariantError("what came of it"))
+    running.main_loop.fail(first)
+    running.main_loop.fail(InvariantError("what came of it"))
     with pytest.raises(BaseExceptionGroup) as caught:
         await asyncio.wait_for(running.task, 3)
     assert caught.value.exceptions == (first,) and running.tier.closed
@@ -182,7 +182,7 @@ async def test_a_step_that_hangs_ends_the_worker(running: Running, monkeypatch: 
     released = running.step_gate = threading.Event()
     running.tier.stepping = True
     running.tier.here.add(R)
-    running.shell.wake()
+    running.main_loop.wake()
     error = await running.outcome()
     released.set()
     assert isinstance(error, BaseExceptionGroup) and error.subgroup(InvariantError) is not None
@@ -195,8 +195,8 @@ async def test_a_step_that_ends_in_time_is_not_given_up(running: Running, monkey
     running.step_s = 0.02
     running.tier.stepping = True
     running.tier.here.add(R)
-    running.shell.wake()
-    await until(lambda: running.shell.steps >= 30, timeout_s=10)
+    running.main_loop.wake()
+    await until(lambda: running.main_loop.steps >= 30, timeout_s=10)
     assert not running.task.done()
 
 
@@ -213,9 +213,9 @@ async def test_the_books_are_checked_once_each_time_it_falls_idle(running: Runni
 
 async def test_a_drain_waits_for_what_runs_and_ends_well(running: Running) -> None:
     running.tier.here.add(R)
-    running.shell.command(Drain(5.0))
+    running.main_loop.command(Drain(5.0))
     await asyncio.sleep(0.15)
-    assert running.shell.draining and not running.task.done()
+    assert running.main_loop.draining and not running.task.done()
     running.tier.here.clear()
     assert await running.outcome() is None
     assert not running.tier.ended
@@ -223,7 +223,7 @@ async def test_a_drain_waits_for_what_runs_and_ends_well(running: Running) -> No
 
 async def test_a_drain_does_not_wait_for_ever(running: Running) -> None:
     running.tier.here.add(R)
-    running.shell.command(Drain(0.1))
+    running.main_loop.command(Drain(0.1))
     assert await running.outcome() is None
     assert running.tier.ended == [(R, "the drain timeout has passed")]
     (told,) = [e for said in running.said for e in said.ended]
@@ -233,7 +233,7 @@ async def test_a_drain_does_not_wait_for_ever(running: Running) -> None:
 async def test_what_is_given_up_is_said_since_the_coordinator_may_count_on_it(running: Running) -> None:
     kept = SequenceId("kept")
     running.tier.here |= {R, kept}
-    running.shell.abandon("nobody asked for it", keep=(kept,))
+    running.main_loop.abandon("nobody asked for it", keep=(kept,))
     ((told,),) = [said.ended for said in running.said]
     assert (told.sequence, told.reason, told.code) == (R, "error", "abandoned") and "nobody asked" in told.message
     assert running.tier.here == {kept}
@@ -285,8 +285,8 @@ async def ahead() -> AsyncIterator[tuple[Running, Device]]:
     made.task.cancel()
     await asyncio.wait({made.task})
     made.tier, device = AheadTier(), Device()
-    made.shell = WorkerShell(made.shell.config, made.tier, made._step, launcher=device)
-    made.shell.session.post = made.said.append  # type: ignore[method-assign]
+    made.main_loop = WorkerLoop(made.main_loop.config, made.tier, made._step, launcher=device)
+    made.main_loop.session.post = made.said.append  # type: ignore[method-assign]
     yield made, device
     made.task.cancel()
     await asyncio.wait({made.task})
@@ -294,17 +294,17 @@ async def ahead() -> AsyncIterator[tuple[Running, Device]]:
 
 async def test_a_step_is_launched_before_the_one_before_it_is_collected(ahead: tuple[Running, Device]) -> None:
     running, device = ahead
-    running.task = asyncio.create_task(running.shell.run())
+    running.task = asyncio.create_task(running.main_loop.run())
     await until(lambda: len(running.said) == 6, timeout_s=2)
     expected = "launch 1, launch 2, collect 1, launch 3, collect 2, collect 3, launch 4, launch 5, collect 4, launch 6"
     assert ", ".join(device.log) == expected + ", collect 5, collect 6"
-    assert [events.step_id for events in running.said] == [1, 2, 3, 4, 5, 6] and running.shell.steps == 6
+    assert [events.step_id for events in running.said] == [1, 2, 3, 4, 5, 6] and running.main_loop.steps == 6
 
 
 async def test_a_launch_that_fails_ends_the_worker(ahead: tuple[Running, Device]) -> None:
     running, device = ahead
     device.bug = InvariantError("a plan that does not fit")
-    running.task = asyncio.create_task(running.shell.run())
+    running.task = asyncio.create_task(running.main_loop.run())
     error = await running.outcome()
     assert isinstance(error, BaseExceptionGroup) and error.subgroup(InvariantError) is not None
     assert device.log == ["launch 1"], "nothing is launched behind it"
@@ -314,6 +314,6 @@ async def test_what_is_still_on_its_way_here_is_left_to_who_sends_it(running: Ru
     """That one has the KV, parks it and offers it to others: nothing is computed again."""
     running.tier.here.add(R)
     running.tier.arriving.add(R)
-    running.shell.abandon("the drain timeout has passed")
+    running.main_loop.abandon("the drain timeout has passed")
     ((told,),) = [said.ended for said in running.said]
     assert (told.sequence, told.code) == (R, "worker_lost") and not running.tier.here

@@ -1,4 +1,4 @@
-"""What choosing how many tokens to guess is worth, in virtual time: against every fixed number, and against none."""
+"""What choosing how many tokens to draft is worth, in virtual time: against every fixed number, and against none."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from functools import cache
 import pytest
 
 from decode.speculation.draft_length import Acceptance, AcceptanceBook
-from tests.support.guess_sim import Prices, serve
-from tests.support.guessed_right import GREEDY, WARM, bits
+from tests.support.accepted_drafts import GREEDY, WARM, bits
+from tests.support.draft_sim import Prices, serve
 
 SERVED = Prices()
 ALONE = Prices(around_s=0.1e-3)  # scheduler and engine, nothing around them
-DEAR = Prices(token_s=0.8e-3)  # one guess costs as much as a third of a step
+DEAR = Prices(token_s=0.8e-3)  # one draft token costs as much as a third of a step
 MANY = Prices(around_s=3e-3)  # 32 clients
 RECORDED = {"greedy": bits(GREEDY)[:8], "warm": bits(WARM)[:8], "more-greedy": bits(GREEDY)[8:]}
 
@@ -26,7 +26,7 @@ def alike(rate: float, streams: int, length: int = 128, seed: int = 0) -> list[l
 
 @cache
 def best_fixed(text: str, around_s: float) -> float:
-    """Tokens per second with the best fixed number of guesses; noise and load do not count in that."""
+    """Tokens per second with the best fixed number of draft tokens; noise and load do not count in that."""
     speeds = [serve(RECORDED[text], Prices(around_s=around_s), length=length).speed for length in range(5)]
     assert max(speeds) > speeds[0]
     return max(speeds)
@@ -68,7 +68,7 @@ def test_where_guesses_pay_the_choice_is_as_good_as_the_best_fixed_number(
 
 @pytest.mark.parametrize("seed", [3, 8, 20])
 def test_a_run_of_wrong_guesses_is_not_the_end_of_guessing(seed: int) -> None:
-    """With the noise of these seeds one client's answers once got no guesses for the rest of the work: what was
+    """With the noise of these seeds one client's answers once got no draft tokens for the rest of the work: what was
     believed fell a little below what pays, and a trial to find out that it is above costs more than an answer saves."""
     found = serve(RECORDED["more-greedy"], ALONE, seed=seed)
     assert found.speed > 0.98 * best_fixed("more-greedy", ALONE.around_s)
@@ -84,18 +84,18 @@ def test_where_no_guess_pays_a_draft_costs_hardly_more_than_none(
     text = alike(rate, streams)
     plain = serve(text, prices, clients=clients, length=0)
     found = serve(text, prices, clients=clients)
-    assert plain.guesses == plain.filled == 0 and plain.tokens == found.tokens
+    assert plain.draft_tokens == plain.filled == 0 and plain.tokens == found.tokens
     assert found.trials > 0, "it must go on looking"
     assert found.speed > 0.985 * plain.speed
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_what_planning_guesses_takes_is_part_of_their_price(seed: int) -> None:
-    """Here two guesses are worth their passes, but not what they add to what surrounds a step."""
-    prices = Prices(around_s=0.1e-3, around_guesses_s=0.3e-3, behind_s=0.016e-3)
+    """Here two draft tokens are worth their passes, but not what they add to what surrounds a step."""
+    prices = Prices(around_s=0.1e-3, around_draft_tokens_s=0.3e-3, behind_s=0.016e-3)
     text = alike(0.5, 16)
     plain = serve(text, prices, length=0)
-    free = replace(prices, around_guesses_s=0.0)
+    free = replace(prices, around_draft_tokens_s=0.0)
     assert serve(text, free, length=2).speed > 1.05 * plain.speed
     assert max(serve(text, prices, length=k).speed for k in (1, 2, 3, 4)) < plain.speed
     assert serve(text, prices, seed=seed).speed > 0.96 * plain.speed
@@ -103,9 +103,9 @@ def test_what_planning_guesses_takes_is_part_of_their_price(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(1, 11))
 def test_a_new_worker_finds_out_what_guesses_are_worth_either_way(seed: int) -> None:
-    """Plain steps are so cheap here that guesses, by what is believed at first, do not pay."""
+    """Plain steps are so cheap here that draft tokens, by what is believed at first, do not pay."""
     prices = Prices(0.55e-3, 0.1e-3, 0.12e-3, 0.23e-3, 0.07e-3, behind_s=0.02e-3, around_s=0.12e-3)
-    prices = replace(prices, around_guesses_s=0.1e-3)
+    prices = replace(prices, around_draft_tokens_s=0.1e-3)
     worth, not_worth = alike(0.78, 11), alike(0.5, 11)
     plain = serve(worth, prices, length=0).speed
     ideal = max(serve(worth, prices, length=k).speed for k in (2, 3, 4, 5))
@@ -134,7 +134,7 @@ def test_text_that_turns_easy_is_found_out() -> None:
     text = alike(0.05, 6) + alike(0.9, 48, seed=1)
     best = max(serve(text[10:], SERVED, length=length).speed for length in (4, 6, 8))
     hard, all_of_it = serve(text[:6], SERVED), serve(text, SERVED)
-    assert hard.guesses < hard.tokens / 10 and all_of_it.guesses > all_of_it.tokens / 2
+    assert hard.draft_tokens < hard.tokens / 10 and all_of_it.draft_tokens > all_of_it.tokens / 2
     easy_s = all_of_it.seconds - hard.seconds
     assert (all_of_it.tokens - hard.tokens) / easy_s > 0.8 * best
 
@@ -142,19 +142,19 @@ def test_text_that_turns_easy_is_found_out() -> None:
 def test_a_sequence_goes_back_to_what_is_usual_while_nothing_is_guessed_for_it() -> None:
     book, one = AcceptanceBook(), Acceptance()
     for _ in range(30):
-        book.settle(one, 1, 0)
+        book.observe(one, 1, 0)
     for _ in range(200):
-        book.settle(Acceptance(), 4, 4)
+        book.observe(Acceptance(), 4, 4)
     assert book.shared > 0.95 and book.rate(one) < 0.5
     for _ in range(400):
-        book.settle(one, 0, 0)
+        book.observe(one, 0, 0)
     assert book.rate(one) > 0.95 * book.shared
     assert book.rate(Acceptance()) == book.shared
 
 
 def test_only_guesses_whose_turn_came_count() -> None:
     book, one = AcceptanceBook(), Acceptance()
-    book.settle(one, 8, 2)
+    book.observe(one, 8, 2)
     assert 2.9 < one.seen < 3.0 and one.right < 2.0
-    book.settle(other := Acceptance(), 2, 2)
+    book.observe(other := Acceptance(), 2, 2)
     assert other.right == other.seen and 1.9 < other.seen < 2.0

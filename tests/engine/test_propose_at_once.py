@@ -1,4 +1,4 @@
-"""Guesses of a draft model made in one call against those made by a step for each."""
+"""Draft tokens of a draft model made in one call against those made by a step for each."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from torch import Tensor
 from baton.core.errors import InvariantError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import DraftRow, History, Row, StepPlan
-from baton.engine.guesses_device import DeviceGuesses
+from baton.engine.draft_tokens_device import DeviceDraftTokens
 from baton.engine.kernels import native
 from baton.engine.processors import Draw
 from baton.engine.runner import Runner
 from baton.engine.sampler_native import wanted
-from decode.speculation.engine import SpeculativeEngine, guess_pass_by_pass
+from decode.speculation.engine import SpeculativeEngine, propose_pass_by_pass
 from tests.engine.driver import random_tokens, tiny_runner
 
 GREEDY, WARM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=7)
 NUCLEUS = SamplingParams(temperature=0.9, top_p=0.9, min_p=0.02, seed=1 << 63)
 PENALTY = SamplingParams(temperature=0.0, repetition_penalty=1.3)
-# sampling, tokens that the draft has, tokens that it computes first, guesses
+# sampling, tokens that the draft has, tokens that it computes first, draft tokens
 WORK = ((GREEDY, 40, 1, 8), (WARM, 3, 5, 1), (NUCLEUS, 90, 16, 5), (GREEDY, 0, 33, 0), (WARM, 15, 1, 3))
 BLOCKS = 9  # of 16 positions, of each sequence
 
@@ -47,12 +47,12 @@ def draft_rows(
     return StepPlan(1, tuple(rows), tuple(drafts))
 
 
-def guesses(runner: Runner, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
-    return SpeculativeEngine(runner, runner)._guess(plan)
+def draft_tokens(runner: Runner, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+    return SpeculativeEngine(runner, runner)._draft_tokens(plan)
 
 
 def written(runner: Runner, work: tuple[tuple[SamplingParams, int, int, int], ...]) -> Tensor:
-    """Keys and values of all layers at the positions that a plan has computed; the last guess is not."""
+    """Keys and values of all layers at the positions that a plan has computed; the last draft token is not."""
     parts = []
     for number, (_, had, behind, count) in enumerate(work):
         for cache in (cache for pair in runner.kv.layers for cache in pair):
@@ -68,45 +68,45 @@ def pair(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> tup
     model_dir = checkpoint("llama", dtype=dtype)
     fast, slow = (tiny_runner(model_dir, dtype=dtype, kernels=kernels) for _ in range(2))
     if on_gpu:
-        fast._guess = DeviceGuesses(fast._compute, fast._limits, torch.device("cpu"))
-    if not fast.guesses_at_once:
+        fast._propose = DeviceDraftTokens(fast._compute, fast._limits, torch.device("cpu"))
+    if not fast.drafts_at_once:
         pytest.skip(f"{fast.kernels} computes {request.param}")
-    slow._guess = None
+    slow._propose = None
     return fast, slow
 
 
 @pytest.mark.parametrize("work", [WORK, WORK[:1], WORK[1:2], (*WORK, (PENALTY, 20, 2, 4))])
 def test_guesses_and_kv_are_those_of_a_step_for_each(pair: tuple[Runner, Runner], work: tuple) -> None:
     fast, slow = pair
-    found, expected = (guesses(runner, draft_rows(runner, work)) for runner in pair)
+    found, expected = (draft_tokens(runner, draft_rows(runner, work)) for runner in pair)
     assert found == expected and [len(g) for g in found] == [count for *_, count in work if count]
-    # torch's kernels sum otherwise in batches of other rows, as where one is guessed pass by pass beside the others.
+    # torch's kernels sum otherwise in batches of other rows, as where one is drafted pass by pass beside the others.
     near = 1e-5 if fast.kernels.startswith("torch") else 0.0
     assert torch.allclose(written(fast, work), written(slow, work), rtol=0, atol=near)
-    assert (fast.guessed_at_once, slow.guessed_at_once) == (1, 0)
+    assert (fast.drafted_at_once, slow.drafted_at_once) == (1, 0)
 
 
 def test_what_changes_logits_is_guessed_pass_by_pass(pair: tuple[Runner, Runner]) -> None:
     fast, _ = pair
     plan = draft_rows(fast, ((PENALTY, 20, 2, 4),))
-    assert len(guesses(fast, plan)[0]) == 4 and fast.guessed_at_once == 0
+    assert len(draft_tokens(fast, plan)[0]) == 4 and fast.drafted_at_once == 0
 
 
 def test_only_fills_are_one_step(pair: tuple[Runner, Runner]) -> None:
     fast, _ = pair
-    assert guesses(fast, draft_rows(fast, ((GREEDY, 0, 20, 0),))) == () and fast.guessed_at_once == 0
+    assert draft_tokens(fast, draft_rows(fast, ((GREEDY, 0, 20, 0),))) == () and fast.drafted_at_once == 0
 
 
 def test_what_does_not_fit_is_refused(pair: tuple[Runner, Runner]) -> None:
     fast, slow = pair
     plan = draft_rows(fast, ((GREEDY, 10, 1, 1),))
     row = Row(SequenceId("s0"), 10, plan.drafts[0].tokens, plan.drafts[0].block_ids, GREEDY, 1)
-    with pytest.raises(InvariantError, match=r"135 guesses behind 11 of 144 positions"):
-        fast.guess(StepPlan(1, (row,)), [135])
-    assert len(fast.guess(StepPlan(1, (row,)), [134])[0]) == 134
-    with pytest.raises(InvariantError, match="make no guesses at once"):
-        slow.guess(StepPlan(1, (row,)), [1])
-    assert len(guess_pass_by_pass(slow, 1, [(plan.drafts[0], row)])[0]) == 1
+    with pytest.raises(InvariantError, match=r"135 draft tokens behind 11 of 144 positions"):
+        fast.propose(StepPlan(1, (row,)), [135])
+    assert len(fast.propose(StepPlan(1, (row,)), [134])[0]) == 134
+    with pytest.raises(InvariantError, match="make no draft tokens at once"):
+        slow.propose(StepPlan(1, (row,)), [1])
+    assert len(propose_pass_by_pass(slow, 1, [(plan.drafts[0], row)])[0]) == 1
 
 
 def test_guesses_are_asked_for_in_the_struct_that_the_kernels_read() -> None:
@@ -123,5 +123,5 @@ def test_guesses_are_asked_for_in_the_struct_that_the_kernels_read() -> None:
 def test_more_rows_than_memory_is_kept_for_are_guessed_alike(pair: tuple[Runner, Runner]) -> None:
     work = tuple((WARM if number % 2 else GREEDY, 3 + number, 1 + number % 3, 1 + number % 4) for number in range(7))
     for some in (work, work[:4], work[4:]):  # memory that is kept has been used by then
-        found, expected = (guesses(runner, draft_rows(runner, some)) for runner in pair)
+        found, expected = (draft_tokens(runner, draft_rows(runner, some)) for runner in pair)
         assert found == expected and len(found) == len(some)

@@ -1,9 +1,9 @@
-"""A draft model's guesses on its own device, for a GPU: each pass takes the tokens of the one before from there.
+"""A draft model's draft tokens on its own device, for a GPU: each pass takes the tokens of the one before from there.
 
 Which rows go on, where, and into which blocks is known beforehand; only the tokens are not, and they need not leave the
 device: `queue` gives them as a tensor, out of which the target's rows are filled and their draws processed. So the host
 prepares a pass, and then the target's step, while the device computes. The plain twin is decode/speculation/engine.py
-`guess_pass_by_pass`, a step and its answer for each guess.
+`propose_pass_by_pass`, a step and its answer for each draft token.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from baton.core.step import Row, StepPlan
 from baton.engine.batch import Batch, Limits, make_batch
 from baton.engine.device import Mark, NewMark, marks_of, to_device
-from baton.engine.processors import Draw, Guessed, SeenTables, process
+from baton.engine.processors import Drafted, Draw, SeenTables, process
 from baton.engine.sampler_device import decide
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Queued:
-    """Guesses that a device may still be making: `tokens` int64 [G], those of row after row, and marks before and
+    """Draft tokens that a device may still be making: `tokens` int64 [G], those of row after row, and marks before and
     behind what makes them."""
 
     tokens: Tensor
@@ -37,9 +37,9 @@ class Queued:
         return self.began.elapsed_time(self.ended) / 1e3
 
 
-class DeviceGuesses:
-    """`compute` gives the logits [S, vocab] of a batch, one that has its tokens on the device alone (`Batch.fed`)
-    too."""
+class DeviceDraftTokens:
+    """`compute` gives the logits [S, vocab] of a batch, one that has its tokens on the device alone
+    (`Batch.device_tokens`) too."""
 
     def __init__(
         self,
@@ -60,21 +60,21 @@ class DeviceGuesses:
     @torch.no_grad()
     def queue(self, batch: Batch, counts: Sequence[int]) -> Queued:
         """Computes all rows, and behind sampled position i `counts[i]` tokens (at least one), each from those before
-        it; the last of them is not computed itself. Of draws too close to tell the likeliest token is guessed. Nothing
+        it; the last of them is not computed itself. Of draws too close to tell the likeliest token is drafted. Nothing
         waits, but for a pass of a shape that comes for the first time, which is captured (decode_graphs.py)."""
         began, ended = self._new_mark(), self._new_mark()
         began.record()
         logits = self._compute(batch)
-        tokens = self._guesses(batch, counts, logits) if counts else torch.empty(0, dtype=torch.int64)
+        tokens = self._draft_tokens(batch, counts, logits) if counts else torch.empty(0, dtype=torch.int64)
         ended.record()
         return Queued(tokens, began, ended)
 
-    def _guesses(self, batch: Batch, counts: Sequence[int], logits: Tensor) -> Tensor:
+    def _draft_tokens(self, batch: Batch, counts: Sequence[int], logits: Tensor) -> Tensor:
         rows = [row for row in batch.rows if row.num_sampled]
         going = list(range(len(counts)))
-        back = any(row.sampling.looks_back for row in rows)
-        made, owners = [self._guess(logits, batch.draws, None)], list(going)
-        so_far = [made[0]]  # of the rows that go on, what each pass has guessed; unless draws look back, the last alone
+        back = any(row.sampling.depends_on_history for row in rows)
+        made, owners = [self._propose(logits, batch.draws, None)], list(going)
+        so_far = [made[0]]  # of the rows that go on, what each pass has drafted; unless draws look back, the last alone
         for number in range(1, max(counts)):
             left = [index for index in going if counts[index] > number]
             if len(left) < len(going):
@@ -82,9 +82,9 @@ class DeviceGuesses:
                 kept = to_device(torch.tensor([places[index] for index in left]), self._device)
                 so_far = [tokens.index_select(0, kept) for tokens in so_far]
             plan = StepPlan(0, tuple(_behind(rows[index], number) for index in left))
-            further = replace(make_batch(plan, self._limits, self._device), fed=so_far[-1])
-            guessed = Guessed(torch.stack(so_far, 1), [number] * len(left)) if back else None
-            made.append(self._guess(self._compute(further), further.draws, guessed))
+            further = replace(make_batch(plan, self._limits, self._device), device_tokens=so_far[-1])
+            drafted = Drafted(torch.stack(so_far, 1), [number] * len(left)) if back else None
+            made.append(self._propose(self._compute(further), further.draws, drafted))
             so_far = [*so_far, made[-1]] if back else [made[-1]]
             owners += left
             going = left
@@ -93,14 +93,14 @@ class DeviceGuesses:
         order = sorted(range(len(owners)), key=owners.__getitem__)  # of one row in the order of passes
         return torch.cat(made).index_select(0, to_device(torch.tensor(order), self._device))
 
-    def _guess(self, logits: Tensor, draws: Sequence[Draw], guessed: Guessed | None) -> Tensor:
-        logits = process(logits, draws, self._seen, guessed)
+    def _propose(self, logits: Tensor, draws: Sequence[Draw], drafted: Drafted | None) -> Tensor:
+        logits = process(logits, draws, self._seen, drafted)
         tokens = decide(logits, draws)
         return torch.where(tokens < 0, logits.argmax(1), tokens)
 
 
 def _behind(row: Row, number: int) -> Row:
-    """The row of the guess `number` behind it, whose token only the device knows."""
+    """The row of the draft token `number` behind it, whose token only the device knows."""
     position = row.end + number - 1
     index = row.output_index + number
     return Row(row.sequence_id, position, (0,), row.block_ids, row.sampling, 1, index, row.history)

@@ -27,7 +27,7 @@ from baton.rpc.step_thread import Launcher, StepThread
 
 log = logging.getLogger("baton.worker")
 HOUSEKEEPING_S = 0.1
-FAREWELL_S = 2.0  # how long a worker that leaves waits for the coordinator to have heard it
+DRAINED_ACK_S = 2.0  # how long a worker that leaves waits for the coordinator to have heard it
 
 
 class Tier(Protocol):
@@ -60,7 +60,7 @@ class Tier(Protocol):
     async def close(self) -> None: ...
 
 
-class WorkerShell:
+class WorkerLoop:
     """Complete state: the session, deadlines, tombstones, the run's handle key and clock, the cluster token, whether it
     drains and until when."""
 
@@ -124,11 +124,11 @@ class WorkerShell:
         """Keeps the deadline of a sequence that came in now."""
         self.deadlines.add(request.sequence_id, time.monotonic() + request.deadline_s)
 
-    def buried(self, sequence: SequenceId) -> bool:
+    def is_tombstoned(self, sequence: SequenceId) -> bool:
         """Whether an abort of this sequence came before the sequence."""
         return self.tombstones.covers(sequence, time.monotonic())
 
-    def say_ended(self, sequence: SequenceId, code: str, message: str) -> None:
+    def report_ended(self, sequence: SequenceId, code: str, message: str) -> None:
         self.deadlines.forget(sequence)
         self.session.post(StepEvents(ended=(SequenceEnded(sequence, "error", code, message),)))
 
@@ -181,7 +181,7 @@ class WorkerShell:
         for sequence in sequences:
             code = "worker_lost" if self._tier.receiving(sequence) else "abandoned"
             self._tier.end(sequence, reason)
-            self.say_ended(sequence, code, f"ended here: {reason}")
+            self.report_ended(sequence, code, f"ended here: {reason}")
         self.wake()
 
     # The loops.
@@ -212,10 +212,10 @@ class WorkerShell:
             compute.watch(now)
             for sequence in self.deadlines.expire(now):
                 if self._tier.end(sequence, "deadline"):
-                    self.say_ended(sequence, "deadline_exceeded", f"deadline passed at {self.config.worker_id}")
+                    self.report_ended(sequence, "deadline_exceeded", f"deadline passed at {self.config.worker_id}")
             quiet = quiet + 1 if not self._tier.sequence_ids() else 0
             if quiet == 1:
-                self._tier.check()  # the books must balance when idle; a leak is a failure
+                self._tier.check()  # invariants must hold when idle; a leak is a failure
             if quiet % 600 == 599:
                 self.tombstones.expire(now)
             self.wake()
@@ -234,4 +234,4 @@ class WorkerShell:
         while self._tier.sequence_ids() and time.monotonic() < self._drain_until:
             await asyncio.sleep(0.02)
         self.abandon("the drain timeout has passed")  # what the coordinator still follows it gives to others
-        await self.session.drained(FAREWELL_S)
+        await self.session.drained(DRAINED_ACK_S)

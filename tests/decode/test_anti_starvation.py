@@ -12,9 +12,17 @@ from baton.core.blocks import BlockTable
 from baton.core.prefix_cache import PrefixCache
 from baton.core.prefix_use import PrefixUse
 from baton.core.sequence import Sequence, State
+from decode.anti_starvation import (
+    BOOST_TOKENS,
+    RECOMPUTE_SHARE,
+    SILENCE_S,
+    THROTTLED_INTERVAL_S,
+    AntiStarvation,
+    num_unthrottled,
+    throttled,
+)
 from decode.entry import Entry, Times
 from decode.speculation.step_cost import StepModel
-from decode.turns import PACE_S, RECOMPUTE_SHARE, SILENCE_S, TURN_TOKENS, Turns, full_pace, rest
 from tests.support.builders import make_request
 from tests.support.half_pool import FAST, Stream, drive, half_pool
 from tests.support.overload_sim import COSTS
@@ -71,7 +79,7 @@ def test_nobody_of_a_higher_priority_rests_or_waits_while_a_lower_one_has_blocks
     found = drive(streams, half_pool(streams))
     assert found.preemptions > 0 and found.resting_steps > 0
     high = [found.silence_s[f"s{index}"] for index in range(0, 16, 2)]
-    assert max(high) < 2 * PACE_S
+    assert max(high) < 2 * THROTTLED_INTERVAL_S
     assert found.longest_silence_s < 2.5
 
 
@@ -91,68 +99,68 @@ def test_whatever_the_pool_all_end_and_each_waits_for_a_round_of_turns_at_most(
     token_s = StepModel(costs, budget_s=0.05).again_s()
     round_s = sum((s.prompt + s.output) * token_s / RECOMPUTE_SHARE for s in streams)
     assert list(found.tokens.values()).count(0) == 0 and len(found.ended_at) == len(streams)
-    assert found.longest_silence_s < SILENCE_S + PACE_S + 0.7 * round_s
+    assert found.longest_silence_s < SILENCE_S + THROTTLED_INTERVAL_S + 0.7 * round_s
 
 
-def waiting(name: str, tokens: int, heard_at: float, priority: int = 0) -> Entry:
+def waiting(name: str, tokens: int, last_token_at: float, priority: int = 0) -> Entry:
     sequence = Sequence(make_request(name, tokens, 100, priority=priority), State.PREEMPTED, 0.0)
     number = int(name[1:])
-    return Entry(sequence, PrefixUse(CACHE, sequence), number, Times(0.0), 0, heard_at=heard_at)
+    return Entry(sequence, PrefixUse(CACHE, sequence), number, Times(0.0), 0, last_token_at=last_token_at)
 
 
-def favoured(entries: list[Entry]) -> list[str]:
-    return [entry.sequence.id.request_id for entry in entries if entry.favoured]
+def boosted(entries: list[Entry]) -> list[str]:
+    return [entry.sequence.id.request_id for entry in entries if entry.boosted]
 
 
 def test_a_turn_is_given_as_late_as_all_can_be_heard_in_time() -> None:
     """Ten milliseconds a token and a share of three tenths: a turn over 9 tokens takes 0.3 s."""
-    turns, entries = Turns(), [waiting("s1", 9, 0.1), waiting("s2", 9, 0.0), waiting("s3", 9, 0.05)]
-    turns.give(entries, 0.6, 0.01)
-    assert favoured(entries) == []
-    turns.give(entries, 0.71, 0.01)
-    assert favoured(entries) == ["s2"], "who has been silent longest; the third would be heard at 1.5 s"
-    turns.give(entries, 5.0, 0.01)
-    assert favoured(entries) == ["s2"], "one at a time"
+    turns, entries = AntiStarvation(), [waiting("s1", 9, 0.1), waiting("s2", 9, 0.0), waiting("s3", 9, 0.05)]
+    turns.update(entries, 0.6, 0.01)
+    assert boosted(entries) == []
+    turns.update(entries, 0.71, 0.01)
+    assert boosted(entries) == ["s2"], "who has been silent longest; the third would be heard at 1.5 s"
+    turns.update(entries, 5.0, 0.01)
+    assert boosted(entries) == ["s2"], "one at a time"
 
 
 def test_a_turn_ends_after_some_tokens_and_the_next_comes_when_the_share_allows() -> None:
-    turns, entries = Turns(), [waiting("s1", 9, 0.0), waiting("s2", 9, 0.1)]
-    turns.give(entries, 2.0, 0.01)
+    turns, entries = AntiStarvation(), [waiting("s1", 9, 0.0), waiting("s2", 9, 0.1)]
+    turns.update(entries, 2.0, 0.01)
     first = entries[0]
-    first.sequence.output.extend([7] * (TURN_TOKENS - 1))
-    turns.give(entries[1:], 2.1, 0.01)
-    assert favoured(entries) == ["s1"]
+    first.sequence.output.extend([7] * (BOOST_TOKENS - 1))
+    turns.update(entries[1:], 2.1, 0.01)
+    assert boosted(entries) == ["s1"]
     first.sequence.output.append(7)
-    turns.give(entries[1:], 2.2, 0.01)
-    assert favoured(entries) == []
-    turns.give(entries[1:], 2.31, 0.01)
-    assert favoured(entries) == ["s2"]
+    turns.update(entries[1:], 2.2, 0.01)
+    assert boosted(entries) == []
+    turns.update(entries[1:], 2.31, 0.01)
+    assert boosted(entries) == ["s2"]
 
 
 def test_who_has_ended_gives_its_turn_back_and_each_priority_has_its_own() -> None:
-    turns, entries = Turns(), [waiting("s1", 9, 0.0, priority=1), waiting("s2", 9, 1.9), waiting("s3", 9, 1.9)]
-    turns.give(entries, 2.0, 0.01)
-    assert favoured(entries) == ["s1"]
-    turns.give(entries, 4.0, 0.01)
-    assert favoured(entries) == ["s1", "s2"]
+    turns, entries = AntiStarvation(), [waiting("s1", 9, 0.0, priority=1), waiting("s2", 9, 1.9), waiting("s3", 9, 1.9)]
+    turns.update(entries, 2.0, 0.01)
+    assert boosted(entries) == ["s1"]
+    turns.update(entries, 4.0, 0.01)
+    assert boosted(entries) == ["s1", "s2"]
     entries[1].sequence.move(State.FINISHED)
-    turns.give([entries[0], entries[2]], 6.0, 0.01)
-    assert favoured(entries) == ["s1", "s3"]
+    turns.update([entries[0], entries[2]], 6.0, 0.01)
+    assert boosted(entries) == ["s1", "s3"]
 
 
 def test_as_many_go_on_as_could_be_kept_heard_but_a_quarter_at_least() -> None:
     entries = [waiting(f"s{index}", 100, 0.0) for index in range(32)]
-    assert full_pace(entries, 1e-3) == 8
-    assert full_pace(entries, RECOMPUTE_SHARE * SILENCE_S / 100 / 20.5) == 20
-    assert full_pace(entries[:1], 1.0) == 1
+    assert num_unthrottled(entries, 1e-3) == 8
+    assert num_unthrottled(entries, RECOMPUTE_SHARE * SILENCE_S / 100 / 20.5) == 20
+    assert num_unthrottled(entries[:1], 1.0) == 1
 
 
 def test_who_was_heard_just_now_rests_unless_it_is_of_a_higher_priority_or_has_the_turn() -> None:
     entries = [waiting(f"s{index}", 8, 0.0, priority=int(index > 1)) for index in range(6)]
     for entry in entries:
         entry.sequence.num_computed = 7
-    entries[3].favoured = True
+    entries[3].boosted = True
     entries[4].sequence.num_computed = 3
     running = sorted(entries, key=lambda entry: entry.rank)
-    assert {found.request_id for found in rest(running, 1, PACE_S / 2)} == {"s2", "s5"}
-    assert rest(running, 1, PACE_S) == set() and rest(running, 6, 0.0) == set()
+    assert {found.request_id for found in throttled(running, 1, THROTTLED_INTERVAL_S / 2)} == {"s2", "s5"}
+    assert throttled(running, 1, THROTTLED_INTERVAL_S) == set() and throttled(running, 6, 0.0) == set()

@@ -1,4 +1,5 @@
-"""Guessing in virtual time: the decode scheduler with a draft model, on an engine that knows which guesses are right
+"""Guessing in virtual time: the decode scheduler with a draft model, on an engine that knows which draft tokens are
+right
 and what steps take. What the scheduler is told is noisy; what a run is judged by is the price without the noise."""
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ _RIGHT, _WRONG = 7, 8
 @dataclass(frozen=True)
 class Prices:
     """Seconds of what a step consists of. A target pass takes `target_s`, `sequence_s` for each row and `token_s` for
-    each guess in it; guesses take `first_s`, `next_s` for each further pass, both `row_s` more for each row beyond the
-    first; `behind_s` for each token that the draft computes before it can guess; `around_s` is what surrounds a step,
-    `around_guesses_s` what guesses add to that.
+    each draft token in it; draft tokens take `first_s`, `next_s` for each further pass, both `row_s` more for each row
+    beyond the
+    first; `behind_s` for each token that the draft computes before it can draft; `around_s` is what surrounds a step,
+    `around_draft_tokens_s` what draft tokens add to that.
 
     Of each part `noise` is the deviation of its logarithm; one in `one_in` takes `stall_s` longer. `load(now)`
     multiplies everything."""
@@ -38,7 +40,7 @@ class Prices:
     row_s: float = 0.09e-3
     behind_s: float = 0.045e-3
     around_s: float = 1.2e-3
-    around_guesses_s: float = 0.0
+    around_draft_tokens_s: float = 0.0
     noise: float = 0.25
     one_in: int = 50
     stall_s: float = 8e-3
@@ -51,39 +53,48 @@ class Prices:
     def draft(self, plan: StepPlan) -> float:
         if not plan.drafts:
             return 0.0
-        most = max(row.num_guesses for row in plan.drafts)
+        most = max(row.num_draft_tokens for row in plan.drafts)
         passes = self.first_s + self.next_s * max(0, most - 1)
-        more_rows = sum(max(row.num_guesses, 1) for row in plan.drafts) - max(most, 1)
+        more_rows = sum(max(row.num_draft_tokens, 1) for row in plan.drafts) - max(most, 1)
         behind = sum(len(row.tokens) - 1 for row in plan.drafts)
         return passes + self.row_s * more_rows + self.behind_s * behind
 
     def around(self, plan: StepPlan) -> float:
-        return self.around_s + self.around_guesses_s * any(row.num_guesses for row in plan.drafts)
+        return self.around_s + self.around_draft_tokens_s * any(row.num_draft_tokens for row in plan.drafts)
 
     def model(self, wrong: float = 1.0) -> StepModel:
         """What a worker measures of this at its start; `wrong` makes the price of one token more so many times what it
         is, as a busy machine does."""
         sizes = (1, 4, 16, 64)
         plain = [(n, self.target_s + self.sequence_s * n) for n in sizes]
-        guess = [(n, self.token_s * n * wrong) for n in sizes]
+        per_draft_token = [(n, self.token_s * n * wrong) for n in sizes]
         long = [(n, self.target_s + self.token_s * n) for n in (1, 4, 9, 16, 32, 64, 128, 512)]
         fills = [(n, self.first_s + self.behind_s * (n - 1)) for n in (1, 4, 9, 16, 32, 64, 128, 512)]
         first = [(n, self.first_s + self.row_s * (n - 1)) for n in (1, 4, 16, 64)]
         later = [(n, self.next_s + self.row_s * (n - 1)) for n in (1, 4, 16, 64)]
-        return StepModel(long, fills, later, first, rows=plain, guess=guess, planning_s=self.around_guesses_s)
+        return StepModel(
+            long,
+            fills,
+            later,
+            first,
+            rows=plain,
+            per_draft_token=per_draft_token,
+            planning_s=self.around_draft_tokens_s,
+        )
 
 
 @dataclass
 class Found:
-    """Of one run: tokens, the seconds that they took without noise, steps, steps with guesses, guesses and of these
-    right ones, tokens that the draft computed without guessing behind them, trials begun, and how often each number of
-    guesses was made."""
+    """Of one run: tokens, the seconds that they took without noise, steps, steps with draft tokens, draft tokens and
+    of these
+    right ones, tokens that the draft computed without drafting behind them, trials begun, and how often each number of
+    draft tokens was made."""
 
     tokens: int = 0
     seconds: float = 0.0
     steps: int = 0
     guessing: int = 0
-    guesses: int = 0
+    draft_tokens: int = 0
     right: int = 0
     filled: int = 0
     trials: int = 0
@@ -104,7 +115,7 @@ def serve(
     seed: int = 1,
 ) -> Found:
     """Serves `streams`, `clients` at a time, one after the other. `length` None lets the policy choose, another number
-    is guessed in every step, and 0 is a worker without a draft. Time while nothing decodes does not count."""
+    is drafted in every step, and 0 is a worker without a draft. Time while nothing decodes does not count."""
     layout = make_layout(16)
     model = model or prices.model()
     drafts = ModelDrafts(layout, clients * 64, 4096) if length != 0 else None
@@ -131,7 +142,10 @@ def serve(
                 break
             outcome = _outcome(plan, here)
             load = prices.load(now)
-            draft_s, target_s = prices.draft(plan) * load, prices.target(plan.with_guesses(outcome.guesses)) * load
+            draft_s, target_s = (
+                prices.draft(plan) * load,
+                prices.target(plan.with_draft_tokens(outcome.draft_tokens)) * load,
+            )
             seen_draft, seen_target = noisy(draft_s), noisy(target_s)
             outcome = replace(outcome, draft_s=seen_draft, elapsed_s=seen_draft + seen_target)
             around_s = prices.around(plan) * load
@@ -149,25 +163,25 @@ def serve(
 
 
 def _outcome(plan: StepPlan, streams: dict[str, Sequence[bool]]) -> StepOutcome:
-    """Every token of the text is the same; a wrong guess is another."""
-    guesses: list[tuple[int, ...]] = [()] * len(plan.rows)
+    """Every token of the text is the same; a wrong draft token is another."""
+    draft_tokens: list[tuple[int, ...]] = [()] * len(plan.rows)
     for draft in plan.drafts:
-        if draft.num_guesses:
+        if draft.num_draft_tokens:
             row = plan.rows[draft.row]
             bits, first = streams[row.sequence_id.request_id], row.output_index - 1
-            right = bits[first : first + draft.num_guesses]
-            guesses[draft.row] = tuple(_RIGHT if bit else _WRONG for bit in right)
-    made = tuple(guesses) if any(guesses) else ()
-    full = plan.with_guesses(made)
-    return StepOutcome(plan.step_id, tuple((_RIGHT,) * row.num_sampled for row in full.rows), guesses=made)
+            right = bits[first : first + draft.num_draft_tokens]
+            draft_tokens[draft.row] = tuple(_RIGHT if bit else _WRONG for bit in right)
+    made = tuple(draft_tokens) if any(draft_tokens) else ()
+    full = plan.with_draft_tokens(made)
+    return StepOutcome(plan.step_id, tuple((_RIGHT,) * row.num_sampled for row in full.rows), draft_tokens=made)
 
 
 def _count(found: Found, plan: StepPlan) -> None:
-    made = sum(draft.num_guesses for draft in plan.drafts)
+    made = sum(draft.num_draft_tokens for draft in plan.drafts)
     found.steps += 1
     found.guessing += made > 0
-    found.guesses += made
-    found.filled += sum(len(draft.tokens) for draft in plan.drafts if not draft.num_guesses)
+    found.draft_tokens += made
+    found.filled += sum(len(draft.tokens) for draft in plan.drafts if not draft.num_draft_tokens)
     for draft in plan.drafts:
-        if draft.num_guesses:
-            found.lengths[draft.num_guesses] = found.lengths.get(draft.num_guesses, 0) + 1
+        if draft.num_draft_tokens:
+            found.lengths[draft.num_draft_tokens] = found.lengths.get(draft.num_draft_tokens, 0) + 1

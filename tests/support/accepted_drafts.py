@@ -1,8 +1,8 @@
-"""Which guesses of the built-in draft were right, place by place: a recording.
+"""Which draft tokens of the built-in draft were right, place by place: a recording.
 
 The built-in pair wrote 192 tokens after each of 16 prompts of up to 200 tokens of its own kind of text. At every place
-the draft, given the true text before it and the target's own noise, either would have guessed the target's token or
-not. Since output does not depend on who guesses, this says what any number of guesses from any place wins.
+the draft, given the true text before it and the target's own noise, either would have drafted the target's token or
+not. Since output does not depend on who drafts, this says what any number of draft tokens from any place wins.
 """
 
 from __future__ import annotations
@@ -51,5 +51,5 @@ WARM = (
 
 
 def bits(lines: tuple[str, ...]) -> list[list[bool]]:
-    """For each stream, for each place from its second token on, whether a guess there is right."""
+    """For each stream, for each place from its second token on, whether a draft token there is right."""
     return [[bool(int(line, 16) >> (4 * len(line) - 1 - place) & 1) for place in range(LENGTH)] for line in lines]
