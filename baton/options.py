@@ -134,11 +134,6 @@ def describe(config: object) -> str:
     return "\n".join(f"{key} = {_toml(value)}" for key, value in changed.items())
 
 
-def as_flags(config: object, names: Sequence[str]) -> list[str]:
-    """The command line that gives another process these fields of `config`."""
-    return flags_of({name: getattr(config, name) for name in names})
-
-
 def flags_of(options: Mapping[str, object]) -> list[str]:
     """The command line that sets these options."""
     flags: list[str] = []

@@ -125,10 +125,6 @@ class PrefillScheduler:
         """Uncomputed tokens of all accepted requests."""
         return sum(self._entries[i].sequence.num_uncomputed for i in (*self._waiting, *self._running))
 
-    @property
-    def has_work(self) -> bool:
-        return bool(self._running or self._waiting)
-
     def submit(self, request: GenerateRequest, now: float, *, hand_over: bool) -> None:
         """Accepts a request. With `hand_over` its blocks stay pinned until `release_send`.
 

@@ -1,5 +1,5 @@
-"""One config model: file < environment < flags. Units are in the names; an unknown key is an error that names the
-nearest known one.
+"""One config model: file < environment < flags. Units are in the names; an unknown key or flag is an error that names
+the nearest known one; of the environment only known names are read.
 
 Each process has one frozen dataclass. Its fields are the whole surface: the command line, the environment names
 (`BATON_` and the field in capitals) and the keys of the TOML file are all derived from them. Field metadata `help` is

@@ -74,14 +74,8 @@ class TPGroup:
             return self._all_reduce_by_shares(partial)
         return _sum_by_rank(self._all_gather(partial, "all-reduce", OPERATION_TIMEOUT_S))
 
-    def all_gather(self, shard: Tensor) -> Tensor:
-        """Shards [..., n] side by side in the order of ranks: [..., size * n], on every rank."""
-        if self.size == 1:
-            return shard
-        return _side_by_side(self._all_gather(shard, "all-gather", OPERATION_TIMEOUT_S))
-
     def gather(self, shard: Tensor) -> Tensor | None:
-        """The same on the leader alone; None on its followers."""
+        """Shards [..., n] side by side in the order of ranks: [..., size * n], on the leader; None on its followers."""
         if self.size == 1:
             return shard
         from torch._C._distributed_c10d import GatherOptions

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import HandoffError
-from baton.core.kv_layout import KVLayout
 
 Layers = Sequence[tuple[Tensor, Tensor]]
 Where = Tensor | list[tuple[int, int, int]]
@@ -60,11 +59,6 @@ class PagedLayers:
     def layer_bytes(self, n: int) -> list[int]:
         """Bytes of `n` tokens, by layer."""
         return [n * self.word.itemsize * sum(rows.size(1) for rows in layer) for layer in self.rows]
-
-
-def chunk_bytes(layout: KVLayout, n: int) -> int:
-    """Bytes of a chunk of `n` tokens of all layers of `layout`."""
-    return layout.bytes_per_token * n
 
 
 def pack(

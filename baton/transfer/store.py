@@ -54,10 +54,6 @@ class EdgeStore:
             listener.close()
             raise StartupError(f"edge store: cannot listen on {host}:{port}: {e}") from e
 
-    def num_keys(self) -> int:
-        """Keys now in the store, without the store's own."""
-        return len([k for k in self._open().list_keys() if k.startswith(self.nonce)])
-
     def close(self) -> None:
         """Stops listening and drops every connection to the store. Edges already made do not need it."""
         self._store = None

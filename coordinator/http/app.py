@@ -41,7 +41,7 @@ class HttpSettings:
     version: str = field(default_factory=lambda: _installed_version())
     created: int = field(default_factory=lambda: int(time.time()))
     request_timeout_s: float = 600.0
-    max_body_bytes: int = 16 * 1024 * 1024
+    max_body_bytes: int = 4 * 1024 * 1024
     body_timeout_s: float = 30.0
     send_timeout_s: float = 30.0
 

@@ -316,7 +316,7 @@ class Requests:
         stays where it is: prefill parks the KV. A worker that has drained gave its requests back; that is no death."""
         self.dispatcher.forget_worker(worker)
         actions: list[Action] = []
-        for r in sorted(self._requests.values(), key=lambda r: r.age):
+        for r in list(self._requests.values()):
             if r.ended:
                 continue
             if worker == r.prefill_worker and r.stage in AT_PREFILL:

@@ -207,6 +207,15 @@ def test_moving_to_a_worker_that_is_gone_is_not_charged_to_its_namesake() -> Non
     d.check()
 
 
+def test_a_hand_over_reported_twice_counts_once() -> None:
+    d = dispatcher()
+    d.submit(Ticket("a", 4, 8))
+    d.place()
+    for _ in range(2):  # by prefill, and by the first tokens of decode
+        d.handed_over("a")
+        d.check()
+
+
 def test_parked_kv_gets_another_decode_worker_or_none() -> None:
     d = dispatcher(view("p0"), view("d0"), view("d1"))
     d.submit(Ticket("a", 4, 8))

@@ -275,6 +275,19 @@ def test_while_a_role_is_empty_accepted_requests_wait_and_then_end_with_the_reas
     assert d.error(running).code == "no_prefill_worker"
 
 
+def test_a_role_that_comes_back_without_room_for_all_stops_the_clock() -> None:
+    d = Drive("p0", "d0", hold_s=30.0)
+    first, _ = d.at(Stage.DECODE, "first", prompt=(1,) * 40)
+    second, _ = d.at(Stage.HANDOVER, "second", prompt=(1,) * 20)
+    d.lose("d0")
+    d.lose("p0")
+    d.join("p0")
+    d.join("d0")
+    assert (first.stage, second.stage) == (Stage.PREFILL, Stage.QUEUED)
+    d.tick(60.0)
+    assert not second.ended
+
+
 def test_parked_kv_waits_for_a_decode_worker_too() -> None:
     d = Drive("p0", "d0", hold_s=30.0)
     r, s = d.at(Stage.PARKED)
@@ -479,6 +492,26 @@ def test_counters_and_times_go_on_over_attempts() -> None:
     assert r.all_stamps() == StageStamps(queue_s=0.1, prefill_s=1.5)
     assert r.cached_tokens == 2, "of the prompt as the client sent it"
     assert r.first_token_at == 100.0
+
+
+def test_time_in_the_queue_adds_up_and_only_new_output_is_expected_again() -> None:
+    d = Drive("p0", "d0")
+    blocker = d.submit("blocker", prompt=(1,) * 40)
+    r = d.submit(max_tokens=20)
+    d.now += 1.0
+    d.did(d.requests.end(blocker, "the client left", d.now))
+    s = r.sequence
+    assert r.queued_s == 1.0
+    d.tokens("p0", s, 0, *range(10))
+    d.lose("p0")
+    d.now += 2.0
+    d.join("p0")
+    assert r.queued_s == 3.0
+    mean = d.requests.dispatcher.expectation.mean_tokens
+    d.tokens("p0", r.sequence, 10, 5)
+    d.did(d.requests.end(r, "the client left", d.now))
+    expected = mean + 0.05 * (1 - mean)  # one token in this dispatch, not eleven
+    assert d.requests.dispatcher.expectation.mean_tokens == pytest.approx(expected)
 
 
 def test_choices_share_the_age_of_their_request_and_wait_whatever_the_limits() -> None:

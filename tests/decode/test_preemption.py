@@ -62,6 +62,20 @@ def test_lower_priority_gives_way_whoever_came_first() -> None:
     assert names(until_preempted(scheduler)) == ["high"]
 
 
+def test_nothing_new_is_taken_while_a_preempted_sequence_waits() -> None:
+    """There would be blocks for it, and whoever waits would wait longer."""
+    scheduler = make_decode(num_blocks=7, block_size=4, prefix_cache=False)
+    ready(scheduler, "a")
+    ready(scheduler, "b")
+    until_preempted(scheduler)
+    scheduler.abort(SequenceId("a"))
+    assert scheduler.blocks.num_free == 7 and scheduler.num_preempted == 1
+    with pytest.raises(Unavailable, match="1 preempted") as caught:
+        ready(scheduler, "new")
+    assert caught.value.code == "no_free_blocks"
+    assert names(step(scheduler)) == ["b"]
+
+
 def test_who_cannot_take_a_block_from_anybody_waits_with_its_own() -> None:
     scheduler = make_decode(num_blocks=7, block_size=4, prefix_cache=False)
     ready(scheduler, "a", max_tokens=16)

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from baton.core.config import CoordinatorConfig, WorkerConfig
 from baton.core.errors import StartupError
-from baton.options import as_flags, config_command, read_config_file, run_main
+from baton.options import config_command, flags_of, read_config_file, run_main
 from launch.cli import baton
 from launch.up_config import UpConfig
 
@@ -171,12 +171,12 @@ def test_an_error_that_is_not_of_stdout_stays_one(capsys: pytest.CaptureFixture[
         run_main(command, [])
 
 
-def test_as_flags_round_trips() -> None:
+def test_flags_of_every_option_round_trip() -> None:
     config = WorkerConfig(exact=True, threads=4, kv_memory_gib=0.5, model="/a b")
     names = [f.name for f in fields(WorkerConfig)]
     seen: list[WorkerConfig] = []
     command = config_command(WorkerConfig, name="w", help="w")(lambda given: seen.append(given))
-    assert run(command, *as_flags(config, names)) == 0
+    assert run(command, *flags_of({name: getattr(config, name) for name in names})) == 0
     assert seen == [config]
 
 

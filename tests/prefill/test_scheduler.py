@@ -115,7 +115,7 @@ def test_abort_frees_everything_whatever_the_phase(phase: str) -> None:
         assert scheduler.finish_step(make_outcome(plan), 0.0) == PrefillResult()
     scheduler.check()
     assert (scheduler.num_sequences, scheduler.blocks.num_free) == (0, 8)
-    assert not scheduler.has_work
+    assert scheduler.num_running == scheduler.num_waiting == 0
 
 
 def test_sequence_that_goes_on_without_hand_over_ends_with_an_error_and_harms_nobody() -> None:
@@ -282,7 +282,7 @@ def test_prompt_finds_what_another_computed_while_it_waited() -> None:
     for name in "ab":
         scheduler.submit(make_request(name, 9), 0.0, hand_over=True)
     cached = {}
-    while scheduler.has_work:
+    while scheduler.num_running + scheduler.num_waiting:
         cached.update({p.sequence_id.request_id: p.cached for p in step(scheduler).progress})
     assert cached == {"a": 0, "b": 8}
 

@@ -233,7 +233,7 @@ class PrefillMachine(RuleBasedStateMachine):
         assert self.scheduler.prompt_tokens_computed == self.computed
         waiting = [life for life in self.lives.values() if life.queued or self.stepping(life)]
         assert self.scheduler.backlog_tokens == sum(life.total - life.computed for life in waiting)
-        assert self.scheduler.has_work == bool(waiting)
+        assert bool(self.scheduler.num_running + self.scheduler.num_waiting) == bool(waiting)
 
     @invariant()
     def blocks_in_use_are_held(self) -> None:
@@ -259,7 +259,8 @@ class PrefillMachine(RuleBasedStateMachine):
                 self.scheduler.finish_step(make_outcome(plan), 3.0)
             else:
                 for sequence in self.scheduler.sequence_ids():
-                    if self.scheduler.block_ids(sequence) or not self.scheduler.has_work:
+                    left = self.scheduler.num_running + self.scheduler.num_waiting
+                    if self.scheduler.block_ids(sequence) or not left:
                         self.scheduler.release_send(sequence)
             if not self.scheduler.num_sequences:
                 break

@@ -16,7 +16,6 @@ from baton.rpc.link import DialledLink, dial_link
 from baton.transfer.checksum import checksum
 from baton.transfer.edge import EdgeSpec, edge_prefix
 from baton.transfer.edge_thread import EdgeWorker
-from baton.transfer.staging import chunk_bytes
 from tests.support.builders import make_request
 from tests.support.limits import HANG_S
 from tests.support.nodes import DecodeNode, PrefillNode, pair
@@ -61,7 +60,7 @@ class Peer:
         layout = self.source.runner.layout
         layers = range(len(layout.layers))[changes.get("start_layer", 0) : changes.get("end_layer", len(layout.layers))]
         last = end == TOKENS and layers.stop == len(layout.layers)
-        size = chunk_bytes(layout, end - start) * len(layers) // len(layout.layers)
+        size = layout.bytes_per_token * (end - start) * len(layers) // len(layout.layers)
         buffer = torch.full((size,), 7, dtype=torch.uint8)
         values = {
             "sequence": R,

@@ -11,7 +11,7 @@ from baton.core.errors import HandoffError
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.transfer import staging
 from baton.transfer.checksum import checksum, checksum_parts
-from baton.transfer.staging import Layers, PagedLayers, chunk_bytes, pack, pack_layers, unpack
+from baton.transfer.staging import Layers, PagedLayers, pack, pack_layers, unpack
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -67,7 +67,7 @@ def check_against_the_twin(chunk: tuple[KVLayout, int, list[int], list[int], int
     buf = pack(layers, source, layout.block_size, start, end)
 
     assert buf.numpy().tobytes() == plain_pack(layers, source, layout.block_size, start, end)
-    assert buf.numel() == chunk_bytes(layout, end - start)
+    assert buf.numel() == layout.bytes_per_token * (end - start)
     unpack(buf, others, target, layout.block_size, start, end)
     assert torch.equal(pack(others, target, layout.block_size, start, end), buf)
     written = {(target[p // layout.block_size], p % layout.block_size) for p in range(start, end)}
@@ -119,7 +119,7 @@ def test_the_two_ends_may_page_differently() -> None:
 def test_pack_into_a_given_buffer() -> None:
     layout = KVLayout(4, (LayerKV(2, 8, "float32"),))
     layers = random_layers(layout, 3, 1)
-    out = torch.empty(chunk_bytes(layout, 5), dtype=torch.uint8)
+    out = torch.empty(layout.bytes_per_token * 5, dtype=torch.uint8)
     assert pack(layers, [1, 2], 4, 2, 7, out) is out
     assert torch.equal(out, pack(layers, [1, 2], 4, 2, 7))
 

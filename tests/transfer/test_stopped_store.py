@@ -17,6 +17,7 @@ from baton.core.errors import HandoffError
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.store import EdgeStore
+from tests.support.edge_store import num_keys
 from tests.support.limits import HANG_S
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
@@ -104,7 +105,7 @@ async def test_nothing_else_is_shut_down(elsewhere: StoreProcess, store: EdgeSto
     with pytest.raises(BlockingIOError):  # it stands; one that was shut down would say its end
         own.recv(1)
     own.close()
-    assert store.num_keys() == 0 and all([await end.close(HANG_S) for end in ends])
+    assert num_keys(store) == 0 and all([await end.close(HANG_S) for end in ends])
 
 
 async def test_another_edge_of_the_same_store_goes_on(elsewhere: StoreProcess) -> None:

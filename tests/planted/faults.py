@@ -1,0 +1,151 @@
+# ruff: noqa: E501
+"""Forty small faults in code that decides, each with the tests that have to find it.
+
+`old` occurs once in `path` and is replaced by `new`; then at least one of `tests` must fail. A fault that nothing finds
+is a gap in the tests, whatever their coverage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+REQUESTS, DISPATCH, WORKERS = (f"coordinator/policy/{name}.py" for name in ("requests", "dispatch", "workers"))
+T_REQUESTS, T_DISPATCH, T_WORKERS, T_JOURNAL, T_HELD = (
+    f"tests/coordinator/test_policy_{name}.py" for name in ("requests", "dispatch", "workers", "journal", "held")
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    path: str
+    old: str
+    new: str
+    tests: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {' '.join(self.old.split())[:60]}"
+
+
+FAULTS = (
+    # The life of a request.
+    Fault(REQUESTS, "if len(r.deaths) >= MAX_DEATHS:", "if len(r.deaths) > MAX_DEATHS:", T_REQUESTS),
+    Fault(REQUESTS, "if ran and not drained:", "if ran:", T_REQUESTS),
+    Fault(REQUESTS, "ran = r.stage is Stage.PREFILL", "ran = True", T_REQUESTS),
+    Fault(REQUESTS, "        r.earlier_speculation = r.speculation\n", "", T_REQUESTS),
+    Fault(
+        REQUESTS, "r.earlier_stamps, r.stamps = r.all_stamps(), StageStamps()", "r.stamps = StageStamps()", T_REQUESTS
+    ),
+    Fault(REQUESTS, "r.queued_s += now - r.queued_at", "r.queued_s = now - r.queued_at", T_REQUESTS),
+    Fault(REQUESTS, "r.journal.next_index - len(r.request.output))", "r.journal.next_index)", T_REQUESTS),
+    Fault(
+        REQUESTS,
+        "        if not r.request.output:\n            r.cached",
+        "        if True:\n            r.cached",
+        T_REQUESTS,
+    ),
+    Fault(
+        REQUESTS,
+        "        if r.stage is Stage.PARKED or r.refused:\n            return []",
+        "        if False:\n            return []",
+        T_REQUESTS,
+    ),
+    Fault(REQUESTS, "if r.journal.attempt == r.request.attempt:", "if True:", T_REQUESTS),
+    Fault(
+        REQUESTS, "        if not self.workers.connected(r.prefill_worker):\n            return []\n", "", T_REQUESTS
+    ),
+    Fault(REQUESTS, "and targets_unchanged:", "and True:", T_REQUESTS),
+    Fault(
+        REQUESTS,
+        "code in (KVCorrupt.code, HandoffError.code) and not r.recomputed:",
+        "code in (KVCorrupt.code, HandoffError.code):",
+        T_REQUESTS,
+    ),
+    Fault(
+        REQUESTS,
+        "        elif was_parked:\n            actions += self._reschedule(r, _LOST_ACK, now)\n",
+        "",
+        T_REQUESTS,
+    ),
+    Fault(REQUESTS, "self.workers.incarnation(over.decode_worker) != taker", "False", T_REQUESTS),
+    Fault(
+        REQUESTS,
+        "        self._update_servable(now)\n        return self._place(now)",
+        "        return self._place(now)",
+        T_REQUESTS,
+    ),
+    Fault(REQUESTS, "self._age if first is None else first.age", "self._age", T_REQUESTS),
+    Fault(REQUESTS, "            actions += self._fail(r, r.late(), now)", "            pass", T_REQUESTS),
+    # Placement.
+    Fault(DISPATCH, "key = (ticket.age, self._submitted)", "key = (0, self._submitted)", T_DISPATCH),
+    Fault(
+        DISPATCH,
+        "                if self.too_large(ticket) is None:\n                    break\n",
+        "                break\n",
+        T_DISPATCH,
+    ),
+    Fault(DISPATCH, "w.backlog_tokens == 0 or", "False or", T_DISPATCH),
+    Fault(
+        DISPATCH,
+        "if worker is not None and active.arriving:",
+        "if worker is not None:",
+        T_DISPATCH,
+    ),
+    Fault(DISPATCH, "if w.running <= emptiest + PREFIX_SLACK else 0", "", T_HELD),
+    Fault(DISPATCH, "return -held, w.running", "return held, w.running", T_HELD),
+    Fault(DISPATCH, "self._queued_tokens -= ticket.prefill_tokens", "pass", T_DISPATCH),
+    # Workers.
+    Fault(
+        WORKERS,
+        "worker.incarnation != incarnation or worker.lease_until <= now:\n            return False\n        worker.lease",
+        "worker.incarnation != incarnation:\n            return False\n        worker.lease",
+        T_WORKERS,
+    ),
+    Fault(WORKERS, "if self._newest.get(name, join.incarnation) > join.incarnation:", "if False:", T_WORKERS),
+    Fault(WORKERS, '            if known.state == "joining":\n', "            if True:\n", T_WORKERS),
+    Fault(
+        WORKERS, "            self._left[worker_id] = incarnation\n", "", "tests/coordinator/test_cluster_membership.py"
+    ),
+    Fault(WORKERS, "return 0 if self.load.preempted else", "return", T_DISPATCH),
+    # Tokens.
+    Fault("coordinator/policy/journal.py", "if known is not None and known != token:", "if False:", T_JOURNAL),
+    Fault(
+        "coordinator/policy/journal.py", "        self._held.clear()\n\n    def resume", "\n    def resume", T_JOURNAL
+    ),
+    Fault(
+        "baton/core/output_log.py",
+        "start = max(item.next_index, first)",
+        "start = first",
+        "tests/core/test_output_log.py",
+    ),
+    Fault(
+        "baton/core/request.py",
+        "if output_len > request.sampling.min_tokens and (",
+        "if output_len >= request.sampling.min_tokens and (",
+        "tests/core tests/coordinator/test_policy_journal.py",
+    ),
+    # KV blocks and the right to them.
+    Fault("baton/core/blocks.py", "            self._generation[block] += 1\n", "", "tests/core/test_blocks.py"),
+    Fault(
+        "baton/core/blocks.py", 'if holder.kind == "receiving" or _being_received(holders):', "if False:", "tests/core"
+    ),
+    Fault("baton/core/handles.py", "if now_ms >= handle.expires_ms:", "if False:", "tests/core/test_handles.py"),
+    Fault(
+        "baton/core/handles.py",
+        "        self._until[handle.signature] = handle.expires_ms\n",
+        "",
+        "tests/core/test_handles.py",
+    ),
+    # The schedulers.
+    Fault(
+        "prefill/scheduler.py",
+        "                room = room and self._start(entry, now)",
+        "                room = self._start(entry, now)",
+        "tests/prefill/test_scheduler.py tests/prefill/test_scheduler_machine.py",
+    ),
+    Fault(
+        "decode/scheduler.py",
+        "if waiting or not self._take_blocks(entry, leave=here):",
+        "if not self._take_blocks(entry, leave=here):",
+        "tests/decode/test_scheduler.py tests/decode/test_scheduler_machine.py tests/decode/test_preemption.py",
+    ),
+)
