@@ -194,7 +194,12 @@ class Cluster:
         return self._lease_clock.at(time.monotonic())
 
     async def tick(self) -> None:
-        """Runs leases, deadlines and the queue until cancelled."""
+        """Runs leases, deadlines and the queue until cancelled.
+
+        Raises:
+            InvariantError: what workers are said to hold is not what requests hold, checked whenever none is left.
+        """
+        idle = True
         while True:
             await asyncio.sleep(TICK_S)
             # Leases do not run while nobody reads: a process that stood still reads first what came meanwhile.
@@ -202,6 +207,9 @@ class Cluster:
                 self._outgoing.pop(worker.worker_id, None)
                 self._lost(worker, f"silent for {self.workers.lease_s:g} s")
             self._execute(self.requests.tick(time.monotonic()))
+            if not idle and not len(self.requests):
+                self.requests.check()
+            idle = not len(self.requests)
 
     def drain_worker(self, worker: str, timeout_s: float) -> None:
         """One worker gets no new work, finishes what it has or gives it back after `timeout_s`, and leaves.

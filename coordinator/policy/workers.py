@@ -55,7 +55,7 @@ class HeldBlocks:
         return len(prefix)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Worker:
     """One incarnation of a worker. Times are seconds on the caller's lease clock; `drain_by` is when a draining worker
     gives back what it still has. `load` is what it reported last.
@@ -78,6 +78,10 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.held = HeldBlocks(self.join.blocks_total)
+
+    def __repr__(self) -> str:
+        placed = f"{self.reserved_blocks} blocks, {self.backlog_tokens} tokens, {self.running} running"
+        return f"<Worker {self.worker_id} {self.state} | {placed}>"
 
     @property
     def worker_id(self) -> str:

@@ -37,6 +37,22 @@ async def test_the_happy_path() -> None:
         await until(lambda: len(p.session.log) == len(d.session.log) == 0)
 
 
+async def test_invariants_are_checked_when_the_last_request_has_gone() -> None:
+    async with bench("p0", "d0") as b:
+        reader = b.submit(max_tokens=1)
+        p, _, s = await begun(b)
+        await asyncio.sleep(0.2)  # the tick has seen it
+        worker = b.cluster.workers.get("d0")
+        assert worker is not None
+        worker.running += 1
+        p.say(s, 0, 5, ended="length")
+        await reader.done()
+        with pytest.raises(InvariantError, match="should hold 0 blocks, 0 tokens, 0 running"):
+            await asyncio.wait_for(b.tick, 3)
+        worker.running -= 1
+        b.tick = asyncio.create_task(b.cluster.tick())
+
+
 async def test_a_gap_is_filled_from_the_other_stream_and_repeats_count_once() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit(max_tokens=3)

@@ -167,6 +167,7 @@ class Bench:
         self.pipeline = Pipeline(self.cluster, Vocabulary(byte_level()))
         self.workers: list[FakeWorker] = []
         self.port = 0
+        self.tick: asyncio.Task[None]
 
     async def add(self, name: str, *, ready: bool = True, here: Collection[SequenceId] = (), **more: Any) -> FakeWorker:
         """A worker of its own wire, with the sequences `here` from the start; with `ready` it has joined when this
@@ -268,12 +269,12 @@ async def bench(
     """A cluster with these workers; afterwards nothing is left in any table."""
     made = Bench(lease_s, max_requests, token, hold_s)
     server, made.port = await serve_control(made.cluster, "127.0.0.1", 0)
-    tick = asyncio.create_task(made.cluster.tick(), name="tick")
+    made.tick = asyncio.create_task(made.cluster.tick(), name="tick")
     try:
         for name in names:
             await made.add(name)
         yield made
-        assert not tick.done(), tick
+        assert not made.tick.done(), made.tick
         await until(lambda: not len(made.requests), what="no request in flight", timeout_s=2)
         made.requests.check()
         assert (made.dispatcher.num_active, made.dispatcher.num_queued) == (0, 0)
@@ -281,7 +282,7 @@ async def bench(
         for worker in made.workers:
             await worker.stop()
             await worker.wire.close()
-        tick.cancel()
+        made.tick.cancel()
         await server.stop(0)
 
 
