@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
-import resource
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,9 +23,12 @@ def test_events_are_lines_of_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert event.pop("t") > 0 and event == {"kind": "offer", "sequence": ["r", 0], "bytes": 3}
 
 
-def test_without_a_directory_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    before = set(os.listdir("/proc/self/fd"))
     EventLog("decode-0").write("offer")
+    assert not list(tmp_path.iterdir()) and set(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_directory_that_cannot_be_made_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,20 +39,26 @@ def test_a_directory_that_cannot_be_made_is_refused_by_name(tmp_path: Path, monk
 
 
 @pytest.fixture
-def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory in which no file becomes longer than 200 bytes."""
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of event logs."""
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, before[1]))  # Python ignores SIGXFSZ, so a write raises
-    yield tmp_path
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return tmp_path
 
 
-def test_where_nothing_more_fits_it_says_so_once_and_ends(room: Path, caplog: pytest.LogCaptureFixture) -> None:
-    events = EventLog("decode-0")
-    with caplog.at_level(logging.WARNING):
-        for number in range(20):
-            events.write("step", number=number)
-    (warning,) = caplog.records
-    assert "decode-0.events.jsonl: File too large" in warning.getMessage()
+IN_LITTLE_ROOM = """
+import logging, resource
+from baton.event_log import EventLog
+logging.basicConfig(format="%(message)s")
+events = EventLog("decode-0")
+resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))  # Python ignores SIGXFSZ, so a write raises
+for number in range(20):
+    events.write("step", number=number)
+"""
+
+
+def test_where_nothing_more_fits_it_says_so_once_and_ends(room: Path) -> None:
+    """In a process of its own: the limit would hold for whatever pytest writes."""
+    done = subprocess.run([sys.executable, "-c", IN_LITTLE_ROOM], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr.count("no more events are written") == 1, done.stderr
+    assert "decode-0.events.jsonl: File too large" in done.stderr
     assert 0 < (room / "decode-0.events.jsonl").stat().st_size <= 200

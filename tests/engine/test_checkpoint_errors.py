@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton.core.errors import StartupError
+from baton.core.request import SamplingParams, SequenceId
+from baton.core.step import Row, StepPlan
 from baton.engine.checkpoint import model_digest
 from tests.engine.driver import tiny_runner
 
@@ -192,8 +194,13 @@ def test_a_head_that_contradicts_tied_embeddings(checkpoint: Callable[..., Path]
 
 def test_stored_rotary_frequencies_are_ignored(single: Path) -> None:
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    before = tiny_runner(single)
     rewrite(single / SINGLE, lambda t: t.update({name: torch.ones(8)}))
-    tiny_runner(single)
+    after = tiny_runner(single)
+    plan = StepPlan(1, (Row(SequenceId("r"), 0, (1, 2, 3), (0,), SamplingParams(temperature=0.0), 1),))
+    assert before.step(plan).sampled == after.step(plan).sampled
+    keys = [runner.kv.layers[0][0][0, :3] for runner in (before, after)]
+    assert torch.equal(*keys), "keys rotated by other frequencies would differ"
 
 
 # Index

@@ -53,6 +53,25 @@ async def test_a_link_that_breaks_cleans_up_both_ends_and_the_next_one_has_a_new
         assert new is not old and new.edges.generation > generation
 
 
+async def test_who_had_accepted_is_the_only_one_under_its_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have begun to decode, so the spare is asked under the next attempt and not before."""
+    async with pair(DecodeNode("d0"), DecodeNode("d1")) as (source, [decode, spare]):
+        gate = Gate(monkeypatch, "announce", "after")
+        source.submit(make_request("r", 20, max_tokens=4), decode, spare)
+        source.step()
+        await asyncio.wait_for(gate.reached.wait(), 3)
+        links(source)[0]._stream.end("cut by the test")
+        gate.opened.set()
+        source.compute()
+        await until(lambda: source.told.parked, timeout_s=1.5)
+        assert "d0" in source.told.parked[0].reason and not spare.worker.scheduler.num_sequences
+        assert len(links(source)) == 1, "the spare was not even dialled"
+        source.assign(R, 2, spare)
+        await until(lambda: source.told.handed_over)
+        assert source.told.handed_over[0].decode_worker == "d1"
+        spare.compute()
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_an_edge_that_died_at_one_end_is_rebuilt_for_the_next_request(side: str) -> None:
     async with pair() as (source, [decode]):
