@@ -101,7 +101,8 @@ class Cluster:
         self._execute(self.requests.end(in_flight.request, reason, time.monotonic()))
 
     def forget(self, in_flight: InFlight) -> None:
-        """Its request id may be used again."""
+        """Its request id may be used again; it has ended."""
+        self.end(in_flight, "its reader has gone")
         name = in_flight.request.name
         if self._in_flight.get(name) is in_flight:
             del self._in_flight[name]
@@ -130,7 +131,8 @@ class Cluster:
             self.joins_refused[e.param or ""] += 1
             log.warning("%s", e.message)
             raise
-        following = self.requests.following(worker) if joined.resumed else ()
+        # Also after its lease has ended: it may have kept what was handed over to it, and would drop it in silence.
+        following = () if joined.replaced else self.requests.following(worker)
         queue: asyncio.Queue[ToWorker] = asyncio.Queue()
         lease_s, now_ms = self.workers.lease_s, round(time.monotonic() * 1000)
         queue.put_nowait(Welcome(self.run_id, lease_s, lease_s / 4, self._signer.key, following, now_ms))

@@ -113,6 +113,11 @@ class DecodeScheduler:
         entry = self._entries.get(sequence_id)
         return entry is not None and entry.sequence.state is State.RECEIVING and entry.sequence.ending is None
 
+    def generating(self, sequence_id: SequenceId) -> bool:
+        """Whether all KV of this sequence is here and its end is not known."""
+        entry = self._entries.get(sequence_id)
+        return entry is not None and entry.sequence.state is not State.RECEIVING and entry.sequence.ending is None
+
     def sequence_ids(self) -> tuple[SequenceId, ...]:
         """Those whose end is not told yet."""
         return tuple(sequence_id for sequence_id, entry in self._entries.items() if not entry.end_reported)

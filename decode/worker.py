@@ -284,6 +284,8 @@ class DecodeWorker:
 
     def transfer_aborted(self, sequence: SequenceId, reason: str, tombstone_s: float) -> None:
         self.incoming.events.write("transfer_ended", sequence=sequence, reason=reason)
+        if self.scheduler.generating(sequence):  # prefill has missed the last acknowledgement, and may die with it
+            self.main_loop.report_ended(sequence, "abandoned", f"{self.config.worker_id} ended it: {reason}")
         self.main_loop.deadlines.forget(sequence)
         self._arrived.discard(sequence)
         if not self.scheduler.abort(sequence, in_flight=sequence in self.incoming.writing) and tombstone_s > 0:

@@ -6,11 +6,11 @@ After a redial the coordinator names its next index per sequence and the worker 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from baton.core.commands import Following
 from baton.core.errors import InvariantError
-from baton.core.events import HandedOver, Parked, SequenceEnded, StepEvents, TokenEvent
+from baton.core.events import HandedOver, Parked, SequenceEnded, SpeculationCounters, StepEvents, TokenEvent
 from baton.core.request import SequenceId, TokenLogprob
 
 
@@ -23,6 +23,7 @@ class _Record:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     cached_tokens: int = 0
+    speculation: SpeculationCounters | None = None
     ended: SequenceEnded | None = None
     parked: Parked | None = None
     handed_over: HandedOver | None = None
@@ -60,6 +61,7 @@ class OutputLog:
             record.logprobs[known : known + len(event.logprobs)] = event.logprobs
             record.prompt_logprobs = record.prompt_logprobs or event.prompt_logprobs
             record.cached_tokens = max(record.cached_tokens, event.cached_tokens)
+            record.speculation = event.speculation or record.speculation
         for ended in events.ended:
             record = self._records.setdefault(ended.sequence, _Record())
             record.ended, record.parked = ended, None
@@ -95,9 +97,10 @@ class OutputLog:
             first = record.first_index or 0
             start = max(item.next_index, first)
             rest = tuple(record.tokens[start - first :])
-            if rest:
+            if rest or record.prompt_logprobs:
                 logprobs = tuple(record.logprobs[start - first :])
                 event = TokenEvent(item.sequence, start, rest, logprobs, record.prompt_logprobs, record.cached_tokens)
+                event = replace(event, speculation=record.speculation)
                 tokens.append(event)
             if record.ended is not None:
                 ended.append(record.ended)

@@ -15,6 +15,7 @@ prefix, unless PREFIX_SLACK more sequences run there than on the emptiest.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.core.commands import Role
@@ -96,9 +97,9 @@ class Dispatcher:
     def num_active(self) -> int:
         return len(self._active)
 
-    def missing_role(self, *, even_unready: bool = False) -> Role | None:
-        """The role that no ready worker has, if any; with `even_unready`, that no present worker has."""
-        roles = {w.role for w in self._workers.present() if w.ready or even_unready}
+    def missing_role(self) -> Role | None:
+        """The role that no ready worker has, if any."""
+        roles = {w.role for w in self._workers.present() if w.ready}
         return "prefill" if "prefill" not in roles else "decode" if "decode" not in roles else None
 
     def forget_worker(self, worker_id: str) -> None:
@@ -133,9 +134,10 @@ class Dispatcher:
                 code="overloaded",
                 retry_after_s=self._drain_estimate_s(),
             )
-        too_large = self.too_large(ticket)
-        if too_large is not None:
-            raise ContextLengthExceeded(too_large, code="exceeds_pool", param="max_tokens")  # a retry is in vain
+        unservable = self.unservable(ticket, self.capacity())
+        if unservable is not None:
+            message, code = unservable
+            raise ContextLengthExceeded(message, code=code, param="max_tokens")  # a retry is in vain
         self.resubmit(ticket)
 
     def resubmit(self, ticket: Ticket) -> None:
@@ -155,7 +157,7 @@ class Dispatcher:
             prefill = self._pick_prefill(ticket)
             decode, spare = self._pick_decode(ticket) if prefill is not None and ticket.needs_decode else (None, None)
             if prefill is None or (ticket.needs_decode and decode is None):
-                if self.too_large(ticket) is None:
+                if self.unservable(ticket, self.capacity()) is None:
                     break
                 position += 1  # it waits for another worker, and nobody waits for it
                 continue
@@ -238,15 +240,31 @@ class Dispatcher:
         if self._order != sorted((key, name) for name, (key, _) in self._queue.items()):
             raise InvariantError("the order of the queue is not that of its requests")
 
-    def too_large(self, ticket: Ticket) -> str | None:
-        """Why no present worker of a role could ever hold a request, if so. A role without workers is another
-        matter (`missing_role`)."""
-        for role, tokens in (("prefill", ticket.prefill_tokens), ("decode", ticket.total_tokens)):
-            if role == "decode" and not ticket.needs_decode:
-                continue
-            most = max((w.max_tokens for w in self._workers.present() if w.role == role), default=None)
-            if most is not None and tokens > most:
-                return f"the request needs KV for {tokens} tokens; the largest {role} worker holds {most}"
+    def capacity(self) -> Mapping[Role, int]:
+        """Tokens of the longest sequence that each role can hold, without draining workers: they take nothing."""
+        found: dict[Role, int] = {}
+        for worker in self._workers.present():
+            if worker.state != "draining":
+                found[worker.role] = max(found.get(worker.role, 0), worker.max_tokens)
+        return found
+
+    def unservable(
+        self, ticket: Ticket, capacity: Mapping[Role, int], *, parked: bool = False
+    ) -> tuple[str, str] | None:
+        """Why no worker can ever serve a request, and the code of that error; None where one can. When `parked` it
+        needs a decode worker only."""
+        needs: list[tuple[Role, int]] = [] if parked else [("prefill", ticket.prefill_tokens)]
+        if ticket.needs_decode:
+            needs.append(("decode", ticket.total_tokens))
+        for role, tokens in needs:
+            most = capacity.get(role)
+            if most is None:
+                return f"no {role} worker is left", f"no_{role}_worker"
+            if tokens > most:
+                return (
+                    f"the request needs KV for {tokens} tokens; the largest {role} worker holds {most}",
+                    "exceeds_pool",
+                )
         return None
 
     def _blocks(self, worker: Worker, tokens: int) -> int:

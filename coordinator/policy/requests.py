@@ -79,6 +79,7 @@ _WORKER_ERRORS: dict[str, type[BatonError]] = {
     "kv_corrupt": KVCorrupt,
     "worker_lost": WorkerLost,
     "handoff_failed": HandoffError,
+    "stale_handle": HandoffError,
     "draining": Unavailable,
     "prompt_exceeds_pool": Unavailable,
 }
@@ -255,7 +256,7 @@ class Requests:
         Raises:
             BatonError: refused; nothing was done for it.
         """
-        if self.draining:
+        if self.draining and not (request.choice and ChoiceId(request.request_id) in self._requests):
             raise Unavailable("the cluster is draining", code="draining", retry_after_s=5)
         if request.choice_id in self._requests:  # perhaps ended, and not yet read to its end
             raise DuplicateRequest(f"request {request.request_id} is already in flight", param="request_id")
@@ -276,7 +277,6 @@ class Requests:
         else:
             self.dispatcher.resubmit(self._ticket(r))
         self._requests[request.choice_id] = r
-        self._check_servable(r, now)
         return r, self._place(now)
 
     def end(self, r: Request, reason: str, now: float) -> list[Action]:
@@ -321,7 +321,7 @@ class Requests:
                 continue
             if worker == r.prefill_worker and r.stage in AT_PREFILL:
                 ran = r.stage is Stage.PREFILL
-            elif worker == r.decode_worker and r.stage is Stage.DECODE:
+            elif worker == r.decode_worker and r.stage is Stage.DECODE and r.journal.finish is None:
                 ran = True
             elif worker == r.prefill_worker and r.stage is Stage.DECODE and self._awaits_prompt_logprobs(r):
                 ran = False
@@ -345,6 +345,7 @@ class Requests:
     def tick(self, now: float) -> list[Action]:
         """Deadlines, requests that nobody can serve, parked KV, the queue. To be called every 0.1 s or so."""
         actions: list[Action] = []
+        self._update_servable(now)
         for r in list(self._requests.values()):
             if r.ended:
                 continue
@@ -373,8 +374,8 @@ class Requests:
     # Events, one by one.
 
     def _on_tokens(self, worker: str, event: TokenEvent, now: float) -> list[Action]:
-        r = self._requests.get(event.sequence.choice_id)
-        if r is None or r.ended or r.sequence != event.sequence:
+        r = self._find(event.sequence)
+        if r is None or r.ended:
             return self._stale(worker, event.sequence)
         if not r.request.output:
             r.cached_tokens = max(r.cached_tokens, event.cached_tokens)
@@ -401,7 +402,8 @@ class Requests:
                 r.speculation = event.speculation if before is None else before + event.speculation
             self._decoding(r, worker)
         if r.journal.finish is not None:
-            actions += self._end(r, "", now)
+            if not self._awaits_prompt_logprobs(r):  # which come from prefill, perhaps later than decode's last token
+                actions += self._end(r, "its answer is complete" if was_parked else "", now)
         elif r.stage is Stage.PARKED:
             actions += self._assign(r, now)
         elif was_parked:
@@ -409,12 +411,12 @@ class Requests:
         return actions
 
     def _on_handed_over(self, worker: str, over: HandedOver, now: float) -> list[Action]:
-        r = self._requests.get(over.sequence.choice_id)
-        if r is None or r.sequence != over.sequence:
+        r = self._find(over.sequence)
+        if r is None:
             return self._stale(worker, over.sequence)
         _add_stamps(r, over.stamps)
         if r.ended:
-            return []
+            return [Send(worker, Release((over.sequence,)))]
         self._decoding(r, over.decode_worker)
         taker = next((t.incarnation for t in r.targets if t.worker == over.decode_worker), None)
         if self.workers.has_left(over.decode_worker, taker):
@@ -433,9 +435,10 @@ class Requests:
         self.dispatcher.handed_over(r.name)
 
     def _on_parked(self, worker: str, parked: Parked, now: float) -> list[Action]:
-        r = self._requests.get(parked.sequence.choice_id)
-        if r is None or r.ended or r.sequence != parked.sequence:
-            return self._stale(worker, parked.sequence)
+        r = self._find(parked.sequence)
+        if r is None or r.ended:  # the worker holds the KV until somebody says what becomes of it
+            drop = Abort(parked.sequence, "nobody waits for its KV", tombstone_s=0.0)
+            return [Send(worker, drop), *self._stale(worker, parked.sequence)]
         if r.stage is Stage.PARKED or r.refused:
             return []  # repeated after a redial
         actions: list[Action] = [Log(f"KV of {r.sequence} is parked: {parked.reason}")]
@@ -449,17 +452,16 @@ class Requests:
             r.refused = True  # the first token is still to come, under this attempt
             return actions
         self._move(r, Stage.PARKED)
-        self._check_servable(r, now)
         if r.journal.attempt == r.request.attempt:
             actions += self._assign(r, now)  # later times wait for a tick: who refused just now would refuse again
         return actions
 
     def _on_ended(self, worker: str, ended: SequenceEnded, now: float) -> list[Action]:
-        r = self._requests.get(ended.sequence.choice_id)
-        if r is None or r.sequence != ended.sequence:
+        r = self._find(ended.sequence)
+        if r is None:
             return self._stale(worker, ended.sequence)
         _add_stamps(r, ended.stamps)
-        if r.ended:
+        if r.ended or (ended.reason != "error" and r.journal.finish is not None):
             return []
         here = r.runs_at(worker)
         if ended.reason != "error":
@@ -477,6 +479,11 @@ class Requests:
             return []  # the KV is at prefill, which parks it; if that one is lost too, `worker_gone` follows
         kind = _WORKER_ERRORS.get(ended.code, BatonError)
         return self._fail(r, kind(f"{ended.message} (stage {r.stage.value})", code=ended.code), now)
+
+    def _find(self, sequence: SequenceId) -> Request | None:
+        """The request that a worker's event is about, unless the event is of an attempt that is over."""
+        r = self._requests.get(sequence.choice_id)
+        return None if r is None or r.sequence != sequence or r.stage is Stage.QUEUED else r
 
     def _stale(self, worker: str, sequence: SequenceId) -> list[Action]:
         self.stale_events += 1
@@ -523,6 +530,7 @@ class Requests:
         actions: list[Action] = [
             Send(t.worker, Abort(old, "its KV is offered to another worker", tombstone_s=0.0)) for t in r.targets
         ]
+        actions += [Send(worker, Release((old,))) for worker in sorted(r.workers())]
         r.journal.begin_attempt(self._next_attempt(r))
         r.refused = False
         self._move(r, Stage.HANDOVER)
@@ -545,13 +553,12 @@ class Requests:
         self._move(r, Stage.QUEUED)
         r.journal.resume(self._next_attempt(r))
         r.prefill_worker = r.decode_worker = ""
-        r.targets, r.refused, r.queued_at = (), False, now
+        r.targets, r.refused, r.times_parked, r.queued_at = (), False, 0, now
         r.earlier_speculation = r.speculation
         r.earlier_stamps, r.stamps = r.all_stamps(), StageStamps()
         r.reschedules += 1
         self.rescheduled += 1
         self.dispatcher.resubmit(self._ticket(r))
-        self._check_servable(r, now)
         return actions
 
     def _fail(self, r: Request, error: BatonError, now: float) -> list[Action]:
@@ -581,23 +588,15 @@ class Requests:
         return actions
 
     def _update_servable(self, now: float) -> None:
-        """The set of workers has changed."""
+        """Whether any worker that stays can serve what waits: the clock of `hold_s` starts when the last one has gone.
+        Parked KV needs a decode worker only; its prefill worker may drain and still hand it over."""
+        capacity = self.dispatcher.capacity()
         for r in self._requests.values():
-            self._check_servable(r, now)
-
-    def _check_servable(self, r: Request, now: float) -> None:
-        """Whether a present worker can serve what waits: the clock of `hold_s` starts when the last one has gone."""
-        if r.stage not in (Stage.QUEUED, Stage.PARKED):
-            return
-        why: tuple[str, str] | None = None
-        missing = self.dispatcher.missing_role(even_unready=True)
-        if missing is not None:
-            why = f"no {missing} worker is left", f"no_{missing}_worker"
-        elif (too_large := self.dispatcher.too_large(self._size(r))) is not None:
-            why = too_large, "exceeds_pool"
-        if why is not None and r.unservable is None:
-            r.unservable_since = now
-        r.unservable = why
+            if r.stage in (Stage.QUEUED, Stage.PARKED):
+                why = self.dispatcher.unservable(self._size(r), capacity, parked=r.stage is Stage.PARKED)
+                if why is not None and r.unservable is None:
+                    r.unservable_since = now
+                r.unservable = why
 
     def _awaits_prompt_logprobs(self, r: Request) -> bool:
         return r.request.sampling.prompt_logprobs is not None and r.journal.prompt_logprobs is None

@@ -67,6 +67,26 @@ async def test_a_new_incarnation_replaces_the_old_one_at_once_and_takes_over_its
             await asyncio.wait_for(old.task, 3)
 
 
+async def test_a_worker_that_was_lost_and_took_the_kv_goes_on_with_it_when_it_joins_again() -> None:
+    """Its lease ended while the KV was on its way; told of nothing, it would drop the sequence in silence."""
+    async with bench("p0", "d0", lease_s=0.8) as b:
+        reader = b.submit()
+        p, d, s = await begun(b)
+        p.say(s, 0, 5)
+        await reader.got(1)
+        d.here.add(s)
+        d.session._lease_s = 60.0  # it was cut off, and would not know
+        d.wire.refuses = True
+        d.cut()
+        await until(lambda: b.state("d0") == "lost")
+        d.wire.refuses = False
+        await until(lambda: len(d.welcomes) == 2, timeout_s=3)
+        assert [f.sequence for f in d.welcomes[-1].following] == [s] and s in d.here
+        p.hand_over(s, "d0")
+        d.say(s, 0, 5, 6, 7, 8, ended="length")
+        assert await reader.done() == [5, 6, 7, 8]
+
+
 async def test_a_prompt_goes_to_the_new_incarnation_of_the_worker_that_computed_it() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit(max_tokens=1)

@@ -121,7 +121,7 @@ async def test_scores_of_the_prompt_that_never_come_are_waited_for_until_the_dea
         s = (await p.told(Prefill)).request.sequence_id
         p.say(s, 0, 5)
         d.say(s, 0, 5, 6, ended="length")
-        await until(lambda: b.dispatcher.num_active == 0)
+        await until(lambda: b.in_flight(s).journal.finish)
         assert not first.done()
         async with asyncio.timeout(5.0):
             with pytest.raises(DeadlineExceeded):

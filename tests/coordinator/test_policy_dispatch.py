@@ -148,12 +148,23 @@ def test_refusals_say_why() -> None:
     assert refusal(d, Ticket("x", 1, 2)).code == "no_prefill_worker"
 
 
-def test_a_pool_is_missing_altogether_only_when_no_worker_of_it_is_known() -> None:
-    d = dispatcher()
+def test_a_role_can_serve_while_a_worker_of_it_may_come_back_and_not_while_all_drain() -> None:
+    d, ticket = dispatcher(), Ticket("a", 4, 8)
     set_ready(d, "d0", False)
-    assert (d.missing_role(), d.missing_role(even_unready=True)) == ("decode", None)
-    lose(d, "d0")
-    assert (d.missing_role(), d.missing_role(even_unready=True)) == ("decode", "decode")
+    assert d.missing_role() == "decode" and d.unservable(ticket, d.capacity()) is None
+    worker(d, "d0").state = "draining"
+    assert d.unservable(ticket, d.capacity()) == ("no decode worker is left", "no_decode_worker")
+    assert d.unservable(Ticket("a", 4, 4, needs_decode=False), d.capacity()) is None
+    lose(d, "p0")
+    assert d.unservable(ticket, d.capacity()) == ("no prefill worker is left", "no_prefill_worker")
+
+
+def test_nobody_waits_behind_what_only_a_draining_worker_could_hold() -> None:
+    d = dispatcher(view("p0", step_tokens=64), view("d0", blocks=100), view("d1", blocks=4))
+    d.submit(Ticket("large", 4, 400))
+    worker(d, "d0").state = "draining"
+    d.submit(Ticket("small", 4, 8))
+    assert [p.name for p in d.place()] == ["small"]
 
 
 def test_a_request_that_no_present_worker_can_hold_waits_and_nobody_behind_it() -> None:
@@ -162,10 +173,8 @@ def test_a_request_that_no_present_worker_can_hold_waits_and_nobody_behind_it() 
         d.submit(ticket)
     lose(d, "d0")
     assert [p.name for p in d.place()] == ["small"]
-    assert (
-        d.too_large(Ticket("large", 4, 400))
-        == "the request needs KV for 400 tokens; the largest decode worker holds 16"
-    )
+    too_large = d.unservable(Ticket("large", 4, 400), d.capacity())
+    assert too_large == ("the request needs KV for 400 tokens; the largest decode worker holds 16", "exceeds_pool")
     add_worker(d._workers, "d0", blocks=100)
     assert [p.name for p in d.place()] == ["large"]
     d.check()

@@ -124,7 +124,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         """Whether no present worker could hold it."""
         needs = [("prefill", ticket.prefill_tokens)] + [("decode", ticket.total_tokens)] * ticket.needs_decode
         roles = {w.role for w in self.m.workers.values()}
-        return any(role in roles and not self.pool_holds(role, tokens) for role, tokens in needs)
+        return any(role not in roles or not self.pool_holds(role, tokens) for role, tokens in needs)
 
     def a_placed(self, data: st.DataObject) -> str | None:
         return data.draw(st.sampled_from(sorted(self.m.placed))) if self.m.placed else None

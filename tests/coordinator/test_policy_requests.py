@@ -241,6 +241,75 @@ def test_prompt_logprobs_that_prefill_had_not_reported_are_computed_again() -> N
     assert r.journal.prompt_logprobs == scores
 
 
+@pytest.mark.parametrize("dies", ["", "d0"])
+def test_prompt_logprobs_may_come_after_the_last_token(dies: str) -> None:
+    """They come from prefill, over another stream."""
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.PREFILL, max_tokens=2, sampling=SamplingParams(prompt_logprobs=0))
+    d.tokens("d0", s, 0, 5, 6)
+    d.ended("d0", s, reason="length")
+    assert r.journal.finish == "length" and not r.ended
+    if dies:
+        d.lose(dies)
+    d.tokens("p0", s, 0, 5, prompt_logprobs=(TokenLogprob(2, -1.0, 1), TokenLogprob(3, -1.0, 1)))
+    assert r.ended and r.error is None and r.deaths == []
+
+
+def test_the_clock_of_the_hold_runs_for_what_is_parked_with_its_first_token() -> None:
+    d = Drive("p0", "d0", hold_s=30.0)
+    r, s = d.at(Stage.PREFILL)
+    d.lose("d0")
+    d.park("p0", s)
+    d.tokens("p0", s, 0, 5)
+    assert r.stage is Stage.PARKED
+    d.tick()
+    d.tick(30.1)
+    assert d.error(r).code == "no_decode_worker"
+
+
+@pytest.mark.parametrize("parked", ["before its last token", "after"])
+def test_parked_kv_of_a_request_that_has_ended_is_dropped(parked: str) -> None:
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.PARKED if parked.startswith("before") else Stage.HANDOVER)
+    d.tokens("d0", s, 0, 5, 6, 7, 8)
+    assert r.ended and r.journal.finish == "length"
+    if parked == "after":
+        d.park("p0", s)
+    assert ("p0", s) in [(w, c.sequence) for w, c in d.sent(Abort)]
+
+
+def test_a_draining_cluster_finishes_the_other_choices_of_what_it_has_accepted() -> None:
+    d = Drive("p0", "d0")
+    d.at(Stage.DECODE)
+    d.requests.draining = True
+    assert d.submit("r", choice=1).stage is Stage.PREFILL
+    with pytest.raises(Unavailable, match="draining"):
+        d.submit("new")
+
+
+def test_a_request_that_needs_no_decode_worker_does_not_wait_for_one() -> None:
+    d = Drive("p0", "d0", hold_s=30.0)
+    busy = d.submit("busy", prompt=(1,) * 40)
+    last = d.submit("last", max_tokens=1)
+    d.lose("d0")
+    d.tick(40.0)
+    assert last.error is None
+    d.did(d.requests.end(busy, "the client left", d.now))
+    assert last.stage is Stage.PREFILL
+
+
+def test_what_ends_late_or_never_was_there_is_released() -> None:
+    d = Drive("p0", "d0")
+    _, s = d.at(Stage.HANDOVER)
+    d.tokens("d0", s, 0, 5, 6, 7, 8)
+    d.new.clear()
+    d.handed_over("p0", s, "d0")
+    assert [w for w, _ in d.sent(Release)] == ["p0"]
+    waiting = d.submit("waiting", prompt=(1,) * 40), d.submit("queued")
+    d.handed_over("p0", waiting[1].sequence, "d0")  # of an attempt that no worker has
+    assert waiting[1].stage is Stage.QUEUED and d.requests.stale_events
+
+
 def test_rescheduled_requests_go_first_in_order_of_age() -> None:
     d = Drive("p0", "d0", "p1")
     names = ["a", "b", "c", "d"]
@@ -359,7 +428,9 @@ def test_parked_kv_waits_for_its_first_token_and_is_offered_under_the_next_attem
     d.tick()
     assert r.stage is Stage.PREFILL and not d.take(AssignTargets)
     d.tokens("p0", s, 0, 5)
-    assert [(w, c.sequence) for w, c in [(a.worker, a.command) for a in d.new if isinstance(a, Send)]] == [("d0", s)]
+    sent = [(a.worker, a.command) for a in d.new if isinstance(a, Send)]
+    assert [(w, c.sequence) for w, c in sent if isinstance(c, Abort)] == [("d0", s)]
+    assert [w for w, c in sent if isinstance(c, Release)] == ["d0", "p0"], "nothing is kept of the old attempt"
     (assign,) = d.take(AssignTargets)
     assert (assign.sequence, assign.attempt) == (s, r.journal.attempt) and r.stage is Stage.HANDOVER
     d.tokens("d0", s, 1, 99)

@@ -68,6 +68,18 @@ async def test_the_end_of_the_link_frees_what_had_not_arrived() -> None:
         assert [(e.sequence, e.code) for e in p.decode.told.ended] == [(R, "worker_lost")]
 
 
+async def test_a_sequence_that_prefill_ends_while_it_generates_is_reported() -> None:
+    """Prefill has missed the last acknowledgement. It may die before the coordinator hears that it parks the KV."""
+    async with peer() as p:
+        await p.ask(p.offer())
+        await p.open_edge(1)
+        assert (await p.send(*p.chunk())).complete
+        p.decode.step()
+        await p.link.stream.send(AbortTransfer(R, "no last acknowledgement", 1.0))
+        await until(lambda: p.decode.idle)
+        assert [(e.sequence, e.code) for e in p.decode.told.ended] == [(R, "abandoned")]
+
+
 async def test_a_prefill_worker_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have stopped in the middle of anything; its connection stands, and no chunk may be under way to tell."""
     monkeypatch.setattr(incoming_link, "SILENCE_S", 0.3)

@@ -79,7 +79,7 @@ FAULTS = (
     Fault(DISPATCH, "key = (ticket.age, self._submitted)", "key = (0, self._submitted)", T_DISPATCH),
     Fault(
         DISPATCH,
-        "                if self.too_large(ticket) is None:\n                    break\n",
+        "                if self.unservable(ticket, self.capacity()) is None:\n                    break\n",
         "                break\n",
         T_DISPATCH,
     ),
