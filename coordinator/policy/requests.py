@@ -308,7 +308,6 @@ class Requests:
 
     def worker_joined(self, now: float) -> list[Action]:
         """A worker has joined or has come back."""
-        self._update_servable(now)
         return self._place(now)
 
     def worker_gone(self, worker: str, why: str, now: float, *, drained: bool) -> list[Action]:

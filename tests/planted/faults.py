@@ -69,8 +69,8 @@ FAULTS = (
     Fault(REQUESTS, "self.workers.incarnation(over.decode_worker) != taker", "False", T_REQUESTS),
     Fault(
         REQUESTS,
-        "        self._update_servable(now)\n        return self._place(now)",
-        "        return self._place(now)",
+        "        self._update_servable(now)\n        for r in list",
+        "        for r in list",
         T_REQUESTS,
     ),
     Fault(REQUESTS, "self._age if first is None else first.age", "self._age", T_REQUESTS),
