@@ -29,23 +29,23 @@ from launch.topology import WorkerPlace
 def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
     """Raises StartupError for the first worker that cannot be started, or not beside those before it, with its name."""
     config = _model_config(plan.model)
-    told = [(w, resolve(WorkerConfig, file={}, env=environment, flags=w.options)) for w in plan.topology.workers]
+    resolved = [(w, resolve(WorkerConfig, file={}, env=environment, flags=w.options)) for w in plan.topology.workers]
     if config is not None:
-        for worker, options in told:
+        for worker, options in resolved:
             try:
                 check_divides(config, worker.tensor_parallel)
                 config.longest(options.max_model_len)
             except StartupError as error:
                 raise StartupError(f"{worker.name}: {error.message}") from None
     # What is not known of a worker is taken to be as in the first of which it is.
-    dtype = next((known for _, options in told if (known := _dtype(options))), "float32")
-    longest = next((options.max_model_len for _, options in told if options.max_model_len), 0)
+    dtype = next((known for _, options in resolved if (known := _dtype(options))), "float32")
+    longest = next((options.max_model_len for _, options in resolved if options.max_model_len), 0)
     if config is not None:
         longest = config.max_position_embeddings
-    _check_edges(told)
-    _check_gpu_shares(plan, {worker.name: options for worker, options in told})
+    _check_edges(resolved)
+    _check_gpu_shares(plan, {worker.name: options for worker, options in resolved})
     before: list[tuple[str, WorkerFacts]] = []
-    for worker, options in told:
+    for worker, options in resolved:
         facts = _facts(worker, options, config, _dtype(options) or dtype, options.max_model_len or longest)
         for name, other in before:
             difference = other.first_difference(facts)
@@ -65,9 +65,9 @@ def check_files(plan: Plan, nodes: Collection[str], environment: Mapping[str, st
     try:
         model = resolve_model(plan.model)
         if who == COORDINATOR:
-            told = resolve(CoordinatorConfig, file={}, env=environment, flags=place.options)
+            resolved = resolve(CoordinatorConfig, file={}, env=environment, flags=place.options)
             host = plan.topology.node(place.node).address
-            check_listening("--control-host", host, read_token(told.cluster_token_file))
+            check_listening("--control-host", host, read_token(resolved.cluster_token_file))
         for part in parts:
             who = part.name
             _check_files_of(part, model, environment)
@@ -79,19 +79,19 @@ def _check_files_of(part: Part, model: Path, environment: Mapping[str, str]) -> 
     """Of a worker; only its leader guesses and listens."""
     if part.node_rank:
         return
-    told = resolve(WorkerConfig, file={}, env=environment, flags=part.worker.options)
-    check_listening("--host", part.node.address, read_token(told.cluster_token_file))
+    resolved = resolve(WorkerConfig, file={}, env=environment, flags=part.worker.options)
+    check_listening("--host", part.node.address, read_token(resolved.cluster_token_file))
     if part.role == "decode":
         try:
-            resolve_draft(told.draft, model)
+            resolve_draft(resolved.draft, model)
         except StartupError as error:
             raise StartupError(f"--draft: {error.message}") from None
 
 
-def _check_edges(told: Sequence[tuple[WorkerPlace, WorkerConfig]]) -> None:
+def _check_edges(resolved: Sequence[tuple[WorkerPlace, WorkerConfig]]) -> None:
     """Raises StartupError where two workers could not send KV to each other: another kind of edge, as far as the plan
     tells, or memory of one host over two nodes."""
-    known = [(worker, kind) for worker, options in told if (kind := _edge_kind(options))]
+    known = [(worker, kind) for worker, options in resolved if (kind := _edge_kind(options))]
     for worker, kind in known:
         other, first = known[0]
         if kind != first:
@@ -110,11 +110,11 @@ def _edge_kind(options: WorkerConfig) -> str:
     return "gloo" if options.device == "cpu" or options.exact else "nccl" if options.device == "cuda" else ""
 
 
-def _check_gpu_shares(plan: Plan, told: Mapping[str, WorkerConfig]) -> None:
+def _check_gpu_shares(plan: Plan, resolved: Mapping[str, WorkerConfig]) -> None:
     """Raises StartupError where the ranks on one GPU may use more than all of its memory."""
     used: dict[tuple[str, str], float] = {}
     for part in (part for part in plan.parts if part.gpus):
-        share = told[part.worker.name].gpu_share or 1 / part.gpu_ranks
+        share = resolved[part.worker.name].gpu_share or 1 / part.gpu_ranks
         names = part.gpus.split(",")
         for rank in range(part.ranks):
             at = (part.node.name, names[rank % len(names)])

@@ -159,7 +159,6 @@ class Request:
     times_parked: int = 0
     recomputed: bool = False
     deaths: list[str] = field(default_factory=list)
-    reschedules: int = 0
     unservable: tuple[str, str] | None = None
     unservable_since: float = 0.0
     queued_at: float = 0.0
@@ -183,20 +182,12 @@ class Request:
     @property
     def sequence(self) -> SequenceId:
         """Its name on the workers under the present attempt."""
-        return self.name_at(self.journal.attempt)
-
-    def name_at(self, attempt: int) -> SequenceId:
         request = self.journal.request
-        return SequenceId(request.request_id, request.choice, attempt)
+        return SequenceId(request.request_id, request.choice, self.journal.attempt)
 
     @property
     def ended(self) -> bool:
         return self.stage is Stage.ENDED
-
-    @property
-    def decoded(self) -> int:
-        """Tokens of the present prefill that only a decode worker can have sent."""
-        return max(0, self.journal.next_index - len(self.request.output) - 1)
 
     def runs_at(self, worker: str) -> bool:
         """Whether that worker has the sequence, as far as is known."""
@@ -435,9 +426,12 @@ class Requests:
 
     def _on_parked(self, worker: str, parked: Parked, now: float) -> list[Action]:
         r = self._find(parked.sequence)
-        if r is None or r.ended:  # the worker holds the KV until somebody says what becomes of it
+        if parked.sequence.choice_id not in self._requests or (r is not None and r.ended):
+            # The worker keeps the KV until then. Not for an earlier attempt: it may be on offer under the present one.
             drop = Abort(parked.sequence, "nobody waits for its KV", tombstone_s=0.0)
             return [Send(worker, drop), *self._stale(worker, parked.sequence)]
+        if r is None:
+            return self._stale(worker, parked.sequence)
         if r.stage is Stage.PARKED or r.refused:
             return []  # repeated after a redial
         actions: list[Action] = [Log(f"KV of {r.sequence} is parked: {parked.reason}")]
@@ -555,7 +549,6 @@ class Requests:
         r.targets, r.refused, r.times_parked, r.queued_at = (), False, 0, now
         r.earlier_speculation = r.speculation
         r.earlier_stamps, r.stamps = r.all_stamps(), StageStamps()
-        r.reschedules += 1
         self.rescheduled += 1
         self.dispatcher.resubmit(self._ticket(r))
         return actions

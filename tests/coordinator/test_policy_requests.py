@@ -278,6 +278,17 @@ def test_parked_kv_of_a_request_that_has_ended_is_dropped(parked: str) -> None:
     assert ("p0", s) in [(w, c.sequence) for w, c in d.sent(Abort)]
 
 
+def test_a_repeat_of_an_earlier_attempt_does_not_drop_the_kv_of_the_present_one() -> None:
+    """A prefill worker knows a hand-over by the attempt that it began as, too."""
+    d = Drive("p0", "d0")
+    r, s = d.at(Stage.HANDOVER)
+    d.park("p0", s)
+    assert r.sequence != s
+    d.new.clear()
+    d.park("p0", s)
+    assert not d.sent(Abort) and r.stage is Stage.HANDOVER
+
+
 def test_a_draining_cluster_finishes_the_other_choices_of_what_it_has_accepted() -> None:
     d = Drive("p0", "d0")
     d.at(Stage.DECODE)
