@@ -9,15 +9,6 @@ from baton.core.prefix_use import PrefixUse
 from baton.core.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """Blocks for a sequence whose KV is to come, and their generations; the first `prefix_tokens` are there already."""
-
-    blocks: tuple[int, ...]
-    generations: tuple[int, ...]
-    prefix_tokens: int = 0
-
-
 @dataclass(slots=True)
 class Times:
     """Instants on the worker's clock; None until then."""

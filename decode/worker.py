@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING
 from baton.core.cluster_token import check_token
 from baton.core.commands import Command, Join, WorkerFacts
 from baton.core.config import WorkerConfig
-from baton.core.errors import InvariantError, JoinRefused, StaleHandle, StartupError, Unavailable
-from baton.core.events import Load, StepEvents
-from baton.core.handles import SpentHandles, verify
-from baton.core.handover import LinkHello, LinkWelcome, Offer
+from baton.core.errors import InvariantError, JoinRefused, StartupError, Unavailable
+from baton.core.events import Load, SequenceEnded, StepEvents
+from baton.core.handover import LinkHello, LinkWelcome
 from baton.core.names import host_port
-from baton.core.request import SequenceId, TokenLogprob
+from baton.core.request import SequenceId
 from baton.core.reshard import reshard_layout
-from baton.core.sampling_limits import check_sampling, check_tokens
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.runner import Runner
 from baton.event_log import EventLog
@@ -26,8 +24,8 @@ from baton.token_file import read_token
 from baton.transfer.edge_end import MakeEnd
 from baton.transfer.staging_room import StagingRoom
 from baton.transfer.store import EdgeStore
-from decode.entry import Reserved
-from decode.incoming import Incoming
+from decode.handover import Admission, HandOvers
+from decode.receiver import Receiver
 from decode.scheduler import DecodeScheduler
 from decode.speculation.engine import SpeculativeEngine
 from decode.speculation.policy import Speculation
@@ -40,7 +38,7 @@ log = logging.getLogger("baton.worker")
 
 class DecodeWorker:
     """Complete state: the scheduler, the links into it, the store where edges meet, the sequences that wait for their
-    first step, and what was told of the load last; the rest is the shell's."""
+    first step, and which gauges were reported last; the rest is the main loop's."""
 
     def __init__(
         self,
@@ -66,8 +64,20 @@ class DecodeWorker:
             plan_ahead=config.plan_ahead == "on" or (config.plan_ahead == "auto" and runner.launches_ahead),
         )
         self.store = EdgeStore(config.host, config.store_port)
-        self.incoming = Incoming(
+        step = runner.step if engine is None else engine.step
+        launcher = runner if self.scheduler.plan_ahead else None  # where nothing drafts, its engine only steps
+        self.main_loop = WorkerLoop(config, self, step, read_token(config.cluster_token_file), launcher)
+        self.hand_overs = HandOvers(
+            self.scheduler,
+            self.main_loop.deadlines,
+            self.main_loop.tombstones,
+            worker_id=config.worker_id,
+            incarnation=self.incarnation,
+            vocab_size=facts.vocab_size,
+        )
+        self.incoming = Receiver(
             self,
+            self.hand_overs,
             runner.layout,
             make_end,
             StagingRoom(round(config.staging_mib * (1 << 20)), runner.layout),
@@ -76,16 +86,11 @@ class DecodeWorker:
             store_port=self.store.port,
             tensor_parallel=facts.tensor_parallel,
             edge_timeout_s=config.edge_timeout_s,
-            vocab_size=facts.vocab_size,
         )
-        step = runner.step if engine is None else engine.step
-        launcher = runner if self.scheduler.plan_ahead else None  # where nothing drafts, its engine only steps
-        self.main_loop = WorkerLoop(config, self, step, read_token(config.cluster_token_file), launcher)
-        self.handles_refused = self.links_refused = 0
+        self.links_refused = 0
         self._reported_gauges: tuple[int, ...] = ()
         self._edge_kind = make_end.kind
         self._arrived: set[SequenceId] = set()
-        self._spent = SpentHandles()
         self._server: grpc.aio.Server | None = None
         self._link_port = 0
 
@@ -95,10 +100,10 @@ class DecodeWorker:
 
     async def run(self) -> None:
         """Serves until drained; raises as WorkerLoop.run does."""
-        self._server, self._link_port = await serve_links(self.config.host, self.incoming.handle, self.config.link_port)
+        self._server, self._link_port = await serve_links(self.config.host, self.incoming.serve, self.config.link_port)
         await self.main_loop.run()
 
-    # What the shell asks for.
+    # What the main loop asks for.
 
     def join(self, run_id: str) -> Join:
         self.scheduler.cache.restart_events()
@@ -126,12 +131,12 @@ class DecodeWorker:
             waiting=scheduler.num_waiting,
             prompt_tokens_computed=scheduler.prompt_tokens_computed,
             tokens_generated=scheduler.tokens_generated,
-            kv_bytes_received=self.incoming.bytes_received,
+            kv_bytes_received=self.hand_overs.bytes_received,
             kv_bytes_reused=scheduler.tokens_reused * scheduler.layout.bytes_per_token,
             steps=self.main_loop.steps,
             sequences=scheduler.num_sequences,
-            handles_refused=self.handles_refused,
-            stale_messages=self.incoming.stale_messages,
+            handles_refused=self.hand_overs.handles_refused,
+            stale_messages=self.hand_overs.stale_messages,
             links_refused=self.links_refused,
             speculation=scheduler.speculation.counters,
             preemptions=scheduler.preemptions,
@@ -166,11 +171,14 @@ class DecodeWorker:
         if not self.scheduler.knows(sequence):
             return False
         self._arrived.discard(sequence)
-        self.incoming.abort(sequence, reason)
-        return self.scheduler.abort(sequence, in_flight=sequence in self.incoming.writing)
+        self.incoming.end(sequence, reason)
+        return True
 
     def sequence_ids(self) -> tuple[SequenceId, ...]:
         return self.scheduler.sequence_ids()
+
+    def receiving(self, sequence: SequenceId) -> bool:
+        return self.scheduler.receiving(sequence)
 
     def check(self) -> None:
         self.scheduler.check()
@@ -225,72 +233,20 @@ class DecodeWorker:
         except StartupError as e:
             raise JoinRefused(f"link refused: tensor_parallel: {e.message}", param="tensor_parallel") from None
 
-    def reserve(self, offer: Offer, hello: LinkHello) -> Reserved:
-        sequence, now_ms = offer.request.sequence_id, self.main_loop.run_clock_ms()
-        try:
-            verify(
-                self.main_loop.handle_key,
-                offer.handle,
-                sequence=sequence,
-                source=hello.prefill_worker,
-                source_incarnation=hello.prefill_incarnation,
-                destination=self.config.worker_id,
-                incarnation=self.incarnation,
-                now_ms=now_ms,
-            )
-            self._spent.spend(offer.handle, now_ms)
-        except StaleHandle:
-            self.handles_refused += 1
-            raise
-        if self.main_loop.is_tombstoned(sequence):
-            raise Unavailable("the sequence was aborted", code="aborted")
-        if self.main_loop.draining:
-            raise Unavailable("this decode worker is draining", code="draining")
-        if offer.num_tokens != offer.request.num_prefill_tokens:
-            raise Unavailable(f"{offer.num_tokens} tokens offered of {offer.request.num_prefill_tokens}")
-        check_tokens(offer.request, self.facts.vocab_size)
-        check_sampling(offer.request.sampling, offer.request.max_tokens, self.facts.vocab_size)
-        blocks = self.scheduler.reserve(offer.request, time.monotonic())
-        self.main_loop.follow(offer.request)
-        return Reserved(blocks, self.scheduler.generations(sequence), self.scheduler.num_cached(sequence))
+    def admission(self) -> Admission:
+        return Admission(self.main_loop.handle_key, self.main_loop.run_clock_ms(), self.main_loop.draining)
 
-    def receiving(self, sequence: SequenceId) -> bool:
-        return self.scheduler.receiving(sequence)
+    def ready(self, sequence: SequenceId) -> None:
+        self._arrived.add(sequence)
+        self.main_loop.wake()
 
-    def knows(self, sequence: SequenceId) -> bool:
-        return self.scheduler.knows(sequence)
+    def dropped(self, sequence: SequenceId) -> None:
+        self._arrived.discard(sequence)
+        self.main_loop.wake()
+
+    def hand_over_ended(self, event: SequenceEnded) -> None:
+        self.main_loop.session.post(StepEvents(ended=(event,), load=self.load()))
+        self.main_loop.wake()
 
     def failed(self, error: InvariantError) -> None:
         self.main_loop.fail(error)
-
-    def landed(self, sequence: SequenceId, num_tokens: int) -> None:
-        self.scheduler.landed(sequence, num_tokens)
-
-    def received(self, sequence: SequenceId, first_token: int, logprob: TokenLogprob | None, cached: int) -> None:
-        ended = self.scheduler.received(sequence, first_token, time.monotonic(), logprob, cached)
-        if ended is not None:
-            self.main_loop.deadlines.forget(sequence)
-            self.main_loop.session.post(StepEvents(ended=(ended,), load=self.load()))
-        else:
-            self._arrived.add(sequence)
-        self.main_loop.wake()
-
-    def transfer_lost(self, sequence: SequenceId, reason: str) -> None:
-        if self.scheduler.receiving(sequence):
-            self.main_loop.report_ended(
-                sequence, "worker_lost", f"{self.config.worker_id} lost its KV source: {reason}"
-            )
-        self.transfer_aborted(sequence, reason, 0.0)
-
-    def transfer_aborted(self, sequence: SequenceId, reason: str, tombstone_s: float) -> None:
-        self.incoming.events.write("transfer_ended", sequence=sequence, reason=reason)
-        if self.scheduler.generating(sequence):  # prefill has missed the last acknowledgement, and may die with it
-            self.main_loop.report_ended(sequence, "abandoned", f"{self.config.worker_id} ended it: {reason}")
-        self.main_loop.deadlines.forget(sequence)
-        self._arrived.discard(sequence)
-        if not self.scheduler.abort(sequence, in_flight=sequence in self.incoming.writing) and tombstone_s > 0:
-            self.main_loop.tombstones.add(sequence, time.monotonic(), tombstone_s)
-        self.main_loop.wake()
-
-    def write_ended(self, sequence: SequenceId) -> None:
-        self.scheduler.receive_ended(sequence)

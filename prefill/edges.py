@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from baton.core.errors import HandoffError
 from baton.core.handover import EdgeOpen, EdgeReady, LinkHello, LinkWelcome
-from baton.core.kv_layout import KVLayout
 from baton.core.reshard import EdgeKey, EdgePlan
 from baton.transfer.edge import EdgeSpec, edge_prefix
 from baton.transfer.edge_end import EdgeEnd, MakeEnd
@@ -39,19 +38,6 @@ class LinkEdges:
         self._open_edge = open_edge
         self._timeout_s = timeout_s
         self._ends: dict[EdgeKey, EdgeEnd] = {}
-        # By edge and layer: what it carries of one token up to there. Asked for with every piece.
-        self._bytes = {plan.key: _bytes_up_to(plan, hello.layout) for plan in plans}
-
-    def most_tokens(self, staging_bytes: int) -> int:
-        """The longest piece whose bytes fit into staging memory: of all edges into `staging_bytes` here, of each edge
-        into the decode worker's."""
-        sizes = [up_to[-1] for up_to in self._bytes.values()]
-        return min(staging_bytes // sum(sizes), self._welcome.staging_bytes // max(sizes))
-
-    def bytes_per_token(self, plan: EdgePlan, start_layer: int, end_layer: int) -> int:
-        """What an edge carries of one token's layers [start_layer, end_layer)."""
-        up_to = self._bytes[plan.key]
-        return up_to[end_layer] - up_to[start_layer]
 
     @property
     def ends(self) -> Mapping[EdgeKey, EdgeEnd]:
@@ -118,9 +104,4 @@ class LinkEdges:
 
     def __repr__(self) -> str:
         living = sum(end.dead is None for end in self._ends.values())
-        return f"<LinkEdges {living} of {len(self.plans)} stand | generation {self.generation}>"
-
-
-def _bytes_up_to(plan: EdgePlan, layout: KVLayout) -> tuple[int, ...]:
-    sizes = [plan.of_layers(layer, layer + 1).bytes_per_token(layout) for layer in range(len(layout.layers))]
-    return tuple(itertools.accumulate(sizes, initial=0))
+        return f"<LinkEdges {living} of {len(self.plans)} open | generation {self.generation}>"

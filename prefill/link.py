@@ -35,6 +35,7 @@ from baton.rpc.streams import LinkLost
 from baton.transfer.edge_end import MakeEnd
 from baton.transfer.edge_kinds import edge_connect_s
 from prefill.edges import LinkEdges
+from prefill.handover import Wire
 
 log = logging.getLogger("baton.link")
 T = TypeVar("T")
@@ -43,7 +44,8 @@ PING_LIMIT_S = 3.0
 
 
 class Link:
-    """Complete state: the dialled stream, the waiting futures by what they wait for, and the edges."""
+    """Complete state: the dialled stream, the waiting futures by what they wait for, and the edges. `wire`: what they
+    carry of each token."""
 
     def __init__(
         self,
@@ -57,6 +59,7 @@ class Link:
         self._stream = dialled.stream
         self._edge_connect_s = edge_connect_s(make_end.kind, edge_timeout_s)
         self._waiting: dict[tuple[object, ...], asyncio.Future[Any]] = {}
+        self.wire = Wire(plans, hello.layout, dialled.welcome.staging_bytes)
         self.edges = LinkEdges(plans, hello, dialled.welcome, make_end, self._open_edge, edge_timeout_s)
         self.edge_lock = asyncio.Lock()
         self.decode_worker = dialled.welcome.decode_worker
@@ -89,7 +92,7 @@ class Link:
 
     @property
     def lost(self) -> str | None:
-        """Why the link has ended, or None while it stands."""
+        """Why the link has ended; None while it is open."""
         return self._stream.ended
 
     async def offer(self, offer: Offer, timeout_s: float) -> Accept | Refuse:
@@ -112,12 +115,12 @@ class Link:
         """To be called before the chunk is announced, so that no answer can be missed."""
         return self._expect(("ack", sequence, index, edge))
 
-    async def abort(self, sequence: SequenceId, reason: str, tombstone_s: float) -> None:
-        """Tells the peer, as far as it still listens."""
+    async def abort(self, message: AbortTransfer) -> None:
+        """Sends it to the peer, if the link is still open."""
         try:
-            await self._stream.send(AbortTransfer(sequence, reason, tombstone_s))
+            await self._stream.send(message)
         except LinkLost:
-            log.info("abort of %s not sent: the link to %s is gone", sequence, self.decode_worker)
+            log.info("abort of %s not sent: the link to %s is gone", message.sequence, self.decode_worker)
 
     async def _open_edge(self, message: EdgeOpen) -> EdgeReady:
         answer: EdgeReady = await self._ask(

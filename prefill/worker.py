@@ -23,14 +23,14 @@ from baton.rpc.worker_loop import WorkerLoop
 from baton.token_file import read_token
 from baton.transfer.edge_end import MakeEnd
 from baton.transfer.staging_room import StagingRoom
-from prefill.outgoing import Outgoing
 from prefill.scheduler import PrefillScheduler
+from prefill.sender import Sender
 
-MIN_PIECE_TOKENS = 512  # behind a busy edge, chunks smaller than this are sent together
+MIN_CHUNK_TOKENS = 512  # behind a busy edge, chunks smaller than this are sent together
 
 
 class PrefillWorker:
-    """Complete state: the scheduler and the hand-overs; the rest is the shell's."""
+    """Complete state: the scheduler and the hand-overs; the rest is the main loop's."""
 
     def __init__(
         self, config: WorkerConfig, runner: Runner, facts: WorkerFacts, pids: tuple[int, ...], make_end: MakeEnd
@@ -49,14 +49,14 @@ class PrefillWorker:
             prefix_cache=config.prefix_cache,
         )
         self.events = EventLog(config.worker_id)
-        self.outgoing = Outgoing(
+        self.outgoing = Sender(
             self,
             runner.layout,
             make_end,
             StagingRoom(round(config.staging_mib * (1 << 20)), runner.layout),
             self._hello,
             self.events,
-            piece_tokens=max(config.step_tokens, MIN_PIECE_TOKENS),
+            max_chunk_tokens=max(config.step_tokens, MIN_CHUNK_TOKENS),
             edge_timeout_s=config.edge_timeout_s,
             connect_timeout_s=config.connect_timeout_s,
         )
@@ -95,7 +95,7 @@ class PrefillWorker:
             if row.num_sampled:
                 self.outgoing.advance_layers(row.sequence_id, row.end, layers)
 
-    # What the shell asks for.
+    # What the main loop asks for.
 
     def join(self, run_id: str) -> Join:
         self.scheduler.cache.restart_events()
@@ -121,13 +121,13 @@ class PrefillWorker:
             prompt_tokens_computed=scheduler.prompt_tokens_computed,
             prompt_tokens_cached=scheduler.prompt_tokens_cached,
             tokens_generated=scheduler.tokens_generated,
-            kv_bytes_sent=self.outgoing.bytes_sent,
+            kv_bytes_sent=self.outgoing.counters.bytes_sent,
             steps=self.main_loop.steps,
             backlog_tokens=scheduler.backlog_tokens,
             sequences=scheduler.num_sequences,
             leases=len(self.outgoing),
-            chunks_resent=self.outgoing.chunks_resent,
-            chunks_early=self.outgoing.chunks_early,
+            chunks_resent=self.outgoing.counters.chunks_resent,
+            chunks_early=self.outgoing.counters.chunks_early,
             handles_refused=self.handles_refused,
         )
 
@@ -171,6 +171,7 @@ class PrefillWorker:
                 if not self._may_hand_over(sequence._replace(attempt=attempt), targets):
                     self.end(sequence, "its new targets have no valid handles")
                 elif not self.outgoing.assign(sequence, targets, attempt):
+                    self.end(sequence, "new targets were named for KV that is not parked")
                     lost = sequence._replace(attempt=attempt)
                     self.main_loop.report_ended(lost, "handoff_failed", "the parked KV is no longer here")
 

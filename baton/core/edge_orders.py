@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from baton.core.handover import Chunk, chunk_identity
 from baton.core.reshard import EdgePlan
 
 
@@ -26,6 +27,12 @@ class Part:
     identity: bytes
     first_layer: int = 0
     last_layer: int | None = None
+
+
+def part_of(chunk: Chunk, plan: EdgePlan, block_ids: tuple[int, ...]) -> Part:
+    """What the edge of `plan` carries of a chunk, from or into `block_ids`."""
+    slices = plan.slices_of(chunk.start_layer, chunk.end_layer)
+    return Part(block_ids, chunk.start_token, chunk.end_token, chunk.num_bytes, chunk_identity(chunk), *slices)
 
 
 @dataclass(frozen=True, slots=True)

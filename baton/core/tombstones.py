@@ -23,6 +23,9 @@ class Tombstones:
             del self._until[next(iter(self._until))]
         self._until[sequence] = until
 
+    def clear(self) -> None:
+        self._until.clear()
+
     def covers(self, sequence: SequenceId, now: float) -> bool:
         until = self._until.get(sequence)
         return until is not None and until > now

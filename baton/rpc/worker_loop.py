@@ -27,7 +27,7 @@ from baton.rpc.step_thread import Launcher, StepThread
 
 log = logging.getLogger("baton.worker")
 HOUSEKEEPING_S = 0.1
-DRAINED_ACK_S = 2.0  # how long a worker that leaves waits for the coordinator to have heard it
+DRAINED_ACK_S = 2.0  # how long a worker that leaves waits for the coordinator's acknowledgement
 
 
 class Tier(Protocol):
@@ -150,8 +150,8 @@ class WorkerLoop:
         return self._tier.load()
 
     def welcome(self, welcome: Welcome) -> None:
-        if welcome.handle_key != self.handle_key:  # another run: its sequences may have the names of buried ones
-            self.tombstones = Tombstones()
+        if welcome.handle_key != self.handle_key:  # another run: its sequences may have the names of aborted ones
+            self.tombstones.clear()
         self.handle_key = welcome.handle_key
         self._run_clock_ahead_ms = welcome.now_ms - time.monotonic() * 1000
         log.info("joined run %s of %s", welcome.run_id, self.config.coordinator)

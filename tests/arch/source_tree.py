@@ -15,6 +15,7 @@ GENERATED = "baton/v1/"
 # Pure: decides on values and `now`, so that tests and the simulator drive the very same objects.
 PURE_DECODE = (
     "decode/scheduler.py",
+    "decode/handover.py",
     "decode/ahead.py",
     "decode/entry.py",
     "decode/anti_starvation.py",
@@ -23,7 +24,8 @@ PURE_DECODE = (
         for name in ("policy", "drafts", "draft_length", "acceptance", "ngram", "step_cost", "trials")
     ),
 )
-PURE = ("baton/core/*", "prefill/scheduler.py", *PURE_DECODE, "coordinator/policy/*")
+PURE_PREFILL = ("prefill/scheduler.py", "prefill/handover.py")
+PURE = ("baton/core/*", *PURE_PREFILL, *PURE_DECODE, "coordinator/policy/*")
 
 
 @dataclass(frozen=True)

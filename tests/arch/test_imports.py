@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.arch.source_tree import PACKAGES, PURE, PURE_DECODE, Import, imports_of, matches, source_files
+from tests.arch.source_tree import PACKAGES, PURE, PURE_DECODE, PURE_PREFILL, Import, imports_of, matches, source_files
 
 SERVICE_FILES = (
     "baton/rpc/*",
@@ -17,11 +17,12 @@ SERVICE_FILES = (
 )
 WORKER_FILES = tuple(
     f"{tier}/{name}.py"
-    for tier, hand_over in (("prefill", ("outgoing", "link")), ("decode", ("incoming",)))
+    for tier, hand_over in (("prefill", ("sender", "link")), ("decode", ("receiver",)))
     for name in ("worker", "__main__", *hand_over)
 )
 HTTP_FILES = ("coordinator/http/*",)
 SCHEMA_FILES = ("coordinator/openai/*", *HTTP_FILES)
+PURE_PREFILL_MODULES = tuple(name[:-3].replace("/", ".") for name in PURE_PREFILL)
 PURE_DECODE_MODULES = tuple(name[:-3].replace("/", ".") for name in PURE_DECODE)
 LAUNCH = "launch/*"  # may use everything; nothing uses it
 
@@ -38,7 +39,7 @@ OURS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("prefill/*",), ("baton", "prefill")),
     (("decode/*",), ("baton", "decode")),
     (("coordinator/*",), ("baton", "coordinator")),
-    (("sim/*",), ("baton.core", "sim", "prefill.scheduler", *PURE_DECODE_MODULES, "coordinator.policy")),
+    (("sim/*",), ("baton.core", "sim", *PURE_PREFILL_MODULES, *PURE_DECODE_MODULES, "coordinator.policy")),
     ((LAUNCH,), PACKAGES),
 )
 
@@ -89,7 +90,7 @@ def test_every_file_keeps_to_the_tables() -> None:
         ("baton/core/blocks.py", "from baton import rpc"),
         ("prefill/scheduler.py", "from prefill.worker import Worker"),
         ("prefill/worker.py", "import decode.scheduler"),
-        ("decode/incoming.py", "def f():\n    from prefill import link"),
+        ("decode/receiver.py", "def f():\n    from prefill import link"),
         ("coordinator/pipeline.py", "import torch.nn"),
         ("coordinator/policy/dispatch.py", "from coordinator.pipeline import Pipeline"),
         ("coordinator/policy/dispatch.py", "from ..pipeline import Pipeline"),

@@ -34,7 +34,7 @@ def make_requests(count: int, seed: int) -> list[GenerateRequest]:
 def test_a_thousand_requests_with_a_death_every_twenty_steps(seed: int) -> None:
     """Each ends with the tokens of the undisturbed run; or, where two workers died while they ran it, with that error
     and a prefix of them. Nothing is left on any worker."""
-    sim = ClusterSim(*NAMES, seed=seed, kill_every=20, lost_acks=0.02)
+    sim = ClusterSim(*NAMES, seed=seed, kill_every=20, lost_acks=0.02, damaged=0.002)
     requests = make_requests(1000, seed)
     for i, request in enumerate(requests):
         sim.submit(request, at=i * 0.01)
@@ -51,6 +51,7 @@ def test_a_thousand_requests_with_a_death_every_twenty_steps(seed: int) -> None:
     assert finished > 700
     seen = (sim.kills, sim.requests.rescheduled, sim.requests.reassigned, sim.lost_acks, sim.requests.stale_events)
     assert all(n > 10 for n in seen), seen
+    assert min(sim.transfers, sim.chunks_early) > 100 and sim.chunks_resent, (sim.chunks_early, sim.chunks_resent)
 
 
 def test_without_deaths_nothing_is_computed_twice() -> None:
@@ -69,7 +70,7 @@ def test_one_death_costs_nobody_an_answer() -> None:
         requests = make_requests(100, 5)
         for request in requests:
             sim.submit(request, at=0.0)
-        sim._later(0.3, lambda sim=sim, victim=victim: sim.kill(victim))
+        sim.later(0.3, lambda sim=sim, victim=victim: sim.kill(victim))
         sim.run(len(requests))
         assert [r.error for r in sim.sent if r.error] == []
         assert all(r.journal.tokens == undisturbed(r.request) for r in sim.sent)

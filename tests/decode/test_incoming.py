@@ -75,7 +75,7 @@ async def test_a_chunk_that_cannot_be_is_refused_before_anything_is_posted(why: 
             answer = await p.hear()
             assert p.decode.worker.load().stale_messages == 1
         assert isinstance(answer, AbortTransfer) and why in answer.reason
-        assert not p.decode.worker.incoming.writing
+        assert not p.decode.worker.hand_overs.writing
         assert p.decode.worker.scheduler.receiving(R) == ("sequence" in changes)  # it ends the sequence it is of
         if "sequence" not in changes:
             assert "is not being received" in (await p.ask(p.chunk()[0])).reason
@@ -138,7 +138,7 @@ async def test_a_chunk_before_the_end_of_the_one_before_it_is_refused(first: dic
         assert isinstance(await p.ask(chunk), Posted)
         await p.say(p.chunk(index=1)[0])
         await until(lambda: not p.decode.worker.scheduler.receiving(R), what="the end of the hand-over")
-        assert p.decode.worker.incoming.writing[R] == 1  # what is posted may still come, and its blocks wait for it
+        assert p.decode.worker.hand_overs.writing[R] == 1  # what is posted may still come, and its blocks wait for it
         await p.send_bytes(chunk, buffer)
         answer = await p.hear()
         assert isinstance(answer, AbortTransfer) and "before the end of the one before it" in answer.reason

@@ -15,7 +15,7 @@ from baton.core.handover import AbortTransfer, EdgeReady, Ping, Posted
 from baton.core.request import SequenceId
 from baton.rpc.link import dial_link
 from baton.transfer import sections
-from decode import incoming_link
+from decode import receiver
 from tests.support.nodes import pair, until
 from tests.support.prefill_peer import Peer, R, peer
 
@@ -82,7 +82,7 @@ async def test_a_sequence_that_prefill_ends_while_it_generates_is_reported() -> 
 
 async def test_a_prefill_worker_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have stopped in the middle of anything; its connection stands, and no chunk may be under way to tell."""
-    monkeypatch.setattr(incoming_link, "SILENCE_S", 0.3)
+    monkeypatch.setattr(receiver, "SILENCE_S", 0.3)
     async with peer() as p:
         await p.ask(p.offer())
         for nonce in range(4):

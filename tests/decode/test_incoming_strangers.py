@@ -125,7 +125,7 @@ async def test_another_error_of_a_task_costs_the_link_and_is_logged(
     async with peer() as p:
         await p.ask(p.offer())
         await p.open_edge(1)
-        monkeypatch.setattr(p.decode.worker, "landed", broken)
+        monkeypatch.setattr(p.decode.worker.scheduler, "landed", broken)
         chunk, buffer = p.chunk(0, 3)
         assert isinstance(await p.ask(chunk), Posted)
         with caplog.at_level(logging.ERROR, "baton.incoming"):

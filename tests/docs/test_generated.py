@@ -76,7 +76,7 @@ def test_pure_names_of_the_waits_exist() -> None:
         "serve_stream": "baton.rpc.streams",
         "MessageStream.send": "baton.rpc.streams",
         "EdgeWorker.grace_s": None,
-        "Outgoing._run": "prefill.outgoing",
+        "Sender._run": "prefill.sender",
     }
     text = (ROOT / "docs/failure-modes.md").read_text(encoding="utf-8")
     for name, module in places.items():

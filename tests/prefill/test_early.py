@@ -35,7 +35,7 @@ def decode(section_bytes: int = 1, name: str = "d0") -> DecodeNode:
 
 def arrived(source: PrefillNode, tokens: int, layers: int = LAYERS) -> bool:
     """Whether as many bytes have been sent."""
-    return source.worker.outgoing.bytes_sent == tokens * layers * LAYOUT.layers[0].bytes_per_token
+    return source.worker.outgoing.counters.bytes_sent == tokens * layers * LAYOUT.layers[0].bytes_per_token
 
 
 async def test_first_layers_are_there_before_the_step_is_done() -> None:
@@ -46,14 +46,17 @@ async def test_first_layers_are_there_before_the_step_is_done() -> None:
         await until(lambda: arrived(source, 8), what="the first chunk")
 
         async def sent() -> None:
-            await until(lambda: source.worker.outgoing.chunks_early == 1, what="the first layers")
-            assert source.worker.outgoing.bytes_sent == (8 * LAYERS + 6 * FIRST) * LAYOUT.layers[0].bytes_per_token
+            await until(lambda: source.worker.outgoing.counters.chunks_early == 1, what="the first layers")
+            assert (
+                source.worker.outgoing.counters.bytes_sent
+                == (8 * LAYERS + 6 * FIRST) * LAYOUT.layers[0].bytes_per_token
+            )
             assert target.worker.scheduler.receiving(R) and not source.told.tokens
 
         await source.step_by_layers(FIRST, sent)
         blocks = source.worker.scheduler.block_ids(R)
         await until(lambda: source.told.handed_over)
-        assert arrived(source, 14) and source.told.handed_over[0].bytes == target.worker.incoming.bytes_received
+        assert arrived(source, 14) and source.told.handed_over[0].bytes == target.worker.hand_overs.bytes_received
         assert kv_bytes(source, blocks, 14) == kv_bytes(target, target.worker.scheduler.block_ids(R), 14)
         target.compute()
         assert target.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
@@ -66,7 +69,7 @@ async def test_they_go_behind_what_decode_holds_and_what_was_computed_before() -
             source.submit(request, target)
 
             async def sent(early: int = early) -> None:
-                await until(lambda: source.worker.outgoing.chunks_early == early, what="the first layers")
+                await until(lambda: source.worker.outgoing.counters.chunks_early == early, what="the first layers")
 
             if early:
                 await source.step_by_layers(FIRST, sent)
@@ -95,13 +98,13 @@ async def test_either_part_is_sent_again_where_it_arrives_damaged(
         source.submit(request, target)
 
         async def sent() -> None:
-            await until(lambda: source.worker.outgoing.chunks_early == 1, what="the first layers")
+            await until(lambda: source.worker.outgoing.counters.chunks_early == 1, what="the first layers")
 
         await source.step_by_layers(FIRST, sent)
         await until(lambda: source.told.handed_over)
         early, late = (8 * layers * LAYOUT.layers[0].bytes_per_token for layers in (FIRST, LAYERS - FIRST))
         assert parts == ([early, early, late] if damaged == 0 else [early, late, late])
-        assert source.worker.load().chunks_resent == 1 == target.worker.incoming.chunks_damaged
+        assert source.worker.load().chunks_resent == 1 == target.worker.hand_overs.chunks_damaged
         target.compute()
         assert target.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
 
@@ -152,13 +155,13 @@ async def test_an_abort_between_the_two_leaves_nothing_and_the_pair_works_on(
         if posted:
             gate.opened.set()
         source.submit(make_request("r", range(50, 58), max_tokens=4), target)
-        early = source.worker.outgoing.chunks_early
+        early = source.worker.outgoing.counters.chunks_early
 
         async def ended() -> None:
             if posted:
-                await until(lambda: source.worker.outgoing.chunks_early == early + 1, what="the first layers")
+                await until(lambda: source.worker.outgoing.counters.chunks_early == early + 1, what="the first layers")
             else:
-                await until(lambda: target.worker.incoming.writing, what="an open receive")
+                await until(lambda: target.worker.hand_overs.writing, what="an open receive")
             if who != "decode":
                 source.abort(R)
             if who != "prefill":
@@ -181,7 +184,7 @@ async def test_another_target_gets_all_layers_of_what_the_first_one_had_a_part_o
         source.submit(request, first)
 
         async def lost() -> None:
-            await until(lambda: source.worker.outgoing.chunks_early == 1, what="the first layers")
+            await until(lambda: source.worker.outgoing.counters.chunks_early == 1, what="the first layers")
             first.abort(R)
 
         await source.step_by_layers(FIRST, lost)
@@ -201,7 +204,7 @@ async def test_both_edges_of_a_link_carry_them() -> None:
             source.submit(request, target)
 
             async def sent() -> None:
-                await until(lambda: source.worker.outgoing.chunks_early == 1, what="the first layers")
+                await until(lambda: source.worker.outgoing.counters.chunks_early == 1, what="the first layers")
 
             await source.step_by_layers(FIRST, sent)
             blocks = source.worker.scheduler.block_ids(R)
@@ -226,7 +229,7 @@ async def test_behind_a_busy_edge_all_layers_go_as_one() -> None:
 
             await source.step_by_layers(FIRST, offered)
         await until(lambda: len(source.told.handed_over) == 2)
-        assert source.worker.outgoing.chunks_early == 0
+        assert source.worker.outgoing.counters.chunks_early == 0
         target.compute()
         assert target.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
 
@@ -242,7 +245,7 @@ async def test_few_bytes_wait_for_the_rest() -> None:
 
         await source.step_by_layers(FIRST, offered)
         await until(lambda: source.told.handed_over)
-        assert source.worker.outgoing.chunks_early == 0
+        assert source.worker.outgoing.counters.chunks_early == 0
         target.compute()
 
 
@@ -252,7 +255,7 @@ async def test_a_prompt_that_ends_with_its_first_token_leaves_nothing() -> None:
         source.submit(make_request("r", 8, max_tokens=4, eos=(first,)), target)
 
         async def sent() -> None:
-            await until(lambda: source.worker.outgoing.chunks_early == 1, what="the first layers")
+            await until(lambda: source.worker.outgoing.counters.chunks_early == 1, what="the first layers")
 
         await source.step_by_layers(FIRST, sent)
         await until(lambda: source.idle and target.idle, what="idle pools")
@@ -279,11 +282,11 @@ async def test_layers_of_a_step_that_is_not_out_are_not_sent() -> None:
         source.submit(make_request("r", 8, max_tokens=4), target)
 
         async def said_of_another() -> None:
-            source.worker.outgoing._hand_overs[R].first_layers = None  # what step_by_layers said
+            source.worker.outgoing._runs[R].over.first_layers = None  # what step_by_layers said
             source.worker.layers_computed(7, FIRST)
             await until(lambda: target.worker.scheduler.receiving(R), what="an accepted offer")
             await asyncio.sleep(0.1)  # in which they would go
-            assert not target.worker.incoming.writing and not source.worker.outgoing.bytes_sent
+            assert not target.worker.hand_overs.writing and not source.worker.outgoing.counters.bytes_sent
 
         await source.step_by_layers(FIRST, said_of_another)
         await until(lambda: source.told.handed_over)

@@ -35,7 +35,7 @@ async def test_an_edge_that_dies_at_any_rank_costs_that_edge(side: str, rank: in
         await hand_over(source, decode, "before", 10)
         link = only_link(source)
         if rank == 0:
-            (incoming,) = decode.worker.incoming._links
+            (incoming,) = decode.worker.incoming._links.values()
             ends = link.edges.ends if side == "prefill" else incoming._edges
             ends[0, 0].abort("killed by the test")
         else:
@@ -101,7 +101,7 @@ async def test_a_rank_that_cannot_pack_what_was_announced_ends_its_edge(
 ) -> None:
     """Its peer has opened a receive, which must not wait for its limit."""
     async with ranks(2, 2, timeout_s=30.0) as (source, decode):
-        packed, failed, writing = sections.pack_layers, threading.Event(), decode.worker.incoming.writing
+        packed, failed, writing = sections.pack_layers, threading.Event(), decode.worker.hand_overs.writing
         mine: Any = source.runner.ranks[rank].kv.layers  # type: ignore[attr-defined]
 
         def failing(layers: Any, *where: Any) -> torch.Tensor:

@@ -60,7 +60,7 @@ async def test_every_head_goes_over_once_whatever_the_ranks(
         assert counted == {p.key: 19 * p.bytes_per_token(source.runner.layout) for p in plans}
         replicas = max(sizes[1] // heads, 1)  # each destination rank that keeps a head needs it
         assert sum(counted.values()) == 19 * source.runner.layout.bytes_per_token * replicas
-        assert source.told.handed_over[0].bytes == decode.worker.incoming.bytes_received == sum(counted.values())
+        assert source.told.handed_over[0].bytes == decode.worker.hand_overs.bytes_received == sum(counted.values())
         assert only_link(source).edges.made == len(plans)
 
 
@@ -92,7 +92,7 @@ async def test_every_rank_sends_while_it_packs_and_the_bytes_are_right(monkeypat
         (follower,) = source.runner.follower_ends  # type: ignore[attr-defined]
         ends: list[Any] = [only_link(source).edges.ends[0, 0], *follower._ends.values()]
         assert [end.packed_while_sending for end in ends] == [1, 1]
-        assert decode.worker.incoming.chunks_damaged == 0
+        assert decode.worker.hand_overs.chunks_damaged == 0
 
 
 async def test_only_the_edge_whose_chunk_was_damaged_sends_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,14 +108,14 @@ async def test_only_the_edge_whose_chunk_was_damaged_sends_it_again(monkeypatch:
     on_the_wire(monkeypatch, damage)
     async with ranks(2, 2) as (source, decode):
         await hand_over(source, decode, "r", 8)
-        assert source.worker.load().chunks_resent == 1 == decode.worker.incoming.chunks_damaged
+        assert source.worker.load().chunks_resent == 1 == decode.worker.hand_overs.chunks_damaged
         assert len(sent) == 3 and len(set(sent)) == 2
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_little_staging_memory_makes_small_pieces_and_no_deadlock(side: str) -> None:
     async with ranks(2, 2) as (source, decode):
-        node = source.worker.outgoing._pieces._staging if side == "prefill" else decode.worker.incoming.staging
+        node = source.worker.outgoing.staging if side == "prefill" else decode.worker.incoming.staging
         token = source.runner.layout.bytes_per_token
         node.quota.limit_bytes = 3 * token if side == "prefill" else 3 * token // 2
         for index in range(3):
@@ -134,9 +134,9 @@ async def test_little_staging_memory_makes_small_pieces_and_no_deadlock(side: st
 
 
 async def test_no_room_in_staging_memory_parks_the_kv_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefill.pieces.STAGING_WAIT_S", 0.1)
+    monkeypatch.setattr("prefill.sender.STAGING_WAIT_S", 0.1)
     async with ranks(1, 2) as (source, decode):
-        room = source.worker.outgoing._pieces._staging
+        room = source.worker.outgoing.staging
         async with room.hold(room.quota.limit_bytes, 1.0):
             source.submit(make_request("r", 11, max_tokens=5), decode)
             source.compute()
@@ -171,5 +171,5 @@ async def test_the_next_chunk_is_announced_while_a_follower_stores_one(monkeypat
         while source.step():
             await asyncio.sleep(0.002)
         await until(lambda: len(source.told.handed_over) == 3, what="three hand-overs")
-        assert most[0] >= 2 and decode.worker.incoming.chunks_damaged == 0
+        assert most[0] >= 2 and decode.worker.hand_overs.chunks_damaged == 0
         decode.compute()

@@ -12,7 +12,7 @@ from baton.core.handover import Offer
 from baton.core.request import SequenceId
 from baton.transfer.edge_end import LocalEnds
 from prefill.link import Link
-from prefill.outgoing import Outgoing
+from prefill.sender import Sender
 from tests.support.builders import make_request
 from tests.support.fake_runner import FakeRunner, oracle
 from tests.support.nodes import DecodeNode, PrefillNode, kv_bytes, links, pair, until
@@ -50,7 +50,7 @@ async def test_bytes_land_equal_and_decode_goes_on_at_token_2() -> None:
         assert decode.told.output("r") == dict(enumerate(expected))  # its first event repeats token 1
         assert [e.reason for e in decode.told.ended] == ["length"]
         total = 19 * source.runner.layout.bytes_per_token
-        assert source.told.handed_over[0].bytes == decode.worker.incoming.bytes_received == total
+        assert source.told.handed_over[0].bytes == decode.worker.hand_overs.bytes_received == total
         assert decode.worker.scheduler.prompt_tokens_computed == 0
 
 
@@ -60,7 +60,7 @@ async def test_chunks_are_sent_before_the_last_is_computed() -> None:
         for computed in (8, 16, 24):
             assert source.step()
             expected = computed * source.runner.layout.bytes_per_token
-            await until(lambda sent=expected: source.worker.outgoing.bytes_sent == sent)
+            await until(lambda sent=expected: source.worker.outgoing.counters.bytes_sent == sent)
         assert not source.told.tokens
         source.step()
         await until(lambda: source.told.handed_over)
@@ -75,9 +75,11 @@ async def test_blocks_are_the_sequences_own_as_they_become_full() -> None:
         for computed in (8, 16, 24):
             source.step()
             await until(
-                lambda n=computed: source.worker.outgoing.bytes_sent == n * source.runner.layout.bytes_per_token
+                lambda n=computed: (
+                    source.worker.outgoing.counters.bytes_sent == n * source.runner.layout.bytes_per_token
+                )
             )
-            await until(lambda: R not in decode.worker.incoming.writing)
+            await until(lambda: R not in decode.worker.hand_overs.writing)
             counts.append(decode.worker.scheduler.blocks.counts().receiving)
         assert counts == [6, 4, 2]
         source.step()
@@ -185,6 +187,6 @@ async def test_parked_kv_can_be_aborted_under_its_present_name() -> None:
 def test_an_unknown_assignment_is_not_taken() -> None:
     source = PrefillNode()
     assert not source.worker.outgoing.assign(R, (), 2)
-    assert isinstance(source.worker.outgoing, Outgoing)
+    assert isinstance(source.worker.outgoing, Sender)
     source.assign(R, 2)
     assert [(e.sequence.attempt, e.code) for e in source.told.ended] == [(2, "handoff_failed")]

@@ -64,7 +64,7 @@ async def test_an_abort_that_comes_in_one_turn_with_an_answer_is_not_lost(
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.step()
         if answer is AbortTransfer:
-            await until(lambda: source.worker.outgoing.bytes_sent, what="the first chunk")
+            await until(lambda: source.worker.outgoing.counters.bytes_sent, what="the first chunk")
             decode.abort(R)
         await asyncio.wait_for(aborted.wait(), 3)
         source.compute()
@@ -108,7 +108,7 @@ async def test_an_abort_while_edges_are_built_is_the_end_when_they_stand(monkeyp
     """It neither waits for room in staging nor announces anything."""
     async with pair() as (source, [decode]):
         gate = Gate(monkeypatch, "connect", "after")
-        room = source.worker.outgoing._pieces._staging.quota
+        room = source.worker.outgoing.staging.quota
         assert room.take("others", room.limit_bytes)
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.compute()
@@ -119,7 +119,7 @@ async def test_an_abort_while_edges_are_built_is_the_end_when_they_stand(monkeyp
         (link,) = links(source)
         assert not link.edge_lock.locked()
         assert not room.give(room.limit_bytes), "it still waits for room"
-        assert not source.worker.outgoing.bytes_sent
+        assert not source.worker.outgoing.counters.bytes_sent
         await asyncio.wait_for(serve(source, decode), 1.5)
 
 

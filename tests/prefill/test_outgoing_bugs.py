@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from baton.core.errors import InvariantError
-from prefill.pieces import PieceSender
 from prefill.scheduler import PrefillScheduler
+from prefill.sender import Sender
 from tests.support.builders import make_request
 from tests.support.nodes import pair, until
 
@@ -20,7 +20,7 @@ def broken(*_: object) -> None:
     raise BUG
 
 
-@pytest.mark.parametrize(("owner", "name"), [(PieceSender, "send_all"), (PrefillScheduler, "release_send")])
+@pytest.mark.parametrize(("owner", "name"), [(Sender, "_send"), (PrefillScheduler, "release_send")])
 async def test_it_ends_the_worker(owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with pair() as (source, [decode]):
         real = getattr(owner, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,9 +13,10 @@ from baton.core.errors import StaleHandle
 from baton.core.handover import Offer
 from baton.core.request import SequenceId
 from baton.transfer.gloo import GlooEdge
+from decode.handover import Peer
 from tests.support.builders import make_request
 from tests.support.fake_runner import oracle
-from tests.support.nodes import pair, until
+from tests.support.nodes import DecodeNode, PrefillNode, pair, until
 from tests.support.wire import Sums, flipped, on_the_wire
 
 R = SequenceId("r")
@@ -40,7 +42,7 @@ async def test_a_flipped_bit_is_sent_again_once(monkeypatch: pytest.MonkeyPatch)
         await until(lambda: source.told.handed_over)
         decode.compute()
         assert decode.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
-        assert source.worker.load().chunks_resent == 1 == decode.worker.incoming.chunks_damaged
+        assert source.worker.load().chunks_resent == 1 == decode.worker.hand_overs.chunks_damaged
 
 
 async def test_a_bit_flipped_twice_ends_the_request_and_frees_both(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +70,7 @@ async def test_intact_kv_of_another_request_is_found_by_its_checksum(monkeypatch
             source.submit(make_request(name, range(first, first + 8), max_tokens=4), decode)
             source.compute()
             await until(lambda n=name: n in {o.sequence.request_id for o in source.told.handed_over})
-        assert decode.worker.incoming.chunks_damaged == 1
+        assert decode.worker.hand_overs.chunks_damaged == 1
         decode.compute()
         assert decode.told.output("b") == dict(enumerate(oracle(range(100, 108), 4)))
 
@@ -90,16 +92,21 @@ async def test_a_forged_handle_is_refused_and_counted() -> None:
             assert "handle of r/0#1" in source.told.ended[-1].message and source.idle
             offer = Offer(make_request("r", 6, max_tokens=4), handle, 6)
             with pytest.raises(StaleHandle):  # were it offered all the same
-                decode.worker.reserve(offer, source.worker._hello())
+                reserve(decode, source, offer)
         assert source.worker.load().handles_refused == decode.worker.load().handles_refused == len(forged)
         assert decode.worker.scheduler.num_sequences == 0
+
+
+def reserve(decode: DecodeNode, source: PrefillNode, offer: Offer) -> None:
+    peer = Peer(source.worker.config.worker_id, source.worker.incarnation, {})
+    decode.worker.hand_overs.reserve(peer, offer, decode.worker.admission(), time.monotonic())
 
 
 async def test_a_handle_gives_its_right_once() -> None:
     async with pair() as (source, [decode]):
         offer = Offer(make_request("r", 6, max_tokens=4), decode.handle(R, source.worker), 6)
-        decode.worker.reserve(offer, source.worker._hello())
+        reserve(decode, source, offer)
         decode.worker.main_loop.command(Abort(R, "the client left", 0.0))
         with pytest.raises(StaleHandle, match="used before"):
-            decode.worker.reserve(offer, source.worker._hello())
+            reserve(decode, source, offer)
         assert decode.worker.load().handles_refused == 1 and decode.idle

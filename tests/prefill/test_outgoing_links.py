@@ -77,7 +77,7 @@ async def test_an_edge_that_died_at_one_end_is_rebuilt_for_the_next_request(side
     async with pair() as (source, [decode]):
         await serve(source, decode, "before")
         (link,) = links(source)
-        (incoming,) = decode.worker.incoming._links
+        (incoming,) = decode.worker.incoming._links.values()
         generation = link.edges.generation
         (end,) = (link.edges.ends if side == "prefill" else incoming._edges).values()
         end.abort("killed by the test")

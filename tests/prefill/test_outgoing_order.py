@@ -25,7 +25,7 @@ async def test_the_receive_is_open_before_the_chunk_is_packed(monkeypatch: pytes
         source.submit(make_request("r", 8, max_tokens=4), decode)
         source.compute()
         await asyncio.wait_for(gate.reached.wait(), 3)
-        await until(lambda: decode.worker.incoming.writing[R] == 1, what="an open receive")
+        await until(lambda: decode.worker.hand_overs.writing[R] == 1, what="an open receive")
         gate.opened.set()
         await until(lambda: source.told.handed_over)
         decode.compute()
@@ -62,9 +62,9 @@ async def test_a_piece_that_nobody_is_before_is_announced_in_the_next_turn(monke
         monkeypatch.setattr(Link, "announce", noted)
         source.submit(make_request("r", 16, max_tokens=4), decode)
         source.step()
-        await until(lambda: source.worker.outgoing.bytes_sent and announced == [0])
-        over = source.worker.outgoing._hand_overs[R]
-        await until(lambda: over.on_edge is not None and over.on_edge.get_name() == "piece 1")
+        await until(lambda: source.worker.outgoing.counters.bytes_sent and announced == [0])
+        over = source.worker.outgoing._runs[R]
+        await until(lambda: over.sending is not None and over.sending.get_name() == "chunk 1")
         await asyncio.sleep(0)  # the first piece is acknowledged, and now the next one waits for the step
         source.step()
         assert announced == [0]
@@ -81,7 +81,7 @@ async def test_a_bug_while_packing_ends_the_receive_that_was_opened_for_it(monke
 
         async def failing(end: LocalEnd, *what: Any) -> None:
             if not failed:
-                await until(lambda: decode.worker.incoming.writing[R] == 1, what="an open receive")
+                await until(lambda: decode.worker.hand_overs.writing[R] == 1, what="an open receive")
                 failed.append(end)
                 raise RuntimeError("a bug")
             await fill(end, *what)
@@ -90,5 +90,5 @@ async def test_a_bug_while_packing_ends_the_receive_that_was_opened_for_it(monke
         source.submit(make_request("r", 8, max_tokens=4), decode)
         source.compute()
         await until(lambda: failed and decode.idle and source.idle, what="idle pools")
-        assert failed[0].dead is not None and not decode.worker.incoming.writing
+        assert failed[0].dead is not None and not decode.worker.hand_overs.writing
         await serve(source, decode)

@@ -1,9 +1,9 @@
 """A whole cluster in virtual time: the policies of all three tiers, without sockets, threads, clocks or torch.
 
-The coordinator's requests and worker table, and each worker's scheduler, are the real ones. Played are the engine (the
-token at an output index follows from the request, the index and the token before), the links (a hand-over takes a
-while, and now and then loses its last acknowledgement), and the network (messages arrive in order, a moment later).
-Workers are killed without warning and come back as a new incarnation.
+The coordinator's requests and worker table, each worker's scheduler and both sides of every hand-over
+(`tests.support.link_sim`) are the real ones. Played are the engine (the token at an output index follows from the
+request, the index and the token before) and the network (messages arrive in order, a moment later). Workers are killed
+without warning and come back as a new incarnation.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ import hashlib
 import heapq
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from baton.core.commands import Abort, Command, Target
-from baton.core.errors import BatonError, InvariantError, Unavailable
-from baton.core.events import HandedOver, Load, Parked, SequenceEnded, StepEvents, TokenEvent
+from baton.core.errors import BatonError, Unavailable
+from baton.core.events import HandedOver, Load, SequenceEnded, StepEvents, TokenEvent
+from baton.core.handles import Handle, sign
 from baton.core.request import GenerateRequest, SequenceId, finish_reason
 from baton.core.step import Row, StepOutcome, StepPlan
 from coordinator.policy.requests import Action, AssignTargets, Request, Requests, Send, StartPrefill
 from coordinator.policy.workers import WorkerTable
 from decode.scheduler import DecodeScheduler
+from prefill.handover import FirstLayers
 from prefill.scheduler import PrefillScheduler
 from tests.support.builders import make_decode, make_join, make_prefill
+from tests.support.link_sim import KEY, LAYOUT, Faults, Receiver, Sender
 
 LEASE_S, TICK_S, HEARTBEAT_S = 3.0, 0.1, 0.75
-NETWORK_S, OFFER_S, TRANSFER_S, STEP_S = 0.012, 0.002, 0.02, 0.01
+NETWORK_S, STEP_S = 0.012, 0.01
 VOCABULARY = 40
 BLOCKS = 64
 
@@ -57,17 +60,6 @@ def _sampled(row: Row) -> tuple[int, ...]:
 
 
 @dataclass
-class Transfer:
-    """A hand-over as its prefill worker sees it: under which attempt, to whom, and the token that goes with it."""
-
-    origin: SequenceId
-    request: GenerateRequest
-    targets: list[Target]
-    first_token: int = -1
-    taker: Worker | None = None
-
-
-@dataclass
 class Worker:
     name: str
     incarnation: int
@@ -75,24 +67,22 @@ class Worker:
     busy: bool = False
     prefill: PrefillScheduler | None = None
     decode: DecodeScheduler | None = None
-    transfers: dict[SequenceId, Transfer] = field(default_factory=dict)
-    tombstones: set[SequenceId] = field(default_factory=set)
+    sender: Sender | None = None
+    receiver: Receiver | None = None
 
-    def sequences(self) -> tuple[SequenceId, ...]:
+    @property
+    def scheduler(self) -> PrefillScheduler | DecodeScheduler:
         scheduler = self.prefill or self.decode
         assert scheduler is not None
-        return scheduler.sequence_ids()
-
-    def check(self) -> None:
-        scheduler = self.prefill or self.decode
-        assert scheduler is not None
-        scheduler.check()
+        return scheduler
 
 
 class ClusterSim:
     """Complete state: the clock, the events to come, the policies, the workers, the requests that clients sent."""
 
-    def __init__(self, *names: str, seed: int = 1, kill_every: int = 0, lost_acks: float = 0.0) -> None:
+    def __init__(
+        self, *names: str, seed: int = 1, kill_every: int = 0, lost_acks: float = 0.0, damaged: float = 0.0
+    ) -> None:
         self.now = 0.0
         self.random = random.Random(seed)
         self.table = WorkerTable(LEASE_S)
@@ -100,12 +90,13 @@ class ClusterSim:
         self.workers: dict[str, Worker] = {}
         self.sent: list[Request] = []
         self.steps = self.kills = self.lost_acks = self.transfers = 0
-        self._kill_every, self._lost_acks = kill_every, lost_acks
+        self.chunks_early = self.chunks_resent = 0
+        self._kill_every, self._faults = kill_every, Faults(lost_acks, damaged)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         for name in names:
             self._start(name)
-        self._later(TICK_S, self._tick)
+        self.later(TICK_S, self._tick)
 
     def submit(self, request: GenerateRequest, at: float) -> None:
         """A client sends a request, again while there is nobody to take it."""
@@ -114,12 +105,12 @@ class ClusterSim:
             try:
                 r, actions = self.requests.admit(request, self.now)
             except Unavailable:
-                self._later(0.5, send)
+                self.later(0.5, send)
                 return
             self.sent.append(r)
             self._execute(actions)
 
-        self._later(at - self.now, send)
+        self.later(at - self.now, send)
 
     def run(self, expected: int, limit_s: float = 10_000.0) -> None:
         """Until so many requests have ended and nothing of them is left anywhere."""
@@ -131,16 +122,25 @@ class ClusterSim:
             self._next(limit_s + 2 * LEASE_S)
         self.check()
         for worker in self.workers.values():
-            scheduler = worker.prefill or worker.decode
-            assert scheduler is not None
-            assert not worker.sequences(), (worker.name, worker.sequences())
+            scheduler = worker.scheduler
+            assert not scheduler.sequence_ids(), (worker.name, scheduler.sequence_ids())
             assert scheduler.blocks.num_free == BLOCKS, worker.name
+            assert worker.sender is None or not worker.sender.runs, worker.sender.runs
+            assert worker.receiver is None or not worker.receiver.machine.writing, worker.name
+            self._count(worker)
 
     def check(self) -> None:
         self.requests.check()
         for worker in self.workers.values():
             if worker.alive:
-                worker.check()
+                worker.scheduler.check()
+
+    def _count(self, worker: Worker) -> None:
+        if worker.sender is not None:
+            self.chunks_early += worker.sender.counters.chunks_early
+            self.chunks_resent += worker.sender.counters.chunks_resent
+        if worker.receiver is not None:
+            self.lost_acks += worker.receiver.lost_acks
 
     def _next(self, limit_s: float) -> None:
         at, _, act = heapq.heappop(self._heap)
@@ -148,19 +148,41 @@ class ClusterSim:
         self.now = at
         act()
 
-    def _later(self, after_s: float, act: Callable[[], None]) -> None:
+    def later(self, after_s: float, act: Callable[[], None]) -> None:
         self._number += 1
         heapq.heappush(self._heap, (self.now + max(after_s, 0.0), self._number, act))
 
     # Workers come and go.
 
     def _start(self, name: str) -> None:
-        incarnation = self.workers[name].incarnation + 1 if name in self.workers else 1
+        incarnation = 1
+        if name in self.workers:
+            incarnation += self.workers[name].incarnation
+            self._count(self.workers[name])
         worker = self.workers[name] = Worker(name, incarnation)
         if name[0] == "p":
             worker.prefill = make_prefill(BLOCKS)
+            worker.sender = Sender(
+                self,
+                name,
+                incarnation,
+                parked=lambda event: self._post(worker, StepEvents(parked=(event,))),
+                finished=lambda event: self._handed_over(worker, event),
+                failed=lambda sequence, error: self._failed(worker, sequence, error),
+                ended=worker.prefill.release_send,
+            )
         else:
             worker.decode = make_decode(BLOCKS)
+            worker.receiver = Receiver(
+                self,
+                worker.decode,
+                name,
+                incarnation,
+                VOCABULARY,
+                self._faults,
+                ready=lambda: self._wake(worker),
+                ended=lambda event: self._post(worker, StepEvents(ended=(event,))),
+            )
         joined = self.table.join(make_join(name, incarnation, blocks=BLOCKS), self.now)
         if joined.replaced is not None:
             self._execute(self.requests.worker_gone(name, "it was replaced", self.now, drained=False))
@@ -170,13 +192,11 @@ class ClusterSim:
     def _heartbeat(self, worker: Worker) -> None:
         if worker.alive:
             self.table.renew_lease(worker.name, worker.incarnation, self._load(worker), self.now)
-            self._later(HEARTBEAT_S, lambda: self._heartbeat(worker))
+            self.later(HEARTBEAT_S, lambda: self._heartbeat(worker))
 
     def _load(self, worker: Worker) -> Load:
-        scheduler = worker.prefill or worker.decode
-        assert scheduler is not None
         preempted = worker.decode.num_preempted if worker.decode is not None else 0
-        return Load(blocks_total=BLOCKS, blocks_free=scheduler.blocks.num_free, preempted=preempted)
+        return Load(blocks_total=BLOCKS, blocks_free=worker.scheduler.blocks.num_free, preempted=preempted)
 
     def kill(self, name: str) -> None:
         """As kill -9: the coordinator sees the broken session, the peers their broken links."""
@@ -186,22 +206,17 @@ class ClusterSim:
         worker.alive = False
         self.kills += 1
         self.table.disconnected(name, worker.incarnation, self.now)
-        for other in self.workers.values():
-            for transfer in list(other.transfers.values()):
-                if transfer.taker is worker:
-                    self._later(NETWORK_S, lambda o=other, t=transfer: self._park(o, t, f"{name} broke"))
-        for transfer in worker.transfers.values():
-            sequence, taker = transfer.request.sequence_id, transfer.taker
-            if taker is not None and taker.alive and taker.decode is not None and taker.decode.receiving(sequence):
-                taker.decode.abort(sequence)
+        for end in (worker.sender, worker.receiver):
+            if end is not None:
+                end.die()
         # Back before the lease has ended, or after.
-        self._later(self.random.choice((1.0, 2.0, 4.0)), lambda: self._start(name))
+        self.later(self.random.choice((1.0, 2.0, 4.0)), lambda: self._start(name))
 
     def _tick(self) -> None:
         for worker in self.table.expire(self.now):
             self._execute(self.requests.worker_gone(worker.worker_id, "silent", self.now, drained=False))
         self._execute(self.requests.tick(self.now))
-        self._later(TICK_S, self._tick)
+        self.later(TICK_S, self._tick)
 
     # Messages.
 
@@ -210,13 +225,25 @@ class ClusterSim:
             if isinstance(action, Send):
                 self._command(action.worker, action.command)
             elif isinstance(action, StartPrefill):
-                self._to(action.prefill, lambda w, a=action: self._prefill(w, a.request, self._targets(a.targets)))
+                targets = self._targets(action.request.sequence_id, action.prefill, action.targets)
+                self._to(action.prefill, lambda w, a=action, t=targets: self._prefill(w, a.request, t))
             elif isinstance(action, AssignTargets):
-                self._to(action.prefill, lambda w, a=action: self._assign(w, a, self._targets(a.targets)))
+                sequence = action.sequence._replace(attempt=action.attempt)
+                targets = self._targets(sequence, action.prefill, action.targets)
+                self._to(action.prefill, lambda w, a=action, t=targets: self._assign(w, a, t))
 
-    def _targets(self, names: tuple[str, ...]) -> list[Target]:
-        found = (self.table.get(name) for name in names)
-        return [Target(w.worker_id, w.incarnation, "", None) for w in found if w is not None]  # type: ignore[arg-type]
+    def _targets(self, sequence: SequenceId, prefill: str, names: tuple[str, ...]) -> list[Target]:
+        source = self.workers[prefill]
+        targets = []
+        for worker in (w for w in map(self.table.get, names) if w is not None):
+            to, nonce = (worker.worker_id, worker.incarnation), self.random.randbytes(8)
+            handle = Handle(sequence, source.name, source.incarnation, *to, round(self.now * 1000) + 10**9, nonce)
+            targets.append(Target(*to, "", sign(KEY, handle)))
+        return targets
+
+    def receiver(self, target: Target) -> Receiver | None:
+        worker = self.workers[target.worker_id]
+        return worker.receiver if worker.alive and worker.incarnation == target.incarnation else None
 
     def _to(self, name: str, act: Callable[[Worker], None]) -> None:
         worker = self.workers[name]
@@ -227,7 +254,7 @@ class ClusterSim:
                 self._wake(worker)
 
         if worker.alive:
-            self._later(NETWORK_S, arrive)
+            self.later(NETWORK_S, arrive)
 
     def _command(self, name: str, command: Command) -> None:
         if isinstance(command, Abort):
@@ -240,51 +267,54 @@ class ClusterSim:
             if self.table.renew_lease(worker.name, worker.incarnation, events.load, self.now):
                 self._execute(self.requests.on_events(worker.name, events, self.now))
 
-        self._later(NETWORK_S, arrive)
+        self.later(NETWORK_S, arrive)
 
     # What workers do.
 
     def _abort(self, worker: Worker, sequence: SequenceId) -> None:
-        if worker.prefill is not None:
-            found = next((t for t in worker.transfers.values() if t.request.sequence_id == sequence), None)
-            origin = sequence if found is None else found.origin
+        if worker.sender is not None and worker.prefill is not None:
+            run = worker.sender.find(sequence)
+            origin = sequence if run is None else run.origin
+            worker.sender.abort(origin)
             worker.prefill.abort(origin)
-            self._drop(worker, origin)
-        elif worker.decode is not None and not worker.decode.abort(sequence):
-            worker.tombstones.add(sequence)
-
-    def _drop(self, worker: Worker, origin: SequenceId) -> None:
-        assert worker.prefill is not None
-        transfer = worker.transfers.pop(origin, None)
-        if transfer is not None:
-            if (taker := transfer.taker) is not None and taker.alive and taker.decode is not None:
-                taker.decode.abort(transfer.request.sequence_id)
-            worker.prefill.release_send(origin)
+        elif worker.receiver is not None:
+            worker.receiver.end(sequence)
 
     def _prefill(self, worker: Worker, request: GenerateRequest, targets: list[Target]) -> None:
-        assert worker.prefill is not None
+        assert worker.prefill is not None and worker.sender is not None
         worker.prefill.submit(request, self.now, hand_over=bool(targets))
         if targets:
-            worker.transfers[request.sequence_id] = Transfer(request.sequence_id, request, targets)
+            worker.sender.expect(request, targets)
 
     def _assign(self, worker: Worker, action: AssignTargets, targets: list[Target]) -> None:
-        found = next((t for t in worker.transfers.values() if t.request.sequence_id == action.sequence), None)
-        if found is None:
+        assert worker.sender is not None
+        if not worker.sender.assign(action.sequence, targets, action.attempt):
+            self._abort(worker, action.sequence)
             lost = action.sequence._replace(attempt=action.attempt)
             self._post(worker, StepEvents(ended=(SequenceEnded(lost, "error", "handoff_failed", "not here"),)))
-            return
-        found.request, found.targets = replace(found.request, attempt=action.attempt), targets
-        self._offer(worker, found)
 
     def _wake(self, worker: Worker) -> None:
         if worker.busy or not worker.alive:
             return
-        scheduler = worker.prefill or worker.decode
-        assert scheduler is not None
-        plan = scheduler.begin_step(self.now)
-        if plan is not None:
-            worker.busy = True
-            self._later(STEP_S, lambda: self._stepped(worker, plan))
+        plan = worker.scheduler.begin_step(self.now)
+        if plan is None:
+            return
+        worker.busy = True
+        self.later(STEP_S, lambda: self._stepped(worker, plan))
+        if worker.sender is None or worker.prefill is None:
+            return
+        for row in (r for r in plan.rows if worker.prefill.hands_over(r.sequence_id)):
+            worker.sender.start(row.sequence_id, row.block_ids)
+            worker.sender.progress(row.sequence_id, lambda over, r=row: over.advance(r.start, None, plan.step_id - 1))
+            if row.num_sampled:
+                self.later(STEP_S / 2, lambda r=row: self._first_layers(worker, r))
+
+    def _first_layers(self, worker: Worker, row: Row) -> None:
+        """As the engine reports them while it computes the others."""
+        assert worker.sender is not None
+        if worker.alive:
+            first = FirstLayers(row.end, len(LAYOUT.layers) - 1)
+            worker.sender.progress(row.sequence_id, lambda over: setattr(over, "first_layers", first))
 
     def _stepped(self, worker: Worker, plan: StepPlan) -> None:
         if not worker.alive:
@@ -292,7 +322,7 @@ class ClusterSim:
         worker.busy = False
         outcome = StepOutcome(plan.step_id, tuple(_sampled(row) for row in plan.rows), STEP_S)
         if worker.prefill is not None:
-            self._prefilled(worker, worker.prefill, outcome)
+            self._prefilled(worker, plan, outcome)
         elif worker.decode is not None:
             result = worker.decode.finish_step(outcome, self.now)
             self._post(worker, StepEvents(plan.step_id, result.tokens, result.ended, load=self._load(worker)))
@@ -302,77 +332,28 @@ class ClusterSim:
             self.check()
             self.kill(self.random.choice(sorted(self.workers)))
 
-    def _prefilled(self, worker: Worker, scheduler: PrefillScheduler, outcome: StepOutcome) -> None:
-        result = scheduler.finish_step(outcome, self.now)
-        tokens = []
+    def _prefilled(self, worker: Worker, plan: StepPlan, outcome: StepOutcome) -> None:
+        assert worker.prefill is not None and worker.sender is not None
+        result = worker.prefill.finish_step(outcome, self.now)
+        runs, tokens = worker.sender.runs, []
         for p in result.progress:
             if p.first_token is not None:
-                name = (
-                    worker.transfers[p.sequence_id].request.sequence_id if p.sequence_id in worker.transfers else None
-                )
-                tokens.append(TokenEvent(name or p.sequence_id, p.output_index, (p.first_token,)))
+                name = runs[p.sequence_id].over.sequence if p.sequence_id in runs else p.sequence_id
+                tokens.append(TokenEvent(name, p.output_index, (p.first_token,)))
         self._post(worker, StepEvents(tokens=tuple(tokens), ended=result.ended))
         for ended in result.ended:
-            self._drop(worker, ended.sequence)
+            worker.sender.abort(ended.sequence)
         for p in result.progress:
-            transfer = worker.transfers.get(p.sequence_id)
-            if p.first_token is not None and transfer is not None:
-                transfer.first_token = p.first_token
-                self._offer(worker, transfer)
+            worker.sender.progress(
+                p.sequence_id, lambda over, p=p: over.advance(p.computed, p.first_token, plan.step_id)
+            )
 
-    # Hand-overs.
-
-    def _offer(self, worker: Worker, transfer: Transfer) -> None:
-        self._later(OFFER_S, lambda: self._answer(worker, transfer))
-
-    def _answer(self, worker: Worker, transfer: Transfer) -> None:
-        """The targets accept or refuse, one after the other."""
-        if not worker.alive or worker.transfers.get(transfer.origin) is not transfer:
-            return
-        sequence = transfer.request.sequence_id
-        for target in transfer.targets:
-            taker = self.workers[target.worker_id]
-            if not taker.alive or taker.incarnation != target.incarnation or sequence in taker.tombstones:
-                continue
-            assert taker.decode is not None
-            try:
-                taker.decode.reserve(transfer.request, self.now)
-            except BatonError as e:
-                if isinstance(e, InvariantError):
-                    raise
-                continue
-            transfer.taker = taker
-            self._later(TRANSFER_S, lambda: self._arrived(worker, transfer, sequence))
-            return
-        self._park(worker, transfer, "all refused")
-
-    def _arrived(self, worker: Worker, transfer: Transfer, sequence: SequenceId) -> None:
-        taker = transfer.taker
-        if taker is None or not taker.alive or transfer.request.sequence_id != sequence:
-            return
-        assert taker.decode is not None
-        if not worker.alive or not taker.decode.receiving(sequence):
-            return
-        ended = taker.decode.received(sequence, transfer.first_token, self.now)
-        if ended is not None:
-            self._post(taker, StepEvents(ended=(ended,)))
-        self._wake(taker)
+    def _handed_over(self, worker: Worker, event: HandedOver) -> None:
         self.transfers += 1
-        if self.random.random() < self._lost_acks:
-            self.lost_acks += 1
-            self._park(worker, transfer, "the link broke")
-            return
-        self._later(NETWORK_S, lambda: self._acknowledged(worker, transfer, taker, sequence))
+        self._post(worker, StepEvents(handed_over=(event,)))
 
-    def _acknowledged(self, worker: Worker, transfer: Transfer, taker: Worker, sequence: SequenceId) -> None:
-        if not worker.alive or worker.transfers.get(transfer.origin) is not transfer or transfer.taker is not taker:
-            return
-        assert worker.prefill is not None
-        del worker.transfers[transfer.origin]
-        worker.prefill.release_send(transfer.origin)
-        self._post(worker, StepEvents(handed_over=(HandedOver(sequence, taker.name, 1),)))
-
-    def _park(self, worker: Worker, transfer: Transfer, reason: str) -> None:
-        if worker.alive and worker.transfers.get(transfer.origin) is transfer:
-            transfer.taker = None
-            self._post(worker, StepEvents(parked=(Parked(transfer.request.sequence_id, reason),)))
+    def _failed(self, worker: Worker, sequence: SequenceId, error: BatonError) -> None:
+        assert worker.prefill is not None and worker.sender is not None
+        run = worker.sender.find(sequence)
+        self._post(worker, StepEvents(ended=(SequenceEnded(sequence, "error", error.code, error.message),)))
+        worker.prefill.abort(sequence if run is None else run.origin)

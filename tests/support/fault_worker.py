@@ -86,9 +86,9 @@ class Faults:
                 state["check"] = str(e)
             state["load"] = dataclasses.asdict(self.worker.load())
             state["deadlines"] = len(self.worker.main_loop.deadlines)
-            incoming = getattr(self.worker, "incoming", None)
-            if incoming is not None:
-                state["writing"], state["chunks_damaged"] = len(incoming.writing), incoming.chunks_damaged
+            hand_overs = getattr(self.worker, "hand_overs", None)
+            if hand_overs is not None:
+                state["writing"], state["chunks_damaged"] = len(hand_overs.writing), hand_overs.chunks_damaged
             if self.loop is not None:
                 state["tasks"] = sorted(t.get_name() for t in asyncio.all_tasks(self.loop) if not t.done())
         partial = self.path("state.partial")

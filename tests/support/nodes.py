@@ -143,7 +143,7 @@ class DecodeNode:
         self.address = ""
 
     async def start(self) -> None:
-        self.server, port = await serve_links("127.0.0.1", self.worker.incoming.handle)
+        self.server, port = await serve_links("127.0.0.1", self.worker.incoming.serve)
         self.address = f"127.0.0.1:{port}"
 
     def handle(self, sequence: SequenceId, source: PrefillWorker, **changes: Any) -> Handle:
@@ -174,7 +174,7 @@ class DecodeNode:
     def idle(self) -> bool:
         return (
             not self.worker.scheduler.num_sequences
-            and not self.worker.incoming.writing
+            and not self.worker.hand_overs.writing
             and _free(self.worker.scheduler.blocks)
         )
 

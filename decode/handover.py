@@ -1,0 +1,360 @@
+"""Every hand-over into a decode worker, as it is decided. Pure: what a peer sent and `now` in, actions out.
+
+1. An offer is checked (handle, tombstone, limits) and reserves all blocks of the sequence, or is refused with the
+   reason. The answer says how much of the sequence is here already, in blocks that others may share.
+2. A chunk has to be the next one of its sequence on its edge. A receive is opened for it, and only then is it posted.
+3. What was received intact counts as arrived, and is acknowledged; what was damaged is asked for once more.
+4. With the last chunk of every edge the sequence is ready to decode. An abort, the end of the link, or an edge that
+   fails ends it; its blocks are free as soon as nothing is being written into them any more.
+
+A refused or aborted hand-over is ended at the peer with the first reason, and where receives are open for it on other
+edges, when these have ended: what was posted is still sent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from baton.core.deadlines import Deadlines
+from baton.core.edge_orders import Part, part_of
+from baton.core.errors import BatonError, HandoffError, InvariantError, StaleHandle, Unavailable
+from baton.core.events import SequenceEnded
+from baton.core.handles import SpentHandles, verify
+from baton.core.handover import AbortTransfer, Accept, Ack, Chunk, EdgeReady, FromDecode, Offer, Posted, Refuse
+from baton.core.kv_layout import KVLayout
+from baton.core.request import SequenceId
+from baton.core.reshard import EdgeKey, EdgePlan
+from baton.core.sampling_limits import check_sampling, check_tokens
+from baton.core.tombstones import Tombstones
+from decode.scheduler import DecodeScheduler
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A sequence on its way here: `arrived` tokens of it are in its `blocks`, by edge; where first layers of more are
+    there, too, `begun` says how far: (end_token, layers). A chunk is being received on the edges `under_way`.
+    `first_token`, one of `vocab_size`, once there is one."""
+
+    blocks: tuple[int, ...]
+    num_tokens: int
+    vocab_size: int
+    arrived: dict[EdgeKey, int]
+    begun: dict[EdgeKey, tuple[int, int]] = field(default_factory=dict)
+    first_token: int | None = None
+    under_way: set[EdgeKey] = field(default_factory=set)
+
+    @property
+    def complete(self) -> bool:
+        return all(tokens == self.num_tokens for tokens in self.arrived.values())
+
+    @property
+    def landed(self) -> int:
+        """Tokens that every edge has brought."""
+        return min(self.arrived.values())
+
+    def check(self, chunk: Chunk, plan: EdgePlan, layout: KVLayout) -> None:
+        """Raises HandoffError unless this is the next chunk of the sequence on its edge, of the right size: tokens in
+        order, of each run of them the layers in order."""
+        if plan.key in self.under_way:  # it would be written behind one that may be the last
+            raise HandoffError(f"chunk {chunk.index} comes before the end of the one before it")
+        arrived, tokens, total = self.arrived[plan.key], chunk.end_token - chunk.start_token, len(layout.layers)
+        if chunk.start_token != arrived or tokens < 1 or chunk.end_token > self.num_tokens:
+            raise HandoffError(
+                f"tokens [{chunk.start_token}, {chunk.end_token}) cannot follow {arrived} of {self.num_tokens}"
+            )
+        end, layers = self.begun.get(plan.key, (chunk.end_token, 0))
+        if (chunk.end_token, chunk.start_layer) != (end, layers) or not layers < chunk.end_layer <= total:
+            raise HandoffError(
+                f"layers [{chunk.start_layer}, {chunk.end_layer}) of tokens up to {chunk.end_token} cannot follow"
+                f" {layers} of {total} layers up to {end}"
+            )
+        size = plan.of_layers(chunk.start_layer, chunk.end_layer).bytes_per_token(layout) * tokens
+        if chunk.num_bytes != size or not size:
+            raise HandoffError(f"{chunk.num_bytes} bytes cannot be KV of {tokens} tokens")
+        ends = chunk.end_token == self.num_tokens and chunk.end_layer == total
+        if chunk.last != ends or (ends and chunk.first_token is None):
+            raise HandoffError("the last chunk, and only it, carries the end and the first token")
+        if ends and chunk.first_token is not None and not 0 <= chunk.first_token < self.vocab_size:
+            raise HandoffError(f"first token {chunk.first_token} is not one of {self.vocab_size}")
+        if ends and self.first_token not in (None, chunk.first_token):
+            raise HandoffError(f"first token {chunk.first_token} here, {self.first_token} on another edge")
+
+    def take_in(self, chunk: Chunk, key: EdgeKey, layout: KVLayout) -> None:
+        """The chunk is in the blocks, as it was sent."""
+        if chunk.end_layer < len(layout.layers):
+            self.begun[key] = (chunk.end_token, chunk.end_layer)
+            return
+        self.begun.pop(key, None)
+        self.arrived[key] = chunk.end_token
+        if chunk.last:
+            self.first_token = chunk.first_token
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """A prefill worker at the other end of one link: the edges from it, the transfers that came over this link, and the
+    refusals that wait for what is posted to end."""
+
+    worker_id: str
+    incarnation: int
+    plans: Mapping[EdgeKey, EdgePlan]
+    transfers: dict[SequenceId, Transfer] = field(default_factory=dict)
+    refusals: dict[SequenceId, str] = field(default_factory=dict)
+
+
+# Actions.
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    peer: Peer
+    message: FromDecode
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Open a receive of `part` on the edge, then send `posted`; report `write_ended` and `received` in the end."""
+
+    part: Part
+    posted: Posted
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """All KV of it is here."""
+
+    sequence: SequenceId
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A hand-over has ended before all KV had arrived, or its sequence with it."""
+
+    sequence: SequenceId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The coordinator has to know."""
+
+    event: SequenceEnded
+
+
+Action = Reply | Receive | Ready | Dropped | Ended
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """What an offer is checked against: the key of the run's handles, its clock, whether this worker drains."""
+
+    handle_key: bytes
+    run_clock_ms: float
+    draining: bool = False
+
+
+class HandOvers:
+    """Complete state: the number of chunks being received into the blocks of each sequence (`writing`), who offered
+    each sequence (name and incarnation), the handles that were used, and the counters. The scheduler, deadlines and
+    tombstones are the worker's."""
+
+    def __init__(
+        self,
+        scheduler: DecodeScheduler,
+        deadlines: Deadlines,
+        tombstones: Tombstones,
+        *,
+        worker_id: str,
+        incarnation: int,
+        vocab_size: int,
+    ) -> None:
+        self._scheduler = scheduler
+        self._deadlines = deadlines
+        self._tombstones = tombstones
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._vocab_size = vocab_size
+        self._sources: dict[SequenceId, tuple[str, int]] = {}
+        self._spent = SpentHandles()
+        self.writing: Counter[SequenceId] = Counter()
+        self.bytes_received = 0
+        self.chunks_damaged = 0
+        self.stale_messages = 0
+        self.handles_refused = 0
+
+    # From a peer.
+
+    def on_offer(self, peer: Peer, offer: Offer, admission: Admission, now: float) -> Accept | Refuse:
+        sequence = offer.request.sequence_id
+        try:
+            blocks = self.reserve(peer, offer, admission, now)
+        except InvariantError:
+            raise
+        except BatonError as e:
+            return Refuse(sequence, e.code, e.message)
+        # Those that have ended are forgotten.
+        self._sources = {s: source for s, source in self._sources.items() if self._scheduler.knows(s)}
+        self._sources[sequence] = (peer.worker_id, peer.incarnation)
+        cached = self._scheduler.num_cached(sequence)
+        arrived = dict.fromkeys(peer.plans, cached)
+        peer.transfers[sequence] = Transfer(blocks, offer.num_tokens, self._vocab_size, arrived)
+        return Accept(sequence, cached, self._scheduler.generations(sequence))
+
+    def reserve(self, peer: Peer, offer: Offer, admission: Admission, now: float) -> tuple[int, ...]:
+        """The blocks of the sequence. Raises BatonError with the reason to refuse it."""
+        request, sequence = offer.request, offer.request.sequence_id
+        try:
+            verify(
+                admission.handle_key,
+                offer.handle,
+                sequence=sequence,
+                source=peer.worker_id,
+                source_incarnation=peer.incarnation,
+                destination=self._worker_id,
+                incarnation=self._incarnation,
+                now_ms=admission.run_clock_ms,
+            )
+            self._spent.spend(offer.handle, admission.run_clock_ms)
+        except StaleHandle:
+            self.handles_refused += 1
+            raise
+        if self._tombstones.covers(sequence, now):
+            raise Unavailable("the sequence was aborted", code="aborted")
+        if admission.draining:
+            raise Unavailable("this decode worker is draining", code="draining")
+        if offer.num_tokens != request.num_prefill_tokens:
+            raise Unavailable(f"{offer.num_tokens} tokens offered of {request.num_prefill_tokens}")
+        check_tokens(request, self._vocab_size)
+        check_sampling(request.sampling, request.max_tokens, self._vocab_size)
+        blocks = self._scheduler.reserve(request, now)
+        self._deadlines.add(sequence, now + request.deadline_s)
+        return blocks
+
+    def on_chunk(self, peer: Peer, chunk: Chunk, now: float, *, edge_open: bool) -> list[Action]:
+        """`edge_open`: its edge is, in the generation that the chunk names."""
+        sequence, key = chunk.sequence, (chunk.prefill_rank, chunk.decode_rank)
+        transfer = peer.transfers.get(sequence)
+        actions: list[Action] = []
+        try:
+            if not edge_open:
+                self.stale_messages += 1
+                actions.append(_edge_closed(peer, chunk))
+                raise HandoffError(f"edge generation {chunk.edge_generation} is closed")
+            if transfer is None or not self._scheduler.receiving(sequence):
+                raise HandoffError("the sequence is not being received here")
+            transfer.check(chunk, peer.plans[key], self._scheduler.layout)
+        except HandoffError as e:
+            return actions + self.refused(peer, sequence, e.message, now)
+        self.writing[sequence] += 1
+        transfer.under_way.add(key)
+        part = part_of(chunk, peer.plans[key], transfer.blocks)
+        return [Receive(part, Posted(sequence, chunk.index, chunk.edge_generation, *key))]
+
+    def refused(self, peer: Peer, sequence: SequenceId, reason: str, now: float) -> list[Action]:
+        """A chunk of it cannot be received: its chunks on other edges, announced before the peer learns of it, end
+        here too."""
+        actions = self._give_up(peer, sequence, reason, now) if sequence in peer.transfers else []
+        return actions + self._refuse(peer, sequence, reason)
+
+    def on_abort(self, peer: Peer, message: AbortTransfer, now: float) -> list[Action]:
+        """A prefill worker may end its own sequences, and those that are not here (yet)."""
+        sequence = message.sequence
+        source = (peer.worker_id, peer.incarnation)
+        if self._scheduler.knows(sequence) and self._sources.get(sequence) != source:
+            self.stale_messages += 1
+            return []
+        return self._give_up(peer, sequence, message.reason, now, message.tombstone_s)
+
+    def on_link_ended(self, peer: Peer, reason: str, now: float) -> list[Action]:
+        """What had not arrived completely ends."""
+        actions: list[Action] = []
+        for sequence in list(peer.transfers):
+            if self._scheduler.receiving(sequence):
+                lost = f"{self._worker_id} lost its KV source: {reason}"
+                actions.append(Ended(SequenceEnded(sequence, "error", "worker_lost", lost)))
+            actions += self._give_up(peer, sequence, reason, now)
+        return actions
+
+    # From the edges.
+
+    def write_ended(self, peer: Peer, chunk: Chunk) -> None:
+        """Nothing of this chunk is being written any more, however its receive went."""
+        sequence = chunk.sequence
+        if sequence in peer.transfers:
+            peer.transfers[sequence].under_way.discard((chunk.prefill_rank, chunk.decode_rank))
+        self.writing[sequence] -= 1
+        if not self.writing[sequence]:
+            del self.writing[sequence]
+            self._scheduler.receive_ended(sequence)
+
+    def receive_failed(self, peer: Peer, chunk: Chunk, error: str, now: float, *, edge_open: bool) -> list[Action]:
+        actions = self._give_up(peer, chunk.sequence, error, now)
+        if not edge_open:
+            actions.append(_edge_closed(peer, chunk))
+        return actions + self._refuse(peer, chunk.sequence, error)
+
+    def received(self, peer: Peer, chunk: Chunk, now: float, *, intact: bool) -> list[Action]:
+        """All bytes of a chunk have come; `intact`: each section as it was sent."""
+        sequence, key, scheduler = chunk.sequence, (chunk.prefill_rank, chunk.decode_rank), self._scheduler
+        self.bytes_received += chunk.num_bytes
+        transfer = peer.transfers.get(sequence)
+        if transfer is None or not scheduler.receiving(sequence):
+            return self._refuse(peer, sequence, "it was ended here")
+        if sequence in peer.refusals:
+            return self._refuse(peer, sequence, "another edge refused its chunk")
+        actions: list[Action] = []
+        complete = False
+        if intact:
+            transfer.take_in(chunk, key, scheduler.layout)
+            complete = transfer.complete
+        else:
+            self.chunks_damaged += 1
+        if complete and chunk.first_token is not None:
+            del peer.transfers[sequence]
+            ended = scheduler.received(sequence, chunk.first_token, now, chunk.first_logprob, chunk.cached_tokens)
+            if ended is not None:
+                self._deadlines.forget(sequence)
+            actions.append(Ready(sequence) if ended is None else Ended(ended))
+        elif intact:
+            scheduler.landed(sequence, transfer.landed)
+        return [*actions, Reply(peer, Ack(sequence, chunk.index, intact, complete, *key))]
+
+    # From the coordinator.
+
+    def end(self, peers: Iterable[Peer], sequence: SequenceId, reason: str) -> list[Action]:
+        """The coordinator ends a sequence. A peer whose KV is still coming learns of it now, or where a receive is open
+        for it, when that has ended."""
+        actions: list[Action] = []
+        for peer in peers:
+            if peer.transfers.pop(sequence, None) is not None and sequence not in self.writing:
+                actions.append(Reply(peer, AbortTransfer(sequence, reason, 0.0)))
+        self._scheduler.abort(sequence, in_flight=sequence in self.writing)
+        return actions
+
+    def _give_up(
+        self, peer: Peer, sequence: SequenceId, reason: str, now: float, tombstone_s: float = 0.0
+    ) -> list[Action]:
+        actions: list[Action] = [Dropped(sequence, reason)]
+        peer.transfers.pop(sequence, None)
+        if self._scheduler.generating(sequence):  # prefill has missed the last acknowledgement, and may die with it
+            message = f"{self._worker_id} ended it: {reason}"
+            actions.append(Ended(SequenceEnded(sequence, "error", "abandoned", message)))
+        self._deadlines.forget(sequence)
+        if not self._scheduler.abort(sequence, in_flight=sequence in self.writing) and tombstone_s > 0:
+            self._tombstones.add(sequence, now, tombstone_s)
+        return actions
+
+    def _refuse(self, peer: Peer, sequence: SequenceId, reason: str) -> list[Action]:
+        reason = peer.refusals.setdefault(sequence, reason)
+        if sequence in self.writing:
+            return []
+        del peer.refusals[sequence]
+        return [Reply(peer, AbortTransfer(sequence, reason, 0.0))]
+
+
+def _edge_closed(peer: Peer, chunk: Chunk) -> Reply:
+    """An edge may end at one end only: the peer would go on announcing."""
+    error = f"generation {chunk.edge_generation} has ended here"
+    return Reply(peer, EdgeReady(chunk.prefill_rank, chunk.decode_rank, chunk.edge_generation, error))

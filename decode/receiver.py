@@ -1,0 +1,305 @@
+"""Executes the decode side of hand-overs (`decode.handover`): one reader per link, one coroutine per announced chunk.
+
+A link has an edge for each pair of ranks that share KV heads; every edge brings its own bytes of a chunk. They go into
+a staging buffer of our own, whose receive is open before the chunk is posted, and never into the pool directly: a late
+or wrong byte cannot touch a block. Each section is verified (checksum over identity and bytes) and scattered into the
+blocks, by the rank that has them, while others still come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine, Iterable
+from typing import Any, Protocol
+
+from baton.core.errors import HandoffError, InvariantError
+from baton.core.events import SequenceEnded
+from baton.core.handover import (
+    AbortTransfer,
+    Chunk,
+    EdgeOpen,
+    EdgeReady,
+    FromDecode,
+    LinkHello,
+    LinkWelcome,
+    Offer,
+    Ping,
+    Refuse,
+)
+from baton.core.kv_layout import KVLayout
+from baton.core.request import SequenceId
+from baton.core.reshard import EdgeKey, reshard_layout
+from baton.event_log import EventLog
+from baton.rpc.streams import LinkLost, MessageStream
+from baton.transfer.edge import EdgeSpec
+from baton.transfer.edge_end import EdgeEnd, MakeEnd
+from baton.transfer.edge_kinds import edge_connect_s
+from baton.transfer.staging_room import StagingRoom
+from decode.handover import Action, Admission, Dropped, Ended, HandOvers, Peer, Ready, Receive, Reply
+
+log = logging.getLogger("baton.incoming")
+SILENCE_S = 4.0
+STAGING_WAIT_SHARE = 0.8  # of the time that the peer waits for `posted`: it hears why before it gives up its edge
+
+
+class ReceiverOwner(Protocol):
+    """What links need of their worker."""
+
+    def welcome(self, hello: LinkHello) -> LinkWelcome:
+        """Raises JoinRefused or LayoutMismatch when the two workers do not fit."""
+        ...
+
+    def admission(self) -> Admission: ...
+
+    def ready(self, sequence: SequenceId) -> None: ...
+
+    def dropped(self, sequence: SequenceId) -> None: ...
+
+    def hand_over_ended(self, event: SequenceEnded) -> None: ...
+
+    def failed(self, error: InvariantError) -> None:
+        """An invariant does not hold: the worker must end."""
+        ...
+
+
+class Receiver:
+    """All links into a decode worker. Complete state: the links by their peer. `layout` is the whole model's."""
+
+    def __init__(
+        self,
+        owner: ReceiverOwner,
+        hand_overs: HandOvers,
+        layout: KVLayout,
+        make_end: MakeEnd,
+        staging: StagingRoom,
+        events: EventLog,
+        *,
+        host: str,
+        store_port: int,
+        tensor_parallel: int,
+        edge_timeout_s: float,
+    ) -> None:
+        self.owner = owner
+        self.hand_overs = hand_overs
+        self.layout = layout
+        self.staging = staging
+        self.events = events
+        self.tensor_parallel = tensor_parallel
+        self.edge_timeout_s = edge_timeout_s
+        self._make_end = make_end
+        self._host, self._store_port = host, store_port
+        self._links: dict[Peer, ReceivingLink] = {}
+
+    async def serve(self, stream: MessageStream, hello: LinkHello) -> None:
+        """One link, to its end."""
+        peer = Peer(hello.prefill_worker, hello.prefill_incarnation, {})
+        link = self._links[peer] = ReceivingLink(stream, hello, peer, self)
+        try:
+            await link.run()
+        except InvariantError as e:
+            self.owner.failed(e)
+            raise
+        finally:
+            del self._links[peer]
+
+    def end(self, sequence: SequenceId, reason: str) -> None:
+        """The coordinator ends a sequence that is here."""
+        for action in self.hand_overs.end(self._links, sequence, reason):
+            assert isinstance(action, Reply)
+            self._links[action.peer].reply_soon(action.message)
+
+    def make_end(self, peer: Peer, key: EdgeKey, message: EdgeOpen) -> EdgeEnd:
+        return self._make_end(
+            peer.plans[key],
+            EdgeSpec(
+                host=self._host,
+                port=self._store_port,
+                prefix=message.prefix,
+                generation=message.generation,
+                side="decode",
+                connect_timeout_s=edge_connect_s(self._make_end.kind, self.edge_timeout_s),
+                operation_timeout_s=self.edge_timeout_s,
+            ),
+        )
+
+    async def close(self) -> None:
+        """Ends every edge; the streams end with the server that carries them."""
+        await asyncio.gather(*(link.close_edges() for link in self._links.values()))
+
+
+class ReceivingLink:
+    """One link from one prefill worker. Complete state: the stream, the ends of its edges, the tasks under way."""
+
+    def __init__(self, stream: MessageStream, hello: LinkHello, peer: Peer, receiver: Receiver) -> None:
+        self._stream = stream
+        self._hello = hello
+        self._peer = peer
+        self._receiver = receiver
+        self._hand_overs = receiver.hand_overs
+        self._edges: dict[EdgeKey, EdgeEnd] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serves the link to its end, then ends what had not arrived completely."""
+        reason, receiver = "the link broke", self._receiver
+        try:
+            await self._stream.send(receiver.owner.welcome(self._hello))
+            plans = reshard_layout(receiver.layout, self._hello.tensor_parallel, receiver.tensor_parallel)
+            self._peer.plans = {plan.key: plan for plan in plans}
+            while (message := await self._receive()) is not None:
+                await self._on(message)
+            reason = f"the link to {self._hello.prefill_worker} ended: {self._stream.ended}"
+        except LinkLost as e:
+            reason = e.message
+        except TimeoutError:
+            self._stream.end(reason := f"{self._hello.prefill_worker} was silent for {SILENCE_S:g} s")
+        finally:
+            for end in self._edges.values():
+                end.abort(reason)
+            await self._execute(self._hand_overs.on_link_ended(self._peer, reason, time.monotonic()))
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=5.0)
+            await self.close_edges()
+
+    async def _receive(self) -> object | None:
+        """The next message; a prefill worker that lives pings every second."""
+        async with asyncio.timeout(SILENCE_S):
+            return await self._stream.receive()
+
+    async def close_edges(self) -> None:
+        for end in self._edges.values():
+            end.abort("the link is closed")
+        await asyncio.gather(*(end.close(timeout_s=2.0) for end in self._edges.values()))
+
+    async def _on(self, message: object) -> None:
+        match message:
+            case Ping():
+                await self._send(message)
+            case EdgeOpen():
+                self._spawn(self._open_edge(message), "edge open")
+            case Offer():
+                await self._answer(message)
+            case Chunk():
+                self._spawn(self._take_in_turn(message), f"chunk {message.index} of {message.sequence}")
+            case AbortTransfer():
+                await self._execute(self._hand_overs.on_abort(self._peer, message, time.monotonic()))
+            case _:
+                raise HandoffError(f"{self._hello.prefill_worker} sent {type(message).__name__} on a link")
+
+    async def _answer(self, offer: Offer) -> None:
+        admission, now = self._receiver.owner.admission(), time.monotonic()
+        try:
+            await self._send(self._hand_overs.on_offer(self._peer, offer, admission, now))
+        except InvariantError:
+            raise
+        except Exception:  # of an offer that nobody thought of: it costs itself, not the others on this link
+            log.exception("offer of %s", offer.request.sequence_id)
+            await self._send(Refuse(offer.request.sequence_id, "internal_error", "internal error at an offer"))
+
+    async def _open_edge(self, message: EdgeOpen) -> None:
+        key, error = (message.prefill_rank, message.decode_rank), ""
+        if key not in self._peer.plans:
+            error = f"no KV goes from rank {message.prefill_rank} to rank {message.decode_rank}"
+        else:
+            if key in self._edges:
+                self._edges[key].abort(f"replaced by generation {message.generation}")
+            end = self._edges[key] = self._receiver.make_end(self._peer, key, message)
+            try:
+                await end.connect()
+            except HandoffError as e:
+                error = e.message
+        await self._send(EdgeReady(*key, message.generation, error))
+
+    async def _take_in_turn(self, chunk: Chunk) -> None:
+        """Receives a chunk when there is room for its bytes; the peer waits for `posted` no longer than the limit."""
+        try:
+            wait_s = STAGING_WAIT_SHARE * self._receiver.edge_timeout_s
+            async with self._receiver.staging.hold(chunk.num_bytes, wait_s):
+                await self._take(chunk)
+        except HandoffError as e:
+            await self._execute(self._hand_overs.refused(self._peer, chunk.sequence, e.message, time.monotonic()))
+
+    async def _take(self, chunk: Chunk) -> None:
+        end = self._edges.get((chunk.prefill_rank, chunk.decode_rank))
+        edge_open = end is not None and end.dead is None and end.generation == chunk.edge_generation
+        actions = self._hand_overs.on_chunk(self._peer, chunk, time.monotonic(), edge_open=edge_open)
+        match actions:
+            case [Receive(part, posted)] if end is not None:
+                pass
+            case _:
+                await self._execute(actions)
+                return
+        intact, failure = False, ""
+        try:
+            intact = await end.take(part, lambda: self.reply_soon(posted))
+        except InvariantError:
+            raise
+        except Exception as e:
+            if not isinstance(e, HandoffError):
+                log.exception("chunk %d of %s", chunk.index, chunk.sequence)
+            failure = str(e) or type(e).__name__
+        finally:
+            self._hand_overs.write_ended(self._peer, chunk)
+        now = time.monotonic()
+        if failure:
+            actions = self._hand_overs.receive_failed(self._peer, chunk, failure, now, edge_open=end.dead is None)
+        else:
+            self._note(chunk, intact)
+            actions = self._hand_overs.received(self._peer, chunk, now, intact=intact)
+        await self._execute(actions)
+
+    def _note(self, chunk: Chunk, intact: bool) -> None:
+        layers = (chunk.start_layer, chunk.end_layer)
+        if not intact:
+            log.warning("chunk %d of %s does not match its checksum", chunk.index, chunk.sequence)
+        noted = {"sequence": chunk.sequence, "index": chunk.index, "end": chunk.end_token, "layers": layers}
+        self._receiver.events.write("chunk_received", **noted, intact=intact)
+
+    async def _execute(self, actions: Iterable[Action]) -> None:
+        owner = self._receiver.owner
+        for action in actions:
+            match action:
+                case Reply(_, message):
+                    await self._send(message)
+                case Ready(sequence):
+                    owner.ready(sequence)
+                    await asyncio.sleep(0)  # its first step begins before anything else is done
+                case Dropped(sequence, reason):
+                    self._receiver.events.write("transfer_ended", sequence=sequence, reason=reason)
+                    owner.dropped(sequence)
+                case Ended(event):
+                    owner.hand_over_ended(event)
+
+    def reply_soon(self, message: FromDecode) -> None:
+        """Sends in a task that nobody cancels."""
+
+        async def send() -> None:
+            try:
+                await self._stream.send_to_the_end(message)
+            except LinkLost as e:
+                log.info("%s not sent: %s", type(message).__name__, e.message)
+
+        self._spawn(send(), type(message).__name__)
+
+    async def _send(self, message: FromDecode) -> None:
+        try:
+            await self._stream.send(message)
+        except LinkLost as e:
+            log.info("%s not sent: %s", type(message).__name__, e.message)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Nobody waits for what was spawned: an error that got this far is a bug, and costs the link at least."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, InvariantError):
+            self._receiver.owner.failed(error)
+        elif error is not None:
+            log.error("%s: %r", task.get_name(), error, exc_info=error)
+            self._stream.end(f"internal error in {task.get_name()}")

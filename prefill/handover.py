@@ -1,0 +1,391 @@
+"""One hand-over as the prefill worker decides it. Pure: what happened and `now` in, what to do next out.
+
+    WAITING    has no blocks yet
+    OFFERING   a decode worker is asked to take the sequence
+    SENDING    it has accepted; chunks go as their KV is computed, each acknowledged before the next
+    PARKED     all targets refused, or the one that had accepted is lost: the KV waits for others
+    ENDED      all KV is acknowledged, or the hand-over failed, or it was aborted
+
+Each event returns the next action, and whoever executes that reports the next event:
+
+    begin, reoffer             -> OfferTo | Park
+    OfferTo:   answered        -> SendChunk | OfferTo | Park
+    SendChunk: acknowledged    -> SendChunk | Finish
+    either:    target_failed   -> OfferTo | Park | Fail
+
+A chunk is a `Span` of the sequence, tokens by layers, that goes over all edges of the link at once, on each its own
+heads. How much of what is computed goes in one chunk is decided when it can be sent: behind a queue many small ones
+become one. The tokens of the last step go as two chunks where they are many bytes: the first layers while the others
+are computed, so that at the end little is left to send (decision 0044). An edge is never held for layers that are not
+computed. Each edge is acknowledged by itself; where the checksum did not match, only that edge sends again, once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from baton.core.commands import Target
+from baton.core.errors import BatonError, HandoffError, InvariantError, KVCorrupt
+from baton.core.events import HandedOver, Parked, StageStamps
+from baton.core.handover import AbortTransfer, Accept, Chunk, Offer, Refuse
+from baton.core.kv_layout import KVLayout
+from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
+from baton.core.reshard import EdgeKey, EdgePlan
+from baton.core.sections import early_layers
+from baton.core.staging_quota import StagingQuota
+
+
+class Stage(Enum):
+    WAITING = "waiting"
+    OFFERING = "offering"
+    SENDING = "sending"
+    PARKED = "parked"
+    ENDED = "ended"
+
+
+LEGAL_MOVES: dict[Stage, frozenset[Stage]] = {
+    Stage.WAITING: frozenset({Stage.OFFERING, Stage.PARKED, Stage.ENDED}),
+    Stage.OFFERING: frozenset({Stage.OFFERING, Stage.SENDING, Stage.PARKED, Stage.ENDED}),
+    Stage.SENDING: frozenset({Stage.PARKED, Stage.ENDED}),
+    Stage.PARKED: frozenset({Stage.OFFERING, Stage.PARKED, Stage.ENDED}),
+    Stage.ENDED: frozenset(),
+}
+
+
+# Actions.
+
+
+@dataclass(frozen=True, slots=True)
+class OfferTo:
+    """Dial the target if need be, send it `HandOver.offer`, and report `answered`."""
+
+    target: Target
+
+
+@dataclass(frozen=True, slots=True)
+class SendChunk:
+    """When `next_span` is something and the edges are free: send it on `edges`, and report `acknowledged`."""
+
+    edges: tuple[EdgePlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """Report this to the coordinator, and wait until targets are assigned."""
+
+    event: Parked
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    event: HandedOver
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """No other target could do better."""
+
+    error: BatonError
+
+
+Action = OfferTo | SendChunk | Park | Finish | Fail
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Layers [start_layer, end_layer) of tokens [start, end): the chunk with this `index`."""
+
+    index: int
+    start: int
+    end: int
+    start_layer: int
+    end_layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstLayers:
+    """The KV of the first `layers` of positions up to `end` is complete; the step that computes it is not."""
+
+    end: int
+    layers: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """Of one worker, over all its hand-overs. `chunks_early` are those of first layers."""
+
+    bytes_sent: int = 0
+    chunks_resent: int = 0
+    chunks_early: int = 0
+
+
+class Wire:
+    """What the edges of one link carry of each token, in bytes. `plans` are all edges of the link, `layout` is the
+    whole model's, `peer_staging_bytes` what the decode worker takes at once on one edge."""
+
+    def __init__(self, plans: Sequence[EdgePlan], layout: KVLayout, peer_staging_bytes: int) -> None:
+        self.plans = tuple(plans)
+        self._peer_staging_bytes = peer_staging_bytes
+        # By edge and layer: what it carries of one token up to there. Asked for with every chunk.
+        self._up_to = {plan.key: _bytes_up_to(plan, layout) for plan in plans}
+
+    def bytes_on(self, edge: EdgeKey, span: Span) -> int:
+        up_to = self._up_to[edge]
+        return (up_to[span.end_layer] - up_to[span.start_layer]) * (span.end - span.start)
+
+    def max_tokens(self, staging_bytes: int) -> int:
+        """The longest chunk whose bytes fit into staging memory: of all edges into `staging_bytes` here, of each edge
+        into the decode worker's."""
+        sizes = [up_to[-1] for up_to in self._up_to.values()]
+        return min(staging_bytes // sum(sizes), self._peer_staging_bytes // max(sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds the chunks of a worker: `layout` is the whole model's, `staging` its staging memory."""
+
+    layout: KVLayout
+    section_bytes: int
+    max_chunk_tokens: int
+    staging: StagingQuota
+
+
+@dataclass(slots=True, eq=False)
+class HandOver:
+    """One sequence on its way. `computed` positions are complete once `step` is, of the later ones `first_layers`.
+    `sent` tokens are acknowledged on all edges, of the next ones `sent_layers`; `span` is the chunk under way, `edges`
+    those that it is to go on, `sends` how often it has gone."""
+
+    request: GenerateRequest
+    targets: tuple[Target, ...]
+    deadline_at: float
+    limits: Limits
+    counters: Counters
+    stage: Stage = Stage.WAITING
+    block_ids: tuple[int, ...] = ()
+    computed: int = 0
+    step: int = 0
+    first_layers: FirstLayers | None = None
+    first_token: int | None = None
+    first_logprob: TokenLogprob | None = None
+    cached_tokens: int = 0
+    abort_reason: str | None = None
+    bytes_sent: int = 0
+    wire: Wire | None = None
+    sent: int = 0
+    sent_layers: FirstLayers | None = None
+    num_chunks: int = 0
+    span: Span | None = None
+    edges: tuple[EdgePlan, ...] = ()
+    sends: int = 0
+    _next_target: int = 0
+    _reason: str = "no target named"
+    _offered_at: float = 0.0
+    _accepted_at: float = 0.0
+
+    @property
+    def sequence(self) -> SequenceId:
+        """Its name under the present attempt."""
+        return self.request.sequence_id
+
+    def left_s(self, now: float) -> float:
+        return max(self.deadline_at - now, 0.001)
+
+    # What the scheduler computes.
+
+    def advance(self, computed: int, first_token: int | None, step: int) -> None:
+        self.computed, self.first_token, self.step = computed, first_token, step
+
+    # Targets.
+
+    def begin(self, block_ids: tuple[int, ...]) -> Action:
+        """It has blocks, and its first chunk is about to be computed."""
+        self.block_ids = block_ids
+        return self._offer_next()
+
+    def offer(self, now: float) -> Offer:
+        """The message for the target named last."""
+        self._offered_at = now
+        request = replace(self.request, deadline_s=self.left_s(now))
+        return Offer(request, self._target.handle, self.request.num_prefill_tokens)
+
+    def answered(self, answer: Accept | Refuse, wire: Wire, now: float) -> Action:
+        """Raises HandoffError for an answer that makes no sense: to be reported as `target_failed`."""
+        if isinstance(answer, Refuse):
+            self._reason = f"{self._target.worker_id} refused: {answer.message}"
+            return self._offer_next()
+        self._move(Stage.SENDING)
+        self._accepted_at = now
+        self.wire, self.bytes_sent = wire, 0
+        self.sent, self.sent_layers, self.num_chunks = answer.prefix_tokens, None, 0
+        total = self.request.num_prefill_tokens
+        if not 0 <= self.sent < total:
+            raise HandoffError(
+                f"{self._target.worker_id} accepted {total} tokens and says that it holds {self.sent} of them"
+            )
+        return self._send_next()
+
+    def target_failed(self, error: BatonError, now: float) -> tuple[AbortTransfer, Action]:
+        """An offer or a chunk did not get through: what to send the target, and what to do then. Once a target has
+        accepted it may have begun to decode, so that others are asked under another attempt only."""
+        reason, accepted = f"{self._target.worker_id}: {error.message}", self.stage is Stage.SENDING
+        self._reason = reason
+        message = AbortTransfer(self.sequence, reason, self.left_s(now))
+        if isinstance(error, KVCorrupt):
+            self._move(Stage.ENDED)
+            return message, Fail(error)
+        return message, self._park() if accepted else self._offer_next()
+
+    def may_assign(self) -> bool:
+        return self.stage is Stage.PARKED
+
+    def assign(self, targets: Sequence[Target], attempt: int) -> None:
+        """The coordinator names others for parked KV; `reoffer` follows."""
+        if not self.may_assign():
+            raise InvariantError(f"{self!r} is given targets")
+        self.request = replace(self.request, attempt=attempt)
+        self.targets = tuple(targets)
+
+    def reoffer(self) -> Action:
+        self._next_target, self._reason = 0, "no target named"
+        return self._offer_next()
+
+    def abort(self, reason: str) -> None:
+        """Nothing new of it is sent; a chunk under way is, to its end."""
+        if self.abort_reason is None:
+            self.abort_reason = reason
+
+    def end(self, now: float) -> AbortTransfer | None:
+        """It was aborted and nothing of it is under way: what to send to the target."""
+        asked = self.stage in (Stage.OFFERING, Stage.SENDING)
+        if self.stage is not Stage.ENDED:
+            self._move(Stage.ENDED)
+        return AbortTransfer(self.sequence, self.abort_reason or "aborted", self.left_s(now)) if asked else None
+
+    # Chunks.
+
+    def next_span(self) -> Span | None:
+        """As much as can go now; None: nothing. Raises HandoffError where not one token fits into staging memory."""
+        assert self.wire is not None, "nobody has accepted"
+        if self.span is not None:
+            return self.span  # goes once more
+        num_layers, first, gone = len(self.limits.layout.layers), self.first_layers, self.sent_layers
+        if gone is not None:
+            rest = Span(self.num_chunks, self.sent, gone.end, gone.layers, num_layers)
+            return rest if rest.end <= self.computed else None
+        if self.computed > self.sent:
+            end = min(self.computed, self.sent + self._max_tokens())
+            return Span(self.num_chunks, self.sent, end, 0, num_layers)
+        if first is None or not 0 < first.end - self.sent <= self._max_tokens():
+            return None
+        sizes = [layer.bytes_per_token * (first.end - self.sent) for layer in self.limits.layout.layers]
+        if not early_layers(sizes, self.limits.section_bytes):  # few bytes: a message more costs as much
+            return None
+        early = Span(self.num_chunks, self.sent, first.end, 0, first.layers)
+        rest = Span(self.num_chunks + 1, self.sent, first.end, first.layers, num_layers)
+        wire = self.wire
+        return early if all(wire.bytes_on(plan.key, s) for s in (early, rest) for plan in wire.plans) else None
+
+    def begin_span(self, span: Span) -> None:
+        """It is about to be announced: from now on it is this and no more."""
+        if self.span is None:
+            self.span, self.sends = span, 0
+        self.sends += 1
+
+    def chunk(self, edge: EdgePlan, edge_generation: int) -> Chunk:
+        """The message that announces the span on one edge. The last one carries the first token."""
+        span, wire = self.span, self.wire
+        assert span is not None and wire is not None, "no span has begun"
+        last = span.end == self.request.num_prefill_tokens and span.end_layer == len(self.limits.layout.layers)
+        return Chunk(
+            sequence=self.sequence,
+            index=span.index,
+            start_token=span.start,
+            end_token=span.end,
+            start_layer=span.start_layer,
+            end_layer=span.end_layer,
+            num_bytes=wire.bytes_on(edge.key, span),
+            edge_generation=edge_generation,
+            prefill_rank=edge.prefill_rank,
+            decode_rank=edge.decode_rank,
+            first_token=self.first_token if last else None,
+            first_logprob=self.first_logprob if last else None,
+            cached_tokens=self.cached_tokens if last else 0,
+            last=last,
+            resend=self.sends - 1,
+        )
+
+    def chunk_sent(self, num_bytes: int) -> None:
+        self.bytes_sent += num_bytes
+        self.counters.bytes_sent += num_bytes
+
+    def acknowledged(self, intact: Mapping[EdgeKey, bool], now: float) -> Action:
+        """By edge, whether the chunk arrived as it was sent. Raises KVCorrupt when it was damaged once too often: to be
+        reported as `target_failed`."""
+        span = self.span
+        assert span is not None, "no span has begun"
+        damaged = tuple(plan for plan in self.edges if not intact[plan.key])
+        if damaged:
+            self.edges = damaged
+            if self.sends > 1:
+                worker = self._target.worker_id
+                raise KVCorrupt(f"chunk {span.index} of {self.sequence} arrived damaged twice at {worker}")
+            self.counters.chunks_resent += len(damaged)
+            return SendChunk(damaged)
+        self.span, self.num_chunks = None, self.num_chunks + 1
+        if span.end_layer < len(self.limits.layout.layers):
+            self.sent_layers = FirstLayers(span.end, span.end_layer)
+            self.counters.chunks_early += 1
+        else:
+            self.sent_layers, self.sent = None, span.end
+        if self.sent < self.request.num_prefill_tokens:
+            return self._send_next()
+        self._move(Stage.ENDED)
+        stamps = StageStamps(reserve_s=self._accepted_at - self._offered_at, transfer_s=now - self._accepted_at)
+        return Finish(HandedOver(self.sequence, self._target.worker_id, self.bytes_sent, stamps))
+
+    def __repr__(self) -> str:
+        sent = f"{self.sent} of {self.request.num_prefill_tokens} tokens sent"
+        return f"<HandOver {self.sequence} {self.stage.value}, {sent}>"
+
+    @property
+    def _target(self) -> Target:
+        return self.targets[self._next_target - 1]
+
+    def _offer_next(self) -> Action:
+        if self._next_target == len(self.targets):
+            return self._park()
+        self._move(Stage.OFFERING)
+        self._next_target += 1
+        return OfferTo(self._target)
+
+    def _park(self) -> Park:
+        self._move(Stage.PARKED)
+        self.span = None
+        return Park(Parked(self.sequence, self._reason))
+
+    def _send_next(self) -> SendChunk:
+        assert self.wire is not None
+        self.edges = self.wire.plans
+        return SendChunk(self.edges)
+
+    def _max_tokens(self) -> int:
+        assert self.wire is not None
+        fit = self.wire.max_tokens(self.limits.staging.limit_bytes)
+        if fit < 1:
+            where = f"here or at {self._target.worker_id}"
+            raise HandoffError(f"the KV of one token does not fit into staging memory, {where}")
+        return min(self.limits.max_chunk_tokens, fit)
+
+    def _move(self, stage: Stage) -> None:
+        if stage not in LEGAL_MOVES[self.stage]:
+            raise InvariantError(f"{self!r} cannot become {stage.value}")
+        self.stage = stage
+
+
+def _bytes_up_to(plan: EdgePlan, layout: KVLayout) -> tuple[int, ...]:
+    sizes = [plan.of_layers(layer, layer + 1).bytes_per_token(layout) for layer in range(len(layout.layers))]
+    return tuple(itertools.accumulate(sizes, initial=0))
