@@ -323,10 +323,10 @@ class HandOvers:
 
     # From the coordinator.
 
-    def end(self, peers: Iterable[Peer], sequence: SequenceId, reason: str) -> list[Action]:
+    def end(self, peers: Iterable[Peer], sequence: SequenceId, reason: str) -> list[Reply]:
         """The coordinator ends a sequence. A peer whose KV is still coming learns of it now, or where a receive is open
         for it, when that has ended."""
-        actions: list[Action] = []
+        actions: list[Reply] = []
         for peer in peers:
             if peer.transfers.pop(sequence, None) is not None and sequence not in self.writing:
                 actions.append(Reply(peer, AbortTransfer(sequence, reason, 0.0)))

@@ -106,9 +106,8 @@ class Receiver:
 
     def end(self, sequence: SequenceId, reason: str) -> None:
         """The coordinator ends a sequence that is here."""
-        for action in self.hand_overs.end(self._links, sequence, reason):
-            assert isinstance(action, Reply)
-            self._links[action.peer].reply_soon(action.message)
+        for reply in self.hand_overs.end(self._links, sequence, reason):
+            self._links[reply.peer].reply_soon(reply.message)
 
     def make_end(self, peer: Peer, key: EdgeKey, message: EdgeOpen) -> EdgeEnd:
         return self._make_end(

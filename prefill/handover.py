@@ -269,7 +269,6 @@ class HandOver:
 
     def next_span(self) -> Span | None:
         """As much as can go now; None: nothing. Raises HandoffError where not one token fits into staging memory."""
-        assert self.wire is not None, "nobody has accepted"
         if self.span is not None:
             return self.span  # goes once more
         num_layers, first, gone = len(self.limits.layout.layers), self.first_layers, self.sent_layers
@@ -286,7 +285,7 @@ class HandOver:
             return None
         early = Span(self.num_chunks, self.sent, first.end, 0, first.layers)
         rest = Span(self.num_chunks + 1, self.sent, first.end, first.layers, num_layers)
-        wire = self.wire
+        wire = self._wire
         return early if all(wire.bytes_on(plan.key, s) for s in (early, rest) for plan in wire.plans) else None
 
     def begin_span(self, span: Span) -> None:
@@ -297,8 +296,7 @@ class HandOver:
 
     def chunk(self, edge: EdgePlan, edge_generation: int) -> Chunk:
         """The message that announces the span on one edge. The last one carries the first token."""
-        span, wire = self.span, self.wire
-        assert span is not None and wire is not None, "no span has begun"
+        span, wire = self._begun, self._wire
         last = span.end == self.request.num_prefill_tokens and span.end_layer == len(self.limits.layout.layers)
         return Chunk(
             sequence=self.sequence,
@@ -325,8 +323,7 @@ class HandOver:
     def acknowledged(self, intact: Mapping[EdgeKey, bool], now: float) -> Action:
         """By edge, whether the chunk arrived as it was sent. Raises KVCorrupt when it was damaged once too often: to be
         reported as `target_failed`."""
-        span = self.span
-        assert span is not None, "no span has begun"
+        span = self._begun
         damaged = tuple(plan for plan in self.edges if not intact[plan.key])
         if damaged:
             self.edges = damaged
@@ -352,6 +349,18 @@ class HandOver:
         return f"<HandOver {self.sequence} {self.stage.value}, {sent}>"
 
     @property
+    def _wire(self) -> Wire:
+        if self.wire is None:
+            raise InvariantError(f"{self!r} sends, and nobody has accepted")
+        return self.wire
+
+    @property
+    def _begun(self) -> Span:
+        if self.span is None:
+            raise InvariantError(f"{self!r} has no chunk under way")
+        return self.span
+
+    @property
     def _target(self) -> Target:
         return self.targets[self._next_target - 1]
 
@@ -368,13 +377,11 @@ class HandOver:
         return Park(Parked(self.sequence, self._reason))
 
     def _send_next(self) -> SendChunk:
-        assert self.wire is not None
-        self.edges = self.wire.plans
+        self.edges = self._wire.plans
         return SendChunk(self.edges)
 
     def _max_tokens(self) -> int:
-        assert self.wire is not None
-        fit = self.wire.max_tokens(self.limits.staging.limit_bytes)
+        fit = self._wire.max_tokens(self.limits.staging.limit_bytes)
         if fit < 1:
             where = f"here or at {self._target.worker_id}"
             raise HandoffError(f"the KV of one token does not fit into staging memory, {where}")

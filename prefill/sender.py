@@ -235,8 +235,7 @@ class Sender:
             match action:
                 case OfferTo(target):
                     return await self._offer(run, target)
-                case SendChunk(edges):
-                    assert run.link is not None, "nobody has accepted"
+                case SendChunk(edges) if run.link is not None:
                     return over.acknowledged(await self._send(run, run.link, edges), time.monotonic())
                 case Park(event):
                     log.warning("KV of %s is parked: %s", event.sequence, event.reason)
@@ -256,7 +255,7 @@ class Sender:
             if run.link is not None:
                 await run.link.abort(message)
             return following
-        raise InvariantError(f"{action!r} ends a hand-over")
+        raise InvariantError(f"{action!r} cannot be executed")
 
     async def _offer(self, run: _Run, target: Target) -> Action:
         run.link = None

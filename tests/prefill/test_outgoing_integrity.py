@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -99,7 +98,7 @@ async def test_a_forged_handle_is_refused_and_counted() -> None:
 
 def reserve(decode: DecodeNode, source: PrefillNode, offer: Offer) -> None:
     peer = Peer(source.worker.config.worker_id, source.worker.incarnation, {})
-    decode.worker.hand_overs.reserve(peer, offer, decode.worker.admission(), time.monotonic())
+    decode.worker.hand_overs.reserve(peer, offer, decode.worker.admission(), now=0.0)
 
 
 async def test_a_handle_gives_its_right_once() -> None:

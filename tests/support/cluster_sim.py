@@ -115,7 +115,8 @@ class ClusterSim:
     def run(self, expected: int, limit_s: float = 10_000.0) -> None:
         """Until so many requests have ended and nothing of them is left anywhere."""
         while len(self.sent) < expected or not all(r.ended for r in self.sent):
-            self._next(limit_s)
+            for _ in range(50):
+                self._next(limit_s)
         self._kill_every = 0
         settled = self.now + 2 * LEASE_S
         while self.now < settled:

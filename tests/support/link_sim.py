@@ -294,7 +294,6 @@ class Receiver:
             return
         by_peer = {link.peer: link for link in self.links}
         for action in self.machine.end(by_peer, sequence, "the client left"):
-            assert isinstance(action, Reply)
             self._execute(by_peer[action.peer], [action])
 
     def die(self) -> None:

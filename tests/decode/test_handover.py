@@ -1,0 +1,182 @@
+"""Hand-overs into a decode worker, decided on values."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from baton.core.deadlines import Deadlines
+from baton.core.handles import Handle, sign
+from baton.core.handover import AbortTransfer, Accept, Ack, Chunk, EdgeReady, Offer, Refuse
+from baton.core.request import SequenceId
+from baton.core.reshard import reshard_layout
+from baton.core.tombstones import Tombstones
+from decode.handover import Admission, Dropped, Ended, HandOvers, Peer, Ready, Receive, Reply
+from decode.scheduler import DecodeScheduler
+from tests.support.builders import make_layout, make_request
+
+R, KEY, TOKENS = SequenceId("r"), b"k" * 32, 8
+LAYOUT = make_layout()
+PLANS = {plan.key: plan for plan in reshard_layout(LAYOUT, 1, 2)}
+FIRST, SECOND = PLANS
+NOW = 5.0
+
+
+class Kit:
+    def __init__(self, num_blocks: int = 8) -> None:
+        self.scheduler = DecodeScheduler(LAYOUT, num_blocks, 8)
+        self.tombstones, self.deadlines = Tombstones(), Deadlines()
+        names: dict[str, Any] = {"worker_id": "d0", "incarnation": 3, "vocab_size": 2000}
+        self.machine = HandOvers(self.scheduler, self.deadlines, self.tombstones, **names)
+        self.peer = self.new_peer()
+
+    def new_peer(self, name: str = "p0") -> Peer:
+        return Peer(name, 1, PLANS)
+
+    def offer(self, name: str = "r", draining: bool = False, **handle: Any) -> Accept | Refuse:
+        request = make_request(name, TOKENS, max_tokens=4)
+        fields: dict[str, Any] = {"source_worker": "p0", "source_incarnation": 1, "destination_worker": "d0"}
+        fields |= {"destination_incarnation": 3, "expires_ms": 10_000, "nonce": os.urandom(8)}
+        signed = sign(KEY, Handle(request.sequence_id, **{**fields, **handle}))
+        return self.machine.on_offer(self.peer, Offer(request, signed, TOKENS), Admission(KEY, 5000.0, draining), NOW)
+
+    def chunk(self, edge: tuple[int, int], start: int = 0, end: int = TOKENS, **changes: Any) -> Chunk:
+        last = end == TOKENS
+        size = PLANS[edge].bytes_per_token(LAYOUT) * (end - start)
+        made = Chunk(R, 0, start, end, 0, 2, size, 1, *edge, first_token=7 if last else None, last=last)
+        return replace(made, **changes)
+
+    def announce(self, chunk: Chunk, *, edge_open: bool = True) -> list[Any]:
+        return list(self.machine.on_chunk(self.peer, chunk, NOW, edge_open=edge_open))
+
+    def arrive(self, chunk: Chunk, *, intact: bool = True) -> list[Any]:
+        self.machine.write_ended(self.peer, chunk)
+        return list(self.machine.received(self.peer, chunk, NOW, intact=intact))
+
+
+def test_a_sequence_is_ready_when_every_edge_has_brought_all() -> None:
+    kit = Kit()
+    assert isinstance(kit.offer(), Accept)
+    one, two = kit.chunk(FIRST), kit.chunk(SECOND)
+    assert [type(a) for a in kit.announce(one) + kit.announce(two)] == [Receive, Receive]
+    assert kit.machine.writing[R] == 2
+    assert kit.arrive(one) == [Reply(kit.peer, Ack(R, 0, True, False, *FIRST))]
+    assert kit.arrive(two) == [Ready(R), Reply(kit.peer, Ack(R, 0, True, True, *SECOND))]
+    assert kit.scheduler.generating(R) and not kit.machine.writing
+    assert kit.machine.bytes_received == TOKENS * LAYOUT.bytes_per_token
+
+
+def test_a_damaged_chunk_may_come_again() -> None:
+    kit = Kit()
+    kit.offer()
+    for edge in PLANS:
+        kit.announce(kit.chunk(edge))
+    assert kit.arrive(kit.chunk(FIRST), intact=False) == [Reply(kit.peer, Ack(R, 0, False, False, *FIRST))]
+    kit.arrive(kit.chunk(SECOND))
+    assert [type(a) for a in kit.announce(kit.chunk(FIRST, resend=1))] == [Receive]
+    assert kit.arrive(kit.chunk(FIRST))[0] == Ready(R) and kit.machine.chunks_damaged == 1
+
+
+@pytest.mark.parametrize(
+    ("why", "refused"),
+    [
+        ("stale_handle", lambda kit: kit.offer(source_worker="p9")),
+        ("stale_handle", lambda kit: kit.offer(expires_ms=1)),
+        ("draining", lambda kit: kit.offer(draining=True)),
+        ("no_free_blocks", lambda kit: [kit.offer(f"o{i}") for i in range(8)][-1]),
+    ],
+)
+def test_an_offer_is_refused_by_name(why: str, refused: Any) -> None:
+    kit = Kit()
+    answer = refused(kit)
+    assert isinstance(answer, Refuse) and answer.code == why
+    assert kit.machine.handles_refused == (why == "stale_handle")
+
+
+def test_an_abort_that_overtakes_its_offer_leaves_a_tombstone() -> None:
+    kit = Kit()
+    kit.machine.on_abort(kit.peer, AbortTransfer(R, "the client left", 60.0), NOW)
+    answer = kit.offer()
+    assert isinstance(answer, Refuse) and (answer.code, answer.message) == ("aborted", "the sequence was aborted")
+
+
+def test_blocks_are_free_when_nothing_is_written_into_them_any_more() -> None:
+    kit = Kit()
+    kit.offer()
+    for edge in PLANS:
+        kit.announce(kit.chunk(edge))
+    actions = kit.machine.receive_failed(kit.peer, kit.chunk(FIRST), "the edge broke", NOW, edge_open=False)
+    assert actions == [
+        Dropped(R, "the edge broke"),
+        Reply(kit.peer, EdgeReady(*FIRST, 1, "generation 1 has ended here")),
+    ]  # the peer hears of the sequence when the other edge has ended
+    kit.machine.write_ended(kit.peer, kit.chunk(FIRST))
+    assert kit.scheduler.blocks.num_free < 8
+    assert kit.arrive(kit.chunk(SECOND)) == [Reply(kit.peer, AbortTransfer(R, "the edge broke", 0.0))]
+    assert kit.scheduler.blocks.num_free == 8 and not kit.peer.refusals
+
+
+def test_the_end_of_a_link_ends_what_had_not_arrived_completely() -> None:
+    kit = Kit()
+    kit.offer()
+    dropped = kit.machine.on_link_ended(kit.peer, "it broke", NOW)
+    assert [type(a) for a in dropped] == [Ended, Dropped]
+    assert dropped[0].event.code == "worker_lost" and not kit.scheduler.num_sequences  # type: ignore[union-attr]
+    assert kit.machine.on_link_ended(kit.peer, "it broke", NOW) == []
+
+
+def test_a_sequence_that_generates_survives_the_link_it_came_over() -> None:
+    kit = Kit()
+    kit.offer()
+    for edge in PLANS:
+        kit.announce(kit.chunk(edge))
+    for edge in PLANS:
+        kit.arrive(kit.chunk(edge))
+    assert kit.machine.on_link_ended(kit.peer, "it broke", NOW) == [] and kit.scheduler.generating(R)
+
+
+def test_only_the_worker_that_offered_a_sequence_may_end_it() -> None:
+    kit = Kit()
+    kit.offer()
+    stranger = kit.new_peer("p1")
+    assert kit.machine.on_abort(stranger, AbortTransfer(R, "mine"), NOW) == []
+    assert kit.machine.stale_messages == 1 and kit.scheduler.knows(R)
+    assert kit.machine.on_abort(kit.new_peer(), AbortTransfer(R, "mine"), NOW) == [Dropped(R, "mine")]
+    assert not kit.scheduler.knows(R)
+
+
+def test_the_coordinator_ends_a_sequence_whose_kv_is_still_coming() -> None:
+    kit = Kit()
+    kit.offer()
+    assert kit.machine.end([kit.peer], R, "the client left") == [
+        Reply(kit.peer, AbortTransfer(R, "the client left", 0.0))
+    ]
+    assert kit.scheduler.blocks.num_free == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"start_token": 1}, "cannot follow 0 of 8"),
+        ({"num_bytes": 1}, "1 bytes cannot be KV of 8 tokens"),
+        ({"first_token": None}, "the last chunk, and only it"),
+        ({"first_token": 2000}, "first token 2000 is not one of 2000"),
+        ({"start_layer": 1}, "cannot follow 0 of 2 layers"),
+    ],
+)
+def test_a_chunk_out_of_order_ends_the_hand_over(changes: dict[str, Any], why: str) -> None:
+    kit = Kit()
+    kit.offer()
+    dropped, reply = kit.announce(kit.chunk(FIRST, **changes))
+    assert isinstance(dropped, Dropped) and why in dropped.reason
+    assert reply == Reply(kit.peer, AbortTransfer(R, dropped.reason, 0.0)) and not kit.scheduler.knows(R)
+
+
+def test_a_chunk_on_a_closed_edge_is_stale() -> None:
+    kit = Kit()
+    kit.offer()
+    actions = kit.announce(kit.chunk(FIRST), edge_open=False)
+    assert [type(a) for a in actions] == [Reply, Dropped, Reply] and kit.machine.stale_messages == 1
