@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -23,6 +24,10 @@ EXIT_RANK_LOST = 4
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Names the file that a rank leaves the reason of its end in."""
 
+BEAT_VARIABLE = "BATON_BEAT_FD"
+"""Names the pipe that a rank writes to each second for as long as it runs Python."""
+
+BEAT_S = 1.0
 NAME_LOOKUP_S = 1
 _TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 _PR_SET_PDEATHSIG = 1
@@ -78,14 +83,32 @@ def lasting_imports() -> Iterator[None]:
 
 
 def record_error(message: str) -> None:
-    """Leaves the reason of this rank's end where torchrun looks for it, so that it can tell which rank failed first.
-    The first reason counts: what follows it is how the process then ends."""
+    """Leaves the reason of this rank's end where the agent (or torchrun) looks for it. The first reason counts: what
+    follows it is how the process then ends."""
     path = os.environ.get(ERROR_FILE_VARIABLE, "")
-    if not path or os.path.exists(path):
+    if not path or (os.path.exists(path) and os.path.getsize(path)):
         return
     extra = {"py_callstack": "", "timestamp": str(int(time.time()))}
     with contextlib.suppress(OSError), open(path, "w", encoding="utf-8") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+
+
+def beat_to_agent() -> None:
+    """From now on a thread tells the agent each second that this process runs; what holds the interpreter, or stops the
+    process, is noticed there. Without an agent it does nothing."""
+    named = os.environ.pop(BEAT_VARIABLE, "")
+    if not named.isdigit():
+        return
+    pipe = int(named)
+    os.set_inheritable(pipe, False)
+
+    def beat() -> None:
+        with contextlib.suppress(OSError):  # the agent is gone, and this process is about to be
+            while True:
+                os.write(pipe, b".")
+                time.sleep(BEAT_S)
+
+    threading.Thread(target=beat, name="beat", daemon=True).start()
 
 
 def set_death_signal() -> None:

@@ -1,4 +1,4 @@
-"""How both kinds of worker start: options, engine, worker. What torchrun runs ends up here, once for each rank."""
+"""How both kinds of worker start: options, engine, worker. Each rank is a process that ends up here."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from baton.options import EXIT_STARTUP_ERROR, config_command, error_line, run_ma
 from baton.process import (
     EXIT_RANK_LOST,
     allow_open_files,
+    beat_to_agent,
     die_with_parent,
     lasting_imports,
     limit_name_lookups,
@@ -65,9 +66,10 @@ def code_version() -> str:
 def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | None = None) -> NoReturn:
     """Parses the command line and serves until drained. `load` imports the tier's worker (and with it torch)."""
 
-    @config_command(WorkerConfig, name=role, help=f"A {role} worker. torchrun starts one process per rank.")
+    @config_command(WorkerConfig, name=role, help=f"A {role} worker: one process per rank.")
     def command(config: WorkerConfig) -> int:
         die_with_parent()
+        beat_to_agent()
         faulthandler.enable()
         limit_name_lookups()
         allow_open_files(OPEN_FILES)

@@ -1,6 +1,6 @@
 """The ranks of one worker as processes: how they start together, follow their leader, and end together.
 
-Rank 0 leads: it runs the tier's worker. The others only follow. They meet in the store that torchrun keeps for the job,
+Rank 0 leads: it runs the tier's worker. The others only follow. They meet in the store that rank 0 keeps (or torchrun),
 first over the lockstep channel, so that a rank that fails while loading tells the others why. One that is lost later
 ends them all at once, from the channel's own thread: a step that waits for it would not come back soon.
 """
@@ -16,12 +16,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from baton.core.errors import BatonError, RankLost, innermost
+from baton.core.errors import BatonError, RankLost, StartupError, innermost
 from baton.core.ranks import Ranks
 from baton.edge_ranks import FollowerEnds, WorkerEnds
 from baton.engine.lockstep import RANK_FAILED, Channel, FollowerChannel, LeaderChannel
 from baton.engine.parallel import open_store
+from baton.engine.rank_peer import CONNECT_TIMEOUT_S, MEET_TIMEOUT_S
 from baton.engine.runner import EngineOptions, OnStage, Runner, load_runner
 from baton.options import error_line
 from baton.process import EXIT_RANK_LOST, record_error
@@ -32,10 +34,11 @@ from baton.transfer.staging_buffers import kept_limit
 
 log = logging.getLogger("baton.worker")
 
+RETRY_S = 1.0
 VERDICT_S = 0.5
 """How long an operation that failed waits for the channel to say which rank was lost; the process ends meanwhile."""
 LAST_MESSAGE_S = 2.0
-"""How long a rank that says why it ends is given to end first, so that torchrun takes its exit code."""
+"""How long a rank that says why it ends is given to end first, so that the agent takes its exit code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,8 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Cr
         yield Crew(runner, (os.getpid(),), _local_ends(runner, options, ranks))
         return
     store = open_store(os.environ)
-    channel = LeaderChannel.open(store, ranks.size, options.host, lambda error: _end(ranks, error))
+    limit_s = CONNECT_TIMEOUT_S if ranks.on_one_node else MEET_TIMEOUT_S
+    channel = LeaderChannel.open(store, ranks.size, options.host, lambda error: _end(ranks, error), limit_s)
     with _telling(channel):
         runner = load_runner(options, on_stage, ranks=ranks, store=store)
         channel.serving()
@@ -69,8 +73,7 @@ def lead(ranks: Ranks, options: EngineOptions, on_stage: OnStage) -> Iterator[Cr
 def follow(ranks: Ranks, options: EngineOptions) -> None:
     """Computes what the leader plans until it has drained."""
     configure_nccl()
-    store = open_store(os.environ)
-    channel = FollowerChannel.open(store, ranks.rank, lambda error: _end(ranks, error))
+    store, channel = _join(ranks)
     with _telling(channel):
         runner = load_runner(options, ranks=ranks, store=store)
         ends = FollowerEnds(_local_ends(runner, options, ranks), channel.report)
@@ -82,6 +85,26 @@ def follow(ranks: Ranks, options: EngineOptions) -> None:
         ends.close()
     channel.close()
     log.info("rank %d ends: %s", ranks.rank, reason)
+
+
+def _join(ranks: Ranks) -> tuple[Any, FollowerChannel]:
+    """Meets the leader. On another node it may come later, or still be about to end what it began with the rank that
+    this one replaces."""
+    deadline = time.monotonic() + (0.0 if ranks.on_one_node else MEET_TIMEOUT_S)
+    said = False
+    while True:
+        try:
+            store = open_store(os.environ)
+            return store, FollowerChannel.open(store, ranks.rank, lambda error: _end(ranks, error))
+        except StartupError as error:
+            if time.monotonic() >= deadline:
+                raise
+            if not said:
+                said = True
+                log.info(
+                    "waiting up to %.0f s for rank 0 of this worker (MASTER_ADDR): %s", MEET_TIMEOUT_S, error.message
+                )
+        time.sleep(RETRY_S)
 
 
 def _local_ends(runner: Runner, options: EngineOptions, ranks: Ranks) -> LocalEnds:

@@ -1,237 +1,265 @@
-"""`python -m launch.agent`: torchrun with eight repairs, the same flags otherwise.
+"""`python -m launch.agent`: the ranks of one worker on this node as child processes, started together and ended
+together.
 
-1. torchrun's store listens on every address and anybody may write to it. `--rdzv-backend baton` (the default here)
-   binds it to `--master-addr` only, and on one node to a port the kernel picks, so parallel jobs cannot collide.
-2. torchrun exits with 1 and a traceback of its own whatever happened. The agent exits with its worker's code, and the
-   last thing it prints is one box about the rank that failed first (`launch.failure`).
-3. `kill -9` of torchrun orphans its workers. The agent names itself as their parent (`baton.process`) and they die
-   with it; the agent in turn dies with the launcher.
-4. `python -m` puts the directory it is called from first on the path, where a user's own `decode.py` would shadow a
-   tier: the workers get PYTHONSAFEPATH.
-5. torchrun kills its workers 30 s after a SIGTERM and exits with 1. The agent hands the first SIGTERM, SIGINT or SIGHUP
-   to the ranks, whose leader drains (`baton.worker_main`), and exits with 0 when they have; a second signal kills them.
-   While it waits for the job's other nodes (`launch.rendezvous`) there are no ranks: the first signal ends it, with 0.
-6. torchrun leaves a directory for its ranks' errors behind. Without `--log-dir` the agent makes it, and removes it;
-   what a killed agent left, the next one removes (`launch.rank_directory`).
-7. torchrun loads torch and keeps a store where a job's only rank has nobody to meet. The agent starts that rank itself
-   (`launch.lone_rank`), with the first six repairs where they apply. For a supervisor it starts that rank again and
-   again (`launch.lives`), each time as a fork of itself, which has the imports done (`launch.preload`).
-8. torchrun gives a rank that hangs 30 s to end once another has failed, and reports it as killed. The agent gives it
-   5 s, and its box is about the rank that noticed (`launch.rank_failures`). One that hangs alone on its node is killed
-   when its job is over on another (`launch.node_watch`).
+Its flags, and what it sets in each rank's environment, are those of torchrun: `--nnodes --node-rank --nproc-per-node
+--master-addr --master-port -m module arguments`. A worker of several nodes has an agent on each. It loads no torch and
+opens no port but the one where the ranks meet; that one listens on `--master-addr` only, and rank 0 keeps the store
+behind it. Plain torchrun will do in its place; what the agent does better is in decision 0050:
+
+- It exits with the code of the rank that failed first, and the last thing it prints is one box about that rank.
+- It dies with its parent, and its ranks with it, also at `kill -9`. A user's own `decode.py` shadows no tier.
+- The first SIGTERM, SIGINT or SIGHUP drains the worker, a second one kills it.
+- A rank that outlives a failed one by KILL_DELAY_S, or gives no sign of life for HANG_S, is killed.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import logging
+import json
 import os
-import shutil
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
-from functools import partial
-from itertools import count
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import IO, NoReturn
 
+from baton.core.ranks import STORE_VARIABLE
 from baton.options import EXIT_STARTUP_ERROR
 from baton.process import (
+    BEAT_VARIABLE,
+    ERROR_FILE_VARIABLE,
+    EXIT_RANK_LOST,
     PARENT_VARIABLE,
-    children,
     descendants,
     die_with_parent,
-    lasting_imports,
-    limit_name_lookups,
 )
-from launch import job_flags, lone_rank, rendezvous
 from launch.failure import Failure, box
-from launch.forked_rank import forked
-from launch.lives import ToSupervisor
-from launch.node_watch import NodeWatch
-from launch.preload import Preloaded, PreloadRefused
-from launch.rank_directory import make_rank_directory
-from launch.rank_failures import FOLLOWED, first_failure, kill_soon, recorded
+from launch.signals import Signals
+
+FOLLOWED = (EXIT_RANK_LOST, -signal.SIGTERM)
+"""How ranks end because another has: by themselves, or at a signal."""
+
+KILL_DELAY_S = 5.0
+"""From the end of a rank that failed to that of one that still runs. One that is alive notices within 4.5 s
+(`baton.worker_ranks`)."""
+
+HANG_S = 60.0
+"""A rank writes to its agent each second from a thread of its own; what holds the interpreter for so long hangs."""
+
+TICK_S = 0.5
 
 
-def main() -> NoReturn:
-    die_with_parent()
-    limit_name_lookups()
-    supervisor = ToSupervisor.inherited(os.environ)
-    os.environ[PARENT_VARIABLE] = str(os.getpid())
-    os.environ["PYTHONSAFEPATH"] = "1"
-    wrong = job_flags.refusal(sys.argv[1:], os.environ)
-    if wrong:
-        print(f"error: {wrong}", file=sys.stderr)
-        sys.exit(EXIT_STARTUP_ERROR)
-    stopping = _Stopping()
-    stopping.listen()
-    try:
-        alone = lone_rank.lone_rank(sys.argv[1:], os.environ)
-        code = _torchrun(stopping) if alone is None else _alone(alone, stopping, supervisor)
-    finally:
-        stopping.clean()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # the workers have ended; unloading torch would take another second
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`python -m module *arguments`, as `ranks` processes on each of `nodes` nodes. Port 0: any."""
+
+    module: str
+    arguments: tuple[str, ...] = ()
+    nodes: int = 1
+    node_rank: int = 0
+    ranks: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+
+    def environment(self, local_rank: int, port: int) -> dict[str, str]:
+        """What torchrun says to a rank."""
+        rank, size = self.node_rank * self.ranks + local_rank, self.nodes * self.ranks
+        numbers = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": self.ranks}
+        numbers |= {"GROUP_RANK": self.node_rank, "GROUP_WORLD_SIZE": self.nodes}
+        if size > 1:
+            numbers["MASTER_PORT"] = port
+        found = {name: str(number) for name, number in numbers.items()}
+        return found | ({"MASTER_ADDR": self.master_addr} if size > 1 else {})
 
 
-def _alone(rank: lone_rank.LoneRank, stopping: _Stopping, supervisor: ToSupervisor | None) -> int:
-    """Every life of it that is asked for; returns the code of the last."""
-    try:
-        stopping.made = make_rank_directory()
-        preloaded = _preloaded(supervisor.preload if supervisor else ())
-        start = partial(forked, close=preloaded.open_before) if preloaded else lone_rank.executed
-        for life in count(1):
-            if stopping.asked:  # during the imports, which had a child of their own
-                return 0
-            if supervisor is not None:
-                how = "a fork of this process" if preloaded else "a process that imports for itself"
-                print(f"agent: life {life} of {rank.module} is {how}", file=sys.stderr, flush=True)
-            end = lone_rank.run(rank, stopping.made, start)
-            if end.code == 0 or (stopping.asked and end.code in FOLLOWED):
-                return 0
-            code = _tell(rank.module, rank.arguments, "rank 0 of 1", end.pid, end.code, end.reason)
-            if supervisor is None or stopping.asked or not supervisor.another(code):
-                return code
-            if preloaded and (changed := preloaded.stale()):
-                print(f"agent: {changed} is another one than was imported; importing anew", file=sys.stderr, flush=True)
-                _start_over(stopping, supervisor)
-    except OSError as error:
-        print(f"error: {rank.module} cannot be started: {error}", file=sys.stderr)
-    return EXIT_STARTUP_ERROR
+def parse_job(argv: Sequence[str]) -> Job:
+    """Ends the process with 2 and one line where the flags make no sense."""
+    words, program = list(argv), []
+    if "-m" in words:
+        at = words.index("-m")
+        words, program = words[:at], words[at + 1 :]
+    parser = argparse.ArgumentParser(prog="launch.agent", usage="%(prog)s [flags] -m module ...", allow_abbrev=False)
+
+    def flag(name: str, variable: str, least: int, default: int, what: str) -> None:
+        def number(text: str) -> int:
+            if not text.isdecimal() or int(text) < least:
+                raise argparse.ArgumentTypeError(
+                    f"{text!r} must be {what}, at least {least} ({variable} of the scripts)"
+                )
+            return int(text)
+
+        parser.add_argument(name, name[:2] + name[2:].replace("-", "_"), type=number, default=default)
+
+    flag("--nnodes", "NNODES", 1, 1, "a number of nodes")
+    flag("--node-rank", "NODE_RANK", 0, 0, "the number of this node")
+    flag("--nproc-per-node", "RANKS", 1, 1, "a number of ranks")
+    flag("--master-port", "MASTER_PORT", 0, 0, "a port")
+    parser.add_argument("--master-addr", "--master_addr", default="127.0.0.1")
+    parser.add_argument("--max-restarts", "--max_restarts", type=int, choices=(0,), default=0)
+    found, unknown = parser.parse_known_args(words)
+    if unknown:
+        parser.error(f"{' '.join(unknown)}: for other flags of torchrun use torchrun itself")
+    if not program or program[0].startswith("-"):
+        parser.error("-m must name the program of the ranks, prefill or decode")
+    if found.node_rank >= found.nnodes:
+        last = found.nnodes - 1
+        parser.error(f"--node-rank (NODE_RANK) is {found.node_rank}: of the {found.nnodes} nodes the last is {last}")
+    if found.nnodes > 1 and not found.master_port:
+        parser.error("a job over several nodes needs --master-addr and --master-port of node 0")
+    meet = (found.master_addr.strip("[]"), found.master_port)
+    return Job(program[0], tuple(program[1:]), found.nnodes, found.node_rank, found.nproc_per_node, *meet)
 
 
-def _preloaded(names: Sequence[str]) -> Preloaded | None:
-    """None where there is nothing to import beforehand, or it will not do."""
-    if not names:
-        return None
-    try:
-        return Preloaded(names)
-    except PreloadRefused as refused:
-        print(f"agent: its rank imports for itself: {refused}", file=sys.stderr, flush=True)
-        return None
+class Rank:
+    """One child process. `code` is how it ended, below 0 for a signal; `hung` why it was killed by this agent."""
 
-
-def _start_over(stopping: _Stopping, supervisor: ToSupervisor) -> NoReturn:
-    """The same agent from the beginning, in this process. Raises OSError."""
-    stopping.clean()
-    environment = {**os.environ, **supervisor.passed_on(), PARENT_VARIABLE: str(os.getppid())}
-    os.execve(sys.executable, sys.orig_argv, environment)
-
-
-def _torchrun(stopping: _Stopping) -> int:
-    with lasting_imports():
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.run import parse_args, run
-
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch.distributed.elastic") and "LOGLEVEL" not in os.environ:
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    kill_soon()
-    watch: NodeWatch | None = None
-
-    def watch_nodes(host: str, port: int, rank: int, nodes: int) -> None:
-        nonlocal watch
-        if nodes > 1:
-            connect = partial(rendezvous.watch_store, host, port, nodes)
-            watch = NodeWatch(connect, rank, nodes, partial(children, os.getpid()), rendezvous.say)
-            watch.start()
-
-    rendezvous.register(watch_nodes)
-    args = parse_args(_with_defaults(sys.argv[1:]))  # type: ignore[no-untyped-call]
-    _name_the_store(args)
-    args.signals_to_handle = "SIGQUIT"  # the others are ours
-    if args.nproc_per_node != "1":
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun would, with a warning; a rank sets its own threads
-    if not args.log_dir:
+    def __init__(self, job: Job, local_rank: int, port: int, store: socket.socket | None) -> None:
+        """Raises OSError when it cannot be started."""
+        self.number = job.node_rank * job.ranks + local_rank
+        self.code: int | None = None
+        self.hung = ""
+        # Unlinked: nothing is left of it, whoever is killed.
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._beats, beats = os.pipe()
+        os.set_blocking(self._beats, False)
+        self._last_beat: float | None = None
+        files = [self._errors.fileno(), beats]
+        variables = {
+            **job.environment(local_rank, port),
+            ERROR_FILE_VARIABLE: f"/dev/fd/{files[0]}",
+            BEAT_VARIABLE: str(beats),
+        }
+        if store is not None:
+            files.append(store.fileno())
+            variables[STORE_VARIABLE] = str(store.fileno())
         try:
-            args.log_dir = stopping.made = make_rank_directory()
-        except OSError as error:
-            print(f"error: {args.training_script} cannot be started: {error}", file=sys.stderr)
-            return EXIT_STARTUP_ERROR
-    if stopping.asked:  # during the imports, which had a child of their own
-        return 0
-    try:
-        run(args)  # type: ignore[no-untyped-call]
-    except ChildFailedError as error:
-        drained = stopping.asked and all(f.exitcode in FOLLOWED for f in error.failures.values())
-        return 0 if drained else _report(error, args, watch)  # ranks that still loaded, or lost a leader that did
-    except OSError as error:
-        print(f"error: rendezvous at {args.rdzv_endpoint}: {error.strerror or error}", file=sys.stderr)
-        return EXIT_STARTUP_ERROR
-    finally:
-        if watch is not None:
-            watch.leave()
-    return 0
+            self._process = subprocess.Popen(
+                [sys.executable, "-u", "-m", job.module, *job.arguments],
+                env={**os.environ, **variables},
+                pass_fds=files,
+                start_new_session=True,
+            )
+        finally:
+            os.close(beats)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
-class _Stopping:
-    """`asked` once a signal to end has come. `made` is the directory that the agent leaves nothing of, once there."""
+    @property
+    def reason(self) -> str:
+        """What it left with `baton.process.record_error`, if it did."""
+        if self.hung:
+            return self.hung
+        self._errors.seek(0)
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return str(json.loads(self._errors.read())["message"]["message"])
+        return ""
 
-    def __init__(self) -> None:
-        self.asked = False
-        self.made = ""
+    def poll(self, now: float) -> None:
+        """Notices its end, or that it hangs."""
+        if self.code is not None:
+            return
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._beats, 512):
+                self._last_beat = now
+        self.code = self._process.poll()
+        if self.code is not None:
+            os.close(self._beats)
+            if self.code != 0:  # what it started, such as a compiler, ends with it
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGTERM)
+        elif self._last_beat is not None and now - self._last_beat >= HANG_S:
+            self.kill(f"it hung: no sign of life for {HANG_S:g} s, so its agent killed it")
 
-    def listen(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                signal.signal(number, self._received)
+    def terminate(self) -> None:
+        if self.code is None:
+            self._process.terminate()
 
-    def _received(self, number: int, frame: object) -> None:
-        ranks = children(os.getpid())
-        if self.asked or not ranks:
-            for pid in descendants(os.getpid()):
+    def kill(self, why: str) -> None:
+        """With everything below it."""
+        if self.code is None and not self.hung:
+            self.hung = why
+            for pid in (*descendants(self.pid), self.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self.clean()
-            os._exit(128 + number if ranks else 0)  # without ranks there is nothing to drain
-        self.asked = True
-        for pid in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-
-    def clean(self) -> None:
-        if self.made:
-            shutil.rmtree(self.made, ignore_errors=True)
 
 
-def _with_defaults(argv: list[str]) -> list[str]:
-    """Our rendezvous unless the caller names another one; the flags come before the module's own."""
-    if any(word.startswith(("--rdzv-backend", "--rdzv_backend", "--standalone")) for word in argv):
-        return argv
-    return ["--rdzv-backend", "baton", *argv]
+def run(job: Job) -> int:
+    """Runs the ranks to their end; returns the exit code. Raises OSError when they cannot be started or meet."""
+    ranks: list[Rank] = []
+    with Signals() as signals, contextlib.ExitStack() as until_started:
+        store = _listen(job) if job.nodes * job.ranks > 1 and job.node_rank == 0 else None
+        if store is not None:
+            until_started.callback(store.close)  # rank 0 has it: the port is free when that has ended
+        port = store.getsockname()[1] if store else job.master_port
+        for local_rank in range(job.ranks):
+            ranks.append(Rank(job, local_rank, port, store if local_rank == 0 else None))
+        until_started.close()
+        ended: list[Rank] = []
+        asked, failed_at = 0, None
+        while len(ended) < len(ranks):
+            signals.wait(TICK_S)
+            now = time.monotonic()
+            for rank in ranks:
+                rank.poll(now)
+            ended += [rank for rank in ranks if rank.code is not None and rank not in ended]
+            if signals.stops > asked:
+                for rank in ranks:
+                    if asked:
+                        rank.kill("it was killed at a second signal")
+                    else:
+                        rank.terminate()
+                asked = signals.stops
+            if failed_at is None and any(rank.code for rank in ended):
+                failed_at = now
+            if failed_at is not None and now - failed_at >= KILL_DELAY_S:
+                for rank in ranks:
+                    rank.kill(f"it hung: it did not end within {KILL_DELAY_S:g} s after another rank")
+        if asked > 1:
+            return 128 + signals.last
+    failed = [rank for rank in ended if rank.code]
+    if not failed or (asked and all(rank.code in FOLLOWED for rank in failed)):  # some still loaded, or followed those
+        return 0
+    return _report(job, first_failure(failed))
 
 
-def _name_the_store(args: Any) -> None:
-    """`--master-addr`, `--master-port` and `--node-rank` mean the same as for torchrun's static rendezvous."""
-    if args.rdzv_backend != "baton":
-        return
-    if not args.rdzv_endpoint:
-        host = f"[{args.master_addr}]" if ":" in args.master_addr else args.master_addr
-        args.rdzv_endpoint = f"{host}:{args.master_port or 0}"
-    args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, f"rank={args.node_rank}")))
-    args.node_rank = 0
+def first_failure(failed: Sequence[Rank]) -> Rank:
+    """Of ranks in the order of their ends: the first that failed of its own accord, else the first that says whom it
+    lost. Pure."""
+    ended = [rank for rank in failed if not rank.hung] or failed
+    own = [r for r in ended if r.code not in FOLLOWED or (r.code != EXIT_RANK_LOST and r.reason)]
+    return (own or ended)[0]
 
 
-def _report(error: Any, args: Any, watch: NodeWatch | None) -> int:
-    """A box about the rank that failed first, not one that ended because of it; returns the exit code to pass on."""
-    rank = first_failure(error.failures)
-    failure = error.failures[rank]
-    ranks = int(str(args.nnodes).rpartition(":")[2]) * int(args.nproc_per_node)
-    which = f"rank {rank} of {ranks}"
-    reason = (watch.reason(int(failure.pid)) if watch is not None else "") or recorded(failure)
-    module, arguments = str(args.training_script), args.training_script_args
-    return _tell(module, arguments, which, int(failure.pid), int(failure.exitcode), reason)
-
-
-def _tell(module: str, arguments: Sequence[str], which: str, pid: int, code: int, reason: str) -> int:
+def _report(job: Job, rank: Rank) -> int:
     """The box about one rank; returns the exit code to pass on."""
-    told = _option(arguments, "--worker-id") or module
-    reason = reason or "it left no reason; the log above this box is all there is"
-    lines = box(Failure(told, f"{module}, {which}, pid {pid}", socket.gethostname(), code, reason))
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    code = rank.code or 0
+    who = _option(job.arguments, "--worker-id") or job.module
+    where = f"{job.module}, rank {rank.number} of {job.nodes * job.ranks}, pid {rank.pid}"
+    reason = rank.reason or "it left no reason; the log above this box is all there is"
+    print("\n".join(box(Failure(who, where, socket.gethostname(), code, reason))), file=sys.stderr, flush=True)
     return code if code > 0 else 128 - code
+
+
+def _listen(job: Job) -> socket.socket:
+    """The socket of the store where the ranks meet, on the named address only. Raises OSError."""
+    family = socket.AF_INET6 if ":" in job.master_addr else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((job.master_addr, job.master_port))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        where = f"{job.master_addr} port {job.master_port} (MASTER_ADDR, MASTER_PORT)"
+        raise OSError(f"the ranks cannot meet at {where}: {error.strerror or error}") from None
+    return listener
 
 
 def _option(words: Sequence[str], name: str) -> str:
@@ -242,6 +270,20 @@ def _option(words: Sequence[str], name: str) -> str:
         if words[index] == name and index + 1 < len(words):
             return words[index + 1]
     return ""
+
+
+def main() -> NoReturn:
+    die_with_parent()
+    job = parse_job(sys.argv[1:])
+    os.environ |= {PARENT_VARIABLE: str(os.getpid()), "PYTHONSAFEPATH": "1"}
+    if job.ranks > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # a rank sets its own threads
+    try:
+        code = run(job)
+    except OSError as error:
+        print(f"error: {job.module} cannot be started: {error}", file=sys.stderr, flush=True)
+        code = EXIT_STARTUP_ERROR
+    sys.exit(code)
 
 
 if __name__ == "__main__":

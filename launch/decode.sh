@@ -3,10 +3,10 @@
 #
 #   launch/decode.sh --model DIR --coordinator 10.0.0.1:8101 --worker-id decode-0 --host 10.0.0.2
 #
-# One worker is one torchrun job: RANKS processes on each of NNODES nodes. With several nodes run this on each with its
+# One worker is one job: RANKS processes on each of NNODES nodes. With several nodes run this on each with its
 # NODE_RANK, and name a private address and a port of node 0 as MASTER_ADDR and MASTER_PORT.
-# launch.agent is torchrun with the same flags; its store listens on MASTER_ADDR only (torchrun's on every address) and
-# it exits with the worker's own code. Plain torchrun works too: torchrun --nnodes ... -m decode "$@"
+# launch.agent takes torchrun's flags; its store listens on MASTER_ADDR only (torchrun's on every address) and it exits
+# with the worker's own code. Plain torchrun works too: torchrun --nnodes ... -m decode "$@"
 # PYTHON names the interpreter baton is installed in. Options: python -m decode --help.
 set -euo pipefail
 export PYTHONSAFEPATH=1

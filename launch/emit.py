@@ -119,7 +119,7 @@ def emit_shell(plan: Plan, node: Node) -> str:
 
 
 def emit_slurm(plan: Plan) -> str:
-    """One sbatch script; each part of a worker is a step of its own, a worker over several nodes one torchrun job."""
+    """One sbatch script; each part of a worker is a step of its own, a worker over several nodes one job."""
     nodes = plan.topology.nodes
     index = {node.name: number for number, node in enumerate(nodes)}
     placed = with_addresses(plan.topology, {name: f"@{number}@" for name, number in index.items()})

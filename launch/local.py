@@ -1,4 +1,4 @@
-"""The members of a cluster on this host: coordinator first, then every worker as its own torchrun job; then it watches.
+"""The members of a cluster on this host: coordinator first, then every worker below its agent; then it watches.
 
 Where the coordinator runs on another host, the workers dial that one and steps 1 and 4 are its launcher's; here a
 signal goes to the workers' agents.
@@ -96,8 +96,7 @@ class LocalCluster:
                     if not self._announced and time.monotonic() - reminded >= REMIND_S:
                         reminded = time.monotonic()
                         self._remind()
-                    lives = [child for worker in self._workers if (child := worker.child) and child.fileno() >= 0]
-                    signals.wait(TICK_S if self._announced else STARTING_TICK_S, lives)
+                    signals.wait(TICK_S if self._announced else STARTING_TICK_S)
                 return self._stop(signals)
             finally:
                 for member in reversed(self._all):
@@ -132,7 +131,7 @@ class LocalCluster:
             self._look_for_ready_file(coordinator)
 
     def _forget_ready_file(self) -> None:
-        """The one of an earlier life; the run directory was seen to be writable."""
+        """The one of an earlier run; the run directory was seen to be writable."""
         with contextlib.suppress(OSError):
             self._members.ready_file.unlink(missing_ok=True)
 
@@ -203,7 +202,7 @@ class LocalCluster:
         draining = [(w.name, w.child) for w in self._workers if w.child and w.joined and self._front_is_up]
         for worker in self._workers:
             if (worker.name, worker.child) not in draining:
-                worker.kill()  # still loading, between two lives, or nobody to drain it: it has no request
+                worker.kill()  # still loading, between two runs, or nobody to drain it: it has no request
         if coordinator is not None:
             coordinator.terminate()
             if self._front_is_up:

@@ -16,28 +16,21 @@ from launch.plan import COORDINATOR, Part, Plan
 from launch.run_directory import READY
 from launch.topology import Topology
 
-PRELOAD = {
-    "prefill": ("baton.worker_main", "baton.worker_ranks", "prefill.worker"),
-    "decode": ("baton.worker_main", "baton.worker_ranks", "decode.speculation.draft_model", "decode.worker"),
-}
-"""What each tier's worker imports before it serves."""
-
 
 @dataclass(frozen=True, slots=True)
 class Programs:
     """How each process is started; the flags come after. Tests put small fakes here, with `agent` empty to leave
-    torchrun out. `preload` names what the agent of a lone rank imports once for all its lives."""
+    it out."""
 
     coordinator: tuple[str, ...] = (sys.executable, "-m", "coordinator")
     agent: tuple[str, ...] = (sys.executable, "-m", "launch.agent")
     workers: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: {role: ("-m", role) for role in ("prefill", "decode")}
     )
-    preload: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PRELOAD)
 
     def worker(self, plan: Plan, part: Part, control: str = "") -> tuple[str, ...]:
         """The whole command of a part."""
-        agent = (*self.agent, *plan.torchrun_flags(part)) if self.agent else ()
+        agent = (*self.agent, *plan.agent_flags(part)) if self.agent else ()
         return (*agent, *self.workers[part.role], *plan.worker_command(part, control))
 
 
@@ -90,7 +83,7 @@ class Members:
         return Addresses(self.plan.url.removeprefix("http://"), "", self.plan.control)
 
     def coordinator(self, bound: Addresses | None = None) -> ChildSpec:
-        """`bound` holds the ports of an earlier life, which the next one takes again."""
+        """`bound` holds the ports of an earlier run, which the next one takes again."""
         flags = self.plan.coordinator_command(None if bound is None else bound.ports)
         command = (*self.programs.coordinator, *flags, "--ready-file", str(self.ready_file))
         return ChildSpec(COORDINATOR, command, self.run_dir / f"{COORDINATOR}.log", {"PYTHONUNBUFFERED": "1"})
@@ -98,9 +91,8 @@ class Members:
     def worker(self, name: str, bound: Addresses) -> ChildSpec:
         part = self.parts[name]
         command = self.programs.worker(self.plan, part, bound.control)
-        preload = self.programs.preload.get(part.role, ()) if self.programs.agent and part.lone else ()
         log, cores = self.run_dir / f"{name}.log", part.placement.cores
-        return ChildSpec(name, command, log, part.environment, cores, preload)
+        return ChildSpec(name, command, log, part.environment, cores)
 
 
 def nodes_here(topology: Topology, wanted: str = "") -> frozenset[str]:

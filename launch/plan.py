@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The ranks of one worker on one node: one agent (torchrun). `gpus` is what CUDA_VISIBLE_DEVICES says there, empty
+    """The ranks of one worker on one node: one agent. `gpus` is what CUDA_VISIBLE_DEVICES says there, empty
     without; `gpu_ranks` how many ranks of the cluster share the busiest of them."""
 
     worker: WorkerPlace
@@ -45,11 +45,6 @@ class Part:
     @property
     def ranks(self) -> int:
         return self.worker.tensor_parallel // len(self.worker.nodes)
-
-    @property
-    def lone(self) -> bool:
-        """One rank is the whole worker."""
-        return self.worker.tensor_parallel == 1
 
     @property
     def environment(self) -> dict[str, str]:
@@ -95,7 +90,7 @@ class Plan:
         return f"http://{host_port(host, place.port)}"
 
     def coordinator_command(self, ports: tuple[int, int, int] | None = None) -> tuple[str, ...]:
-        """The flags of the coordinator; `ports` (HTTP, gRPC, control) are those of an earlier life."""
+        """The flags of the coordinator; `ports` (HTTP, gRPC, control) are those of an earlier run."""
         place = self.topology.coordinator
         http, grpc, control = ports or (place.port, place.grpc_port, place.control_port)
         words = ["--model", self.model, "--served-model-name", self.served_name, "--host", place.host]
@@ -103,8 +98,8 @@ class Plan:
         words += ["--control-host", self.topology.node(place.node).address, "--control-port", str(control)]
         return (*words, *flags_of(place.options))
 
-    def torchrun_flags(self, part: Part) -> tuple[str, ...]:
-        """The flags of the agent of a part, or of torchrun itself."""
+    def agent_flags(self, part: Part) -> tuple[str, ...]:
+        """The flags of the agent of a part; torchrun takes the same."""
         worker = part.worker
         words = ["--nnodes", str(len(worker.nodes))]
         if len(worker.nodes) > 1:

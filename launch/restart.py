@@ -2,7 +2,7 @@
 
 Before it has ever joined, a child that ends with a startup error (code 3: bad checkpoint, port in use) ends the
 cluster: trying again would fail the same way. Any other death there is tried a few times. Once it has joined, it is
-always started again, after 1, 2, 4 .. 30 s; a life that stayed healthy for a minute resets the wait.
+always started again, after 1, 2, 4 .. 30 s; a run that stayed healthy for a minute resets the wait.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from baton.options import EXIT_STARTUP_ERROR
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Seconds, and lives."""
+    """Seconds, and runs."""
 
     first_s: float = 1.0
     longest_s: float = 30.0
@@ -34,7 +34,7 @@ class GiveUp:
 
 
 class RestartPolicy:
-    """The history of one child. Its whole state: `deaths` in a row, `ever_joined`, `joined_at` of the present life."""
+    """The history of one child. Its whole state: `deaths` in a row, `ever_joined`, `joined_at` of the present run."""
 
     def __init__(self, backoff: Backoff | None = None) -> None:
         self._backoff = backoff or Backoff()

@@ -6,26 +6,21 @@ import contextlib
 import select
 import signal
 import socket
-from collections.abc import Sequence
 from types import FrameType, TracebackType
-from typing import Any, Protocol
-
-
-class HasFileno(Protocol):
-    def fileno(self) -> int: ...
-
+from typing import Any
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-    """While open, SIGINT, SIGTERM and SIGHUP only raise `stops`, and SIGCHLD ends a wait. Main thread only.
+    """While open, SIGINT, SIGTERM and SIGHUP only raise `stops` (`last` is which came), and SIGCHLD ends a wait. Main
+    thread only.
 
     SIGHUP stays ignored where it was (nohup); SIGINT does not, since a shell ignores it for what it runs with `&`.
     """
 
     def __init__(self) -> None:
-        self.stops = 0
+        self.stops = self.last = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -46,14 +41,13 @@ class Signals:
         self._reader.close()
         self._writer.close()
 
-    def wait(self, timeout_s: float, also: Sequence[HasFileno] = ()) -> None:
-        """Returns after any signal, when one of `also` can be read, or after `timeout_s`."""
-        readable, _, _ = select.select([self._reader, *also], [], [], max(0.0, timeout_s))
-        if self._reader in readable:
-            with contextlib.suppress(BlockingIOError):
-                while self._reader.recv(512):
-                    pass
+    def wait(self, timeout_s: float) -> None:
+        """Returns after any signal, or after `timeout_s`."""
+        select.select([self._reader], [], [], max(0.0, timeout_s))
+        with contextlib.suppress(BlockingIOError):
+            while self._reader.recv(512):
+                pass
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         if number in _STOPPING:
-            self.stops += 1
+            self.stops, self.last = self.stops + 1, number

@@ -1,4 +1,4 @@
-"""One member of the cluster over all its lives: started, watched, started again, or gone for good once drained."""
+"""One member of the cluster over all its restarts: started, watched, started again, or gone for good once drained."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ class MemberFailed(Exception):
 
 
 class Supervised:
-    """Its whole state: the present `child` or the time of the next one, the last one if its process rests, whether this
-    life has joined the present coordinator (`joined`) and whether it ever joined one, whether it ended well after that
-    (`left`), the policy.
+    """Its whole state: the present `child` or the time of the next one, whether this run has joined the present
+    coordinator (`joined`) and whether it ever joined one, whether it ended well after that (`left`), the policy.
 
-    `spec` is asked anew for every life, since ports become known only after the first.
+    `spec` is asked anew for every run, since ports become known only after the first.
     """
 
     def __init__(self, name: str, spec: Callable[[], ChildSpec], console: Console, backoff: Backoff | None) -> None:
@@ -40,9 +39,8 @@ class Supervised:
         self._console = console
         self._policy = RestartPolicy(backoff)
         self._restart_at: float | None = None
-        self._resting: Child | None = None
         self._started_at = 0.0
-        self._joined_this_life = False
+        self._joined_this_run = False
 
     @property
     def ever_started(self) -> bool:
@@ -55,15 +53,14 @@ class Supervised:
     def start(self, note: str = "") -> None:
         """Raises StartupError when the process cannot even be started."""
         spec = self._spec()
-        self.joined = self.left = self._joined_this_life = False
+        self.joined = self.left = self._joined_this_run = False
         self._restart_at = None
         self._started_at = time.monotonic()
-        self.child = Child(spec, self._resting)
-        self._resting = None
+        self.child = Child(spec)
         self._console.stage(self.name, f"starting   pid {self.child.pid}{note}   log {spec.log}")
 
     def start_again(self, note: str = "   again") -> None:
-        """The next life. What keeps it from starting (a full process table, a log that cannot be opened) may pass, and
+        """The next run. What keeps it from starting (a full process table, a log that cannot be opened) may pass, and
         the others serve meanwhile: once this member has joined, it is only said and tried again."""
         try:
             self.start(note)
@@ -75,19 +72,18 @@ class Supervised:
 
     def mark_joined(self, what: str) -> None:
         now = time.monotonic()
-        again, self.joined, self._joined_this_life = self._joined_this_life, True, True
+        again, self.joined, self._joined_this_run = self._joined_this_run, True, True
         if not again:
             self._policy.joined(now)
         self._console.stage(self.name, f"{what} again" if again else f"{what}   ({now - self._started_at:.1f} s)")
 
     def kill(self) -> None:
         """Leaves nothing of it running."""
-        for child in (self.child, self._resting):
-            if child is not None:
-                child.kill()
+        if self.child is not None:
+            self.child.kill()
 
     def tick(self) -> None:
-        """Notices a death and starts the next life when it is due.
+        """Notices a death and starts the next run when it is due.
 
         Raises:
             MemberFailed: it cannot come up, so neither can the cluster.
@@ -101,12 +97,9 @@ class Supervised:
             self.start_again()
 
     def _died(self, child: Child, code: int, now: float) -> None:
-        if child.rests:
-            self._resting = child
-        else:
-            child.kill(0)  # what it may have left below itself, and the reaping
+        child.kill(0)  # what it may have left below itself, and the reaping
         self.child, self.joined = None, False
-        if code == 0 and self._joined_this_life:  # a worker ends well only when it was told to
+        if code == 0 and self._joined_this_run:  # a worker ends well only when it was told to
             self.left = True
             self._console.stage(self.name, "left")
             return

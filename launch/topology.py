@@ -16,7 +16,7 @@
     host = "0.0.0.0"              # for clients; the node's address if left out
 
     [[prefill]]
-    nodes = ["b", "c"]            # one torchrun job over both
+    nodes = ["b", "c"]            # one job over both
     tensor_parallel = 2
     base_port = 9000              # rendezvous; of a decode worker also link 9001 and store 9002
 

@@ -1,4 +1,4 @@
-"""Which rank of a worker this process is, as torchrun says in the environment."""
+"""Which rank of a worker this process is, as its agent (or torchrun) says in the environment."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.core.errors import StartupError
+
+STORE_VARIABLE = "BATON_STORE_FD"
+"""Names the listening socket of the store where the ranks of a worker meet; its agent gives it to rank 0 alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,10 @@ class Ranks:
             return (available[self.local_rank % len(available)],)
         starts = [len(available) * n // self.local_size for n in (self.local_rank, self.local_rank + 1)]
         return tuple(available[slice(*starts)])
+
+    @property
+    def on_one_node(self) -> bool:
+        return self.local_size == self.size
 
     @property
     def leads(self) -> bool:

@@ -1,7 +1,7 @@
 """The ranks that share one model's weights: what layers, loader and KV pool see of tensor parallelism.
 
 The only file of the engine that uses torch.distributed, and only when there is more than one rank. The group is built
-from torchrun's store: Gloo on CPU, on an address of this rank's own; NCCL on CUDA.
+from the store where they meet: Gloo on CPU, on an address of this rank's own; NCCL on CUDA.
 
 Sums are made in one fixed order: partial results are gathered and added up by rank, in float32. So all ranks hold the
 same bits, and an element's sum does not depend on what else is summed with it (a ring's would: its order follows from
@@ -13,6 +13,8 @@ operation only orders streams, and a peer that is gone or stuck is the lockstep 
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import InvariantError, RankLost, StartupError
-from baton.core.ranks import Ranks
+from baton.core.ranks import STORE_VARIABLE, Ranks
 from baton.core.reshard import even_share, local_heads
 
 CONNECT_TIMEOUT_S = 60.0
@@ -167,17 +169,26 @@ class TPGroup:
 
 
 def open_store(env: Mapping[str, str], timeout_s: float = CONNECT_TIMEOUT_S) -> Any:
-    """A client of the store that torchrun keeps for this job. Raises StartupError when there is none."""
+    """The store where the ranks of this worker meet. Rank 0 keeps it, behind the socket that its agent opened; under
+    plain torchrun torchrun does. Raises StartupError when there is none."""
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-    host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    host, port, listener = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", ""), env.get(STORE_VARIABLE, "")
     if not host or not port.isdigit():
-        raise StartupError("environment: MASTER_ADDR and MASTER_PORT must name torchrun's store")
+        raise StartupError("environment: MASTER_ADDR and MASTER_PORT must name the store where the ranks meet")
+    limit = timedelta(seconds=timeout_s)
     try:
-        client = TCPStore(host, int(port), None, False, timedelta(seconds=timeout_s), False)
+        if listener.isdigit():
+            os.set_inheritable(int(listener), False)
+            made = TCPStore(host, int(port), None, True, limit, False, master_listen_fd=int(listener), use_libuv=True)
+        else:
+            with socket.create_connection((host, int(port)), timeout=timeout_s) as tried:  # torch would wait natively
+                if tried.getsockname() == tried.getpeername():  # a free port of the kernel's own connects to itself
+                    raise OSError("nobody listens")
+            made = TCPStore(host, int(port), None, False, limit, False)
     except (RuntimeError, OSError) as error:
         raise StartupError(f"the store at {host}:{port} does not answer: {str(error).splitlines()[0]}") from None
-    return PrefixStore(f"baton/tp/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", client)
+    return PrefixStore(f"baton/tp/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", made)
 
 
 def connect(store: Any, ranks: Ranks, device: torch.device, host: str) -> TPGroup:

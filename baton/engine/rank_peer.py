@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import os
 import secrets
 import socket
@@ -18,8 +19,12 @@ from typing import Any, Protocol
 from baton.core.errors import RankLost, StartupError
 from baton.rpc.frames import FrameError, FrameReader, Heartbeat, Hello, encode
 
+log = logging.getLogger("baton.worker")
 CONNECT_TIMEOUT_S = 60.0
+MEET_TIMEOUT_S = 600.0
+"""For the ranks of other nodes, which somebody starts."""
 
+_NOTICE_S = 5.0
 _HELLO_TIMEOUT_S = 1.0
 _HELLO_BYTES = 1024
 _SEND_TIMEOUT_S = 4.0
@@ -117,15 +122,19 @@ def gather_followers(
     token = secrets.token_hex(16)
     peers: dict[int, Peer] = {}
     pids = {0: os.getpid()}
-    deadline = time.monotonic() + timeout_s
+    deadline, waits_for = time.monotonic() + timeout_s, ""
     with _listen(host) as listener:
         store.set(_KEY, f"{token} {host} {listener.getsockname()[1]}")
         while len(peers) < size - 1:
-            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            listener.settimeout(max(min(deadline - time.monotonic(), _NOTICE_S), 0.001))
             try:
                 sock, _ = listener.accept()
             except TimeoutError:
                 missing = ", ".join(str(rank) for rank in range(1, size) if rank not in peers)
+                if time.monotonic() < deadline:
+                    if missing != waits_for:
+                        log.info("waiting up to %.0f s for rank %s of this worker", timeout_s, waits_for := missing)
+                    continue
                 for peer in peers.values():
                     peer.close()
                 raise StartupError(f"no word from rank {missing} within {timeout_s:g} s") from None

@@ -28,9 +28,7 @@ COINED = {
     "holdings": "blocks",
 }
 # The launcher's own process handling keeps its words until it is replaced by plain child processes.
-EXEMPT = re.compile(
-    r"launch/(agent|child|doctor\w*|forked_rank|local|lone_rank|lives|node_watch|probe\w*|supervisor|up)\.py"
-)
+EXEMPT = re.compile(r"launch/(doctor\w*|probe\w*)\.py")
 MAX_TERMS = 60
 
 

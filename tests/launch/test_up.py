@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from baton.process import descendants
 from launch.failure import find_box
 from tests.support.cluster import Cluster, command_line, start_cluster, wait_ready
 
@@ -68,12 +67,10 @@ def test_ready_then_a_signal_drains_and_exits_0(start, sig: int) -> None:
     assert "all ended well" in output(cluster)
 
 
-@pytest.mark.parametrize("agent", ["1", "lone", "forked"])
-def test_agents_leave_nothing_in_the_directory_for_temporary_files(start, tmp_path: Path, agent: str) -> None:
+def test_agents_leave_nothing_in_the_directory_for_temporary_files(start, tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    cluster = wait_ready(start(env={"FAKE_AGENT": agent, "TMPDIR": str(temporary)}))
-    assert [d.name for d in temporary.iterdir() if d.name.startswith("baton-ranks-")], "no agent made its directory"
+    cluster = wait_ready(start(env={"FAKE_AGENT": "1", "TMPDIR": str(temporary)}))
     cluster.stop()
     assert not list(temporary.iterdir())
 
@@ -95,7 +92,7 @@ def test_each_worker_has_its_own_core(start) -> None:
     cluster.stop()
 
 
-@pytest.mark.parametrize("agent", ["", "forked"])
+@pytest.mark.parametrize("agent", ["", "1"])
 def test_dead_worker_is_shown_and_started_again(start, agent: str) -> None:
     cluster = wait_ready(start(env={"FAKE_AGENT": agent}))
     before = cluster.pids("decode-0")[0]
@@ -135,7 +132,7 @@ def test_a_stdout_that_cannot_be_written_changes_nothing_else(tmp_path: Path, mo
         cluster.destroy()
 
 
-@pytest.mark.parametrize("agent", ["", "forked"])
+@pytest.mark.parametrize("agent", ["", "1"])
 def test_a_log_that_cannot_be_written_later_ends_nobody(start, agent: str) -> None:
     cluster = wait_ready(start(env={"FAKE_AGENT": agent}))
     log = cluster.run_dir / "decode-0.log"
@@ -159,7 +156,7 @@ def test_dead_coordinator_comes_back_on_the_same_ports(start) -> None:
     cluster.stop()
 
 
-@pytest.mark.parametrize("agent", ["", "1", "lone", "forked"])
+@pytest.mark.parametrize("agent", ["", "1"])
 def test_startup_error_of_a_worker_is_said_last_in_a_box(start, agent: str) -> None:
     lines = ended(start(env={"FAKE_WORKER": "refuse", "FAKE_AGENT": agent}), expect=3)
     shown = find_box(lines)
@@ -177,7 +174,7 @@ def test_startup_error_of_the_coordinator_is_said_last_in_a_box(start) -> None:
     assert "error      the fake coordinator refuses" in "\n".join(shown)
 
 
-@pytest.mark.parametrize(("agent", "said"), [("", "before it joined"), ("forked", "left no reason")])
+@pytest.mark.parametrize(("agent", "said"), [("", "before it joined"), ("1", "left no reason")])
 def test_worker_that_keeps_crashing_before_it_joins_ends_the_cluster(start, agent: str, said: str) -> None:
     lines = ended(start(env={"FAKE_WORKER": "crash", "FAKE_AGENT": agent}), expect=3)
     assert any(said in line for line in find_box(lines))
@@ -229,62 +226,23 @@ def test_kill_9_of_the_launcher_leaves_nothing(start) -> None:
     cluster.stop(-signal.SIGKILL, signal.SIGKILL)
 
 
-def test_workers_under_torchrun(start) -> None:
-    """Its store is on loopback only, its worker's death is seen, and kill -9 of the launcher reaches its workers."""
+def test_workers_under_their_agents(start) -> None:
+    """A rank's death is seen, and kill -9 of an agent or the launcher reaches the ranks."""
     cluster = wait_ready(start(env={"FAKE_AGENT": "1"}))
     assert len(cluster.processes()) == 6
     agents = [pid for pid in cluster.processes() if "launch.agent" in command_line(pid)]
-    listening = [address for pid in agents for address in listening_addresses(pid)]
-    assert len(listening) == 2 and all(address == "127.0.0.1" for address in listening)
-    cluster.kill(cluster.pids("prefill-0")[0])
-    cluster.wait_until(lambda c: "prefill-0     died: killed by SIGKILL" in output(c), "report of the death")
-    cluster.stop(-signal.SIGKILL, signal.SIGKILL)
-
-
-def test_a_lone_rank_has_no_torch_above_it_and_nothing_listens(start) -> None:
-    cluster = wait_ready(start(env={"FAKE_AGENT": "lone"}))
-    assert len(cluster.processes()) == 6
-    agents = [pid for pid in cluster.processes() if "launch.agent" in command_line(pid)]
     assert len(agents) == 2 and not [address for pid in agents for address in listening_addresses(pid)]
-    assert not any("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in agents)
     first, rank = cluster.pids("prefill-0")[0], cluster.pids("decode-0")[0]
     assert os.getsid(rank) == rank  # no signal of a terminal or of a group reaches it
     cluster.kill(first)
     cluster.wait_until(lambda c: "prefill-0     died: killed by SIGKILL" in output(c), "report of the death")
     assert f"rank 0 of 1, pid {first}" in (cluster.run_dir / "prefill-0.log").read_text()
-    cluster.wait_until(lambda c: c.pids("prefill-0")[0] != first, "second life of prefill-0")
-    cluster.stop(-signal.SIGKILL, signal.SIGKILL)
-
-
-def test_an_agent_outlives_its_rank_and_nothing_else_changes(start) -> None:
-    """The lives of a rank have one parent; each ends with it, and all with the launcher, at whatever moment."""
-    cluster = wait_ready(start(env={"FAKE_AGENT": "forked"}))
-    assert len(cluster.processes()) == 6
-    (agent,) = (pid for pid in cluster.processes() if "launch.agent" in (w := command_line(pid)) and "prefill-0" in w)
-    lives = [cluster.pids("prefill-0")[0]]
-    for deaths in (1, 2):
-        assert descendants(agent) == [lives[-1]] and os.getsid(lives[-1]) == lives[-1]
-        assert command_line(lives[-1])[1:4] == ["-u", "-m", "tests.launch.fakes.worker"]
-        cluster.kill(lives[-1])
-        cluster.wait_until(lambda c: c.pids("prefill-0")[0] not in lives, "next life of prefill-0")
-        lives.append(cluster.pids("prefill-0")[0])
-        assert output(cluster).count("prefill-0     died: killed by SIGKILL") == deaths
-    log = (cluster.run_dir / "prefill-0.log").read_text()
-    forks = [f"agent: life {n} of tests.launch.fakes.worker is a fork" in log for n in (1, 2, 3, 4)]
-    assert forks == [True, True, True, False]
-    assert f"rank 0 of 1, pid {lives[0]}" in log and f"rank 0 of 1, pid {lives[1]}" in log
+    cluster.wait_until(lambda c: c.pids("prefill-0")[0] != first, "restart of prefill-0")
+    (agent,) = (pid for pid in cluster.processes() if "launch.agent" in (w := command_line(pid)) and "decode-0" in w)
     cluster.kill(agent)
-    cluster.wait_until(lambda c: c.pids("prefill-0")[0] not in lives, "a life under another agent")
-    assert agent not in cluster.processes() and not set(lives) & set(cluster.processes())
+    cluster.wait_until(lambda c: c.pids("decode-0")[0] != rank, "restart of decode-0")
+    assert not {agent, rank} & set(cluster.processes())
     cluster.stop(-signal.SIGKILL, signal.SIGKILL)
-
-
-def test_between_two_lives_a_signal_ends_the_agent_too(start) -> None:
-    cluster = wait_ready(start(env={"FAKE_AGENT": "forked", "FAKE_BACKOFF_S": "60"}))
-    cluster.kill(cluster.pids("decode-0")[0])
-    cluster.wait_until(lambda c: "decode-0      starting again" in output(c), "report of the death")
-    assert len(cluster.processes()) == 5
-    cluster.stop(0)
 
 
 def listening_addresses(pid: int) -> list[str]:

@@ -1,5 +1,4 @@
-"""`baton up` with fake processes; FAKE_AGENT=1 puts the workers under the real agent and torchrun, FAKE_AGENT=lone
-under the agent alone, as it starts a worker of one rank, FAKE_AGENT=forked as one that starts it again and again."""
+"""`baton up` with fake processes; FAKE_AGENT=1 puts the workers under the real agent."""
 
 from __future__ import annotations
 
@@ -21,12 +20,10 @@ def command(config: UpConfig) -> int:
     worker: tuple[str, ...] = (sys.executable, str(HERE / "worker.py"))
     agent: tuple[str, ...] = ()
     if os.environ.get("FAKE_AGENT"):
-        lone = os.environ["FAKE_AGENT"] in ("lone", "forked")
-        agent, worker = Programs().agent, (("-m", "tests.launch.fakes.worker") if lone else (str(HERE / "worker.py"),))
-    imports = ("argparse", "urllib.request") if os.environ.get("FAKE_AGENT") == "forked" else ()
+        agent, worker = Programs().agent, ("-m", "tests.launch.fakes.worker")
     both = {"prefill": worker, "decode": worker}
     coordinator = (sys.executable, str(HERE / "coordinator.py"))
-    programs = Programs(coordinator, agent, both, dict.fromkeys(both, imports))
+    programs = Programs(coordinator, agent, both)
     return up(config, programs, Backoff(first_s=float(os.environ.get("FAKE_BACKOFF_S", "0.2")), tries_before_joining=2))
 
 

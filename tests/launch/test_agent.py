@@ -1,0 +1,278 @@
+"""The agent of a worker: what its ranks are told, how their ends become one, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton.process import children
+from launch.agent import KILL_DELAY_S, Job, first_failure, parse_job
+from launch.failure import find_box
+from launch.plan import local_topology, make_plan
+from launch.up_config import UpConfig
+
+ROOT = Path(__file__).parents[2]
+LOST = "rank 1 is silent for 4.2 s"
+
+
+def test_it_takes_the_flags_of_torchrun() -> None:
+    flags = "--nnodes 2 --node_rank=1 --nproc-per-node 4 --master-addr [::1] --master-port 9000 --max-restarts 0"
+    job = parse_job([*flags.split(), "-m", "prefill", "--nnodes", "7", "-m", "x"])
+    assert job == Job("prefill", ("--nnodes", "7", "-m", "x"), 2, 1, 4, "::1", 9000)
+    assert parse_job(["-m", "decode"]) == Job("decode")
+    assert job.environment(2, 9000) == {
+        "RANK": "6",
+        "LOCAL_RANK": "2",
+        "WORLD_SIZE": "8",
+        "LOCAL_WORLD_SIZE": "4",
+        "GROUP_RANK": "1",
+        "GROUP_WORLD_SIZE": "2",
+        "MASTER_ADDR": "::1",
+        "MASTER_PORT": "9000",
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--nnodes 0 -m x", "--nnodes: '0' must be a number of nodes, at least 1 (NNODES of the scripts)"),
+        ("--nproc-per-node gpu -m x", "'gpu' must be a number of ranks, at least 1 (RANKS of the scripts)"),
+        ("--nnodes 2 --node-rank 2 --master-port 1 -m x", "--node-rank (NODE_RANK) is 2: of the 2 nodes the last is 1"),
+        ("--nnodes 2 -m x", "a job over several nodes needs --master-addr and --master-port of node 0"),
+        ("--max-restarts 3 -m x", "--max-restarts"),
+        ("--rdzv-backend c10d -m x", "--rdzv-backend c10d: for other flags of torchrun use torchrun itself"),
+        ("", "-m must name the program of the ranks"),
+        ("x.py", "x.py: for other flags"),
+        ("-m --nnodes", "-m must name the program"),
+    ],
+)
+def test_flags_that_make_no_sense_are_named(flags: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse_job(flags.split())
+    assert ended.value.code == 2 and why in capsys.readouterr().err
+
+
+def test_the_plan_and_the_scripts_speak_to_it() -> None:
+    made = make_plan(local_topology(UpConfig(prefill_tp=2, decode_tp=1), [0, 1], ()), "/m", "m")
+    assert [parse_job([*made.agent_flags(p), "-m", "x"]).ranks for p in made.parts] == [2, 1]
+    for role in ("prefill", "decode"):
+        environment = {"PATH": os.environ["PATH"], "PYTHON": "echo", "RANKS": "2"}
+        script = ["bash", str(ROOT / "launch" / f"{role}.sh"), "--host", "h"]
+        said = subprocess.run(script, env=environment, capture_output=True, text=True, check=True, timeout=20).stdout
+        assert parse_job(said.split()[2:]) == Job(role, ("--host", "h"), ranks=2)
+
+
+def end(number: int, code: int, reason: str = "", hung: str = "") -> Any:
+    return SimpleNamespace(number=number, code=code, reason=hung or reason, hung=hung)
+
+
+@pytest.mark.parametrize(
+    ("ends", "first"),
+    [
+        ([end(0, 4, LOST), end(1, -9, hung="it hung")], 0),
+        ([end(0, 4, "rank 1 is gone"), end(1, -9)], 1),  # the kernel killed it
+        ([end(1, -11), end(0, -9, hung="it hung")], 1),
+        ([end(0, 4, "rank 1: bad"), end(1, 3, "bad")], 1),
+        ([end(0, -15), end(1, -15, "it broke")], 1),
+        ([end(1, -15), end(0, 4)], 1),
+        ([end(0, -9, hung="it hung")], 0),
+    ],
+)
+def test_the_box_is_about_the_rank_that_failed_of_its_own_accord(ends: list[Any], first: int) -> None:
+    assert first_failure(ends).number == first
+
+
+class Agent:
+    """A real agent above a program that the test writes."""
+
+    def __init__(self, where: Path, code: str, ranks: int, flags: tuple[str, ...] = (), **variables: str) -> None:
+        (where / "the_rank.py").write_text(f"import os, sys, time, signal\nimport baton.process as p\n{code}")
+        self.where, self.log = where, where / f"log-{len(list(where.glob('log-*')))}"
+        (where / "tmp").mkdir(exist_ok=True)
+        words = ["-m", "launch.agent", "--nproc-per-node", str(ranks), *flags, "-m", "the_rank", "--worker-id", "w-0"]
+        environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+        environment |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{where}", "TMPDIR": str(where / "tmp"), **variables}
+        with self.log.open("wb") as log:
+            options: dict[str, Any] = {"stdout": log, "stderr": log, "env": environment, "cwd": where}
+            self.process = subprocess.Popen([sys.executable, "-P", *words], **options)
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline and self.process.poll() is None, self.said
+            time.sleep(0.02)
+
+    def ends(self) -> int:
+        code = self.process.wait(60)
+        assert not list((self.where / "tmp").iterdir()), "it left something behind"
+        return code
+
+    @property
+    def box(self) -> str:
+        return " ".join(" ".join(find_box(self.said.splitlines())).replace("│", " ").split())
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
+    made: list[Agent] = []
+
+    def start(code: str, ranks: int = 1, *flags: str, **variables: str) -> Agent:
+        made.append(Agent(tmp_path, code, ranks, flags, **variables))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.process.kill()
+        one.process.wait()
+
+
+@pytest.mark.parametrize(
+    ("code", "expected", "told"),
+    [
+        ("p.record_error('no tensor x'); p.record_error('and then'); sys.exit(3)", 3, "exit code 3 error no tensor x"),
+        ("os.kill(os.getpid(), 9)", 128 + 9, "killed by SIGKILL error it left no reason"),
+        ("raise RuntimeError('it breaks')", 1, "exit code 1 error it left no reason"),
+        ("open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write('{\"mess'); sys.exit(1)", 1, "it left no reason"),
+        ("p.die_with_parent(); assert os.getsid(0) == os.getpid() and '' not in sys.path", 0, ""),
+    ],
+)
+def test_it_ends_as_its_rank_and_says_why(agent: Any, code: str, expected: int, told: str) -> None:
+    made = agent(code)
+    assert made.ends() == expected, made.said
+    if told:
+        assert told in made.box and "w-0 failed" in made.box and "the_rank, rank 0 of 1, pid" in made.box
+        assert made.said.rstrip().endswith("┘")
+
+
+def test_ranks_are_told_where_to_meet_and_rank_0_keeps_the_place(agent: Any) -> None:
+    made = agent("""
+import socket
+where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+if os.environ["RANK"] == "0":
+    listener = socket.socket(fileno=int(os.environ["BATON_STORE_FD"]))
+    assert listener.getsockname() == where and where[0] == "127.0.0.1"
+    listener.accept()[0].sendall(b"met")
+else:
+    assert "BATON_STORE_FD" not in os.environ and os.environ["OMP_NUM_THREADS"] == "1"
+    assert socket.create_connection(where).recv(3) == b"met"
+""", 2)  # fmt: skip
+    assert made.ends() == 0, made.said
+
+
+def test_a_rank_that_outlives_a_failed_one_is_killed(agent: Any) -> None:
+    """And it is not in the box: who noticed knows why."""
+    made = agent(f"""
+if os.environ["RANK"] == "1":
+    time.sleep(600)
+p.record_error({LOST!r})
+os._exit(4)
+""", 2)  # fmt: skip
+    began = time.monotonic()
+    assert made.ends() == 4, made.said
+    assert time.monotonic() - began >= KILL_DELAY_S
+    assert "rank 0 of 2" in made.box and LOST in made.box and "memory ran out" not in made.box
+
+
+def test_a_rank_without_a_sign_of_life_is_killed(agent: Any, tmp_path: Path) -> None:
+    hasty = "import launch.agent as a, sys; a.HANG_S = 2.0; a.main()"
+    (tmp_path / "the_rank.py").write_text("import baton.process as p, time; p.beat_to_agent(); time.sleep(600)")
+    words = [sys.executable, "-P", "-c", hasty, "-m", "the_rank"]
+    path = f"{ROOT}{os.pathsep}{tmp_path}"
+    made = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not children(made.pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    (rank,) = children(made.pid)
+    time.sleep(4.0)
+    assert made.poll() is None, "it beats"
+    os.kill(rank, signal.SIGSTOP)
+    _, said = made.communicate(timeout=60)
+    assert made.returncode == 128 + signal.SIGKILL and "it hung: no sign of life for 2 s" in said
+
+
+DRAINS = """
+def drain(number, frame):
+    print("drained", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, drain)
+print("runs", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_first_signal_drains(agent: Any, number: int) -> None:
+    made = agent(DRAINS, 2)
+    made.until(lambda: made.said.count("runs") == 2)
+    made.process.send_signal(number)
+    assert made.ends() == 0 and made.said.count("drained") == 2
+
+
+def test_ranks_that_still_load_end_well_at_a_signal(agent: Any) -> None:
+    made = agent("print('runs', flush=True); time.sleep(600)")
+    made.until(lambda: "runs" in made.said)
+    made.process.terminate()
+    assert made.ends() == 0 and not made.box
+
+
+def test_a_second_signal_kills(agent: Any) -> None:
+    made = agent("signal.signal(signal.SIGTERM, signal.SIG_IGN); print('runs', flush=True); time.sleep(600)")
+    made.until(lambda: "runs" in made.said)
+    (rank,) = children(made.process.pid)
+    made.process.terminate()
+    time.sleep(0.5)
+    assert made.process.poll() is None
+    made.process.send_signal(signal.SIGINT)
+    assert made.ends() == 128 + signal.SIGINT and not Path(f"/proc/{rank}").exists()
+
+
+def test_what_a_failed_rank_had_started_ends_too(agent: Any, tmp_path: Path) -> None:
+    made = agent("import subprocess; print(subprocess.Popen(['sleep', '60']).pid, file=open('pid', 'w')); sys.exit(1)")
+    assert made.ends() == 1
+    stat, deadline = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat"), time.monotonic() + 10
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < deadline, "it lives on"
+        time.sleep(0.02)
+
+
+def test_kill_9_takes_the_ranks_along(agent: Any) -> None:
+    made = agent("p.die_with_parent(); print('runs', flush=True); time.sleep(600)", 2)
+    made.until(lambda: made.said.count("runs") == 2)
+    ranks = children(made.process.pid)
+    made.process.kill()
+    made.process.wait()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < deadline, "they live on"
+        time.sleep(0.02)
+
+
+def test_a_port_that_is_taken_is_named(agent: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        made = agent("", 2, "--master-port", port)
+        assert made.ends() == 3
+    assert f"the ranks cannot meet at 127.0.0.1 port {port} (MASTER_ADDR, MASTER_PORT): Address already" in made.said
+
+
+def test_it_loads_no_torch_and_a_lone_rank_opens_no_port(agent: Any) -> None:
+    made = agent("assert 'MASTER_PORT' not in os.environ; print('runs', flush=True); time.sleep(600)")
+    made.until(lambda: "runs" in made.said)
+    assert "libtorch" not in Path(f"/proc/{made.process.pid}/maps").read_text()
+    found = [os.readlink(entry) for entry in Path(f"/proc/{made.process.pid}/fd").iterdir()]
+    assert len([f for f in found if f.startswith("socket:")]) == 2  # to wake itself at a signal
