@@ -27,6 +27,10 @@ ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 BEAT_VARIABLE = "BATON_BEAT_FD"
 """Names the pipe that a rank writes to each second for as long as it runs Python."""
 
+SWITCH_INTERVAL_S = 0.0005
+"""How long another thread may keep the event loop from running. Python's default is 5 ms, and a hand-over is a handful
+of such turns (decision 0005)."""
+
 BEAT_S = 1.0
 NAME_LOOKUP_S = 1
 _TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"

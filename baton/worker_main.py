@@ -26,6 +26,7 @@ from baton.model_source import resolve_draft, resolve_model
 from baton.options import EXIT_STARTUP_ERROR, config_command, error_line, run_main
 from baton.process import (
     EXIT_RANK_LOST,
+    SWITCH_INTERVAL_S,
     allow_open_files,
     beat_to_agent,
     die_with_parent,
@@ -40,9 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("baton.worker")
 
-# Python's default of 5 ms is how long the compute thread may keep the event loop from running: a hand-over is a
-# handful of such turns.
-SWITCH_INTERVAL_S = 0.0005
 OPEN_FILES = 65536  # edges, links, and two for each staging buffer in shared memory
 
 

@@ -28,6 +28,9 @@ MAX_SALT_CHARS = 256
 MAX_BAD_WORDS = 64
 MAX_CHOICES = 128
 MAX_MESSAGES = 4_096
+MAX_SCORES = 1_000_000
+"""Log-probabilities in one answer, of all its choices and of the prompt: some 30 MB of JSON. Those of a prompt come in
+one message of a worker, of up to 10 MB then."""
 _T = TypeVar("_T")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 ROLES = frozenset(["system", "developer", "user", "assistant", "tool"])
@@ -36,8 +39,8 @@ ROLES = frozenset(["system", "developer", "user", "assistant", "tool"])
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a client may choose; None stands for the model's default. `bad_words` are texts, `bad_word_ids` the same as
-    token ids. `max_tokens_param` is the name under which the
-    client gave `max_tokens`, for messages about it."""
+    token ids; completions repeat the prompt's log-probabilities in each choice. `max_tokens_param` is the name under
+    which the client gave `max_tokens`, for messages about it."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -60,6 +63,7 @@ class Options:
     prompt_logprobs: int | None = None
     n: int | None = None
     cache_salt: str | None = None
+    each_choice_has_prompt: bool = False
     max_tokens_param: str = "max_tokens"
 
 
@@ -129,6 +133,7 @@ class Translator:
                 f"and {options.max_tokens_param} asks for {wanted} more",
                 param=options.max_tokens_param,
             )
+        _check_scores(options, len(prompt), max_tokens)
         return Submission(
             request_id=request_id,
             prompt=tuple(prompt),
@@ -163,6 +168,8 @@ class Translator:
         top_k = _or(options.top_k, defaults.top_k)
         seed = secrets.randbits(64) if options.seed is None else options.seed
         biases = options.logit_bias or {}
+        for bias in biases.values():
+            check_range("logit_bias", bias, -100, 100)  # as it was written: no float holds every integer
         words = itertools.chain(options.bad_word_ids, *map(self.text.bad_word, options.bad_words))
         params = SamplingParams(
             temperature=_or(options.temperature, defaults.temperature) or 0.0,  # -0.0 is 0
@@ -203,6 +210,21 @@ def check_options(options: Options) -> None:
         check_text(options.cache_salt, "cache_salt")
     if options.allowed_token_ids == ():
         raise InvalidRequest("allowed_token_ids is empty: no token could be chosen", param="allowed_token_ids")
+
+
+def _check_scores(options: Options, prompt_tokens: int, max_tokens: int) -> None:
+    """Raises InvalidRequest for an answer with more than MAX_SCORES log-probabilities."""
+    n, found = _or(options.n, 1), {"logprobs": 0, "prompt_logprobs": 0}
+    if options.logprobs is not None:
+        found["logprobs"] = n * max_tokens * (options.logprobs + 1)
+    if options.prompt_logprobs is not None:
+        found["prompt_logprobs"] = (
+            (n if options.each_choice_has_prompt else 1) * prompt_tokens * (options.prompt_logprobs + 1)
+        )
+    if sum(found.values()) > MAX_SCORES:
+        name = max(found, key=found.__getitem__)
+        what = f"the answer would have {sum(found.values())} log-probabilities, at most {MAX_SCORES} are given"
+        raise InvalidRequest(f"{what}; ask for fewer, or for fewer tokens or choices", param=name)
 
 
 def _check_texts(param: str, texts: Sequence[str], most: int) -> None:

@@ -8,6 +8,7 @@ from baton.core.errors import BatonError, StartupError
 from baton.token_file import read_token
 from launch.cluster_api import TIMEOUT_S, ClusterView, get_cluster
 from launch.console import Console
+from launch.run_directory import local_token
 
 POLL_S = 0.2
 GRACE_S = 10.0
@@ -26,7 +27,7 @@ def drain(worker: str, url: str, drain_s: float, token_file: str, coordinator: s
     try:
         view = get_cluster(url)
         incarnation = _incarnation(view, worker)
-        drain_worker(coordinator or view.control, worker, drain_s, read_token(token_file))
+        drain_worker(coordinator or view.control, worker, drain_s, read_token(token_file or local_token(url)))
         console.stage(worker, f"draining   for up to {drain_s:g} s")
         deadline = time.monotonic() + drain_s + GRACE_S
         while _incarnation(get_cluster(url, TIMEOUT_S), worker) == incarnation:

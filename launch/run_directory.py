@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
+import secrets
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from baton.core.errors import StartupError
 
 LOCK = "up.lock"
 CLUSTER = "cluster.json"
+TOKEN = "cluster.token"
 READY = "coordinator.json"
 
 ROOM_BYTES = 256 * 1024
@@ -52,6 +55,26 @@ def run_directory(wanted: str) -> Iterator[Path]:
                 _forget_addresses(path)
 
 
+def write_token(path: Path) -> Path:
+    """A fresh cluster token in a run directory, for its owner alone. Raises OSError."""
+    token = path / TOKEN
+    token.unlink(missing_ok=True)
+    descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32) + "\n")
+    return token
+
+
+def local_token(url: str) -> str:
+    """The token file of the cluster at `url` if this user's `baton up` runs it in a directory of the default place;
+    else empty."""
+    for found in _runs().glob(f"*/{CLUSTER}"):
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(found.read_text()).get("url") == url.rstrip("/") and (found.parent / TOKEN).exists():
+                return str(found.parent / TOKEN)
+    return ""
+
+
 def reason(error: OSError) -> str:
     """`No space left on device`, and which file it was about if it was about one."""
     what = error.strerror or str(error)
@@ -73,7 +96,7 @@ def _hold(lock: int, wanted: str) -> None:
 
 
 def _forget_addresses(path: Path) -> None:
-    for name in (CLUSTER, READY):
+    for name in (CLUSTER, READY, TOKEN):
         (path / name).unlink(missing_ok=True)
 
 
@@ -86,11 +109,15 @@ def _made(wanted: str) -> Path:
     return path
 
 
+def _runs() -> Path:
+    """Raises RuntimeError where there is no home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "runs"
+
+
 def _fresh() -> Path:
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        path = cache / "baton" / "runs" / name
+        path = _runs() / name
         path.mkdir(parents=True, mode=0o700)
         return path
     except (OSError, RuntimeError) as error:

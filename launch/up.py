@@ -19,11 +19,12 @@ from launch.members import Members, Programs, check_cores, nodes_here, own_nodes
 from launch.plan import COORDINATOR, Plan, check_addresses, local_topology, make_plan
 from launch.plan_checks import check_files, check_plan
 from launch.restart import Backoff
-from launch.run_directory import run_directory
+from launch.run_directory import reason, run_directory, write_token
 from launch.supervisor import MemberFailed
 from launch.topology import parse_topology
 from launch.up_config import DoctorConfig, UpConfig, check_supported
 
+TOKEN_VARIABLE = "BATON_CLUSTER_TOKEN_FILE"
 _WITH_TOPOLOGY = {"topology", "node", "dry_run", "run_dir", "start_timeout_s", "drain_timeout_s"} | (
     {f.name for f in fields(DoctorConfig)} - {f.name for f in fields(UpConfig)}
 )
@@ -48,6 +49,11 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
     check_ports(plan, nodes)
     drain_s = plan.topology.coordinator.options.get("drain_timeout_s", config.drain_timeout_s)
     with run_directory(config.run_dir) as run_dir:
+        if nodes == {node.name for node in plan.topology.nodes} and not _names_token(plan):
+            try:
+                os.environ[TOKEN_VARIABLE] = str(write_token(run_dir))
+            except OSError as error:
+                raise StartupError(f"run directory {run_dir} cannot be written: {reason(error)}") from None
         members = Members(
             plan,
             nodes,
@@ -70,6 +76,13 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
             return EXIT_STARTUP_ERROR
         finally:
             flush_stdout()  # a terminal that has gone away does not change how a cluster ends
+
+
+def _names_token(plan: Plan) -> bool:
+    """Whether somebody has chosen a cluster token. A cluster of this process alone gets one else: whoever joins sees
+    prompts, also on loopback."""
+    options = [plan.topology.coordinator.options, *(worker.options for worker in plan.topology.workers)]
+    return TOKEN_VARIABLE in os.environ or any(given.get("cluster_token_file") for given in options)
 
 
 def plan_for(config: UpConfig) -> Plan:

@@ -79,6 +79,9 @@ class DraftRow:
     row: int = -1
 
 
+_COMPUTES_ONLY = SamplingParams()
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """`drafts` are computed first; the rows are complete when their draft tokens are in (`with_draft_tokens`).
@@ -126,9 +129,13 @@ class StepPlan:
 
     def to_compute(self) -> StepPlan:
         """The plan without what only choosing tokens needs: for ranks that compute and choose nothing."""
-        if all(row.history is None for row in self.rows) and not self.drafts:
-            return self
-        return replace(self, drafts=(), rows=tuple(replace(row, history=None) for row in self.rows))
+        rows = tuple(
+            row
+            if row.history is None and row.sampling is _COMPUTES_ONLY
+            else replace(row, history=None, sampling=_COMPUTES_ONLY)
+            for row in self.rows
+        )
+        return replace(self, drafts=(), rows=rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ Floats32 = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
 _MAX_TABLES = 1024
+_MAX_MASKS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +101,27 @@ class Seen:
 
 
 class SeenTables:
-    """Tables by sequence, least recently used first. A table is only ever a shortcut: what it holds is compared with
-    the history that it is asked for, and made anew where the two differ."""
+    """Tables by sequence and masks by sampling parameters, least recently used first. Either is only ever a shortcut:
+    what a table holds is compared with the history that it is asked for, and made anew where the two differ."""
 
     def __init__(self, limit: int = _MAX_TABLES) -> None:
         self._limit = limit
         self._tables: OrderedDict[SequenceId, Seen] = OrderedDict()
+        # By the identity of the parameters, which are kept beside so that it stays theirs: to hash 150,000 ids in each
+        # step would cost more than the mask.
+        self._masks: OrderedDict[int, tuple[SamplingParams, Tensor]] = OrderedDict()
+
+    def not_allowed(self, params: SamplingParams, vocab: int, device: torch.device) -> Tensor:
+        """[vocab] bool, True for tokens outside `allowed_token_ids`."""
+        _, mask = self._masks.pop(id(params), (None, None))
+        if mask is None or mask.shape != (vocab,) or mask.device != device:
+            mask = torch.ones(vocab, dtype=torch.bool)
+            mask[torch.tensor(params.allowed_token_ids)] = False
+            mask = to_device(mask, device)
+            while len(self._masks) >= _MAX_MASKS:
+                self._masks.popitem(last=False)
+        self._masks[id(params)] = params, mask
+        return mask
 
     def of(self, draw: Draw, history: History) -> Seen:
         if draw.sequence_id is None:
@@ -128,10 +144,10 @@ def process(
     if not rows:
         return logits
     logits = logits.clone(memory_format=torch.contiguous_format)
-    vocab = logits.shape[1]
+    vocab, tables = logits.shape[1], tables or SeenTables()
     _add_biases(logits, draws, rows, vocab)
-    _mask(logits, draws, rows, vocab, drafted)
-    _penalise(logits, draws, rows, vocab, tables or SeenTables(), drafted)
+    _mask(logits, draws, rows, vocab, tables, drafted)
+    _penalise(logits, draws, rows, vocab, tables, drafted)
     return logits
 
 
@@ -154,27 +170,27 @@ def _add_biases(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: i
         flat[index] += to_device(torch.tensor(biases, dtype=torch.float32), logits.device)
 
 
-def _mask(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int, drafted: Drafted | None) -> None:
+def _mask(
+    logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int, tables: SeenTables, drafted: Drafted | None
+) -> None:
     where: list[int] = []
     open_rows: list[tuple[int, History]] = []
     for row in rows:
         params, history = draws[row].sampling, draws[row].history
         allowed = params.allowed_token_ids
         if allowed:
-            index = to_device(torch.tensor(allowed), logits.device)
-            kept = logits[row, index]
-            logits[row] = -torch.inf
-            logits[row, index] = kept
+            logits[row].masked_fill_(tables.not_allowed(params, vocab, logits.device), -torch.inf)
         if drafted is not None and drafted.counts[row] and params.bad_words and history is not None:
             open_rows.append((row, history))
             continue
         banned = banned_tokens(draws[row])
-        if banned and (len(banned) < vocab if not allowed else not banned.issuperset(allowed)):
+        leaves_some = len(banned) < len(allowed or range(vocab)) or not banned.issuperset(allowed or range(vocab))
+        if banned and leaves_some:
             where.extend(row * vocab + token for token in banned)
     if where:
         logits.view(-1)[to_device(torch.tensor(where), logits.device)] = -torch.inf
     if drafted is not None and open_rows:
-        _mask_behind(logits, draws, open_rows, drafted)
+        _mask_behind(logits, draws, open_rows, tables, drafted)
 
 
 def banned_tokens(draw: Draw) -> set[int]:
@@ -190,7 +206,9 @@ def banned_tokens(draw: Draw) -> set[int]:
     return banned
 
 
-def _mask_behind(logits: Tensor, draws: Sequence[Draw], rows: list[tuple[int, History]], drafted: Drafted) -> None:
+def _mask_behind(
+    logits: Tensor, draws: Sequence[Draw], rows: list[tuple[int, History]], tables: SeenTables, drafted: Drafted
+) -> None:
     """Masks as `banned_tokens` says, where the output may end with the beginning of a bad word by its draft tokens."""
     vocab, width, device = logits.shape[1], drafted.tokens.shape[1], logits.device
     sure: list[int] = []
@@ -201,8 +219,7 @@ def _mask_behind(logits: Tensor, draws: Sequence[Draw], rows: list[tuple[int, Hi
     for place, (row, history) in enumerate(rows):
         draw, count, output = draws[row], drafted.counts[row], history.output
         if draw.sampling.allowed_token_ids:
-            allow[place] = False
-            allow[place, to_device(torch.tensor(draw.sampling.allowed_token_ids), device)] = True
+            allow[place] = ~tables.not_allowed(draw.sampling, vocab, device)
         if draw.output_index < draw.sampling.min_tokens:
             sure += [place * vocab + token for token in history.end_token_ids]
         for *head, last in draw.sampling.bad_words:

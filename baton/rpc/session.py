@@ -2,9 +2,10 @@
 
 The worker dials, and redials for ever, keeping its weights. Within one run of the coordinator and one lease nothing is
 lost: after a redial the coordinator names the next index it waits for per sequence, and the worker says the rest again
-from its output log. When the coordinator has been silent for a lease, or another run answers, the worker ends its
-sequences: nobody waits for them any more. A worker that is to end says Leave, and Drained when it has nothing left.
-Both are said again after a redial; the coordinator answers the second by ending the session, or by a refusal.
+from its output log. When the coordinator has been silent for a lease the worker redials; when it has been silent for
+KEEP_SEQUENCES_S, or another run answers, the worker ends its sequences: nobody waits for them any more. A worker that
+is to end says Leave, and Drained when it has nothing left. Both are said again after a redial; the coordinator answers
+the second by ending the session, or by a refusal.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger("baton.session")
 LEASE_CHECK_S = 0.2
+KEEP_SEQUENCES_S = 30.0
 
 
 class SessionOwner(Protocol):
@@ -233,20 +235,26 @@ class WorkerSession:
                 raise InvariantError(f"the coordinator sent {type(message).__name__}")
 
     async def _watch_lease(self) -> None:
-        """Ends the sequences when the coordinator has been silent for a lease, and the stream with them: it may live
-        at the other end, where somebody would go on waiting. Seen twice in a row, since a process that stood still
+        """Ends the stream when the coordinator has been silent for a lease: it may live at the other end, where
+        somebody would go on waiting. The sequences are kept for longer: a coordinator that stalls wants them back, and
+        one that has rescheduled them says so at the next join. Seen twice in a row, since a process that stood still
         has to read first what came meanwhile."""
-        seen_silent = abandoned_at = -1.0
+        seen_silent = ended_at = abandoned_at = -1.0
         while True:
             await asyncio.sleep(LEASE_CHECK_S)
             silent_since = self._last_received_at
-            if self._clock() - silent_since <= self._lease_s or abandoned_at == silent_since:
+            silent_s = self._clock() - silent_since
+            if silent_s <= self._lease_s:
                 continue
             if seen_silent != silent_since:
                 seen_silent = silent_since
                 continue
-            abandoned_at = silent_since
-            reason = f"the coordinator was silent for {self._lease_s:g} s"
-            self._owner.abandon(reason)
-            if self._stream is not None:
-                self._stream.end(reason)
+            reason = "the coordinator was silent for {:g} s"
+            if ended_at != silent_since:
+                ended_at = silent_since
+                if self._stream is not None:
+                    self._stream.end(reason.format(self._lease_s))
+            keep_s = max(KEEP_SEQUENCES_S, self._lease_s)
+            if silent_s > keep_s and abandoned_at != silent_since:
+                abandoned_at = silent_since
+                self._owner.abandon(reason.format(keep_s))

@@ -39,6 +39,7 @@ SERVER_OPTIONS = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
+    ("grpc.server_handshake_timeout_ms", 5_000),  # a connection that says nothing takes a file descriptor
 ]
 
 

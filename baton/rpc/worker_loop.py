@@ -27,6 +27,7 @@ from baton.rpc.step_thread import Launcher, StepThread
 
 log = logging.getLogger("baton.worker")
 HOUSEKEEPING_S = 0.1
+SWEEP_S = 30.0  # between two looks for tombstones that have ended
 DRAINED_ACK_S = 2.0  # how long a worker that leaves waits for the coordinator's acknowledgement
 
 
@@ -205,7 +206,7 @@ class WorkerLoop:
             self.session.post(events)
 
     async def _housekeeping(self, compute: StepThread) -> None:
-        quiet = 0
+        quiet, sweep_at = 0, time.monotonic() + SWEEP_S
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             now = time.monotonic()
@@ -216,7 +217,8 @@ class WorkerLoop:
             quiet = quiet + 1 if not self._tier.sequence_ids() else 0
             if quiet == 1:
                 self._tier.check()  # invariants must hold when idle; a leak is a failure
-            if quiet % 600 == 599:
+            if now >= sweep_at:
+                sweep_at = now + SWEEP_S
                 self.tombstones.expire(now)
             self.wake()
 

@@ -1,6 +1,6 @@
 """The HTTP front end: OpenAI's endpoints and a few about the server, over any `Generator`.
 
-A request: Guard -> route -> read_json_bytes -> parse_* by BodyParser -> Translator -> GenerationResponse. Whatever is
+A request: Guard -> route -> BodyReader -> parse_* by BodyParser -> Translator -> GenerationResponse. Whatever is
 wrong with it is raised on the way and becomes an answer in one place, `error_response`.
 """
 
@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from baton.core.errors import BatonError, InvalidRequest, NotFound
 from baton.rpc.status import printable
-from coordinator.http.body import BodyParser, read_json_bytes
+from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import HttpProblem, error_response, json_response
 from coordinator.http.generation import GenerationResponse
 from coordinator.http.guard import REQUEST_ID, Guard
@@ -86,6 +86,7 @@ class _Front:
         self._generator = generator
         self._text = text
         self._settings = settings
+        self._reader = BodyReader(settings.max_body_bytes, settings.body_timeout_s)
         self._parser = BodyParser()
         self._translator = Translator(text, deadline_s=settings.request_timeout_s)
         self._fingerprint = f"baton-{settings.version}"
@@ -155,9 +156,7 @@ class _Front:
         return json_response({"version": self._settings.version})
 
     async def _body(self, request: Request, parse: Callable[[bytes], _T]) -> _T:
-        most, timeout_s = self._settings.max_body_bytes, self._settings.body_timeout_s
-        body = await read_json_bytes(request, max_bytes=most, timeout_s=timeout_s)
-        return await self._parser.parse(parse, body)
+        return await self._parser.parse(parse, await self._reader.read(request))
 
     def _check_model(self, name: str | None) -> None:
         """One model is served: it need not be named."""

@@ -16,17 +16,51 @@ from coordinator.http.errors import HttpProblem
 
 INLINE_BYTES = 64 * 1024
 MAX_WAITING_BYTES = 32 * 1024 * 1024
+MAX_READING_BYTES = 64 * 1024 * 1024
 _T = TypeVar("_T")
 _JSON = re.compile(r'application/json\s*(;\s*charset\s*=\s*"?utf-8"?\s*)?', re.IGNORECASE)
 
 
-async def read_json_bytes(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
-    """The whole body.
+class BodyReader:
+    """Reads bodies. Its state: how many bytes of bodies that are not complete are held, of all clients together."""
 
-    Raises:
-        HttpProblem: 415 not declared as JSON, 413 over `max_bytes`, 408 not complete after `timeout_s`.
-        Cancelled: the client left before it was complete.
-    """
+    def __init__(self, max_bytes: int, timeout_s: float) -> None:
+        self._max_bytes, self._timeout_s = max_bytes, timeout_s
+        self._reading = 0
+
+    async def read(self, request: Request) -> bytes:
+        """The whole body, declared as JSON.
+
+        Raises:
+            HttpProblem: 415 not declared as JSON, 413 too large, 408 not complete in time.
+            Unavailable: too much of other bodies is held.
+            Cancelled: the client left before it was complete.
+        """
+        check_declared(request, self._max_bytes)
+        pieces: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                async for piece in request.stream():
+                    size += len(piece)
+                    self._reading += len(piece)
+                    if size > self._max_bytes:
+                        raise _too_large(self._max_bytes)
+                    if self._reading > MAX_READING_BYTES and self._reading > size:
+                        raise Unavailable("too many bodies are being read", code="overloaded", retry_after_s=1)
+                    pieces.append(piece)
+        except TimeoutError:
+            took = f"the body took over {self._timeout_s:g} s"
+            raise HttpProblem(408, "request_timeout", took, close=True) from None
+        except ClientDisconnect:
+            raise Cancelled("the client left while its body was read") from None
+        finally:
+            self._reading -= size
+        return b"".join(pieces)
+
+
+def check_declared(request: Request, max_bytes: int) -> None:
+    """Raises HttpProblem for what the head says of the body: 415 not JSON, 413 over `max_bytes`."""
     kinds = request.headers.getlist("content-type")
     if len(kinds) != 1 or _JSON.fullmatch(kinds[0].strip()) is None:
         raise HttpProblem(
@@ -39,20 +73,6 @@ async def read_json_bytes(request: Request, *, max_bytes: int, timeout_s: float)
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 18 or int(declared) > max_bytes):
         raise _too_large(max_bytes)
-    pieces: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(timeout_s):
-            async for piece in request.stream():
-                size += len(piece)
-                if size > max_bytes:
-                    raise _too_large(max_bytes)
-                pieces.append(piece)
-    except TimeoutError:
-        raise HttpProblem(408, "request_timeout", f"the body took over {timeout_s:g} s", close=True) from None
-    except ClientDisconnect:
-        raise Cancelled("the client left while its body was read") from None
-    return b"".join(pieces)
 
 
 class BodyParser:

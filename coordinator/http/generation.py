@@ -27,6 +27,7 @@ from coordinator.openai.render import DONE, Render, server_timing
 from coordinator.submission import Delta, Generator, Submission, Usage
 
 ABORT = "baton.abort"
+SLICE_BYTES = 256 * 1024
 _TURN_S = 0.001
 _SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -118,7 +119,7 @@ class GenerationResponse(Response):
             except Exception as error:
                 response = error_response(error)
             if response is not None:
-                await response(scope, receive, send)
+                await self._write_whole(response, send)
             else:
                 await self._events(delta, deltas, send)
         finally:
@@ -129,20 +130,32 @@ class GenerationResponse(Response):
         counted = _Counted(self._submission)
         while counted.add(parts[-1]):
             parts.append(await self._next(deltas))
-        answers = []
-        for choice in range(self._submission.n):
-            mine = [part for part in parts if part.choice == choice]
-            answers.append(
-                replace(
-                    mine[-1],
-                    text="".join(part.text for part in mine),
-                    token_ids=tuple(chain.from_iterable(part.token_ids for part in mine)),
-                    logprobs=tuple(chain.from_iterable(part.logprobs for part in mine)),
-                    prompt_logprobs=mine[0].prompt_logprobs,
-                )
+        of_choice: list[list[Delta]] = [[] for _ in range(self._submission.n)]
+        for part in parts:
+            of_choice[part.choice].append(part)
+        answers = [
+            replace(
+                mine[-1],
+                text="".join(part.text for part in mine),
+                token_ids=tuple(chain.from_iterable(part.token_ids for part in mine)),
+                logprobs=tuple(chain.from_iterable(part.logprobs for part in mine)),
+                prompt_logprobs=mine[0].prompt_logprobs,
             )
-        body = self._render.whole(answers, counted.usage)
+            for mine in of_choice
+        ]
+        # A thread is no faster, but gives way to the event loop (baton.process.SWITCH_INTERVAL_S).
+        whole, usage = self._render.whole, counted.usage
+        large = self._render.is_large(answers)
+        body = await asyncio.to_thread(whole, answers, usage) if large else whole(answers, usage)
         return Response(body, headers=server_timing(answers[0].timeline), media_type="application/json")
+
+    async def _write_whole(self, response: Response, send: Send) -> None:
+        """In slices, so that a client that takes nothing is told from one that is slow."""
+        await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+        body = memoryview(bytes(response.body))
+        for start in range(0, max(len(body), 1), SLICE_BYTES):
+            end = start + SLICE_BYTES
+            await self._write(send, bytes(body[start:end]), more=end < len(body))
 
     async def _events(self, delta: Delta, deltas: AsyncGenerator[Delta, None], send: Send) -> None:
         headers = [(name.encode(), value.encode()) for name, value in _SSE_HEADERS.items()]
@@ -154,7 +167,10 @@ class GenerationResponse(Response):
                 more = counted.add(delta)
                 if delta.choice not in opened:
                     opened.add(delta.choice)
-                    body += render.opening(delta, counted.usage)
+                    if render.is_large([delta]):
+                        body += await asyncio.to_thread(render.opening, delta, counted.usage)
+                    else:
+                        body += render.opening(delta, counted.usage)
                 if delta.finish_reason is not None:
                     body += render.last(delta, counted.usage)
                 elif render.tells(delta):

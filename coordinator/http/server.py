@@ -5,7 +5,8 @@
     server.shutdown()        stop accepting, close idle connections, let running answers end
 
 What uvicorn leaves open is closed in `GuardedProtocol`: an endless or dripping head, a body that goes on after its
-answer, more connections than there is room for, refusals that are not JSON.
+answer or never comes, whatever else would keep a connection open without a request, more connections than there is room
+for, refusals that are not JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, cast
 import orjson
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from baton.core.errors import StartupError, Unavailable
 from baton.process import allow_open_files
@@ -30,6 +31,7 @@ from coordinator.http.generation import ABORT
 
 MAX_UNFINISHED_HEAD_BYTES = 64 * 1024
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+MAX_PIPELINED = 16
 HEAD_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 30
 MAX_CONNECTIONS = 4_096
@@ -46,14 +48,21 @@ _FULL: _Refusal = (503, "overloaded", "too many connections")
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. Its own state: the bytes of a head not complete yet (None while there is none), the timer of
-    that head, and how much of a body was dropped after its answer."""
+    """One connection. Its own state: the bytes of a head not complete yet (None while there is none), the timer that
+    ends it where no request is being answered, the requests that are not answered yet, and how much of a body was
+    dropped after its answer.
+
+    That timer runs from the connection to the first head, while a head is incomplete, and from each answer to the end
+    of the next head, whatever else is sent meanwhile; uvicorn's own is cancelled by any byte. While a request is being
+    answered, reading its body and sending the answer have limits of their own.
+    """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._head_bytes: int | None = 0
         self._dropped = 0
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_too_slow)
+        self._cycles: list[RequestResponseCycle] = []
+        self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._too_slow)
         sock = transport.get_extra_info("socket")
         if sock is not None:  # left alone, the kernel would buffer megabytes for a client that reads nothing
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -61,7 +70,11 @@ class GuardedProtocol(HttpToolsProtocol):
             self._refuse(_FULL)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_timer.cancel()
+        self._timer.cancel()
+        for cycle in self._cycles:  # uvicorn tells the last one only
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -76,14 +89,23 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_bytes = self._head_bytes or 0
-        self._head_timer.cancel()
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_too_slow)
+        self._limit(HEAD_TIMEOUT_S)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         self._head_bytes = None
-        self._head_timer.cancel()
+        self._timer.cancel()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
+        if len(self._cycles) > MAX_PIPELINED:
+            self.transport.abort()
+        elif len(self._cycles) > 1:
+            self.flow.resume_reading()  # else nobody would see the client leave
         cast(dict[str, Any], self.scope)[ABORT] = self.transport.abort
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle is None or self.cycle.response_complete:  # no pipelined request is being answered
+            self._limit(KEEP_ALIVE_S)
 
     def on_body(self, body: bytes) -> None:
         if self.cycle.response_complete:
@@ -95,7 +117,12 @@ class GuardedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(_NOT_HTTP)
 
-    def _head_too_slow(self) -> None:
+    def _limit(self, seconds: float) -> None:
+        self._timer.cancel()
+        if not self.transport.is_closing():
+            self._timer = self.loop.call_later(seconds, self._too_slow)
+
+    def _too_slow(self) -> None:
         if self._head_bytes:
             self._refuse(_HEAD_TOO_SLOW)
         elif not self.transport.is_closing():

@@ -26,7 +26,7 @@ class CompletionLogprobs:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._offset = 0
+        self.offset = 0
 
     def of_output(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
         return self._object([(entry.token_id, entry) for entry in entries])
@@ -41,9 +41,9 @@ class CompletionLogprobs:
         for token_id, entry in tokens:
             text = spell(token_id)[0]
             found["tokens"].append(text)
-            found["text_offset"].append(self._offset)
+            found["text_offset"].append(self.offset)
             if self._vocabulary.token(token_id) is not None:
-                self._offset += len(text)
+                self.offset += len(text)
             if entry is None:
                 found["token_logprobs"].append(None)
                 found["top_logprobs"].append(None)

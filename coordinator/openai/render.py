@@ -12,13 +12,14 @@ from typing import Any
 
 import orjson
 
-from baton.core.request import TokenLogprob
 from coordinator.openai.logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
 from coordinator.submission import Delta, Timeline, Usage
 from coordinator.text.stream import Vocabulary
 
 DONE = b"data: [DONE]\n\n"
-_LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+LARGE_ENTRIES = 4096
+"""Some 5 ms of a processor."""
+_LINE_BREAKS = {c.encode(): f"\\u{ord(c):04x}".encode() for c in ("\x85", "\u2028", "\u2029")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,12 @@ class Render:
             for place in choices if self.scores_in_choice else [value]:
                 place["prompt_logprobs"] = scores
         return orjson.dumps(value)
+
+    def is_large(self, answers: Sequence[Delta]) -> bool:
+        """Whether putting these together takes so long that it is not for the event loop."""
+        scored = [*(a.logprobs for a in answers), answers[0].prompt_logprobs or ()]
+        entries = sum(len(some) * (len(some[0].top_ids) + 1) for some in scored if some)
+        return entries + sum(len(a.token_ids) for a in answers) > LARGE_ENTRIES
 
     def opening(self, delta: Delta, usage: Usage) -> bytes:
         """What goes out with the first token of a choice, before any text."""
@@ -136,7 +143,7 @@ class CompletionRender(Render):
     def __init__(self, head: Head) -> None:
         super().__init__(head)
         self._scored: dict[int, CompletionLogprobs] = {}
-        self._prompt_scores: tuple[TokenLogprob, ...] = ()
+        self._prompt: tuple[dict[str, Any], int] | None = None  # its scores, and where the text behind it begins
 
     def opening(self, delta: Delta, usage: Usage) -> bytes:
         """The echo."""
@@ -149,8 +156,12 @@ class CompletionRender(Render):
         return self._prefix + choice + self._tail(usage)
 
     def _echoed(self, delta: Delta) -> dict[str, Any]:
-        self._prompt_scores = delta.prompt_logprobs or self._prompt_scores  # they come with the first choice alone
-        return self._scores_of(delta).of_prompt(self._head.prompt, self._prompt_scores)
+        scores = self._scores_of(delta)
+        if self._prompt is None:  # they come with the first choice alone, and are the same for all
+            found = scores.of_prompt(self._head.prompt, delta.prompt_logprobs or ())
+            self._prompt = found, scores.offset
+        found, scores.offset = self._prompt
+        return found
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
         return self._scores_of(delta).of_output(delta.logprobs)
@@ -219,4 +230,7 @@ def _json_text(text: str) -> bytes:
 
 
 def _json(value: Any) -> bytes:
-    return orjson.dumps(value).decode().translate(_LINE_BREAKS).encode()
+    data = orjson.dumps(value)
+    for character, escaped in _LINE_BREAKS.items():
+        data = data.replace(character, escaped)  # outside of strings there are none
+    return data

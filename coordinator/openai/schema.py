@@ -204,7 +204,8 @@ class CompletionBody(GenerationBody):
         prompt_logprobs = self.prompt_logprobs
         if prompt_logprobs is None and self.echo:
             prompt_logprobs = self.logprobs
-        return replace(super().options(), logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
+        options = replace(super().options(), logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
+        return replace(options, each_choice_has_prompt=True)
 
 
 class MessageBody(_Strict):

@@ -2,10 +2,11 @@
 
 The coordinator holds the queue (late dispatch): a prefill worker has at most two step budgets of uncomputed tokens, so
 what waits can still go anywhere. A request is dispatched when a prefill worker has room and a decode worker has blocks
-for its prompt and for an output of expected length (expectation.py), beside the expected growth of the sequences
-there; and could hold all its output alone: what is accepted can finish. First come, first served, by the age of the
-request, so that a rescheduled one keeps its place; the head waits for blocks rather than being overtaken, so a long
-request is not starved by short ones. Only a request that no present worker can hold is passed over.
+for its prompt and for an output of expected length (expectation.py), beside the expected growth of the sequences there,
+and not many more than run there at once; and could hold all its output alone: what is accepted can finish. First come,
+first served, by the age of the request, so that a rescheduled one keeps its place; the head waits for blocks rather
+than being overtaken, so a long request is not starved by short ones. Only a request that no present worker can hold is
+passed over.
 
 Of several prefill workers the one is chosen that would have computed the prompt first: the fewest tokens to compute, in
 its backlog and of this prompt, of which it may hold a prefix already. Of decode workers the one that holds the longest
@@ -312,6 +313,7 @@ class Dispatcher:
             for w in self._workers.present()
             if w.ready
             and w.role == "decode"
+            and w.running < w.max_running
             and ticket.total_tokens <= w.max_tokens
             and self._expected_blocks(w, ticket) <= w.blocks_left(self._growth(w))
         ]

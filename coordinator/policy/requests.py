@@ -143,6 +143,7 @@ class Request:
 
     `targets` are the decode workers named under the present attempt: each may hold the sequence. `refused`: all targets
     refused before the first token was known. `deaths` are the workers lost while they ran it, with the reason.
+    `prefixes` names the full blocks of its prompt by block size: for later choices, which have the same prompt.
     `unservable_since` is when the last worker that could serve it went, `unservable` why, with an error code.
     """
 
@@ -165,6 +166,7 @@ class Request:
     queued_s: float = 0.0
     first_token_at: float = 0.0
     cached_tokens: int = 0
+    prefixes: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
     stamps: StageStamps = field(default_factory=StageStamps)
     earlier_stamps: StageStamps = field(default_factory=StageStamps)
     speculation: SpeculationCounters | None = None
@@ -600,24 +602,29 @@ class Requests:
         r.stage, r.unservable = stage, None
 
     def _ticket(self, r: Request) -> Ticket:
-        return replace(self._size(r), prefix=self._prefix(r.request))
+        return replace(self._size(r), prefix=self._prefix(r))
 
     def _size(self, r: Request) -> Ticket:
         request = r.request
         needs_decode = request.max_tokens - len(request.output) > 1
         return Ticket(r.name, request.num_prefill_tokens, request.max_total_tokens, needs_decode, age=r.age)
 
-    def _prefix(self, request: GenerateRequest) -> Prefix:
+    def _prefix(self, r: Request) -> Prefix:
         """The blocks that a worker may hold already; the last token is computed in any case."""
-        facts = self.workers.facts()
+        request, facts = r.request, self.workers.facts()
         tokens = request.prompt + request.output
+        first = self._requests.get(ChoiceId(request.request_id), r)
+        known = first.prefixes if request.prompt is first.request.prompt and not request.output else {}
         prefix: dict[int, tuple[bytes, ...]] = {}
         if facts is None:
             return prefix
         for size in self.dispatcher.held_block_sizes:
+            if size in known:
+                prefix[size] = known[size]
+                continue
             chain = KeyChain(facts.model_digest, request.cache_salt, size)
             keys = chain.grow(lambda start, end: tokens[start:end], len(tokens) - 1)
-            prefix[size] = tuple(key[:HINT_BYTES] for key in keys)
+            known[size] = prefix[size] = tuple(key[:HINT_BYTES] for key in keys)
         return prefix
 
     def _next_attempt(self, r: Request | None = None) -> int:

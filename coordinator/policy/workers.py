@@ -24,6 +24,8 @@ from coordinator.policy.joining import OwnModel, check_join, refused
 
 WorkerState = Literal["joining", "ready", "draining", "lost"]
 KEEP_LOST_S = 300.0
+AHEAD_SHARE = 8
+_NO_LIMIT = 1 << 30
 # Hints (baton.core.prefix_keys) of a request's full blocks, by block size: the two pools may differ in it.
 Prefix = Mapping[int, tuple[bytes, ...]]
 
@@ -115,6 +117,13 @@ class Worker:
     def max_tokens(self) -> int:
         """The longest sequence that an idle worker can hold."""
         return min(self.join.facts.max_model_len, self.join.blocks_total * self.block_size)
+
+    @property
+    def max_running(self) -> int:
+        """Sequences that may be placed here: those that run at once, and some whose prompts compute meanwhile, so that
+        no place stays empty. The others wait in the queue, where any worker can take them."""
+        running = self.join.max_running
+        return running + max(running // AHEAD_SHARE, 1) if running else _NO_LIMIT
 
     def blocks_left(self, growth: int) -> int:
         """Blocks for one more sequence, after `growth` blocks for those that run here; 0 while preempted sequences wait

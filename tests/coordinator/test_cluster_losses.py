@@ -9,12 +9,37 @@ import pytest
 
 from baton.core.commands import Abort, Prefill
 from baton.core.errors import JoinRefused
+from baton.rpc import session
 from coordinator.policy.requests import Stage
 from tests.support.fake_workers import begun, bench
 from tests.support.nodes import until
 
 
-async def test_a_silent_worker_is_lost_after_its_lease_and_its_requests_go_on_elsewhere() -> None:
+@pytest.fixture
+def keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers give their sequences up after one lease of silence."""
+    monkeypatch.setattr(session, "KEEP_SEQUENCES_S", 0.0)
+
+
+async def test_a_coordinator_that_is_silent_for_a_lease_costs_no_worker_its_sequences() -> None:
+    async with bench("p0", "d0", lease_s=2.0) as b:
+        reader = b.submit()
+        p, d, s = await begun(b)
+        p.say(s, 0, 5)
+        p.hand_over(s, "d0")
+        d.here.add(s)
+        d.say(s, 0, 5, 6)
+        await reader.got(2)
+        sessions = len(d.welcomes)
+        d.session._lease_s = 0.05  # it seems to hear nothing, and redials
+        await until(lambda: len(d.welcomes) > sessions, what="a redial")
+        d.session._lease_s = 2.0
+        assert d.abandoned == []
+        d.say(s, 2, 7, 8, ended="length")
+        assert await reader.done() == [5, 6, 7, 8]
+
+
+async def test_a_silent_worker_is_lost_after_its_lease_and_its_requests_go_on_elsewhere(keeps_nothing: None) -> None:
     async with bench("p0", "d0", "d1", lease_s=0.8) as b:
         a, other = b.submit("a"), b.submit("b")
         p, d0, d1 = b.workers
@@ -99,7 +124,7 @@ async def test_a_prompt_goes_to_the_new_incarnation_of_the_worker_that_computed_
         assert await reader.done() == [5]
 
 
-async def test_a_worker_that_gave_up_says_so_and_the_request_goes_on() -> None:
+async def test_a_worker_that_gave_up_says_so_and_the_request_goes_on(keeps_nothing: None) -> None:
     """It heard nothing for a lease; the coordinator may have heard it all the while, and its clients must not wait."""
     async with bench("p0", "d0", lease_s=2.0) as b:
         reader = b.submit()

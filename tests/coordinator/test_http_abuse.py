@@ -1,0 +1,202 @@
+"""What one client can take from the others over HTTP: connections, memory, the event loop's time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from baton.core.request import TokenLogprob
+from coordinator.http import body as http_body
+from coordinator.http import server as http_server
+from coordinator.http.app import HttpSettings, create_app
+from coordinator.openai.logprobs import CompletionLogprobs
+from coordinator.submission import Delta, Usage
+from coordinator.text.model import TextModel
+from coordinator.translate import MAX_SCORES
+from tests.support.fake_generator import FakeGenerator
+from tests.support.front_kit import RawClient, running
+
+GET = b"GET /health HTTP/1.1\r\nHost: t\r\n\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+FOREVER = 60.0
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [b"\r\n", b"\r\n\r\n", b"POST /health HTTP/1.1\r\nHost: t\r\ncontent-length: 10\r\n\r\nx", b"GE", b""],
+    ids=["CRLF", "two CRLF", "a byte of a body", "part of a head", "nothing"],
+)
+async def test_no_connection_without_a_request_lasts(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch, behind: bytes
+) -> None:
+    """Whatever it sends behind its answer, or before any request."""
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 1)
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 1.0)
+    async with running(app) as server:
+        after, before = [await RawClient.connect(server) for _ in range(2)]
+        await after.send(GET)
+        assert (await after.answer())[0] == 200
+        await after.send(behind)
+        await before.send(behind)
+        assert await after.closed(FOREVER) and await before.closed(FOREVER)
+        await after.close()
+        await before.close()
+
+
+async def test_a_pipelined_request_does_not_hide_that_the_client_has_left(
+    app: FastAPI, generator: FakeGenerator
+) -> None:
+    generator.script = [Delta("a", (1,)), FOREVER]
+    async with running(app) as server:
+        client = await RawClient.connect(server)
+        await client.post("/v1/completions", {"prompt": "Hello", "stream": True})
+        await generator.until(submitted=1)
+        await client.send(GET * 3)
+        await asyncio.sleep(0.05)
+        await client.close()
+        await generator.until(finished=1)
+
+
+async def test_endless_pipelining_is_cut(app: FastAPI, generator: FakeGenerator) -> None:
+    generator.script = [FOREVER]
+    async with running(app) as server:
+        client = await RawClient.connect(server)
+        await client.post("/v1/completions", {"prompt": "Hello"})
+        await generator.until(submitted=1)
+        await client.send(GET * (http_server.MAX_PIPELINED + 1))
+        assert await client.closed()
+        await generator.until(finished=1)
+        await client.close()
+
+
+def whole(text: str, **more: Any) -> Delta:
+    return Delta(text, (1,), "stop", usage=Usage(3, 1), **more)
+
+
+async def test_a_whole_answer_that_nobody_reads_is_cut(text_model: TextModel) -> None:
+    generator = FakeGenerator([whole("x" * 50_000_000)])
+    app = create_app(generator, text_model, HttpSettings("tiny", send_timeout_s=0.5))
+    async with running(app) as server:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, server.address)
+        client = await RawClient.connect_to(sock)
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await client.post("/v1/completions", {"prompt": "Hello"})
+        protocols = server._server.server_state.connections
+        async with asyncio.timeout(FOREVER):
+            while not protocols:
+                await asyncio.sleep(0.01)
+            while protocols:
+                await asyncio.sleep(0.01)
+        await client.close()
+
+
+async def test_a_whole_answer_that_is_read_slowly_arrives(text_model: TextModel) -> None:
+    generator = FakeGenerator([whole("x" * 4_000_000)])
+    app = create_app(generator, text_model, HttpSettings("tiny", send_timeout_s=2.0))
+    async with running(app) as server:
+        client = await RawClient.connect(server)
+        await client.post("/v1/completions", {"prompt": "Hello"})
+        got = 0
+        while got < 4_000_000:  # takes longer than the limit for a client that takes nothing
+            data = await client.reader.read(65536)
+            assert data
+            got += len(data)
+            await asyncio.sleep(0.04)
+        await client.close()
+
+
+async def test_bodies_that_are_read_have_a_common_bound(text_model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_body, "MAX_READING_BYTES", 150_000)
+    generator = FakeGenerator()
+    app = create_app(generator, text_model, HttpSettings("tiny"))
+    async with running(app) as server:
+        first, second, third = [await RawClient.connect(server) for _ in range(3)]
+        await first.send(HEAD % 1_000_000 + b" " * 100_000)
+        await asyncio.sleep(0.1)
+        await second.send(HEAD % 1_000_000 + b" " * 100_000)
+        status, _, body = await second.answer()
+        assert (status, json.loads(body)["error"]["code"]) == (503, "overloaded")
+        await first.close()
+        await asyncio.sleep(0.1)
+        await third.post("/v1/completions", {"prompt": "Hello" * 25_000})  # what was held is free again
+        assert (await third.answer())[0] in (200, 400)
+        await second.close()
+        await third.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"n": 128, "echo": True, "logprobs": 20, "max_tokens": 1}, "prompt_logprobs"),
+        ({"n": 128, "prompt_logprobs": 20, "max_tokens": 1}, "prompt_logprobs"),
+        ({"n": 128, "logprobs": 20, "max_tokens": 500}, "logprobs"),
+    ],
+)
+async def test_more_log_probabilities_than_an_answer_may_have_are_refused(
+    text_model: TextModel, more: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = FakeGenerator()
+    monkeypatch.setattr(text_model, "max_model_len", 8192)
+    async with running(create_app(generator, text_model, HttpSettings("tiny"))) as server:
+        client = await RawClient.connect(server)
+        await client.post("/v1/completions", {"prompt": [3] * 4000, **more})
+        status, _, body = await client.answer()
+        error = json.loads(body)["error"]
+        assert status == 400 and error["param"] == param and str(MAX_SCORES) in error["message"]
+        assert not generator.submissions
+        await client.close()
+
+
+async def test_the_prompt_is_scored_once_for_all_choices_and_not_on_the_event_loop(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored, threads = 0, 0
+    of_prompt, to_thread = CompletionLogprobs.of_prompt, asyncio.to_thread
+
+    def counted(*what: Any) -> Any:
+        nonlocal scored
+        scored += 1
+        return of_prompt(*what)
+
+    async def threaded(*what: Any) -> Any:
+        nonlocal threads
+        threads += 1
+        return await to_thread(*what)
+
+    monkeypatch.setattr(CompletionLogprobs, "of_prompt", counted)
+    monkeypatch.setattr(asyncio, "to_thread", threaded)
+    entry = TokenLogprob(3, -0.5, 1, tuple(range(5)), (-0.5,) * 5)
+    prompt = (entry,) * 999
+    ends = Delta("a", (3,), "stop", usage=Usage(1000, 1), logprobs=(entry,))
+    script = [replace(ends, choice=c, prompt_logprobs=None if c else prompt) for c in range(4)]
+    generator = FakeGenerator(script)
+    monkeypatch.setattr(text_model, "max_model_len", 8192)
+    asked = {"prompt": [3] * 1000, "n": 4, "echo": True, "logprobs": 5, "max_tokens": 1}
+    async with running(create_app(generator, text_model, HttpSettings("tiny"))) as server:
+        client = await RawClient.connect(server)
+        await client.post("/v1/completions", asked)
+        status, _, body = await client.answer()
+        choices = json.loads(body)["choices"]
+        assert status == 200 and scored == 1 and threads == 1
+        assert all(choice["logprobs"] == choices[0]["logprobs"] for choice in choices)
+        assert len(choices[3]["logprobs"]["text_offset"]) == 1001
+        await client.close()
+
+
+async def test_a_bias_that_no_float_holds_is_refused_by_name(app: FastAPI) -> None:
+    async with running(app) as server:
+        client = await RawClient.connect(server)
+        body = b'{"prompt": "a", "logit_bias": {"3": 1' + b"0" * 400 + b"}}"
+        await client.send(HEAD % len(body) + body)
+        status, _, answer = await client.answer()
+        assert status == 400 and "logit_bias" in json.loads(answer)["error"]["message"]
+        await client.close()
