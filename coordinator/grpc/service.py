@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from baton.core.errors import InvalidRequest, InvariantError, NotFound
+from baton.core.errors import Cancelled, InvalidRequest, InvariantError, NotFound
 from baton.core.sampling_limits import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKENS, check_count
 from baton.rpc import codec, status
 from baton.rpc.ports import open_port
@@ -44,6 +44,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "echo": (False,),
 }
 MAX_CONCURRENT_STREAMS = 4096
+SEND_TIMEOUT_S = 30.0
+IDLE_CONNECTION_S = 120  # clients dial again by themselves
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
 
     async def Generate(
         self, request: serving_pb2.GenerateRequest | Malformed, context: grpc.aio.ServicerContext
-    ) -> AsyncGenerator[serving_pb2.GenerateResponse, None]:
+    ) -> None:
         try:
             if isinstance(request, Malformed):
                 raise request.refused()
@@ -83,16 +85,24 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
                 index: Counter[int] = Counter()
                 async for delta in deltas:
                     if not index.total():
-                        yield self._started(submission, delta)
-                    yield _delta(delta, index[delta.choice])
+                        await self._write(context, self._started(submission, delta))
+                    await self._write(context, _delta(delta, index[delta.choice]))
                     index[delta.choice] += len(delta.token_ids)
                     if delta.finish_reason is not None:
-                        yield _finished(delta)
+                        await self._write(context, _finished(delta))
         except Exception as e:  # what is not a BatonError has a row in the table too: our bug
             if status.row(e).hide:
                 log.error("internal error: %s", type(e).__name__, exc_info=e)
             context.set_trailing_metadata(status.grpc_trailing_metadata(e))
             await context.abort(status.grpc_code(e), status.public_message(e))
+
+    async def _write(self, context: grpc.aio.ServicerContext, message: serving_pb2.GenerateResponse) -> None:
+        """Raises Cancelled when the client takes nothing for too long."""
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await context.write(message)
+        except TimeoutError:
+            raise Cancelled(f"the client took nothing for {SEND_TIMEOUT_S:g} s") from None
 
     async def GetModelInfo(
         self, request: serving_pb2.GetModelInfoRequest | Malformed, context: grpc.aio.ServicerContext
@@ -241,6 +251,7 @@ class PublicServer:
         limits = [
             ("grpc.max_receive_message_length", max_body_bytes),
             ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
+            ("grpc.max_connection_idle_ms", IDLE_CONNECTION_S * 1000),
         ]
         options = [o for o in SERVER_OPTIONS if o[0] != "grpc.max_receive_message_length"] + limits
         self._server = grpc.aio.server(options=options)

@@ -21,8 +21,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 PROMPT = list(range(20, 60))
 
 
-def baton_drain(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "launch.cli", "drain", *words]
+def baton_drain(running: Cluster, worker: str, *words: str, url: str = "") -> subprocess.CompletedProcess[str]:
+    token = ["--cluster-token-file", str(running.run_dir / "cluster.token")]
+    command = [sys.executable, "-m", "launch.cli", "drain", worker, url or running.url, *token, *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -50,7 +51,7 @@ async def test_a_drained_worker_leaves_and_is_not_started_again(running: Cluster
     await asyncio.to_thread(running.wait_until, busy, "a stream on each decode worker")
     pid = running.pids("decode-1")[0]
 
-    done = await asyncio.to_thread(baton_drain, "decode-1", running.url, "--timeout-s", "0.1")
+    done = await asyncio.to_thread(baton_drain, running, "decode-1", "--timeout-s", "0.1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].split()[2:] == ["decode-1", "left"]
     assert [await stream for stream in streams] == [expected] * 4  # what ran there went elsewhere
@@ -64,19 +65,26 @@ async def test_a_drained_worker_leaves_and_is_not_started_again(running: Cluster
     assert pid not in running.processes() and sorted(running.workers()) == ["decode-0", "prefill-0"]
     assert await tokens(running, 400) == expected
 
-    for words, said in (
-        (("decode-1", running.url), "decode-1"),
-        (("prefill-0", "http://127.0.0.1:9"), "no cluster answers at http://127.0.0.1:9"),
+    for worker, url, said in (
+        ("decode-1", running.url, "decode-1"),
+        ("prefill-0", "http://127.0.0.1:9", "no cluster answers at http://127.0.0.1:9"),
     ):
-        refused = await asyncio.to_thread(baton_drain, *words)
+        refused = await asyncio.to_thread(baton_drain, running, worker, url=url)
         assert refused.returncode == 3 and refused.stderr.startswith("error: ") and said in refused.stderr
         assert len(refused.stderr.splitlines()) == 1
+
+
+def test_nobody_drains_without_the_token_of_the_run(running: Cluster) -> None:
+    command = [sys.executable, "-m", "launch.cli", "drain", "decode-0", running.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3 and "drain refused: token: it is missing" in done.stderr
+    assert running.workers()["decode-0"]["state"] == "ready"
 
 
 async def test_the_last_worker_of_a_role_may_leave_too(running: Cluster) -> None:
     for worker in sorted(w for w in running.workers() if w.startswith("decode")):  # one, after the test above
         began = time.monotonic()
-        done = await asyncio.to_thread(baton_drain, worker, running.url)
+        done = await asyncio.to_thread(baton_drain, running, worker)
         assert done.returncode == 0 and "left" in done.stdout, done.stderr
         assert time.monotonic() - began < 30.0  # nothing ran there: its limit is not waited for
     async with httpx.AsyncClient(base_url=running.url, timeout=30.0) as http:

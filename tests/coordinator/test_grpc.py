@@ -15,12 +15,13 @@ from baton.core import errors
 from baton.core.request import SamplingParams, TokenBias, TokenLogprob
 from baton.v1 import serving_pb2 as pb
 from baton.v1 import types_pb2
+from coordinator.grpc import service
 from coordinator.grpc.service import NEUTRAL, SERVICE, PublicServer
 from coordinator.submission import Delta
 from coordinator.text.model import TextModel
 from coordinator.translate import Translator
 from tests.support.fake_generator import FakeGenerator, say
-from tests.support.grpc_kit import Client
+from tests.support.grpc_kit import Client, served
 
 
 async def test_started_then_deltas_then_finished(grpc_client: Client, generator: FakeGenerator) -> None:
@@ -213,3 +214,22 @@ async def test_a_cache_salt_goes_with_the_request(grpc_client: Client, generator
     code, _, details, _ = await grpc_client.refused(cache_salt="x" * 257)
     assert code == grpc.StatusCode.INVALID_ARGUMENT
     assert [v.field for v in details["BadRequest"].field_violations] == ["cache_salt"]
+
+
+async def test_a_client_that_takes_nothing_is_cut(text_model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "SEND_TIMEOUT_S", 0.5)
+    generator = FakeGenerator([Delta("x" * 100_000, (1,))] * 10, endless=True)
+    async with served(generator, text_model) as client:
+        call = client.generate()
+        await call.read()
+        await generator.until(finished=1, timeout_s=20)  # it is not read any more
+        call.cancel()
+
+
+async def test_a_connection_that_says_nothing_is_cut(text_model: TextModel) -> None:
+    async with served(FakeGenerator(), text_model) as client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        async with asyncio.timeout(30):
+            while await reader.read(4096):
+                pass
+        writer.close()

@@ -240,3 +240,16 @@ def test_parked_kv_gets_another_decode_worker_or_none() -> None:
     assert d.reassign("a") is None  # prefill has nothing of it any more
     assert d.reassign("unknown") is None
     d.check()
+
+
+def test_no_more_is_placed_on_a_decode_worker_than_runs_there_and_a_few_that_compute_meanwhile() -> None:
+    """The others wait in the queue, where a worker that joins can take them, and hold no KV."""
+    d = dispatcher(view("p0", step_tokens=1000), view("d0", blocks=1000, max_running=8))
+    for n in range(20):
+        d.submit(Ticket(f"r{n}", 4, 8))
+    assert len(d.place()) == 9 == worker(d, "d0").running and d.num_queued == 11
+    d.finish("r0")
+    assert [p.name for p in d.place()] == ["r9"]
+    add_worker(d._workers, "d1", blocks=1000, max_running=8)
+    assert {p.decode for p in d.place()} == {"d1"} and d.num_queued == 1
+    d.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,3 +57,13 @@ def test_memory_is_bounded_and_the_latest_is_kept(adds: list[tuple[int, int]], l
         stones.add(SequenceId(str(name)), float(now), duration + 0.5)
         assert len(stones) <= limit
         assert stones.covers(SequenceId(str(name)), float(now))
+
+
+def test_a_full_table_is_not_searched_for_each_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    swept: list[float] = []
+    expire = Tombstones.expire
+    monkeypatch.setattr(Tombstones, "expire", lambda stones, now: (swept.append(now), expire(stones, now)))
+    stones = Tombstones(limit=10)
+    for n in range(1000):
+        stones.add(SequenceId(f"s{n}"), now=n / 1000, duration_s=60.0)
+    assert len(stones) == 10 and len(swept) == 1

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from baton.core.request import SamplingParams, SequenceId, TokenBias
@@ -213,3 +214,24 @@ def test_survivors_are_those_of_transformers(name: str, temperature: float) -> N
             scores = make()(torch.tensor([[1]]), scores)
         expected = torch.isfinite(scores[0]).nonzero().flatten().tolist()
         assert survivors(logits[0].numpy(), SamplingParams(temperature=temperature, **asked)).tolist() == expected
+
+
+def test_the_mask_of_allowed_tokens_is_made_once_for_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each of its steps: of 150,000 ids that would cost every neighbour."""
+    made = 0
+    ones = torch.ones
+
+    def counted(*size: Any, **more: Any) -> Tensor:
+        nonlocal made
+        made += 1
+        return ones(*size, **more)
+
+    monkeypatch.setattr(torch, "ones", counted)
+    params, other = (SamplingParams(allowed_token_ids=ids) for ids in ((1, 5), (2,)))
+    tables, logits = SeenTables(), torch.randn(3, 8)
+    for step in range(5):
+        found = process(logits, [Draw(params, 0, step), Draw(SamplingParams(), 0, step), Draw(other, 0, step)], tables)
+        kept = [torch.isfinite(row).nonzero().flatten().tolist() for row in found]
+        assert kept == [[1, 5], list(range(8)), [2]] and torch.equal(found[1], logits[1])
+        assert torch.equal(found[0][[1, 5]], logits[0][[1, 5]])
+    assert made == 2

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.core.errors import StartupError
-from launch.run_directory import run_directory
+from launch.run_directory import local_token, run_directory, write_token
 from tests.support.model_dirs import text_dir
 
 HOLDER = """
@@ -141,3 +142,18 @@ def test_what_the_holder_starts_does_not_hold_it(tmp_path: Path) -> None:
     finally:
         child.kill()
         child.communicate()
+
+
+def test_the_token_of_a_cluster_in_the_default_place_is_found_by_its_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert local_token("http://127.0.0.1:8100") == ""
+    with run_directory("") as made:
+        token = write_token(made)
+        (made / "cluster.json").write_text('{"url": "http://127.0.0.1:8100"}')
+        (made.parent / "other").mkdir()
+        (made.parent / "other" / "cluster.json").write_text("not json")
+        assert stat.S_IMODE(token.stat().st_mode) == 0o600
+        assert local_token("http://127.0.0.1:8100/") == str(token) and local_token("http://127.0.0.1:8101") == ""
+    assert local_token("http://127.0.0.1:8100") == "" and not token.exists()

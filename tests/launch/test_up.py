@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -260,3 +261,24 @@ def listening_addresses(pid: int) -> list[str]:
                 words = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))
                 found.append(socket.inet_ntop(family, words))
     return found
+
+
+def test_a_cluster_of_one_process_has_a_token_of_its_own(start) -> None:
+    """Else every process on this machine could join, and be given prompts."""
+    cluster = wait_ready(start())
+    token = cluster.run_dir / "cluster.token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and len(token.read_text().strip()) == 64
+    for pid in (cluster.coordinator_pid(), cluster.pids("prefill-0")[0], cluster.pids("decode-0")[0]):
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        assert f"BATON_CLUSTER_TOKEN_FILE={token}".encode() in environment
+    cluster.stop()
+    assert not token.exists()
+
+
+def test_a_token_that_was_named_is_kept(start, tmp_path: Path) -> None:
+    named = tmp_path / "named"
+    named.write_text("a secret of thirty-two characters and more\n")
+    named.chmod(0o600)
+    cluster = wait_ready(start(env={"BATON_CLUSTER_TOKEN_FILE": str(named)}))
+    assert not (cluster.run_dir / "cluster.token").exists()
+    cluster.stop()

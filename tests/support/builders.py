@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from baton.core.commands import Join, Role, WorkerFacts
 from baton.core.events import SequenceEnded, StepEvents, TokenEvent
@@ -110,11 +111,13 @@ def add_worker(
     block_size: int = 4,
     step_tokens: int = 8,
     max_tokens: int = 1 << 31,
+    max_running: int = 0,
 ) -> Worker:
     """A worker in a table, ready, in the place of an earlier one of that name."""
     incarnation = table._newest.get(name, 0) + 1
     facts: dict[str, object] = {"layout": make_layout(block_size), "max_model_len": max_tokens}
     join = make_join(name, incarnation, blocks=blocks, step_tokens=step_tokens, **facts)
+    join = replace(join, max_running=max_running)
     table._newest[name] = incarnation
     worker = table._workers[name] = Worker(join, 0.0, math.inf)  # past `join`: workers of a test may differ
     return worker

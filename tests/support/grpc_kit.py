@@ -21,8 +21,8 @@ from tests.support.fake_generator import FakeGenerator
 
 
 class Client:
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.channel = channel
+    def __init__(self, channel: grpc.aio.Channel, port: int = 0) -> None:
+        self.channel, self.port = channel, port
         self.stub = serving_pb2_grpc.ServingStub(channel)
 
     def generate(self, timeout: float | None = None, **fields: Any) -> Any:
@@ -53,7 +53,7 @@ async def served(generator: FakeGenerator, text_model: TextModel) -> AsyncIterat
     watch = asyncio.create_task(server.watch_health())
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Client(channel)
+            yield Client(channel, port)
     finally:
         watch.cancel()
         await server.stop(0)
