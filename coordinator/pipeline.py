@@ -24,6 +24,7 @@ from dataclasses import replace
 from baton.core.errors import DeadlineExceeded
 from baton.core.request import GenerateRequest
 from coordinator.cluster import Cluster, InFlight
+from coordinator.loop_watch import LoopWatch
 from coordinator.merged import merged
 from coordinator.policy.requests import Request, Stage
 from coordinator.submission import Delta, Submission, Timeline, Usage
@@ -33,7 +34,8 @@ from coordinator.text.stream import TextStream, Vocabulary
 class Pipeline:
     """What both front ends call (coordinator.submission.Generator)."""
 
-    def __init__(self, cluster: Cluster, vocabulary: Vocabulary) -> None:
+    def __init__(self, cluster: Cluster, vocabulary: Vocabulary, loop_watch: LoopWatch | None = None) -> None:
+        self._loop_watch = loop_watch or LoopWatch()
         self._cluster = cluster
         self._vocabulary = vocabulary
 
@@ -146,7 +148,12 @@ class Pipeline:
     def workers(self) -> dict[str, object]:
         cluster = self._cluster
         rows = [worker.row(cluster.lease_now()) for worker in cluster.workers.all()]
-        return {"workers": rows, "control": cluster.address, "joins_refused": dict(cluster.joins_refused)}
+        known: dict[str, object] = {
+            "workers": rows,
+            "control": cluster.address,
+            "joins_refused": dict(cluster.joins_refused),
+        }
+        return known | {"coordinator": self._loop_watch.as_json()}
 
 
 def _request(submission: Submission, choice: int) -> GenerateRequest:

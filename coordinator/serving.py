@@ -22,6 +22,7 @@ from coordinator.control import serve_control
 from coordinator.grpc.service import PublicServer
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.http.server import allow_connections, serve
+from coordinator.loop_watch import LoopWatch
 from coordinator.pipeline import Pipeline
 from coordinator.policy.joining import OwnModel
 from coordinator.text.model import TextModel
@@ -48,7 +49,8 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     cluster = Cluster(
         config.lease_s, config.max_queued_requests, config.max_queued_tokens, own_model, token, config.hold_s
     )
-    pipeline = Pipeline(cluster, text.vocabulary)
+    loop_watch = LoopWatch()
+    pipeline = Pipeline(cluster, text.vocabulary, loop_watch)
     max_body_bytes = round(config.max_body_mib * (1 << 20))
 
     app = create_app(
@@ -70,6 +72,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         background += [
             serving,
             asyncio.create_task(cluster.tick(), name="cluster tick"),
+            asyncio.create_task(loop_watch.run(), name="loop watch"),
             asyncio.create_task(public.watch_health(), name="gRPC health"),
         ]
         for task in background:

@@ -8,7 +8,8 @@ States of a worker:
     lost      its lease ended, or a newer incarnation replaced it; an entry stays for `/workers` for a while
 
 A lease belongs to the session of worker and coordinator and is renewed by each message. A worker whose lease has ended
-is fenced: its messages are refused until it joins again, and an older incarnation of the same name is refused for ever.
+is fenced: its messages are refused until it joins again. While a worker is connected, an older incarnation of its name
+is refused; numbers are times, so that one that follows a dead worker may be lower where a clock was set back.
 """
 
 from __future__ import annotations
@@ -180,7 +181,7 @@ _LOAD_COLUMNS = (
 
 
 class Joined(NamedTuple):
-    """`resumed`: the same incarnation has redialled and keeps its sequences. `replaced`: an older incarnation that was
+    """`resumed`: the same incarnation has redialled and keeps its sequences. `replaced`: another incarnation that was
     still present."""
 
     worker: Worker
@@ -189,8 +190,8 @@ class Joined(NamedTuple):
 
 
 class WorkerTable:
-    """Complete state: `_workers` by name; `_newest`, the highest incarnation seen under each name, which fences older
-    ones; `_left`, the incarnation that drained last under each name. `own` is the coordinator's model."""
+    """Complete state: `_workers` by name; `_left`, the incarnation that drained last under each name. `own` is the
+    coordinator's model."""
 
     def __init__(self, lease_s: float, own: OwnModel | None = None) -> None:
         if not lease_s > 0:
@@ -198,7 +199,6 @@ class WorkerTable:
         self.lease_s = lease_s
         self._own = own
         self._workers: dict[str, Worker] = {}
-        self._newest: dict[str, int] = {}
         self._left: dict[str, int] = {}
 
     def __repr__(self) -> str:
@@ -241,10 +241,9 @@ class WorkerTable:
             raise refused(join, f"role: {name} is a {known.role} worker and {join.role} joins")
         if self.has_left(name, join.incarnation):
             raise refused(join, f"incarnation: {join.incarnation} has drained and left")
-        if self._newest.get(name, join.incarnation) > join.incarnation:
+        if known is not None and known.connected and known.incarnation > join.incarnation:
             later = f"another worker has joined as {name} since this one started"
             raise refused(join, f"incarnation: {later} ({join.incarnation} is older)")
-        self._newest[name] = join.incarnation
         if known is not None and known.incarnation == join.incarnation:
             known.join, known.connected, known.lease_until = join, True, now + self.lease_s
             if known.state == "joining":

@@ -57,7 +57,6 @@ CASES: dict[str, tuple[Join, str]] = {
     "no address": (replace(facts(), link_address="nowhere"), "link_address"),
     "no name": (replace(facts(), worker_id="a b"), "worker_id"),
     "the other role": (replace(HERE, role="prefill", incarnation=2), "role"),
-    "an earlier life": (replace(HERE, incarnation=0), "incarnation"),
     "another token": (replace(facts(), token="correct horse battery stable"), "token"),
     "no token": (replace(facts(), token=""), "token"),
     "a token no text can be": (replace(facts(), token="tök\u0000en" * 100), "token"),

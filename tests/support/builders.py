@@ -114,11 +114,11 @@ def add_worker(
     max_running: int = 0,
 ) -> Worker:
     """A worker in a table, ready, in the place of an earlier one of that name."""
-    incarnation = table._newest.get(name, 0) + 1
+    known = table.get(name)
+    incarnation = known.incarnation + 1 if known else 1
     facts: dict[str, object] = {"layout": make_layout(block_size), "max_model_len": max_tokens}
     join = make_join(name, incarnation, blocks=blocks, step_tokens=step_tokens, **facts)
     join = replace(join, max_running=max_running)
-    table._newest[name] = incarnation
     worker = table._workers[name] = Worker(join, 0.0, math.inf)  # past `join`: workers of a test may differ
     return worker
 

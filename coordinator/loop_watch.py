@@ -1,0 +1,73 @@
+"""How long anything holds the coordinator's event loop, and what: all streams wait for it meanwhile.
+
+The loop leaves the time in `_beat` every BEAT_S; a thread looks as often. Where the loop is late by more than LIMIT_S
+the thread takes the stack of the loop's thread, and when it beats again says how long it was held and where. Native
+code that keeps the interpreter keeps this thread too: then the stack is what came after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+import traceback
+from types import FrameType
+
+log = logging.getLogger("baton.loop")
+BEAT_S = 0.025
+LIMIT_S = 0.05
+LOG_EVERY_S = 10.0
+_FRAMES = 3
+
+
+class LoopWatch:
+    """Complete state: when the loop beat last, how often it was late and how long at most (seconds), and when that was
+    logged last."""
+
+    def __init__(self) -> None:
+        self.stalls = 0
+        self.longest_s = 0.0
+        self._beat = time.monotonic()
+        self._logged_at = -LOG_EVERY_S
+        self._ended = threading.Event()
+        self._loop_thread = threading.get_ident()
+
+    async def run(self) -> None:
+        """Until cancelled, in the loop that is watched."""
+        self._loop_thread, self._beat = threading.get_ident(), time.monotonic()
+        thread = threading.Thread(target=self._watch, name="loop watch", daemon=True)
+        thread.start()
+        try:
+            while True:
+                await asyncio.sleep(BEAT_S)
+                self._beat = time.monotonic()
+        finally:
+            self._ended.set()
+
+    def as_json(self) -> dict[str, object]:
+        return {"loop_stalls": self.stalls, "loop_longest_stall_ms": round(self.longest_s * 1000, 1)}
+
+    def _watch(self) -> None:
+        where, late_since = "", 0.0
+        while not self._ended.wait(BEAT_S):
+            beat = self._beat
+            if where and beat != late_since:
+                self._count(beat - late_since - BEAT_S, where)
+                where = ""
+            if not where and time.monotonic() - beat > LIMIT_S + BEAT_S:
+                where, late_since = describe(sys._current_frames().get(self._loop_thread)), beat
+
+    def _count(self, held_s: float, where: str) -> None:
+        self.stalls += 1
+        self.longest_s = max(self.longest_s, held_s)
+        if time.monotonic() - self._logged_at >= LOG_EVERY_S:
+            self._logged_at = time.monotonic()
+            log.warning("the event loop was held for %.0f ms, at %s", held_s * 1000, where)
+
+
+def describe(frame: FrameType | None) -> str:
+    """The innermost frames of a stack on one line."""
+    stack = traceback.extract_stack(frame)[-_FRAMES:] if frame is not None else []
+    return " < ".join(f"{f.name} ({f.filename.rpartition('/')[2]}:{f.lineno})" for f in reversed(stack)) or "?"

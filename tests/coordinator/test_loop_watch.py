@@ -1,0 +1,34 @@
+"""What holds the event loop is counted and named."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import pytest
+
+from coordinator.loop_watch import LoopWatch
+
+
+def holds_the_loop(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+
+
+async def test_a_call_that_holds_the_loop_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    watch = LoopWatch()
+    running = asyncio.create_task(watch.run())
+    with caplog.at_level(logging.WARNING):
+        await asyncio.sleep(0.1)
+        before = watch.stalls  # of a busy machine
+        holds_the_loop(0.4)
+        while watch.stalls == before:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    assert watch.longest_s >= 0.3
+    assert watch.as_json()["loop_stalls"] == watch.stalls
+    if not before:
+        (line,) = [r.getMessage() for r in caplog.records if r.name == "baton.loop"][:1]
+        assert "holds_the_loop (test_loop_watch.py:" in line
