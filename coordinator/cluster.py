@@ -85,13 +85,13 @@ class Cluster:
 
     # For the fronts.
 
-    def admit(self, request: GenerateRequest) -> InFlight:
-        """Queues one choice of a request and dispatches what can start.
+    def admit(self, request: GenerateRequest, choices: int = 1) -> InFlight:
+        """Queues one choice of a request, the first one of `choices`, and dispatches what can start.
 
         Raises:
             BatonError: refused; nothing was done for it.
         """
-        admitted, actions = self.requests.admit(request, time.monotonic())
+        admitted, actions = self.requests.admit(request, time.monotonic(), choices)
         in_flight = self._in_flight[admitted.name] = InFlight(admitted)
         self._execute(actions)
         return in_flight

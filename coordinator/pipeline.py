@@ -41,7 +41,7 @@ class Pipeline:
 
     async def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
         """Yields deltas; see Generator."""
-        first = self._cluster.admit(_request(submission, 0))
+        first = self._cluster.admit(_request(submission, 0), submission.n)
         try:
             if submission.n == 1:
                 deltas = self._choice(submission, first)

@@ -39,7 +39,11 @@ def option(
     return field(default=default, metadata={**metadata, "dialled": dialled, "model_name": model_name})
 
 
-@dataclass(frozen=True, slots=True)
+# Options that several processes have stand in one class, which each of them extends: one that is added there is an
+# option of the worker or the coordinator, of `baton up`, and a key of a topology.
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """What decides the arithmetic and the memory of a worker."""
 
@@ -59,35 +63,10 @@ class EngineConfig:
     max_model_len: int = option(0, "longest prompt + output in tokens; 0: the model's own limit", low=0)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerConfig(EngineConfig):
-    """A prefill or decode worker."""
+@dataclass(frozen=True)
+class WorkerOptions(EngineConfig):
+    """What all workers of a cluster may be given."""
 
-    worker_id: str = option("", "name of the worker in the cluster; default ROLE-HOST-PID")
-    coordinator: str = option("127.0.0.1:8101", "the coordinator's control address, HOST:PORT", dialled=True)
-    host: str = option("127.0.0.1", "address this worker listens on for its peers")
-    cluster_token_file: str = option("", "file with the cluster token; needed where anything listens off loopback")
-    gpu_share: float = option(
-        0.0, "share of its GPU's memory that a rank may use; 0: even parts for the ranks that share it", low=0, high=1
-    )
-    link_port: int = option(0, "port of a decode worker that prefill workers dial; 0: any free one", low=0, high=65535)
-    store_port: int = option(0, "port of a decode worker where edges meet; 0: any free one", low=0, high=65535)
-    staging_mib: float = option(256.0, "memory of a worker for KV on its way; a quarter more is kept", low=0.001)
-    edge_kind: str = option(
-        "auto",
-        "how KV moves; auto: nccl on cuda, else gloo; ipc: within one host, by shared memory",
-        choices=("auto", "gloo", "nccl", "ipc"),
-    )
-    step_tokens: int = option(512, "most tokens computed in one step", low=1, high=1 << 20)
-    prefix_cache: bool = option(True, "keep KV of finished requests for later ones that begin with the same tokens")
-    max_running: int = option(64, "most sequences in one decode step", low=1, high=65536)
-    drain_timeout_s: float = option(30.0, "longest what runs may take to finish when this worker is to end", low=0)
-    step_budget_ms: float = option(50.0, "time of a decode step up to which preempted sequences are recomputed", low=1)
-    plan_ahead: str = option(
-        "auto",
-        "plan and launch a decode step while the one before it computes; only without a draft; auto: on cuda",
-        choices=("auto", "on", "off"),
-    )
     draft: str = option(
         "auto",
         "who drafts tokens: `none`, `ngram`, a draft checkpoint; `auto`: the built-in model's own, else none",
@@ -99,23 +78,51 @@ class WorkerConfig(EngineConfig):
         low=-1,
         high=1,
     )
+    step_tokens: int = option(512, "most tokens computed in one step", low=1, high=1 << 20)
+    prefix_cache: bool = option(True, "keep KV of finished requests for later ones that begin with the same tokens")
+    max_running: int = option(64, "most sequences in one decode step", low=1, high=65536)
+    step_budget_ms: float = option(50.0, "time of a decode step up to which preempted sequences are recomputed", low=1)
+    plan_ahead: str = option(
+        "auto",
+        "plan and launch a decode step while the one before it computes; only without a draft; auto: on cuda",
+        choices=("auto", "on", "off"),
+    )
+    gpu_share: float = option(
+        0.0, "share of its GPU's memory that a rank may use; 0: even parts for the ranks that share it", low=0, high=1
+    )
+    edge_kind: str = option(
+        "auto",
+        "how KV moves; auto: nccl on cuda, else gloo; ipc: within one host, by shared memory",
+        choices=("auto", "gloo", "nccl", "ipc"),
+    )
+    staging_mib: float = option(256.0, "memory of a worker for KV on its way; a quarter more is kept", low=0.001)
     edge_timeout_s: float = option(5.0, "longest one KV operation may take", low=0.1)
-    connect_timeout_s: float = option(10.0, "longest a peer may take to connect", low=0.1)
     log_level: str = option("info", "least severe message logged", choices=("debug", "info", "warning", "error"))
 
 
 @dataclass(frozen=True, slots=True)
-class CoordinatorConfig:
-    """The front of the cluster."""
+class WorkerConfig(WorkerOptions):
+    """A prefill or decode worker."""
 
-    model: str = option("builtin", "checkpoint directory, ORG/NAME on the hub, or `builtin`")
+    worker_id: str = option("", "name of the worker in the cluster; default ROLE-HOST-PID")
+    coordinator: str = option("127.0.0.1:8101", "the coordinator's control address, HOST:PORT", dialled=True)
+    host: str = option("127.0.0.1", "address this worker listens on for its peers")
+    cluster_token_file: str = option("", "file with the cluster token; needed where anything listens off loopback")
+    link_port: int = option(0, "port of a decode worker that prefill workers dial; 0: any free one", low=0, high=65535)
+    store_port: int = option(0, "port of a decode worker where edges meet; 0: any free one", low=0, high=65535)
+    connect_timeout_s: float = option(10.0, "longest a peer may take to connect", low=0.1)
+    drain_timeout_s: float = option(30.0, "longest what runs may take to finish when this worker is to end", low=0)
+
+
+@dataclass(frozen=True)
+class CoordinatorOptions:
+    """What the coordinator of a cluster may be given."""
+
     served_model_name: str = option("", "name clients use; default the directory's or `builtin`", model_name=True)
     host: str = option("127.0.0.1", "address of HTTP and public gRPC")
     port: int = option(8100, "HTTP port; 0: any free one", low=0, high=65535)
     grpc_port: int = option(8102, "public gRPC port; 0: any free one", low=0, high=65535)
-    control_host: str = option("127.0.0.1", "address workers dial")
     control_port: int = option(8101, "port workers dial; 0: any free one", low=0, high=65535)
-    cluster_token_file: str = option("", "file with the cluster token; needed where anything listens off loopback")
     max_model_len: int = option(0, "longest prompt + output in tokens; 0: the model's own limit", low=0)
     max_queued_requests: int = option(1024, "requests that may wait before callers get 503", low=1)
     max_queued_tokens: int = option(1 << 20, "prompt tokens that may wait before callers get 503", low=1)
@@ -124,8 +131,17 @@ class CoordinatorConfig:
     hold_s: float = option(30.0, "longest accepted requests wait while no worker can serve them", low=0)
     drain_timeout_s: float = option(30.0, "longest running requests may take to finish at shutdown", low=0)
     max_body_mib: float = option(4.0, "largest request body", low=0.001)
-    ready_file: str = option("", "file that gets the bound addresses as JSON once all ports are open")
     log_level: str = option("info", "least severe message logged", choices=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorConfig(CoordinatorOptions):
+    """The front of the cluster."""
+
+    model: str = option("builtin", "checkpoint directory, ORG/NAME on the hub, or `builtin`")
+    control_host: str = option("127.0.0.1", "address workers dial")
+    cluster_token_file: str = option("", "file with the cluster token; needed where anything listens off loopback")
+    ready_file: str = option("", "file that gets the bound addresses as JSON once all ports are open")
 
 
 def resolve(

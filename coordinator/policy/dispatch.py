@@ -116,8 +116,9 @@ class Dispatcher:
         """Block sizes of the workers that hold anything: for these a request's prefix is worth computing."""
         return {w.block_size for w in self._workers.present() if len(w.held)}
 
-    def submit(self, ticket: Ticket) -> None:
-        """Queues a request, or refuses it before any work was done.
+    def submit(self, ticket: Ticket, choices: int = 1) -> None:
+        """Queues a request, or refuses it before any work was done. Room is asked for all its `choices`: the later ones
+        are queued with `resubmit`.
 
         Raises:
             DuplicateRequest: the id is in flight.
@@ -129,7 +130,9 @@ class Dispatcher:
         missing = self.missing_role()
         if missing is not None:
             raise Unavailable(f"no {missing} worker is ready", code=f"no_{missing}_worker", retry_after_s=2)
-        if len(self._queue) >= self._max_requests or self._queued_tokens + ticket.prefill_tokens > self._max_tokens:
+        # Later choices have the same prompt; what could never fit is let into an empty queue.
+        full = len(self._queue) + choices > max(self._max_requests, choices)
+        if full or self._queued_tokens + ticket.prefill_tokens > self._max_tokens:
             raise Unavailable(
                 f"{len(self._queue)} requests with {self._queued_tokens} prompt tokens are waiting already",
                 code="overloaded",

@@ -242,9 +242,9 @@ class Requests:
 
     # From the front.
 
-    def admit(self, request: GenerateRequest, now: float) -> tuple[Request, list[Action]]:
+    def admit(self, request: GenerateRequest, now: float, choices: int = 1) -> tuple[Request, list[Action]]:
         """Queues one choice and dispatches what can start. Choice 0 stands for its request: it may be refused for want
-        of room, and stays known until the others have ended, which have its age.
+        of room for all `choices`, and stays known until the others have ended, which have its age.
 
         Raises:
             BatonError: refused; nothing was done for it.
@@ -266,7 +266,7 @@ class Requests:
         if request.deadline_s <= 0:
             raise r.late()
         if first is None:
-            self.dispatcher.submit(self._ticket(r))
+            self.dispatcher.submit(self._ticket(r), choices)
         else:
             self.dispatcher.resubmit(self._ticket(r))
         self._requests[request.choice_id] = r

@@ -253,3 +253,15 @@ def test_no_more_is_placed_on_a_decode_worker_than_runs_there_and_a_few_that_com
     add_worker(d._workers, "d1", blocks=1000, max_running=8)
     assert {p.decode for p in d.place()} == {"d1"} and d.num_queued == 1
     d.check()
+
+
+def test_room_is_asked_for_all_choices_of_a_request() -> None:
+    d = dispatcher(requests=10)
+    d.submit(Ticket("a", 4, 8))
+    with pytest.raises(Unavailable, match="1 requests with 4 prompt tokens are waiting already"):
+        d.submit(Ticket("b", 4, 8), choices=10)
+    d.submit(Ticket("b", 4, 8), choices=9)
+    d.check()
+    empty = dispatcher(requests=10)
+    empty.submit(Ticket("a", 4, 8), choices=128)
+    empty.check()
