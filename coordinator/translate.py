@@ -29,8 +29,9 @@ MAX_BAD_WORDS = 64
 MAX_CHOICES = 128
 MAX_MESSAGES = 4_096
 MAX_SCORES = 1_000_000
-"""Log-probabilities in one answer, of all its choices and of the prompt: some 30 MB of JSON. Those of a prompt come in
-one message of a worker, of up to 10 MB then."""
+"""Log-probabilities in one answer, of all its choices and of the prompt: some 30 MB of JSON."""
+MAX_PROMPT_SCORES = 300_000
+"""Those of a prompt: they come in one message of a worker, which takes 0.2 s to read then."""
 _T = TypeVar("_T")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 ROLES = frozenset(["system", "developer", "user", "assistant", "tool"])
@@ -126,6 +127,7 @@ class Translator:
         context = self.text.max_model_len
         room = self._check_room(len(prompt), param)
         wanted = options.max_tokens
+        default_tokens = min(default_tokens, _scored_tokens(options, len(prompt)))
         max_tokens = min(default_tokens, room) if wanted is None else wanted
         if wanted is not None and wanted > room:
             raise ContextLengthExceeded(
@@ -212,19 +214,31 @@ def check_options(options: Options) -> None:
         raise InvalidRequest("allowed_token_ids is empty: no token could be chosen", param="allowed_token_ids")
 
 
+def _prompt_scores(options: Options, prompt_tokens: int) -> tuple[int, int]:
+    """Log-probabilities of the prompt: in the message of a worker, and in the answer."""
+    once = 0 if options.prompt_logprobs is None else prompt_tokens * (options.prompt_logprobs + 1)
+    return once, once * (_or(options.n, 1) if options.each_choice_has_prompt else 1)
+
+
+def _scored_tokens(options: Options, prompt_tokens: int) -> int:
+    """How many tokens of each choice can have the log-probabilities that are asked for; at least one."""
+    if options.logprobs is None:
+        return MAX_SCORES
+    left = MAX_SCORES - _prompt_scores(options, prompt_tokens)[1]
+    return max(left // (_or(options.n, 1) * (options.logprobs + 1)), 1)
+
+
 def _check_scores(options: Options, prompt_tokens: int, max_tokens: int) -> None:
-    """Raises InvalidRequest for an answer with more than MAX_SCORES log-probabilities."""
-    n, found = _or(options.n, 1), {"logprobs": 0, "prompt_logprobs": 0}
-    if options.logprobs is not None:
-        found["logprobs"] = n * max_tokens * (options.logprobs + 1)
-    if options.prompt_logprobs is not None:
-        found["prompt_logprobs"] = (
-            (n if options.each_choice_has_prompt else 1) * prompt_tokens * (options.prompt_logprobs + 1)
-        )
-    if sum(found.values()) > MAX_SCORES:
-        name = max(found, key=found.__getitem__)
-        what = f"the answer would have {sum(found.values())} log-probabilities, at most {MAX_SCORES} are given"
-        raise InvalidRequest(f"{what}; ask for fewer, or for fewer tokens or choices", param=name)
+    """Raises InvalidRequest for more log-probabilities than an answer may have."""
+    once, in_all = _prompt_scores(options, prompt_tokens)
+    for found, most in ((once, MAX_PROMPT_SCORES), (in_all, MAX_SCORES)):
+        if found > most:
+            what = f"the answer would have {found} log-probabilities of the prompt, at most {most} are given"
+            raise InvalidRequest(f"{what}; ask for fewer, or for fewer choices", param="prompt_logprobs")
+    if options.logprobs is not None and max_tokens > _scored_tokens(options, prompt_tokens):
+        found = in_all + _or(options.n, 1) * max_tokens * (options.logprobs + 1)
+        what = f"the answer would have {found} log-probabilities, at most {MAX_SCORES} are given"
+        raise InvalidRequest(f"{what}; ask for fewer, or for fewer tokens or choices", param="logprobs")
 
 
 def _check_texts(param: str, texts: Sequence[str], most: int) -> None:

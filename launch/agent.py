@@ -161,10 +161,12 @@ class Rank:
             return str(json.loads(self._errors.read())["message"]["message"])
         return ""
 
-    def poll(self, now: float) -> None:
-        """Notices its end, or that it hangs."""
+    def poll(self, now: float, *, forgive: bool = False) -> None:
+        """Notices its end, or that it hangs; `forgive` its silence so far."""
         if self.code is not None:
             return
+        if forgive and self._last_beat is not None:
+            self._last_beat = now
         with contextlib.suppress(BlockingIOError):
             while os.read(self._beats, 512):
                 self._last_beat = now
@@ -202,16 +204,19 @@ def run(job: Job) -> int:
             ranks.append(Rank(job, local_rank, port, store if local_rank == 0 else None))
         until_started.close()
         ended: list[Rank] = []
-        asked, failed_at = 0, None
+        asked, killed, failed_at = 0, False, None
+        looked_at = time.monotonic()
         while len(ended) < len(ranks):
             signals.wait(TICK_S)
-            now = time.monotonic()
+            stood_still, now = time.monotonic() - looked_at > 4 * TICK_S, time.monotonic()
+            looked_at = now
             for rank in ranks:
-                rank.poll(now)
+                rank.poll(now, forgive=stood_still)  # the whole machine did, perhaps
             ended += [rank for rank in ranks if rank.code is not None and rank not in ended]
             if signals.stops > asked:
                 for rank in ranks:
                     if asked:
+                        killed = True
                         rank.kill("it was killed at a second signal")
                     else:
                         rank.terminate()
@@ -221,7 +226,7 @@ def run(job: Job) -> int:
             if failed_at is not None and now - failed_at >= KILL_DELAY_S:
                 for rank in ranks:
                     rank.kill(f"it hung: it did not end within {KILL_DELAY_S:g} s after another rank")
-        if asked > 1:
+        if killed:
             return 128 + signals.last
     failed = [rank for rank in ended if rank.code]
     if not failed or (asked and all(rank.code in FOLLOWED for rank in failed)):  # some still loaded, or followed those
@@ -243,7 +248,11 @@ def _report(job: Job, rank: Rank) -> int:
     who = _option(job.arguments, "--worker-id") or job.module
     where = f"{job.module}, rank {rank.number} of {job.nodes * job.ranks}, pid {rank.pid}"
     reason = rank.reason or "it left no reason; the log above this box is all there is"
-    print("\n".join(box(Failure(who, where, socket.gethostname(), code, reason))), file=sys.stderr, flush=True)
+    print(
+        "\n".join(box(Failure(who, where, socket.gethostname(), code, reason, by_agent=bool(rank.hung)))),
+        file=sys.stderr,
+        flush=True,
+    )
     return code if code > 0 else 128 - code
 
 

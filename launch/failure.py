@@ -21,17 +21,21 @@ _TOP, _SIDE, _BOTTOM = "┌─ ", "│ ", "└"
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """`who` is the member's name; `role` says its rank too; `code` is below 0 for a signal, as in `subprocess`."""
+    """`who` is the member's name; `role` says its rank too; `code` is below 0 for a signal, as in `subprocess`;
+    `by_agent`: its agent has killed it."""
 
     who: str
     role: str
     host: str
     code: int
     error: str
+    by_agent: bool = False
 
     @property
     def advice(self) -> str:
         """What to do, in one sentence."""
+        if self.by_agent:
+            return _ADVICE
         return _BY_CODE.get(-self.code if self.code < 0 else self.code + _PLAIN, _ADVICE)
 
 

@@ -68,10 +68,12 @@ def write_token(path: Path) -> Path:
 def local_token(url: str) -> str:
     """The token file of the cluster at `url` if this user's `baton up` runs it in a directory of the default place;
     else empty."""
-    for found in _runs().glob(f"*/{CLUSTER}"):
-        with contextlib.suppress(OSError, ValueError):
-            if json.loads(found.read_text()).get("url") == url.rstrip("/") and (found.parent / TOKEN).exists():
-                return str(found.parent / TOKEN)
+    with contextlib.suppress(RuntimeError):
+        for found in _runs().glob(f"*/{CLUSTER}"):
+            with contextlib.suppress(OSError, ValueError):
+                known = str(json.loads(found.read_text()).get("url"))
+                if known.partition("//")[2] == url.rpartition("//")[2].rstrip("/") and (found.parent / TOKEN).exists():
+                    return str(found.parent / TOKEN)
     return ""
 
 

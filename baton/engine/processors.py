@@ -31,7 +31,7 @@ Floats32 = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
 _MAX_TABLES = 1024
-_MAX_MASKS = 128
+_MAX_MASK_IDS = 4_000_000  # of all masks together: 140 MB of Python's integers, and 64 masks of 64,000 tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +110,18 @@ class SeenTables:
         # By the identity of the parameters, which are kept beside so that it stays theirs: to hash 150,000 ids in each
         # step would cost more than the mask.
         self._masks: OrderedDict[int, tuple[SamplingParams, Tensor]] = OrderedDict()
+        self._mask_ids = 0
 
     def not_allowed(self, params: SamplingParams, vocab: int, device: torch.device) -> Tensor:
         """[vocab] bool, True for tokens outside `allowed_token_ids`."""
         _, mask = self._masks.pop(id(params), (None, None))
         if mask is None or mask.shape != (vocab,) or mask.device != device:
+            self._mask_ids += 0 if mask is not None else len(params.allowed_token_ids)
+            while self._masks and self._mask_ids > _MAX_MASK_IDS:
+                self._mask_ids -= len(self._masks.popitem(last=False)[1][0].allowed_token_ids)
             mask = torch.ones(vocab, dtype=torch.bool)
             mask[torch.tensor(params.allowed_token_ids)] = False
             mask = to_device(mask, device)
-            while len(self._masks) >= _MAX_MASKS:
-                self._masks.popitem(last=False)
         self._masks[id(params)] = params, mask
         return mask
 

@@ -123,29 +123,44 @@ def gather_followers(
     peers: dict[int, Peer] = {}
     pids = {0: os.getpid()}
     deadline, waits_for = time.monotonic() + timeout_s, ""
+    look_at = time.monotonic() + _NOTICE_S
     with _listen(host) as listener:
         store.set(_KEY, f"{token} {host} {listener.getsockname()[1]}")
         while len(peers) < size - 1:
-            listener.settimeout(max(min(deadline - time.monotonic(), _NOTICE_S), 0.001))
-            try:
+            listener.settimeout(max(min(deadline, look_at) - time.monotonic(), 0.001))
+            with contextlib.suppress(TimeoutError):
                 sock, _ = listener.accept()
-            except TimeoutError:
-                missing = ", ".join(str(rank) for rank in range(1, size) if rank not in peers)
-                if time.monotonic() < deadline:
-                    if missing != waits_for:
-                        log.info("waiting up to %.0f s for rank %s of this worker", timeout_s, waits_for := missing)
-                    continue
+                hello = _greet(sock, token)
+                if hello is None or not 0 < hello.rank < size or hello.rank in peers:
+                    sock.close()
+                else:
+                    peers[hello.rank], pids[hello.rank] = Peer(sock, hello.rank), hello.pid
+                    peers[hello.rank].send(LET_IN)
+            if (now := time.monotonic()) < look_at and now < deadline:
+                continue
+            look_at = now + _NOTICE_S
+            _keep(peers)
+            missing = ", ".join(str(rank) for rank in range(1, size) if rank not in peers)
+            if missing and now >= deadline:
                 for peer in peers.values():
                     peer.close()
-                raise StartupError(f"no word from rank {missing} within {timeout_s:g} s") from None
-            hello = _greet(sock, token)
-            if hello is None or not 0 < hello.rank < size or hello.rank in peers:
-                sock.close()
-                continue
-            peers[hello.rank], pids[hello.rank] = Peer(sock, hello.rank), hello.pid
-            peers[hello.rank].send(LET_IN)
+                raise StartupError(f"no word from rank {missing} within {timeout_s:g} s")
+            if missing and missing != waits_for:
+                log.info("waiting up to %.0f s for rank %s of this worker", timeout_s, waits_for := missing)
+    for peer in peers.values():
+        peer.last_received_at = time.monotonic()  # nobody has read what they sent meanwhile
     ranks = range(size)
     return [peers[rank] for rank in ranks[1:]], tuple(pids[rank] for rank in ranks)
+
+
+def _keep(peers: dict[int, Peer]) -> None:
+    """Those that wait already expect to hear of the leader; one that has gone makes room for its successor."""
+    for rank, peer in list(peers.items()):
+        try:
+            peer.send(LET_IN)
+        except RankLost:
+            peer.close()
+            del peers[rank]
 
 
 def dial_leader(store: Store, rank: int) -> Peer:

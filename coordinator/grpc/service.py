@@ -23,6 +23,7 @@ from baton.rpc import codec, status
 from baton.rpc.ports import open_port
 from baton.rpc.streams import SERVER_OPTIONS
 from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2
+from coordinator.openai.render import LARGE_ENTRIES
 from coordinator.submission import Delta, Generator, Submission
 from coordinator.text.chat import ChatMessage
 from coordinator.translate import MAX_MESSAGES, MAX_STOPS, Options, Translator
@@ -45,7 +46,9 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 MAX_CONCURRENT_STREAMS = 4096
 SEND_TIMEOUT_S = 30.0
+ABORT_S = 5.0
 IDLE_CONNECTION_S = 120  # clients dial again by themselves
+CONNECTION_AGE_S = 3600  # then as long again for what runs: the end of those that take nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +87,10 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
             async with contextlib.aclosing(self._generator.generate(submission)) as deltas:
                 index: Counter[int] = Counter()
                 async for delta in deltas:
+                    made = _made_off_loop if _is_large(delta) else _made
                     if not index.total():
-                        await self._write(context, self._started(submission, delta))
-                    await self._write(context, _delta(delta, index[delta.choice]))
+                        await self._write(context, await made(self._started, submission, delta))
+                    await self._write(context, await made(_delta, delta, index[delta.choice]))
                     index[delta.choice] += len(delta.token_ids)
                     if delta.finish_reason is not None:
                         await self._write(context, _finished(delta))
@@ -94,7 +98,9 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
             if status.row(e).hide:
                 log.error("internal error: %s", type(e).__name__, exc_info=e)
             context.set_trailing_metadata(status.grpc_trailing_metadata(e))
-            await context.abort(status.grpc_code(e), status.public_message(e))
+            with contextlib.suppress(TimeoutError):  # it waits behind what the client does not take
+                async with asyncio.timeout(ABORT_S):
+                    await context.abort(status.grpc_code(e), status.public_message(e))
 
     async def _write(self, context: grpc.aio.ServicerContext, message: serving_pb2.GenerateResponse) -> None:
         """Raises Cancelled when the client takes nothing for too long."""
@@ -182,6 +188,20 @@ def _options(request: serving_pb2.GenerateRequest) -> Options:
     )
 
 
+def _is_large(delta: Delta) -> bool:
+    """Whether its messages take so long to make that it is not for the event loop."""
+    entries = sum(len(some) * (len(some[0].top_ids) + 1) for some in (delta.logprobs, delta.prompt_logprobs) if some)
+    return entries > LARGE_ENTRIES
+
+
+async def _made(make: Callable[..., Any], *what: object) -> Any:
+    return make(*what)
+
+
+async def _made_off_loop(make: Callable[..., Any], *what: object) -> Any:
+    return await asyncio.to_thread(make, *what)
+
+
 def _delta(delta: Delta, first_index: int) -> serving_pb2.GenerateResponse:
     return serving_pb2.GenerateResponse(
         delta=serving_pb2.TokenDelta(
@@ -252,6 +272,8 @@ class PublicServer:
             ("grpc.max_receive_message_length", max_body_bytes),
             ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
             ("grpc.max_connection_idle_ms", IDLE_CONNECTION_S * 1000),
+            ("grpc.max_connection_age_ms", CONNECTION_AGE_S * 1000),
+            ("grpc.max_connection_age_grace_ms", CONNECTION_AGE_S * 1000),
         ]
         options = [o for o in SERVER_OPTIONS if o[0] != "grpc.max_receive_message_length"] + limits
         self._server = grpc.aio.server(options=options)

@@ -46,7 +46,8 @@ class BodyReader:
                     self._reading += len(piece)
                     if size > self._max_bytes:
                         raise _too_large(self._max_bytes)
-                    if self._reading > MAX_READING_BYTES and self._reading > size:
+                    # Small ones are bounded by the number of connections: who holds large ones stops no others.
+                    if size > INLINE_BYTES and size < self._reading > MAX_READING_BYTES:
                         raise Unavailable("too many bodies are being read", code="overloaded", retry_after_s=1)
                     pieces.append(piece)
         except TimeoutError:

@@ -165,16 +165,18 @@ class GenerationResponse(Response):
         try:
             while more:
                 more = counted.add(delta)
+                parts = []
                 if delta.choice not in opened:
                     opened.add(delta.choice)
-                    if render.is_large([delta]):
-                        body += await asyncio.to_thread(render.opening, delta, counted.usage)
-                    else:
-                        body += render.opening(delta, counted.usage)
+                    parts.append(render.opening)
                 if delta.finish_reason is not None:
-                    body += render.last(delta, counted.usage)
+                    parts.append(render.last)
                 elif render.tells(delta):
-                    body += render.text(delta, counted.usage)
+                    parts.append(render.text)
+                for part in parts:
+                    large = render.is_large([delta]) or (part == render.opening and render.has_large_opening)
+                    usage = counted.usage
+                    body += await asyncio.to_thread(part, delta, usage) if large else part(delta, usage)
                 if body and more:
                     await self._write(send, body)
                     body = b""

@@ -32,6 +32,7 @@ from coordinator.http.generation import ABORT
 MAX_UNFINISHED_HEAD_BYTES = 64 * 1024
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 MAX_PIPELINED = 16
+CLOSE_S = 5.0
 HEAD_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 30
 MAX_CONNECTIONS = 4_096
@@ -125,8 +126,14 @@ class GuardedProtocol(HttpToolsProtocol):
     def _too_slow(self) -> None:
         if self._head_bytes:
             self._refuse(_HEAD_TOO_SLOW)
-        elif not self.transport.is_closing():
-            self.transport.close()
+        else:
+            self._close()  # uvicorn may have begun to
+
+    def _close(self) -> None:
+        """In order, if the client takes what is left of its answer within CLOSE_S."""
+        self.transport.close()
+        self._timer.cancel()
+        self._timer = self.loop.call_later(CLOSE_S, self.transport.abort)
 
     def _refuse(self, refusal: _Refusal) -> None:
         """Answers without the app, unless an answer is already under way, and closes."""
@@ -138,7 +145,7 @@ class GuardedProtocol(HttpToolsProtocol):
             body = orjson.dumps(error_body(message, type=kind, code=code))
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(STATUS_LINE[http] + head.encode() + body)
-        self.transport.close()
+        self._close()
 
 
 def allow_connections() -> None:

@@ -80,6 +80,9 @@ class Render:
         entries = sum(len(some) * (len(some[0].top_ids) + 1) for some in scored if some)
         return entries + sum(len(a.token_ids) for a in answers) > LARGE_ENTRIES
 
+    has_large_opening = False
+    """Whether what goes out before the text of each choice is known to be large."""
+
     def opening(self, delta: Delta, usage: Usage) -> bytes:
         """What goes out with the first token of a choice, before any text."""
         return b""
@@ -159,7 +162,7 @@ class CompletionRender(Render):
         scores = self._scores_of(delta)
         if self._prompt is None:  # they come with the first choice alone, and are the same for all
             found = scores.of_prompt(self._head.prompt, delta.prompt_logprobs or ())
-            self._prompt = found, scores.offset
+            self._prompt, self.has_large_opening = (found, scores.offset), self.is_large([delta])
         found, scores.offset = self._prompt
         return found
 

@@ -8,8 +8,8 @@ States of a worker:
     lost      its lease ended, or a newer incarnation replaced it; an entry stays for `/workers` for a while
 
 A lease belongs to the session of worker and coordinator and is renewed by each message. A worker whose lease has ended
-is fenced: its messages are refused until it joins again. While a worker is connected, an older incarnation of its name
-is refused; numbers are times, so that one that follows a dead worker may be lower where a clock was set back.
+is fenced: its messages are refused until it joins again. While a worker holds its lease, an older incarnation of its
+name is refused; numbers are times, so that one that follows a dead worker may be lower where a clock was set back.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class WorkerTable:
             raise refused(join, f"role: {name} is a {known.role} worker and {join.role} joins")
         if self.has_left(name, join.incarnation):
             raise refused(join, f"incarnation: {join.incarnation} has drained and left")
-        if known is not None and known.connected and known.incarnation > join.incarnation:
+        if known is not None and known.incarnation > join.incarnation:
             later = f"another worker has joined as {name} since this one started"
             raise refused(join, f"incarnation: {later} ({join.incarnation} is older)")
         if known is not None and known.incarnation == join.incarnation:

@@ -17,8 +17,9 @@ from coordinator.http import server as http_server
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.openai.logprobs import CompletionLogprobs
 from coordinator.submission import Delta, Usage
+from coordinator.text.chat import ChatMessage
 from coordinator.text.model import TextModel
-from coordinator.translate import MAX_SCORES
+from coordinator.translate import MAX_SCORES, Options, Translator
 from tests.support.fake_generator import FakeGenerator
 from tests.support.front_kit import RawClient, running
 
@@ -151,7 +152,7 @@ async def test_more_log_probabilities_than_an_answer_may_have_are_refused(
         await client.post("/v1/completions", {"prompt": [3] * 4000, **more})
         status, _, body = await client.answer()
         error = json.loads(body)["error"]
-        assert status == 400 and error["param"] == param and str(MAX_SCORES) in error["message"]
+        assert status == 400 and error["param"] == param and "log-probabilities" in error["message"]
         assert not generator.submissions
         await client.close()
 
@@ -199,4 +200,54 @@ async def test_a_bias_that_no_float_holds_is_refused_by_name(app: FastAPI) -> No
         await client.send(HEAD % len(body) + body)
         status, _, answer = await client.answer()
         assert status == 400 and "logit_bias" in json.loads(answer)["error"]["message"]
+        await client.close()
+
+
+async def test_an_answer_of_no_named_length_has_as_many_tokens_as_can_be_scored(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chat may fill the context otherwise; its client asked for no length that could be refused."""
+    monkeypatch.setattr(text_model, "max_model_len", 131_072)
+    message = [ChatMessage("user", "Hello")]
+    translate = Translator(text_model).from_messages
+    scored = await translate("r", message, Options(logprobs=20, n=2))
+    assert scored.max_tokens == MAX_SCORES // 42
+    assert (await translate("r", message, Options())).max_tokens > 131_000
+
+
+async def test_large_bodies_that_are_held_stop_no_small_ones(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_body, "MAX_READING_BYTES", 150_000)
+    async with running(create_app(FakeGenerator(), text_model, HttpSettings("tiny"))) as server:
+        holder, other = [await RawClient.connect(server) for _ in range(2)]
+        await holder.send(HEAD % 1_000_000 + b" " * 200_000)
+        await asyncio.sleep(0.1)
+        await other.post("/v1/completions", {"prompt": "Hello"})
+        assert (await other.answer())[0] == 200
+        await holder.close()
+        await other.close()
+
+
+async def test_a_connection_whose_last_answer_is_not_read_ends(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end lies in the server's buffer, which has written all of it: no answer is under way any more."""
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 1)
+    monkeypatch.setattr(http_server, "CLOSE_S", 0.5)
+    app = create_app(FakeGenerator([whole("x" * 150_000)]), text_model, HttpSettings("tiny"))
+    async with running(app) as server:
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, server.address)
+        client = await RawClient.connect_to(sock)
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await client.post("/v1/completions", {"prompt": "Hello"})
+        protocols = server._server.server_state.connections
+        async with asyncio.timeout(20.0):
+            while not protocols:
+                await asyncio.sleep(0.01)
+            while protocols:
+                await asyncio.sleep(0.01)
         await client.close()

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Coroutine, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from baton.transfer.edge_thread import EdgeWorker
 from prefill.link import Link
 from tests.support.builders import make_layout, make_request
 from tests.support.fake_runner import FakeRanks, FakeRunner
-from tests.support.nodes import DecodeNode, PrefillNode, pair
+from tests.support.nodes import DecodeNode, PrefillNode, pair, until
 
 ROUND_LIMIT_S = 20.0  # a stall lasts for ever; a slow machine does not
 SMALL = make_layout(4)  # 256 bytes a token
@@ -47,7 +48,15 @@ async def round_trip(
             name = f"{number}-{source.worker.config.worker_id}-{decode.worker.config.worker_id}"
             prompt = [4 * number + 2 * who + turn, *range(tokens - 1)]  # nobody's prefix
             source.submit(make_request(name, prompt, max_tokens=2), decode)
-    while early and any(await asyncio.gather(*(s.step_by_layers(1, lambda: asyncio.sleep(0.002)) for s in sources))):
+
+    async def computes(source: PrefillNode) -> None:
+        """The other layers: in the first round until the first ones have arrived, later a moment."""
+        if number == 0:
+            await until(lambda: source.worker.outgoing.counters.chunks_early, what="first layers")
+        else:
+            await asyncio.sleep(0.002)
+
+    while early and any(await asyncio.gather(*(s.step_by_layers(1, partial(computes, s)) for s in sources))):
         pass
     while [source for source in sources if source.step()]:  # both at once, step by step
         pass
