@@ -209,6 +209,7 @@ def test_one_worker_on_two_nodes(jobs: Jobs) -> None:
     nodes = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--node-rank")
     first = jobs.running["first"] = jobs.start("prefill", 1, (*AGENT, *nodes, "1"))
     (jobs.where / "prefill.log").rename(jobs.where / "first.log")
+    del jobs.running["prefill"]
     jobs.wait_until(lambda: "waiting up to 600 s for rank 0 of this worker" in jobs.log("first"), "notice")
     second = jobs.start("prefill", 1, (*AGENT, *nodes, "0"))
     assert len(jobs.await_state("prefill", "ready")["pids"]) == 2

@@ -1,0 +1,62 @@
+"""Ranks of several nodes meet although some come late, and one that left meanwhile is replaced."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from baton.core.errors import StartupError
+from baton.engine import rank_peer
+from baton.engine.rank_peer import Peer, dial_leader, gather_followers
+from tests.support.dict_store import DictStore
+
+
+def gather(size: int, timeout_s: float, found: dict[str, Any]) -> tuple[DictStore, threading.Thread]:
+    store = DictStore()
+
+    def run() -> None:
+        try:
+            found["peers"], found["pids"] = gather_followers(store, size, "127.0.0.1", timeout_s)
+        except StartupError as error:
+            found["error"] = error
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return store, thread
+
+
+def test_who_waits_hears_of_the_leader_and_who_left_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_peer, "_NOTICE_S", 0.1)
+    found: dict[str, Any] = {}
+    store, thread = gather(4, 30.0, found)
+    early, left = dial_leader(store, 1), dial_leader(store, 2)
+    heard = len(early.receive()) + len(early.receive())  # while the others are awaited
+    assert heard >= 2
+    left.close()
+    deadline = time.monotonic() + 20
+    replaced: Peer | None = None
+    while replaced is None:  # as long as its leader has not noticed
+        assert time.monotonic() < deadline
+        try:
+            replaced = dial_leader(store, 2)
+        except StartupError:
+            time.sleep(0.05)
+    last = dial_leader(store, 3)
+    thread.join(20)
+    assert [peer.rank for peer in found["peers"]] == [1, 2, 3]
+    assert all(time.monotonic() - peer.last_received_at < 10 for peer in found["peers"])
+    for peer in (early, replaced, last, *found["peers"]):
+        peer.close()
+
+
+def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_peer, "_NOTICE_S", 0.05)
+    found: dict[str, Any] = {}
+    store, thread = gather(3, 0.4, found)
+    came = dial_leader(store, 2)
+    thread.join(20)
+    assert "no word from rank 1 within 0.4 s" in found["error"].message
+    came.close()
