@@ -36,18 +36,19 @@ def test_who_waits_hears_of_the_leader_and_who_left_is_replaced(monkeypatch: pyt
     heard = len(early.receive()) + len(early.receive())  # while the others are awaited
     assert heard >= 2
     left.close()
-    deadline = time.monotonic() + 20
     replaced: Peer | None = None
-    while replaced is None:  # as long as its leader has not noticed
-        assert time.monotonic() < deadline
+    for _ in range(400):  # as long as its leader has not noticed
         try:
             replaced = dial_leader(store, 2)
+            break
         except StartupError:
             time.sleep(0.05)
+    assert replaced is not None
     last = dial_leader(store, 3)
     thread.join(20)
     assert [peer.rank for peer in found["peers"]] == [1, 2, 3]
-    assert all(time.monotonic() - peer.last_received_at < 10 for peer in found["peers"])
+    first, _, last_of = (peer.last_received_at for peer in found["peers"])
+    assert last_of - first < 0.05  # whoever came first has not been silent all the while
     for peer in (early, replaced, last, *found["peers"]):
         peer.close()
 
