@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from dataclasses import replace
 from typing import Any
 
@@ -84,12 +83,7 @@ async def test_a_whole_answer_that_nobody_reads_is_cut(text_model: TextModel) ->
     generator = FakeGenerator([whole("x" * 50_000_000)])
     app = create_app(generator, text_model, HttpSettings("tiny", send_timeout_s=0.5))
     async with running(app) as server:
-        sock = socket.socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, server.address)
-        client = await RawClient.connect_to(sock)
-        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        client = await RawClient.that_reads_nothing(server)
         await client.post("/v1/completions", {"prompt": "Hello"})
         protocols = server._server.server_state.connections
         async with asyncio.timeout(FOREVER):
@@ -237,12 +231,7 @@ async def test_a_connection_whose_last_answer_is_not_read_ends(
     monkeypatch.setattr(http_server, "CLOSE_S", 0.5)
     app = create_app(FakeGenerator([whole("x" * 150_000)]), text_model, HttpSettings("tiny"))
     async with running(app) as server:
-        sock = socket.socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, server.address)
-        client = await RawClient.connect_to(sock)
-        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        client = await RawClient.that_reads_nothing(server)
         await client.post("/v1/completions", {"prompt": "Hello"})
         protocols = server._server.server_state.connections
         async with asyncio.timeout(20.0):

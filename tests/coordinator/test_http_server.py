@@ -67,12 +67,7 @@ async def test_a_slow_reader_holds_back_its_own_stream_only(text_model: TextMode
     generator = FakeGenerator([Delta("x" * 200, (1,))] * 50, endless=True)
     app = create_app(generator, text_model, HttpSettings("tiny", send_timeout_s=0.6))
     async with running(app) as server:
-        sock = socket.socket()
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, server.address)
-        slow = await RawClient.connect_to(sock)
-        slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        slow = await RawClient.that_reads_nothing(server)
         await slow.post("/v1/completions", TEXT | {"stream": True})
         await generator.until(submitted=1)
         stuck_at = -1

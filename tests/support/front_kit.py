@@ -42,6 +42,17 @@ class RawClient:
     async def connect_to(cls, sock: socket.socket) -> RawClient:
         return cls(*await asyncio.open_connection(sock=sock))
 
+    @classmethod
+    async def that_reads_nothing(cls, server: HttpServer) -> RawClient:
+        """With little room in the kernel for what it does not read."""
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, server.address)
+        client = await cls.connect_to(sock)
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        return client
+
     async def post(self, path: str, body: Any, *headers: str) -> None:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         lines = [f"POST {path} HTTP/1.1", "Host: t", "Content-Type: application/json", f"Content-Length: {len(raw)}"]
