@@ -72,8 +72,9 @@ class _Active:
 
 
 class Dispatcher:
-    """Complete state: the queue (`_order` sorts it by age and arrival), the active requests with what they hold, the
-    counters of its placements in the worker table, and how long outputs are expected to be."""
+    """Complete state: the queue (`_order` sorts it by age and arrival), the active requests with what they hold, those
+    of each decode worker, the counters of its placements in the worker table, and how long outputs are expected to
+    be."""
 
     def __init__(self, workers: WorkerTable, max_queued_requests: int, max_queued_tokens: int) -> None:
         self._workers = workers
@@ -84,6 +85,7 @@ class Dispatcher:
         self._queued_tokens = 0
         self._submitted = 0
         self._active: dict[ChoiceId, _Active] = {}
+        self._at_decode: dict[str, dict[ChoiceId, _Active]] = {}
         self.expectation = OutputExpectation()
 
     def __repr__(self) -> str:
@@ -110,6 +112,7 @@ class Dispatcher:
                 active.prefill, active.prefilling = None, False
             if active.decode == worker_id:
                 active.decode = None
+        self._at_decode.pop(worker_id, None)
 
     @property
     def held_block_sizes(self) -> set[int]:
@@ -235,6 +238,8 @@ class Dispatcher:
         """Raises InvariantError when the counters of the worker table are not what active requests hold."""
         for worker in self._workers.present():
             mine = [a for a in self._active.values() if a.decode == worker.worker_id]
+            if {a.ticket.name for a in mine} != set(self._at_decode.get(worker.worker_id, {})):
+                raise InvariantError(f"the requests at {worker} are not those that are placed there")
             blocks = sum(self._blocks(worker, a.ticket.prefill_tokens) for a in mine if a.arriving)
             tokens = sum(a.to_compute for a in self._active.values() if a.prefilling and a.prefill == worker.worker_id)
             if (blocks, tokens, len(mine)) != (worker.reserved_blocks, worker.backlog_tokens, worker.running):
@@ -282,8 +287,7 @@ class Dispatcher:
         prompts and of their output so far."""
         return sum(
             self.expectation.growth(a.ticket.prefill_tokens, a.ticket.total_tokens, a.produced, worker.block_size)
-            for a in self._active.values()
-            if a.decode == worker.worker_id
+            for a in self._at_decode.get(worker.worker_id, {}).values()
         )
 
     def _to_compute(self, worker: Worker, ticket: Ticket) -> int:
@@ -332,6 +336,8 @@ class Dispatcher:
 
     def _take_decode(self, active: _Active, decode: str | None) -> None:
         active.decode, active.arriving = decode, True
+        if decode is not None:
+            self._at_decode.setdefault(decode, {})[active.ticket.name] = active
         worker = self._workers.get(decode or "")
         if worker is not None:
             worker.reserved_blocks += self._blocks(worker, active.ticket.prefill_tokens)
@@ -343,6 +349,7 @@ class Dispatcher:
             if active.arriving:
                 worker.reserved_blocks -= self._blocks(worker, active.ticket.prefill_tokens)
             worker.running -= 1
+        self._at_decode.get(active.decode or "", {}).pop(active.ticket.name, None)
         active.decode = None
 
     def _dequeue(self, name: ChoiceId) -> None:

@@ -285,6 +285,7 @@ class Requests:
 
     def on_events(self, worker: str, events: StepEvents, now: float) -> list[Action]:
         actions: list[Action] = []
+        queued = self.dispatcher.num_queued
         for token in events.tokens:
             actions += self._on_tokens(worker, token, now)
         for over in events.handed_over:
@@ -293,9 +294,13 @@ class Requests:
             actions += self._on_parked(worker, parked, now)
         for ended in events.ended:
             actions += self._on_ended(worker, ended, now)
-        if events.kv_cache_events is not None and (known := self.workers.get(worker)) is not None:
+        known = self.workers.get(worker)
+        if events.kv_cache_events is not None and known is not None:
             known.held.update(events.kv_cache_events)
-        if events.tokens or events.ended or events.handed_over or events.parked:
+        # Tokens of decode make room for nobody; that blocks are free there after all is seen at the next tick.
+        prefilled = events.tokens and known is not None and known.role == "prefill"
+        rescheduled = self.dispatcher.num_queued > queued
+        if prefilled or rescheduled or events.ended or events.handed_over or events.parked:
             actions += self._place(now)
         return actions
 

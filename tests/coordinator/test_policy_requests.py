@@ -641,3 +641,21 @@ def test_a_deadline_names_its_stage() -> None:
     assert d.error(r).message == "the request did not finish within its 1.0 s (stage prefill)"
     assert d.error(r).code == "deadline_exceeded"
     assert [c.sequence for _, c in d.sent(Abort)] == [s, s]
+
+
+def test_a_decode_step_does_not_look_at_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens make room for nobody; a look costs as much as there are workers and sequences."""
+    drive, looks = Drive("p0", "d0"), 0
+    r, s = drive.at(Stage.DECODE)
+    place = drive.requests.dispatcher.place
+
+    def counted() -> object:
+        nonlocal looks
+        looks += 1
+        return place()
+
+    monkeypatch.setattr(drive.requests.dispatcher, "place", counted)
+    drive.tokens("d0", s, len(r.journal.tokens), 7)
+    assert looks == 0
+    drive.ended("d0", s, reason="length")
+    assert looks > 0
