@@ -67,7 +67,6 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
     @config_command(WorkerConfig, name=role, help=f"A {role} worker: one process per rank.")
     def command(config: WorkerConfig) -> int:
         die_with_parent()
-        beat_to_agent()
         faulthandler.enable()
         limit_name_lookups()
         allow_open_files(OPEN_FILES)
@@ -141,6 +140,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
         make = load()
         from baton.worker_ranks import lead
     imported = len(sys.modules) - before
+    beat_to_agent()  # not before: loading libraries from a cold file system holds the interpreter for long
 
     log.info("stage imports: %.2f s, %d modules", time.monotonic() - started, imported)
     started = time.monotonic()
@@ -189,6 +189,7 @@ def _follow(role: Role, config: WorkerConfig, ranks: Ranks) -> None:
     with lasting_imports():
         from baton.worker_ranks import follow
 
+    beat_to_agent()
     follow(ranks, _engine_options(role, config, ranks))
 
 

@@ -49,7 +49,8 @@ KILL_DELAY_S = 5.0
 (`baton.worker_ranks`)."""
 
 HANG_S = 60.0
-"""A rank writes to its agent each second from a thread of its own; what holds the interpreter for so long hangs."""
+"""A rank writes to its agent each second from a thread of its own, once it has imported its libraries; what holds the
+interpreter for so long hangs."""
 
 TICK_S = 0.5
 
