@@ -104,6 +104,7 @@ class Agent:
         environment |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{where}", "TMPDIR": str(where / "tmp"), **variables}
         with self.log.open("wb") as log:
             options: dict[str, Any] = {"stdout": log, "stderr": log, "env": environment, "cwd": where}
+            options["preexec_fn"] = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup is inherited
             self.process = subprocess.Popen([sys.executable, "-P", *words], **options)
 
     @property
