@@ -100,7 +100,7 @@ FAULTS = (
         "worker.incarnation != incarnation:\n            return False\n        worker.lease",
         T_WORKERS,
     ),
-    Fault(WORKERS, "if self._newest.get(name, join.incarnation) > join.incarnation:", "if False:", T_WORKERS),
+    Fault(WORKERS, "if known is not None and known.incarnation > join.incarnation:", "if False:", T_WORKERS),
     Fault(WORKERS, '            if known.state == "joining":\n', "            if True:\n", T_WORKERS),
     Fault(
         WORKERS, "            self._left[worker_id] = incarnation\n", "", "tests/coordinator/test_cluster_membership.py"
