@@ -41,7 +41,7 @@ from decode.handover import Action, Admission, Dropped, Ended, HandOvers, Peer, 
 
 log = logging.getLogger("baton.incoming")
 SILENCE_S = 4.0
-STAGING_WAIT_SHARE = 0.8  # of the time that the peer waits for `posted`: it hears why before it gives up its edge
+STAGING_WAIT_SHARE = 0.8  # of the time that the peer waits for `posted`: it is refused before it gives up its edge
 
 
 class ReceiverOwner(Protocol):
@@ -163,7 +163,7 @@ class ReceivingLink:
             await self.close_edges()
 
     async def _receive(self) -> object | None:
-        """The next message; a prefill worker that lives pings every second."""
+        """The next message; a live prefill worker pings every second."""
         async with asyncio.timeout(SILENCE_S):
             return await self._stream.receive()
 

@@ -56,7 +56,8 @@ class Addresses:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """What of a plan belongs to this host: the parts on `nodes`, and the coordinator if its node is one of them."""
+    """What of a plan belongs to this host: the parts on `nodes`, and the coordinator if its node is one of them.
+    `environment` is added to that of each."""
 
     plan: Plan
     nodes: frozenset[str]
@@ -64,6 +65,7 @@ class Members:
     programs: Programs
     start_timeout_s: float
     drain_timeout_s: float
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_coordinator(self) -> bool:
@@ -86,13 +88,14 @@ class Members:
         """`bound` holds the ports of an earlier run, which the next one takes again."""
         flags = self.plan.coordinator_command(None if bound is None else bound.ports)
         command = (*self.programs.coordinator, *flags, "--ready-file", str(self.ready_file))
-        return ChildSpec(COORDINATOR, command, self.run_dir / f"{COORDINATOR}.log", {"PYTHONUNBUFFERED": "1"})
+        environment = {**self.environment, "PYTHONUNBUFFERED": "1"}
+        return ChildSpec(COORDINATOR, command, self.run_dir / f"{COORDINATOR}.log", environment)
 
     def worker(self, name: str, bound: Addresses) -> ChildSpec:
         part = self.parts[name]
         command = self.programs.worker(self.plan, part, bound.control)
         log, cores = self.run_dir / f"{name}.log", part.placement.cores
-        return ChildSpec(name, command, log, part.environment, cores)
+        return ChildSpec(name, command, log, {**self.environment, **part.environment}, cores)
 
 
 def nodes_here(topology: Topology, wanted: str = "") -> frozenset[str]:

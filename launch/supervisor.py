@@ -99,7 +99,7 @@ class Supervised:
     def _died(self, child: Child, code: int, now: float) -> None:
         child.kill(0)  # what it may have left below itself, and the reaping
         self.child, self.joined = None, False
-        if code == 0 and self._joined_this_run:  # a worker ends well only when it was told to
+        if code == 0 and self._joined_this_run:  # a worker exits with 0 only when it was drained
             self.left = True
             self._console.stage(self.name, "left")
             return

@@ -49,9 +49,10 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
     check_ports(plan, nodes)
     drain_s = plan.topology.coordinator.options.get("drain_timeout_s", config.drain_timeout_s)
     with run_directory(config.run_dir) as run_dir:
+        environment: dict[str, str] = {}
         if nodes == {node.name for node in plan.topology.nodes} and not _names_token(plan):
             try:
-                os.environ[TOKEN_VARIABLE] = str(write_token(run_dir))
+                environment[TOKEN_VARIABLE] = str(write_token(run_dir))
             except OSError as error:
                 raise StartupError(f"run directory {run_dir} cannot be written: {reason(error)}") from None
         members = Members(
@@ -61,6 +62,7 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
             programs or Programs(),
             start_timeout_s=config.start_timeout_s,
             drain_timeout_s=float(str(drain_s)),
+            environment=environment,
         )
         console = Console()
         roles = [worker.role for worker in plan.topology.workers]

@@ -1,4 +1,4 @@
-"""What `baton up` can be told: the options of a coordinator and of workers, handed on to them, and its own."""
+"""The options of `baton up`: those of a coordinator and of workers, passed on to them, and its own."""
 
 from __future__ import annotations
 

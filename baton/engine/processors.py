@@ -186,8 +186,8 @@ def _mask(
             open_rows.append((row, history))
             continue
         banned = banned_tokens(draws[row])
-        leaves_some = len(banned) < len(allowed or range(vocab)) or not banned.issuperset(allowed or range(vocab))
-        if banned and leaves_some:
+        choices = allowed or range(vocab)
+        if banned and (len(banned) < len(choices) or not banned.issuperset(choices)):
             where.extend(row * vocab + token for token in banned)
     if where:
         logits.view(-1)[to_device(torch.tensor(where), logits.device)] = -torch.inf

@@ -135,7 +135,7 @@ def gather_followers(
                     sock.close()
                 else:
                     peers[hello.rank], pids[hello.rank] = Peer(sock, hello.rank), hello.pid
-                    peers[hello.rank].send(LET_IN)
+                    _keep(peers)  # lets it in
             if (now := time.monotonic()) < look_at and now < deadline:
                 continue
             look_at = now + _NOTICE_S
@@ -154,7 +154,8 @@ def gather_followers(
 
 
 def _keep(peers: dict[int, Peer]) -> None:
-    """Those that wait already expect to hear of the leader; one that has gone makes room for its successor."""
+    """A frame to all who have come: the first one lets them in, later ones are heartbeats. One that has gone makes room
+    for its successor."""
     for rank, peer in list(peers.items()):
         try:
             peer.send(LET_IN)

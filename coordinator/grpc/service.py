@@ -23,7 +23,7 @@ from baton.rpc import codec, status
 from baton.rpc.ports import open_port
 from baton.rpc.streams import SERVER_OPTIONS
 from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2
-from coordinator.openai.render import LARGE_ENTRIES
+from coordinator import off_loop
 from coordinator.submission import Delta, Generator, Submission
 from coordinator.text.chat import ChatMessage
 from coordinator.translate import MAX_MESSAGES, MAX_STOPS, Options, Translator
@@ -87,10 +87,10 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
             async with contextlib.aclosing(self._generator.generate(submission)) as deltas:
                 index: Counter[int] = Counter()
                 async for delta in deltas:
-                    made = _made_off_loop if _is_large(delta) else _made
+                    large = off_loop.is_large([delta])
                     if not index.total():
-                        await self._write(context, await made(self._started, submission, delta))
-                    await self._write(context, await made(_delta, delta, index[delta.choice]))
+                        await self._write(context, await off_loop.make(large, self._started, submission, delta))
+                    await self._write(context, await off_loop.make(large, _delta, delta, index[delta.choice]))
                     index[delta.choice] += len(delta.token_ids)
                     if delta.finish_reason is not None:
                         await self._write(context, _finished(delta))
@@ -186,20 +186,6 @@ def _options(request: serving_pb2.GenerateRequest) -> Options:
         allowed_token_ids=tuple(s.allowed_token_ids) or None,
         **{name: given(s, name) for name in _SCALARS},
     )
-
-
-def _is_large(delta: Delta) -> bool:
-    """Whether its messages take so long to make that it is not for the event loop."""
-    entries = sum(len(some) * (len(some[0].top_ids) + 1) for some in (delta.logprobs, delta.prompt_logprobs) if some)
-    return entries > LARGE_ENTRIES
-
-
-async def _made(make: Callable[..., Any], *what: object) -> Any:
-    return make(*what)
-
-
-async def _made_off_loop(make: Callable[..., Any], *what: object) -> Any:
-    return await asyncio.to_thread(make, *what)
 
 
 def _delta(delta: Delta, first_index: int) -> serving_pb2.GenerateResponse:

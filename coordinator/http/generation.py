@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.core.errors import Cancelled, InvariantError
 from baton.core.events import SpeculationCounters
+from coordinator import off_loop
 from coordinator.http.errors import error_frame, error_response
 from coordinator.openai.render import DONE, Render, server_timing
 from coordinator.submission import Delta, Generator, Submission, Usage
@@ -143,14 +144,11 @@ class GenerationResponse(Response):
             )
             for mine in of_choice
         ]
-        # A thread is no faster, but gives way to the event loop (baton.process.SWITCH_INTERVAL_S).
-        whole, usage = self._render.whole, counted.usage
-        large = self._render.is_large(answers)
-        body = await asyncio.to_thread(whole, answers, usage) if large else whole(answers, usage)
+        body = await off_loop.make(off_loop.is_large(answers), self._render.whole, answers, counted.usage)
         return Response(body, headers=server_timing(answers[0].timeline), media_type="application/json")
 
     async def _write_whole(self, response: Response, send: Send) -> None:
-        """In slices, so that a client that takes nothing is told from one that is slow."""
+        """In slices, so that a client that takes nothing can be distinguished from a slow one."""
         await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
         body = memoryview(bytes(response.body))
         for start in range(0, max(len(body), 1), SLICE_BYTES):
@@ -165,18 +163,15 @@ class GenerationResponse(Response):
         try:
             while more:
                 more = counted.add(delta)
-                parts = []
+                large = off_loop.is_large([delta])
                 if delta.choice not in opened:
                     opened.add(delta.choice)
-                    parts.append(render.opening)
+                    of_prompt = large or render.has_large_opening
+                    body += await off_loop.make(of_prompt, render.opening, delta, counted.usage)
                 if delta.finish_reason is not None:
-                    parts.append(render.last)
+                    body += await off_loop.make(large, render.last, delta, counted.usage)
                 elif render.tells(delta):
-                    parts.append(render.text)
-                for part in parts:
-                    large = render.is_large([delta]) or (part == render.opening and render.has_large_opening)
-                    usage = counted.usage
-                    body += await asyncio.to_thread(part, delta, usage) if large else part(delta, usage)
+                    body += await off_loop.make(large, render.text, delta, counted.usage)
                 if body and more:
                     await self._write(send, body)
                     body = b""

@@ -12,13 +12,12 @@ from typing import Any
 
 import orjson
 
+from coordinator.off_loop import is_large
 from coordinator.openai.logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
 from coordinator.submission import Delta, Timeline, Usage
 from coordinator.text.stream import Vocabulary
 
 DONE = b"data: [DONE]\n\n"
-LARGE_ENTRIES = 4096
-"""Some 5 ms of a processor."""
 _LINE_BREAKS = {c.encode(): f"\\u{ord(c):04x}".encode() for c in ("\x85", "\u2028", "\u2029")}
 
 
@@ -73,12 +72,6 @@ class Render:
             for place in choices if self.scores_in_choice else [value]:
                 place["prompt_logprobs"] = scores
         return orjson.dumps(value)
-
-    def is_large(self, answers: Sequence[Delta]) -> bool:
-        """Whether putting these together takes so long that it is not for the event loop."""
-        scored = [*(a.logprobs for a in answers), answers[0].prompt_logprobs or ()]
-        entries = sum(len(some) * (len(some[0].top_ids) + 1) for some in scored if some)
-        return entries + sum(len(a.token_ids) for a in answers) > LARGE_ENTRIES
 
     has_large_opening = False
     """Whether what goes out before the text of each choice is known to be large."""
@@ -162,7 +155,7 @@ class CompletionRender(Render):
         scores = self._scores_of(delta)
         if self._prompt is None:  # they come with the first choice alone, and are the same for all
             found = scores.of_prompt(self._head.prompt, delta.prompt_logprobs or ())
-            self._prompt, self.has_large_opening = (found, scores.offset), self.is_large([delta])
+            self._prompt, self.has_large_opening = (found, scores.offset), is_large([delta])
         found, scores.offset = self._prompt
         return found
 

@@ -28,13 +28,13 @@ def gather(size: int, timeout_s: float, found: dict[str, Any]) -> tuple[DictStor
     return store, thread
 
 
-def test_who_waits_hears_of_the_leader_and_who_left_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_gets_heartbeats_and_who_left_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_peer, "_NOTICE_S", 0.1)
     found: dict[str, Any] = {}
     store, thread = gather(4, 30.0, found)
     early, left = dial_leader(store, 1), dial_leader(store, 2)
-    heard = len(early.receive()) + len(early.receive())  # while the others are awaited
-    assert heard >= 2
+    received = len(early.receive()) + len(early.receive())  # while the others are awaited
+    assert received >= 2
     left.close()
     replaced: Peer | None = None
     for _ in range(400):  # as long as its leader has not noticed

@@ -1,4 +1,4 @@
-"""The agent of a worker: what its ranks are told, how their ends become one, and what it leaves behind."""
+"""The agent of a worker: what its ranks are given, how their ends become one, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
 
 
 @pytest.mark.parametrize(
-    ("code", "expected", "told"),
+    ("code", "expected", "shown"),
     [
         ("p.record_error('no tensor x'); p.record_error('and then'); sys.exit(3)", 3, "exit code 3 error no tensor x"),
         ("os.kill(os.getpid(), 9)", 128 + 9, "killed by SIGKILL error it left no reason"),
@@ -151,15 +151,15 @@ def agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
         ("p.die_with_parent(); assert os.getsid(0) == os.getpid() and '' not in sys.path", 0, ""),
     ],
 )
-def test_it_ends_as_its_rank_and_says_why(agent: Any, code: str, expected: int, told: str) -> None:
+def test_it_ends_as_its_rank_and_says_why(agent: Any, code: str, expected: int, shown: str) -> None:
     made = agent(code)
     assert made.ends() == expected, made.said
-    if told:
-        assert told in made.box and "w-0 failed" in made.box and "the_rank, rank 0 of 1, pid" in made.box
+    if shown:
+        assert shown in made.box and "w-0 failed" in made.box and "the_rank, rank 0 of 1, pid" in made.box
         assert made.said.rstrip().endswith("┘")
 
 
-def test_ranks_are_told_where_to_meet_and_rank_0_keeps_the_place(agent: Any) -> None:
+def test_ranks_are_given_a_place_to_meet_and_rank_0_keeps_the_place(agent: Any) -> None:
     made = agent("""
 import socket
 where = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -247,7 +247,7 @@ def test_what_a_failed_rank_had_started_ends_too(agent: Any, tmp_path: Path) -> 
     assert made.ends() == 1
     stat, deadline = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat"), time.monotonic() + 10
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline, "it lives on"
+        assert time.monotonic() < deadline, "it still runs"
         time.sleep(0.02)
 
 
@@ -259,7 +259,7 @@ def test_kill_9_takes_the_ranks_along(agent: Any) -> None:
     made.process.wait()
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{rank}").exists() for rank in ranks):
-        assert time.monotonic() < deadline, "they live on"
+        assert time.monotonic() < deadline, "they still run"
         time.sleep(0.02)
 
 

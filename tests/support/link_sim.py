@@ -42,7 +42,7 @@ class World(Protocol):
     def later(self, after_s: float, act: Callable[[], None]) -> None: ...
 
     def receiver(self, target: Target) -> Receiver | None:
-        """The decode worker of that name and incarnation, while it lives."""
+        """The decode worker of that name and incarnation, while it runs."""
         ...
 
 
