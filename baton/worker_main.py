@@ -30,6 +30,7 @@ from baton.process import (
     allow_open_files,
     beat_to_agent,
     die_with_parent,
+    dump_stalls,
     lasting_imports,
     limit_name_lookups,
     record_error,
@@ -182,7 +183,11 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
                 runner.memory.parameter_bytes / (1 << 20),
             )
         _drain_on_sigterm(worker, config.drain_timeout_s)
-        await worker.run()
+        stalls = asyncio.create_task(dump_stalls(), name="stall dump")
+        try:
+            await worker.run()
+        finally:
+            stalls.cancel()
 
 
 def _follow(role: Role, config: WorkerConfig, ranks: Ranks) -> None:

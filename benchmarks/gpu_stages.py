@@ -362,6 +362,7 @@ async def beside_hand_overs(model: Path, kind: str) -> None:
                 return [gap for some in gaps for gap in some]
 
             alone = await together()
+            await client.idle(running)
             before = running.workers()["prefill-0"]["kv_bytes_sent"]
             done = asyncio.Event()
 
@@ -376,6 +377,7 @@ async def beside_hand_overs(model: Path, kind: str) -> None:
             beside = await together()
             done.set()
             count, took_s = await asking
+            await client.idle(running)  # what was sent last is counted then
             sent = running.workers()["prefill-0"]["kv_bytes_sent"] - before
     p50, p99, p99_beside = quantile(alone, 0.5), quantile(alone, 0.99), quantile(beside, 0.99)
     print(

@@ -30,8 +30,10 @@ def rehearse(out: Path, *arguments: str, **environment: str) -> tuple[int, str]:
 @pytest.mark.timeout(900)
 def test_all_eight_stages_run_without_a_gpu(tmp_path: Path) -> None:
     code, report = rehearse(tmp_path / "report.md", "--limit-factor", "3")
+    for section in report.split("\n## ")[1 : len(STAGES) + 1]:
+        assert "): **ok** after" in section, section
     for stage in STAGES:
-        assert f"| {stage.number}. {stage.name} | ok |" in report, report
+        assert f"| {stage.number}. {stage.name} | ok |" in report
     assert code == 0 and "failed" not in report and "rehearsal" in report
 
 
