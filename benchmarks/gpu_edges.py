@@ -23,7 +23,7 @@ from baton.core.errors import HandoffError
 from baton.core.sections import SECTION_BYTES, cut_sections
 from baton.transfer.edge import EdgeSpec, edge_prefix
 from baton.transfer.edge_end import LocalEnd, make_buffers
-from baton.transfer.edge_kinds import EDGES, EdgeKind, buffer_device
+from baton.transfer.edge_kinds import allocator, buffer_device, make_edge
 from baton.transfer.nccl import configure_nccl
 from baton.transfer.store import EdgeStore
 
@@ -43,7 +43,7 @@ def one_gpu() -> None:
     configure_nccl()
 
 
-def device_of(kind: EdgeKind) -> torch.device:
+def device_of(kind: str) -> torch.device:
     kv = torch.device("cpu") if REHEARSAL else torch.device("cuda", 0)
     return buffer_device(kind, kv)
 
@@ -65,7 +65,7 @@ def part() -> Part:
 class Peer:
     """The decode side, in a process of its own; a JSON line for each command and each answer."""
 
-    def __init__(self, kind: EdgeKind, spec: EdgeSpec) -> None:
+    def __init__(self, kind: str, spec: EdgeSpec) -> None:
         where = [kind, spec.host, str(spec.port), spec.prefix]
         command = [sys.executable, "-u", str(Path(__file__).with_name("gpu_stages.py")), "edge-peer", *where]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -91,14 +91,14 @@ class Peer:
 class Pair:
     """An edge to a fresh peer."""
 
-    def __init__(self, kind: EdgeKind, store: EdgeStore, generation: int) -> None:
+    def __init__(self, kind: str, store: EdgeStore, generation: int) -> None:
         prefix = edge_prefix(store.nonce, "p", 0, "d", 0, generation)
         self.spec = EdgeSpec(
             store.host, store.port, prefix, generation, "prefill", connect_timeout_s=LIMIT_S,
             device=str(device_of(kind)),
         )  # fmt: skip
         self.peer = Peer(kind, self.spec)
-        self.edge = EDGES[kind].make(self.spec)
+        self.edge = make_edge(kind)(self.spec)
         self.peer.answer()
         started = time.perf_counter()
         self.edge.connect()
@@ -131,9 +131,9 @@ def run(checks: Checks) -> None:
     store.close()
 
 
-def bytes_alone(pair: Pair, kind: EdgeKind) -> None:
+def bytes_alone(pair: Pair, kind: str) -> None:
     for size in SIZES:
-        buf = EDGES[kind].allocate(size, device_of(kind)).copy_(pattern(size))
+        buf = allocator(kind)(size, device_of(kind)).copy_(pattern(size))
         times = []
         for _ in range(7):
             pair.peer.tell(op="recv", bytes=size)
@@ -146,7 +146,7 @@ def bytes_alone(pair: Pair, kind: EdgeKind) -> None:
         print(f"- {kind}: {size} bytes in {took * 1e3:.3f} ms, {size / took / 1e9:.2f} GB/s")
 
 
-async def piece(kind: EdgeKind, store: EdgeStore, generation: int) -> None:
+async def piece(kind: str, store: EdgeStore, generation: int) -> None:
     """What a hand-over does with it: packed, sent, checked, stored, all by the ends that workers use."""
     prefix = edge_prefix(store.nonce, "p", 0, "d", 0, generation)
     spec = EdgeSpec(
@@ -158,7 +158,7 @@ async def piece(kind: EdgeKind, store: EdgeStore, generation: int) -> None:
         torch.manual_seed(1)
         source, whole = layers(), part()
         kept = make_buffers(kind, source[0][0].device, 4 * whole.num_bytes)
-        end = LocalEnd(spec, source, BLOCK, EDGES[kind].make, None, kept)
+        end = LocalEnd(spec, source, BLOCK, make_edge(kind), None, kept)
         await end.connect()
         peer.answer()
         packing, sending = [], []
@@ -184,7 +184,7 @@ async def piece(kind: EdgeKind, store: EdgeStore, generation: int) -> None:
         peer.end()
 
 
-def cost(kind: EdgeKind, sections: int) -> str:
+def cost(kind: str, sections: int) -> str:
     """Copies of the bytes and waits of a host, by the code (sections.py, nccl.py, ipc.py, gloo.py)."""
     if kind == "nccl":
         return (
@@ -200,9 +200,9 @@ def cost(kind: EdgeKind, sections: int) -> str:
     return f"copies: through host memory at both ends; messages: {sections} sections with a checksum each"
 
 
-def trouble(pair: Pair, kind: EdgeKind, how: str) -> None:
+def trouble(pair: Pair, kind: str, how: str) -> None:
     """The peer never takes what is sent: it is dead, stopped, or this end is aborted."""
-    buf = EDGES[kind].allocate(SIZES[-1], device_of(kind))
+    buf = allocator(kind)(SIZES[-1], device_of(kind))
     limit_s = 1.0 if REHEARSAL else 2.0
     if how == "abort":
         threading.Timer(0.5, pair.edge.abort).start()
@@ -232,7 +232,7 @@ def peer(kind: str, host: str, port: str, prefix: str) -> int:
     return asyncio.run(_peer(kind, host, int(port), prefix))  # type: ignore[arg-type]
 
 
-async def _peer(kind: EdgeKind, host: str, port: int, prefix: str) -> int:
+async def _peer(kind: str, host: str, port: int, prefix: str) -> int:
     device = device_of(kind)
     spec = EdgeSpec(host, port, prefix, 0, "decode", connect_timeout_s=LIMIT_S, device=str(device))
 
@@ -247,7 +247,7 @@ async def _peer(kind: EdgeKind, host: str, port: int, prefix: str) -> int:
     synchronize()
     generation = int(prefix.rpartition("/g")[2])
     spec = EdgeSpec(host, port, prefix, generation, "decode", connect_timeout_s=LIMIT_S, device=str(device))
-    end = LocalEnd(spec, target, BLOCK, EDGES[kind].make, None, kept)  # type: ignore[arg-type]
+    end = LocalEnd(spec, target, BLOCK, make_edge(kind), None, kept)  # type: ignore[arg-type]
     say()
     await end.connect()
     say()

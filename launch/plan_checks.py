@@ -16,6 +16,7 @@ from typing import cast
 from baton.core.cluster_token import check_listening
 from baton.core.commands import WorkerFacts
 from baton.core.config import CoordinatorConfig, WorkerConfig, resolve
+from baton.core.edge_kinds import EDGE_KINDS
 from baton.core.errors import StartupError
 from baton.core.kv_layout import KVLayout
 from baton.core.model_config import DType, ModelConfig, parse_config_json, parse_model_config
@@ -97,9 +98,9 @@ def _check_edges(resolved: Sequence[tuple[WorkerPlace, WorkerConfig]]) -> None:
         if kind != first:
             what = f"edge_kind: {first} and {kind}; the first is that of {other.name}"
             raise StartupError(f"{worker.role} worker {worker.name} refused: {what}")
-        if kind == "ipc" and worker.nodes != other.nodes:
+        if EDGE_KINDS[kind].one_host and worker.nodes != other.nodes:
             where = " and ".join(dict.fromkeys((*other.nodes, *worker.nodes)))
-            what = f"edge_kind: ipc moves KV within a host, and {other.name} and {worker.name} are on {where}"
+            what = f"edge_kind: {kind} moves KV within a host, and {other.name} and {worker.name} are on {where}"
             raise StartupError(f"{worker.role} worker {worker.name} refused: {what}")
 
 

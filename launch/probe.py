@@ -26,7 +26,7 @@ from baton.engine.device import choose_device
 from baton.engine.parallel import connect, open_store
 from baton.process import die_with_parent
 from baton.transfer.edge import EdgeSpec, edge_prefix
-from baton.transfer.edge_kinds import EDGES, buffer_device, choose_edges
+from baton.transfer.edge_kinds import allocator, buffer_device, choose_edges, make_edge
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.nccl import configure_nccl
 from baton.transfer.store import EdgeStore
@@ -48,15 +48,15 @@ class Probe:
         self._kept = ExitStack()
         self._store: Any = None
         self._device = self._buffers = torch.device("cpu")
-        self._backend = EDGES["gloo"]
+        self._kind = "gloo"
         self._inner_s = task.limit_s * _INNER_SHARE
 
     def run(self) -> None:
         task = self.task
         configure_nccl()
         self._device = choose_device(task.device, False, task.local_rank)
-        kind = choose_edges(task.edge_kind, self._device)
-        self._backend, self._buffers = EDGES[kind], buffer_device(kind, self._device)
+        self._kind = choose_edges(task.edge_kind, self._device)
+        self._buffers = buffer_device(self._kind, self._device)
         self.board.put(f"here/{task.me.key}", {"pid": os.getpid()})
         steps = (self._rendezvous, self._all_reduce, self._link, self._edges)
         for name, step in zip(STEPS, steps, strict=True):
@@ -181,7 +181,7 @@ class Probe:
                 operation_timeout_s=task.limit_s,
                 device=str(self._buffers),
             )
-            edge = EdgeWorker(spec, self._backend.make, kv_device=self._device)
+            edge = EdgeWorker(spec, make_edge(self._kind), kv_device=self._device)
             await edge.connect()
             return edge
         except BatonError as error:
@@ -201,7 +201,7 @@ class Probe:
         await asyncio.to_thread(self._put, edge_key(self.task.me, peer), result)
 
     async def _timed(self, edge: EdgeWorker, count: int) -> float:
-        buf = self._backend.allocate(count, self._buffers).copy_(_pattern(count))
+        buf = allocator(self._kind)(count, self._buffers).copy_(_pattern(count))
         began = time.monotonic()
         await edge.send(buf)
         return time.monotonic() - began

@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from baton.core.edge_kinds import EDGE_KINDS
 from baton.core.errors import StartupError
 from baton.core.names import host_port_error, model_name_error
 
@@ -93,7 +94,7 @@ class WorkerOptions(EngineConfig):
     edge_kind: str = option(
         "auto",
         "how KV moves; auto: nccl on cuda, else gloo; ipc: within one host, by shared memory",
-        choices=("auto", "gloo", "nccl", "ipc"),
+        choices=("auto", *EDGE_KINDS),
     )
     staging_mib: float = option(256.0, "memory of a worker for KV on its way; a quarter more is kept", low=0.001)
     edge_timeout_s: float = option(5.0, "longest one KV operation may take", low=0.1)

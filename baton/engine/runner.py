@@ -294,7 +294,7 @@ def load_runner(
         weights = WeightReader(checkpoint, config, share, torch_dtype, device, int8=int8)
         longest = config.longest(options.max_model_len)
         digest = model_digest(options.model_dir) if tensors is None else ""
-    kernels, kernels_name = choose_kernels(options.kernels, device)
+    kernels, kernels_name = choose_kernels(options.kernels, device, config.architecture)
     if int8 and kernels is None and options.kernels != "torch":
         raise StartupError(f"quantize int8 needs compiled kernels, and there is only {kernels_name}: leave it at none")
     if options.exact and not row_invariant(kernels, torch_dtype):

@@ -21,7 +21,7 @@ from baton.core.reshard import EdgePlan
 from baton.core.sections import SECTION_BYTES
 from baton.transfer.checksum import device_checksum
 from baton.transfer.edge import EdgeSpec, MakeEdge, Side
-from baton.transfer.edge_kinds import EDGES, EdgeKind, buffer_device
+from baton.transfer.edge_kinds import allocator, buffer_device, make_edge
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.sections import Packing, Storing
@@ -74,7 +74,7 @@ class MakeEnd(Protocol):
     agree."""
 
     @property
-    def kind(self) -> EdgeKind: ...
+    def kind(self) -> str: ...
 
     @property
     def section_bytes(self) -> int: ...
@@ -103,7 +103,7 @@ class LocalEnds:
         layers: Layers,
         block_size: int,
         host: str,
-        kind: EdgeKind = "gloo",
+        kind: str = "gloo",
         expect: Callable[[Sequence[int]], None] | None = None,
         buffers: StagingBuffers | None = None,
         section_bytes: int = SECTION_BYTES,
@@ -113,7 +113,7 @@ class LocalEnds:
         self._expect, self.section_bytes, self._order_behind = expect, section_bytes, order_behind
         device = layers[0][0].device if layers else torch.device("cpu")
         self.buffers = make_buffers(kind, device, 0) if buffers is None else buffers
-        self.kind = kind
+        self.kind, self._make = kind, make_edge(kind)
         if device.type == "cuda":
             self._warm_up(device)
 
@@ -131,13 +131,13 @@ class LocalEnds:
         device = buffer_device(self.kind, self._layers[0][0].device)
         mine = replace(spec, bind_host=self._host, device=str(device))
         layers = edge_layers(self._layers, plan, spec.side)
-        make, more = EDGES[self.kind].make, (self.section_bytes, self._order_behind)
-        return LocalEnd(mine, layers, self._block_size, make, self._expect, self.buffers, *more)
+        more = (self._expect, self.buffers, self.section_bytes, self._order_behind)
+        return LocalEnd(mine, layers, self._block_size, self._make, *more)
 
 
-def make_buffers(kind: EdgeKind, device: torch.device, limit_bytes: int) -> StagingBuffers:
+def make_buffers(kind: str, device: torch.device, limit_bytes: int) -> StagingBuffers:
     """For the edges of a rank whose blocks are on `device`. What comes through host memory to a GPU is pinned there."""
-    where, allocate = buffer_device(kind, device), EDGES[kind].allocate
+    where, allocate = buffer_device(kind, device), allocator(kind)
     if where.type == "cpu" and device.type == "cuda":
         allocate = pinned_buffer
     return StagingBuffers(limit_bytes, where, allocate)

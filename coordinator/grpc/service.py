@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import grpc
@@ -34,9 +34,10 @@ SERVED = frozenset(
     {"request_id", "model", "text", "token_ids", "messages", "max_tokens", "sampling", "stop", "n", "cache_salt"}
 )
 SERVED_SAMPLING = frozenset(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"grammar"}
-_SCALARS = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "frequency_penalty"),
-    *("presence_penalty", "min_tokens", "logprobs", "prompt_logprobs"),
+_SCALARS = tuple(
+    f.name
+    for f in types_pb2.SamplingParams.DESCRIPTOR.fields
+    if f.has_presence and f.name in {option.name for option in fields(Options)} - {"ignore_eos"}
 )
 # Fields this version does not serve, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {

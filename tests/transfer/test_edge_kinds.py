@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from baton.core.config import WorkerConfig
+from baton.core.edge_kinds import EDGE_KINDS
 from baton.core.errors import HandoffError, StartupError
 from baton.transfer import nccl
 from baton.transfer.edge import EdgeSpec
-from baton.transfer.edge_kinds import EDGES, buffer_device, choose_edges
+from baton.transfer.edge_kinds import buffer_device, choose_edges, make_edge
 from baton.transfer.nccl import NcclEdge
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
@@ -21,7 +22,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 def test_the_device_decides_unless_told() -> None:
     assert choose_edges("auto", CPU) == choose_edges("gloo", CPU) == choose_edges("gloo", CUDA) == "gloo"
     assert choose_edges("auto", CUDA) == choose_edges("nccl", CUDA) == "nccl"
-    assert EDGES["nccl"].make is NcclEdge
+    assert make_edge("nccl") is NcclEdge
     assert choose_edges("ipc", CPU) == choose_edges("ipc", CUDA) == "ipc"
 
 
@@ -38,7 +39,7 @@ def test_buffers_lie_where_the_backend_takes_them_from() -> None:
 
 def test_the_option_offers_every_kind_that_is_registered() -> None:
     choices = next(f.metadata["choices"] for f in fields(WorkerConfig) if f.name == "edge_kind")
-    assert set(choices) == {"auto", *EDGES}
+    assert set(choices) == {"auto", *EDGE_KINDS}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

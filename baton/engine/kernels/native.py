@@ -15,8 +15,13 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import InvariantError, StartupError
+from baton.core.model_config import Architecture
 from baton.engine.kernels.build import LEVELS, CannotBuild, fastest_level, library, processor_levels
 
+ARCHITECTURES: frozenset[Architecture] = frozenset(
+    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+)
+"""What cpu/model.cpp computes; torch computes the others."""
 GROUP = 32  # outputs of a linear layer that are packed together
 STORE, ADD, SWIGLU, FLOAT = range(4)
 _FLOAT32, _BFLOAT16, _INT8 = range(3)
@@ -161,9 +166,12 @@ def load(level: str) -> Kernels:
     return Kernels(level)
 
 
-def choose_kernels(wanted: str, device: torch.device) -> tuple[Kernels | None, str]:
+def choose_kernels(
+    wanted: str, device: torch.device, architecture: Architecture = "LlamaForCausalLM"
+) -> tuple[Kernels | None, str]:
     """The kernels for `wanted` (None: torch's), and their name with the reason. `auto` takes the fastest level, and
-    falls back on torch's. Raises StartupError for a level by name that cannot be had."""
+    falls back on torch's. Raises StartupError for a level by name that cannot be had, or does not compute the
+    architecture."""
     if wanted not in ("auto", "torch", *LEVELS):
         raise StartupError(f"kernels must be auto, torch, {', '.join(LEVELS)}, not {wanted!r:.60}")
     if wanted == "torch" or device.type != "cpu":
@@ -172,6 +180,8 @@ def choose_kernels(wanted: str, device: torch.device) -> tuple[Kernels | None, s
         level = fastest_level() if wanted == "auto" else wanted
         if level is None:
             raise CannotBuild("this processor has no AVX2")
+        if architecture not in ARCHITECTURES:
+            raise CannotBuild(f"none are compiled for {architecture}")
         kernels = load(level)
     except CannotBuild as error:
         if wanted == "auto":

@@ -1,0 +1,34 @@
+"""The backends that move the bytes of a worker's edges: the only place that names them all. The options, the plan of a
+cluster and the workers read it. Free of torch; baton.transfer.edge_kinds loads what is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeKind:
+    """`edge` names the class of one end, as module:name (see baton.transfer.edge.Edge). `beside_kv`: packed and
+    received KV lies where the blocks are, not in host memory; `allocate` names what gives buffers for it,
+    (bytes, device) -> Tensor. `needs_gpu`: it moves device memory alone; `one_host`: never between hosts. To connect
+    takes at most `connect_s`, or the limit of an operation if that is longer."""
+
+    edge: str
+    beside_kv: bool
+    needs_gpu: bool = False
+    one_host: bool = False
+    allocate: str = "baton.transfer.staging_buffers:plain_buffer"
+    connect_s: float = 0.0
+
+
+EDGE_KINDS: Mapping[str, EdgeKind] = {
+    "gloo": EdgeKind("baton.transfer.gloo:GlooEdge", beside_kv=False),
+    "nccl": EdgeKind("baton.transfer.nccl:NcclEdge", beside_kv=True, needs_gpu=True, connect_s=15.0),
+    "ipc": EdgeKind(
+        "baton.transfer.ipc:IpcEdge",
+        beside_kv=True,
+        one_host=True,
+        allocate="baton.transfer.shared_buffers:allocate_shared",
+    ),
+}
