@@ -67,7 +67,7 @@ def row(name: int, start: int, tokens: list[int], num_sampled: int, sampling: Sa
     return Row(SequenceId(f"s{name}"), start, tuple(tokens), blocks, sampling, num_sampled)
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("mistral", marks=pytest.mark.long)])
 def twins(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
     return Twins(make_checkpoint(tmp_path_factory.mktemp("m"), request.param))
 

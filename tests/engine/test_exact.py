@@ -68,7 +68,11 @@ def test_kv_made_by_decode_equals_kv_made_by_prefill(exact: Runner) -> None:
     assert torch.equal(by_decode, all_logits(exact, tokens, [90, 1, 1, 1], seed=2))
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED, FULL], ids=["greedy", "seeded", "full"])
+@pytest.mark.parametrize(
+    "sampling",
+    [FULL, *(pytest.param(s, marks=pytest.mark.long) for s in (GREEDY, SEEDED))],
+    ids=["full", "greedy", "seeded"],
+)
 def test_batch_mates_do_not_change_bits_or_tokens(exact: Runner, sampling: SamplingParams) -> None:
     lengths = {5: 100, 33: 7, 100: 16, 130: 64, 17: 1, 64: 33, 1: 512, 90: 40, 48: 16}
     together = [Job(random_tokens(n, seed=n), 24, sampling, chunk) for n, chunk in lengths.items()]

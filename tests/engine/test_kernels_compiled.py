@@ -45,7 +45,7 @@ def holds(found: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.long) for arch in (80, 100))])
 def test_kernels_compile_without_spills_and_in_few_variants(arch: int) -> None:
     holds(compiled(arch, IN_SUITE))
 

@@ -17,23 +17,42 @@ from baton.engine.sampler_device import choose_on_device, gumbel
 from tests.engine.sampler_cases import PARAMS, plain, rows
 
 
+def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("with a GPU the kernel is compiled: see tests/gpu")
+    monkeypatch.setattr(sampler_device, "decide", sampler_device.decide_by_kernel)
+
+
 @pytest.fixture(params=["torch", "kernel"])
 def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """By torch's operations, or by the one kernel, in Triton's interpreter."""
     if request.param == "kernel":
-        pytest.importorskip("triton")
-        if os.environ.get("TRITON_INTERPRET") != "1":
-            pytest.skip("with a GPU the kernel is compiled: see tests/gpu")
-        monkeypatch.setattr(sampler_device, "decide", sampler_device.decide_by_kernel)
+        by_kernel(monkeypatch)
     return str(request.param)
+
+
+def rarely(params: dict[str, float], vocab: int) -> tuple[pytest.MarkDecorator, ...]:
+    """Triton's interpreter takes seconds for each: all at once, one of top_p and the plain draw in every run."""
+    return () if vocab == 65 and params in (PARAMS[-1], PARAMS[7], {}) else (pytest.mark.long,)
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 @pytest.mark.parametrize("vocab", [1, 3, 17, 64, 65, 333, 4096])
-def test_same_token_as_the_plain_sampler(params: dict[str, float], vocab: int, chosen: str) -> None:
-    if chosen == "kernel" and vocab not in (1, 3, 65):
-        pytest.skip("the interpreter is slow")
-    count = 3 if chosen == "kernel" else 12
+def test_same_token_as_the_plain_sampler(params: dict[str, float], vocab: int) -> None:
+    same_token_as_the_plain_sampler(params, vocab, 12)
+
+
+@pytest.mark.parametrize(
+    ("params", "vocab"),
+    [pytest.param(p, v, marks=rarely(p, v), id=f"{p}-{v}") for p in PARAMS for v in (1, 3, 65)],
+)
+def test_same_token_by_the_kernel(params: dict[str, float], vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_kernel(monkeypatch)
+    same_token_as_the_plain_sampler(params, vocab, 3)
+
+
+def same_token_as_the_plain_sampler(params: dict[str, float], vocab: int, count: int) -> None:
     undecided = set()
     for name, row in rows(vocab).items():
         draws = [
@@ -93,10 +112,9 @@ def test_of_equal_logits_the_lowest_id_wins_and_a_zero_has_no_sign(chosen: str) 
         0,
     ]
     row = torch.tensor([-0.0, 0.0, -0.0, 0.0])
-    for index in range(20):
-        draw = Draw(SamplingParams(temperature=1.0, top_k=2, seed=index), 0, index)
-        (token,) = choose_on_device(row[None], [draw])
-        assert token == plain(row.numpy(), draw) and token in (0, 1)
+    draws = [Draw(SamplingParams(temperature=1.0, top_k=2, seed=index), 0, index) for index in range(20)]
+    tokens = choose_on_device(row.expand(20, -1), draws)
+    assert tokens == [plain(row.numpy(), draw) for draw in draws] and {*tokens} == {0, 1}
 
 
 @pytest.mark.parametrize("at_once", [1, 12_000, 1 << 22])
