@@ -34,8 +34,9 @@ from baton.core.listening import ListeningClock
 from baton.core.request import ChoiceId, GenerateRequest, SequenceId
 from coordinator.handle_signer import HandleSigner
 from coordinator.policy.joining import OwnModel
+from coordinator.policy.pool import Worker
 from coordinator.policy.requests import Action, AssignTargets, Log, Notify, Request, Requests, Send, StartPrefill
-from coordinator.policy.workers import Worker, WorkerTable
+from coordinator.policy.workers import WorkerTable
 
 log = logging.getLogger("baton.coordinator")
 TICK_S = 0.1

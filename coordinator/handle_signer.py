@@ -7,7 +7,7 @@ import secrets
 from baton.core.commands import Target
 from baton.core.handles import Handle, sign
 from baton.core.request import SequenceId
-from coordinator.policy.workers import Worker
+from coordinator.policy.pool import Worker
 
 
 class HandleSigner:

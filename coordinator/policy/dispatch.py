@@ -15,17 +15,19 @@ prefix, unless PREFIX_SLACK more sequences run there than on the emptiest.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from baton.core.commands import Role
 from baton.core.errors import ContextLengthExceeded, DuplicateRequest, InvariantError, Unavailable
 from baton.core.request import ChoiceId
 from coordinator.policy.expectation import OutputExpectation
-from coordinator.policy.workers import Prefix, Worker, WorkerTable
+from coordinator.policy.pool import RUNNING_SHIFT, SLOT_BITS, Pool, Prefix, Worker
+from coordinator.policy.workers import WorkerTable
 
-BACKLOG_STEPS = 2
 PREFIX_SLACK = 4
 
 
@@ -60,7 +62,8 @@ class Placement:
 class _Active:
     """`prefill` is None once it is no longer needed: the KV has been handed over, or the worker is gone. `to_compute`
     tokens were expected to be computed there. While it is `arriving`, its decode worker may not count its blocks.
-    `produced` tokens of it are known."""
+    `produced` tokens of it are known; `blocks` hold it with these, and `growth` more are expected to, as its decode
+    worker counts."""
 
     ticket: Ticket
     prefill: str | None
@@ -69,12 +72,14 @@ class _Active:
     prefilling: bool = True
     arriving: bool = True
     produced: int = 0
+    blocks: int = 0
+    growth: int = 0
 
 
 class Dispatcher:
-    """Complete state: the queue (`_order` sorts it by age and arrival), the active requests with what they hold, those
-    of each decode worker, the counters of its placements in the worker table, and how long outputs are expected to
-    be."""
+    """Complete state: the queue (`_order` sorts it by age and arrival), the active requests with what they hold, the
+    counters of its placements in the worker table, how long outputs are expected to be, and the request for which
+    `place` found no room last, with the pool that had none and the capacities then."""
 
     def __init__(self, workers: WorkerTable, max_queued_requests: int, max_queued_tokens: int) -> None:
         self._workers = workers
@@ -85,7 +90,7 @@ class Dispatcher:
         self._queued_tokens = 0
         self._submitted = 0
         self._active: dict[ChoiceId, _Active] = {}
-        self._at_decode: dict[str, dict[ChoiceId, _Active]] = {}
+        self._blocked: tuple[ChoiceId, Pool, Mapping[Role, int]] | None = None
         self.expectation = OutputExpectation()
 
     def __repr__(self) -> str:
@@ -102,8 +107,8 @@ class Dispatcher:
 
     def missing_role(self) -> Role | None:
         """The role that no ready worker has, if any."""
-        roles = {w.role for w in self._workers.present() if w.ready}
-        return "prefill" if "prefill" not in roles else "decode" if "decode" not in roles else None
+        workers = self._workers
+        return "prefill" if not workers.prefill.any_ready else "decode" if not workers.decode.any_ready else None
 
     def forget_worker(self, worker_id: str) -> None:
         """A worker is gone, and its counters with it. What requests hold elsewhere stays until `finish`."""
@@ -111,13 +116,12 @@ class Dispatcher:
             if active.prefill == worker_id:
                 active.prefill, active.prefilling = None, False
             if active.decode == worker_id:
-                active.decode = None
-        self._at_decode.pop(worker_id, None)
+                active.decode, active.growth = None, 0
 
     @property
     def held_block_sizes(self) -> set[int]:
         """Block sizes of the workers that hold anything: for these a request's prefix is worth computing."""
-        return {w.block_size for w in self._workers.present() if len(w.held)}
+        return self._workers.prefill.held_block_sizes | self._workers.decode.held_block_sizes
 
     def submit(self, ticket: Ticket, choices: int = 1) -> None:
         """Queues a request, or refuses it before any work was done. Room is asked for all its `choices`: the later ones
@@ -161,20 +165,31 @@ class Dispatcher:
         position = 0
         while position < len(self._order):
             ticket = self._queue[self._order[position][1]][1]
+            if self._still_blocked(ticket):
+                break
             prefill = self._pick_prefill(ticket)
             decode, spare = self._pick_decode(ticket) if prefill is not None and ticket.needs_decode else (None, None)
             if prefill is None or (ticket.needs_decode and decode is None):
                 if self.unservable(ticket, self.capacity()) is None:
+                    pool = self._workers.prefill if prefill is None else self._workers.decode
+                    pool.grown, self._blocked = False, (ticket.name, pool, self.capacity())
                     break
                 position += 1  # it waits for another worker, and nobody waits for it
                 continue
             to_compute = self._to_compute(prefill, ticket)
-            prefill.backlog_tokens += to_compute
+            prefill.count(backlog=to_compute)
             self._dequeue(ticket.name)
             active = self._active[ticket.name] = _Active(ticket, prefill.worker_id, None, to_compute)
             self._take_decode(active, decode)
             placed.append(Placement(ticket.name, prefill.worker_id, decode, spare))
         return placed
+
+    def _still_blocked(self, ticket: Ticket) -> bool:
+        """Whether it found no room when `place` looked last, and there is no more since then."""
+        if self._blocked is None or self._blocked[0] != ticket.name:
+            return False
+        _, pool, capacity = self._blocked
+        return not pool.grown and capacity == self.capacity()
 
     def reassign(self, name: ChoiceId) -> Placement | None:
         """Names another decode worker for parked KV, or None when none has room now."""
@@ -204,7 +219,7 @@ class Dispatcher:
             active.prefilling = False
             worker = self._workers.get(active.prefill or "")
             if worker is not None:
-                worker.backlog_tokens -= active.to_compute
+                worker.count(backlog=-active.to_compute)
 
     def handed_over(self, name: ChoiceId) -> None:
         """Decode has all KV: the prefill worker is no longer needed."""
@@ -215,14 +230,18 @@ class Dispatcher:
         active.prefill = None
         worker = self._workers.get(active.decode or "")
         if worker is not None and active.arriving:
-            worker.reserved_blocks -= self._blocks(worker, active.ticket.prefill_tokens)
+            worker.count(reserved=-_blocks(worker, active.ticket.prefill_tokens))
         active.arriving = False
 
     def produced(self, name: ChoiceId, tokens: int) -> None:
         """So many tokens of an active request are known, of this dispatch."""
         active = self._active.get(name)
-        if active is not None:
-            active.produced = tokens
+        if active is None:
+            return
+        active.produced = tokens
+        worker = self._workers.get(active.decode or "")
+        if worker is not None and _blocks(worker, active.ticket.prefill_tokens + tokens) != active.blocks:
+            self._expect_growth(active, worker)
 
     def finish(self, name: ChoiceId) -> None:
         """The request has ended, well or not: everything it held is free."""
@@ -236,14 +255,19 @@ class Dispatcher:
 
     def check(self) -> None:
         """Raises InvariantError when the counters of the worker table are not what active requests hold."""
+        at_prefill: dict[str, list[_Active]] = {}
+        at_decode: dict[str, list[_Active]] = {}
+        for active in self._active.values():
+            at_prefill.setdefault(active.prefill or "", []).append(active)
+            at_decode.setdefault(active.decode or "", []).append(active)
         for worker in self._workers.present():
-            mine = [a for a in self._active.values() if a.decode == worker.worker_id]
-            if {a.ticket.name for a in mine} != set(self._at_decode.get(worker.worker_id, {})):
-                raise InvariantError(f"the requests at {worker} are not those that are placed there")
-            blocks = sum(self._blocks(worker, a.ticket.prefill_tokens) for a in mine if a.arriving)
-            tokens = sum(a.to_compute for a in self._active.values() if a.prefilling and a.prefill == worker.worker_id)
-            if (blocks, tokens, len(mine)) != (worker.reserved_blocks, worker.backlog_tokens, worker.running):
-                raise InvariantError(f"{worker} should hold {blocks} blocks, {tokens} tokens, {len(mine)} running")
+            mine = at_decode.get(worker.worker_id, [])
+            blocks = sum(_blocks(worker, a.ticket.prefill_tokens) for a in mine if a.arriving)
+            tokens = sum(a.to_compute for a in at_prefill.get(worker.worker_id, []) if a.prefilling)
+            counted = (worker.reserved_blocks, worker.backlog_tokens, worker.running, worker.growth)
+            if (blocks, tokens, len(mine), growth := sum(a.growth for a in mine)) != counted:
+                what = f"{blocks} blocks, {tokens} tokens, {len(mine)} running that grow by {growth}"
+                raise InvariantError(f"{worker}, growing by {worker.growth}, should hold {what}")
         if self._queued_tokens != sum(t.prefill_tokens for _, t in self._queue.values()):
             raise InvariantError(f"queued tokens are not {self._queued_tokens}")
         if self._order != sorted((key, name) for name, (key, _) in self._queue.items()):
@@ -251,11 +275,7 @@ class Dispatcher:
 
     def capacity(self) -> Mapping[Role, int]:
         """Tokens of the longest sequence that each role can hold, without draining workers: they take nothing."""
-        found: dict[Role, int] = {}
-        for worker in self._workers.present():
-            if worker.state != "draining":
-                found[worker.role] = max(found.get(worker.role, 0), worker.max_tokens)
-        return found
+        return {pool.role: pool.capacity for pool in (self._workers.prefill, self._workers.decode) if pool.capacity}
 
     def unservable(
         self, ticket: Ticket, capacity: Mapping[Role, int], *, parked: bool = False
@@ -276,81 +296,74 @@ class Dispatcher:
                 )
         return None
 
-    def _blocks(self, worker: Worker, tokens: int) -> int:
-        return -(-tokens // worker.block_size)
-
-    def _expected_blocks(self, worker: Worker, ticket: Ticket) -> int:
-        return self.expectation.blocks(ticket.prefill_tokens, ticket.total_tokens, worker.block_size)
-
-    def _growth(self, worker: Worker) -> int:
-        """Blocks that sequences on a decode worker, or on their way there, are expected to need beyond those of their
-        prompts and of their output so far."""
-        return sum(
-            self.expectation.growth(a.ticket.prefill_tokens, a.ticket.total_tokens, a.produced, worker.block_size)
-            for a in self._at_decode.get(worker.worker_id, {}).values()
-        )
-
     def _to_compute(self, worker: Worker, ticket: Ticket) -> int:
         """At least the last token always is."""
-        return max(1, ticket.prefill_tokens - worker.held_tokens(ticket.prefix))
+        held = worker.held.count(ticket.prefix.get(worker.block_size, ())) * worker.block_size
+        return max(1, ticket.prefill_tokens - held)
 
     def _pick_prefill(self, ticket: Ticket) -> Worker | None:
         """The one with the least to compute under its cap; an idle one takes a prompt of any length."""
-        fits = [
-            w
-            for w in self._workers.present()
-            if w.ready
-            and w.role == "prefill"
-            and (
-                w.backlog_tokens == 0 or w.backlog_tokens + self._to_compute(w, ticket) <= BACKLOG_STEPS * w.step_tokens
-            )
-            and ticket.prefill_tokens <= w.max_tokens
-        ]
-
-        def score(w: Worker) -> tuple[int, int, str]:
-            return w.backlog_tokens + self._to_compute(w, ticket), w.backlog_tokens, w.worker_id
-
-        return min(fits, key=score, default=None)
+        pool, tokens = self._workers.prefill, ticket.prefill_tokens
+        best: tuple[int, int] | None = None
+        for held, workers in itertools.chain(pool.holders(ticket.prefix), ((0, pool.workers),)):
+            need = max(1, tokens - held)
+            if best is not None and best[0] < need:
+                break  # whoever holds less has more to compute, even without a backlog
+            rank = min(pool.fitting(workers, tokens, lambda size, need=need: need), default=None)  # type: ignore[misc]
+            if rank is not None:
+                score = (rank >> SLOT_BITS) + need, rank
+                best = score if best is None else min(best, score)
+        return None if best is None else pool.ranked(best[1])
 
     def _pick_decode(self, ticket: Ticket) -> tuple[str | None, str | None]:
         """Among those with room the one that holds most of the prefix and is not much fuller than others, and a
         spare."""
-        fits = [
-            w
-            for w in self._workers.present()
-            if w.ready
-            and w.role == "decode"
-            and w.running < w.max_running
-            and ticket.total_tokens <= w.max_tokens
-            and self._expected_blocks(w, ticket) <= w.blocks_left(self._growth(w))
-        ]
-        emptiest = min((w.running for w in fits), default=0)
+        pool, needs = self._workers.decode, (ticket.total_tokens, partial(self._expected_blocks, ticket))
+        fits = pool.fitting(pool.workers, *needs)
+        if not fits:
+            return None, None
+        much_fuller = pool.ranked(min(fits)).running + PREFIX_SLACK + 1 << RUNNING_SHIFT
+        chosen: list[int] = []
+        for _, workers in pool.holders(ticket.prefix):
+            near = pool.fitting(workers, *needs)
+            while near and len(chosen) < 2 and (rank := min(near)) < much_fuller:
+                chosen.append(rank)
+                near.remove(rank)
+            if len(chosen) > 1:
+                break
+        for rank in chosen:
+            fits.remove(rank)
+        while fits and len(chosen) < 2:
+            chosen.append(min(fits))
+            fits.remove(chosen[-1])
+        first, *spare = (pool.ranked(rank).worker_id for rank in chosen)
+        return first, spare[0] if spare else None
 
-        def score(w: Worker) -> tuple[int, int, int, str]:
-            held = w.held_tokens(ticket.prefix) if w.running <= emptiest + PREFIX_SLACK else 0
-            return -held, w.running, w.reserved_blocks, w.worker_id
+    def _expected_blocks(self, ticket: Ticket, block_size: int) -> int:
+        return self.expectation.blocks(ticket.prefill_tokens, ticket.total_tokens, block_size)
 
-        fits.sort(key=score)
-        first = fits[0].worker_id if fits else None
-        return first, fits[1].worker_id if len(fits) > 1 else None
+    def _expect_growth(self, active: _Active, worker: Worker) -> None:
+        """Blocks that a sequence on its decode worker, or on its way there, is expected to need beyond those of its
+        prompt and of its output so far. It is told anew when the sequence has taken one of them."""
+        ticket = active.ticket
+        active.blocks = _blocks(worker, ticket.prefill_tokens + active.produced)
+        before, size = active.growth, worker.block_size
+        active.growth = self.expectation.growth(ticket.prefill_tokens, ticket.total_tokens, active.produced, size)
+        worker.count(growth=active.growth - before)
 
     def _take_decode(self, active: _Active, decode: str | None) -> None:
         active.decode, active.arriving = decode, True
-        if decode is not None:
-            self._at_decode.setdefault(decode, {})[active.ticket.name] = active
         worker = self._workers.get(decode or "")
         if worker is not None:
-            worker.reserved_blocks += self._blocks(worker, active.ticket.prefill_tokens)
-            worker.running += 1
+            worker.count(reserved=_blocks(worker, active.ticket.prefill_tokens), running=1)
+            self._expect_growth(active, worker)
 
     def _release_decode(self, active: _Active) -> None:
         worker = self._workers.get(active.decode or "")
         if worker is not None:
-            if active.arriving:
-                worker.reserved_blocks -= self._blocks(worker, active.ticket.prefill_tokens)
-            worker.running -= 1
-        self._at_decode.get(active.decode or "", {}).pop(active.ticket.name, None)
-        active.decode = None
+            reserved = _blocks(worker, active.ticket.prefill_tokens) if active.arriving else 0
+            worker.count(reserved=-reserved, running=-1, growth=-active.growth)
+        active.decode, active.growth = None, 0
 
     def _dequeue(self, name: ChoiceId) -> None:
         key, ticket = self._queue.pop(name, (None, None))
@@ -362,3 +375,7 @@ class Dispatcher:
         """When the queue may have half drained, in seconds: one step a tenth of a second."""
         budget = sum(w.step_tokens for w in self._workers.present() if w.ready and w.role == "prefill") or 1
         return max(1.0, round(self._queued_tokens / budget * 0.05))
+
+
+def _blocks(worker: Worker, tokens: int) -> int:
+    return -(-tokens // worker.block_size)

@@ -45,7 +45,8 @@ from baton.core.prefix_keys import HINT_BYTES, KeyChain
 from baton.core.request import ChoiceId, GenerateRequest, SequenceId
 from coordinator.policy.dispatch import Dispatcher, Placement, Ticket
 from coordinator.policy.journal import Appended, Journal
-from coordinator.policy.workers import Prefix, WorkerTable
+from coordinator.policy.pool import Prefix
+from coordinator.policy.workers import WorkerTable
 
 MAX_DEATHS = 2
 MAX_TIMES_PARKED = 30  # from the second time on, targets are named a tick later
@@ -296,7 +297,7 @@ class Requests:
             actions += self._on_ended(worker, ended, now)
         known = self.workers.get(worker)
         if events.kv_cache_events is not None and known is not None:
-            known.held.update(events.kv_cache_events)
+            known.update_held(events.kv_cache_events)
         # Tokens of decode make room for nobody; that blocks are free there after all is seen at the next tick.
         prefilled = events.tokens and known is not None and known.role == "prefill"
         rescheduled = self.dispatcher.num_queued > queued

@@ -1,4 +1,4 @@
-"""The worker table: which workers exist, their state and lease, and what routing knows of each. Pure.
+"""The worker table: which workers exist, their state and lease. Pure; what routing knows of each is in pool.py.
 
 States of a worker:
 
@@ -14,170 +14,16 @@ name is refused; numbers are times, so that one that follows a dead worker may b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from baton.core.commands import Join, Role, WorkerFacts
 from baton.core.errors import InvariantError, NotFound
-from baton.core.events import KVCacheEvents, Load
+from baton.core.events import Load
 from coordinator.policy.joining import OwnModel, check_join, refused
+from coordinator.policy.pool import Pool, Worker
 
-WorkerState = Literal["joining", "ready", "draining", "lost"]
 KEEP_LOST_S = 300.0
-AHEAD_SHARE = 8
-_NO_LIMIT = 1 << 30
-# Hints (baton.core.prefix_keys) of a request's full blocks, by block size: the two pools may differ in it.
-Prefix = Mapping[int, tuple[bytes, ...]]
-
-
-class HeldBlocks:
-    """Complete state: the hints of the blocks that one worker can reuse, at most `limit`, the size of its pool.
-
-    Events take time to arrive and a block may be evicted before a request arrives, so this is advice to routing only.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._hints: set[bytes] = set()
-
-    def __len__(self) -> int:
-        return len(self._hints)
-
-    def update(self, events: KVCacheEvents) -> None:
-        if events.cleared:
-            self._hints.clear()
-        self._hints.difference_update(events.evicted)
-        self._hints.update(events.stored[: max(0, self._limit - len(self._hints))])
-
-    def count(self, prefix: tuple[bytes, ...]) -> int:
-        """Length in blocks of the longest prefix, given by its hints in order, that the worker holds."""
-        for count, hint in enumerate(prefix):
-            if hint not in self._hints:
-                return count
-        return len(prefix)
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Worker:
-    """One incarnation of a worker. Times are seconds on the caller's lease clock; `drain_by` is when a draining worker
-    gives back what it still has. `load` is what it reported last.
-
-    `reserved_blocks`, `backlog_tokens` and `running` count what the dispatcher has placed here: blocks only until the
-    KV has arrived, from then on they are part of the worker's own report.
-    """
-
-    join: Join
-    since: float
-    lease_until: float
-    state: WorkerState = "ready"
-    connected: bool = True
-    drain_by: float | None = None
-    load: Load | None = None
-    reserved_blocks: int = 0
-    backlog_tokens: int = 0
-    running: int = 0
-    held: HeldBlocks = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.held = HeldBlocks(self.join.blocks_total)
-
-    def __repr__(self) -> str:
-        placed = f"{self.reserved_blocks} blocks, {self.backlog_tokens} tokens, {self.running} running"
-        return f"<Worker {self.worker_id} {self.state} | {placed}>"
-
-    @property
-    def worker_id(self) -> str:
-        return self.join.worker_id
-
-    @property
-    def role(self) -> Role:
-        return self.join.role
-
-    @property
-    def incarnation(self) -> int:
-        return self.join.incarnation
-
-    @property
-    def ready(self) -> bool:
-        return self.state == "ready"
-
-    @property
-    def lost(self) -> bool:
-        return self.state == "lost"
-
-    @property
-    def block_size(self) -> int:
-        return self.join.facts.layout.block_size
-
-    @property
-    def step_tokens(self) -> int:
-        return max(self.join.step_tokens, 1)
-
-    @property
-    def max_tokens(self) -> int:
-        """The longest sequence that an idle worker can hold."""
-        return min(self.join.facts.max_model_len, self.join.blocks_total * self.block_size)
-
-    @property
-    def max_running(self) -> int:
-        """Sequences that may be placed here: those that run at once, and some whose prompts compute meanwhile, so that
-        no place stays empty. The others wait in the queue, where any worker can take them."""
-        running = self.join.max_running
-        return running + max(running // AHEAD_SHARE, 1) if running else _NO_LIMIT
-
-    def blocks_left(self, growth: int) -> int:
-        """Blocks for one more sequence, after `growth` blocks for those that run here; 0 while preempted sequences wait
-        for blocks."""
-        if self.running == 0:
-            return self.join.blocks_total
-        if self.load is None:
-            return self.join.blocks_total - self.reserved_blocks - growth
-        return 0 if self.load.preempted else self.load.blocks_free - self.reserved_blocks - growth
-
-    def held_tokens(self, prefix: Prefix) -> int:
-        return self.held.count(prefix.get(self.block_size, ())) * self.block_size
-
-    def row(self, now: float) -> dict[str, object]:
-        """One row of `/workers`."""
-        load = self.load or Load()
-        return {
-            "id": self.worker_id,
-            "role": self.role,
-            "tensor_parallel": self.join.facts.tensor_parallel,
-            "host": self.join.host,
-            "state": self.state,
-            "since_s": round(max(now - self.since, 0.0), 1),
-            "incarnation": self.incarnation,
-            "pids": list(self.join.pids),
-            "address": self.join.link_address or self.join.host,
-            "blocks_total": load.blocks_total or self.join.blocks_total,
-            **{name: getattr(load, name) for name in _LOAD_COLUMNS},
-            "speculation": None if load.speculation is None else asdict(load.speculation),
-        }
-
-
-_LOAD_COLUMNS = (
-    "blocks_free",
-    "running",
-    "waiting",
-    "prompt_tokens_computed",
-    "prompt_tokens_cached",
-    "tokens_generated",
-    "kv_bytes_sent",
-    "kv_bytes_received",
-    "kv_bytes_reused",
-    "steps",
-    "steps_ahead",
-    "rows_discarded",
-    "sequences",
-    "preemptions",
-    "handles_refused",
-    "stale_messages",
-    "chunks_resent",
-    "chunks_early",
-    "links_refused",
-)
 
 
 class Joined(NamedTuple):
@@ -190,8 +36,8 @@ class Joined(NamedTuple):
 
 
 class WorkerTable:
-    """Complete state: `_workers` by name; `_left`, the incarnation that drained last under each name. `own` is the
-    coordinator's model."""
+    """Complete state: `_workers` by name, the present ones in the pool of their role too; `_left`, the incarnation that
+    drained last under each name. `own` is the coordinator's model."""
 
     def __init__(self, lease_s: float, own: OwnModel | None = None) -> None:
         if not lease_s > 0:
@@ -200,6 +46,7 @@ class WorkerTable:
         self._own = own
         self._workers: dict[str, Worker] = {}
         self._left: dict[str, int] = {}
+        self.prefill, self.decode = Pool("prefill"), Pool("decode")
 
     def __repr__(self) -> str:
         states = [w.state for w in self._workers.values()]
@@ -218,8 +65,11 @@ class WorkerTable:
         worker = self.get(worker_id)
         return worker is not None and worker.connected
 
-    def present(self) -> Iterable[Worker]:
-        return [w for w in self._workers.values() if not w.lost]
+    def present(self) -> list[Worker]:
+        return [*self.prefill.workers, *self.decode.workers]
+
+    def pool(self, role: Role) -> Pool:
+        return self.prefill if role == "prefill" else self.decode
 
     def all(self) -> Iterable[Worker]:
         """Lost ones too, prefill first."""
@@ -227,7 +77,7 @@ class WorkerTable:
 
     def facts(self) -> WorkerFacts | None:
         """What the present workers have in common, if there are any."""
-        return next((w.join.facts for w in self._workers.values() if not w.lost), None)
+        return next((w.join.facts for pool in (self.prefill, self.decode) for w in pool.workers), None)
 
     def join(self, join: Join, now: float) -> Joined:
         """Takes a worker in.
@@ -249,8 +99,15 @@ class WorkerTable:
             if known.state == "joining":
                 known.state, known.since = "ready", now
             return Joined(known, resumed=True, replaced=None)
-        worker = self._workers[name] = Worker(join, now, now + self.lease_s)
-        return Joined(worker, resumed=False, replaced=known)
+        return Joined(self.add(join, now, now + self.lease_s), resumed=False, replaced=known)
+
+    def add(self, join: Join, now: float, lease_until: float) -> Worker:
+        """Takes it in, whatever the others are, in the place of an earlier incarnation."""
+        earlier = self.get(join.worker_id)
+        if earlier is not None:
+            self.pool(earlier.role).remove(earlier)
+        worker = self._workers[join.worker_id] = Worker(join, now, lease_until, self.pool(join.role))
+        return worker
 
     def renew_lease(self, worker_id: str, incarnation: int, load: Load | None, now: float) -> bool:
         """False when the worker is fenced: its lease has ended or a newer incarnation is here."""
@@ -288,7 +145,8 @@ class WorkerTable:
     def left(self, worker_id: str, incarnation: int) -> None:
         """It has drained: it is removed, and this incarnation does not come back."""
         if self.incarnation(worker_id) == incarnation:
-            del self._workers[worker_id]
+            worker = self._workers.pop(worker_id)
+            self.pool(worker.role).remove(worker)
             self._left[worker_id] = incarnation
 
     def has_left(self, worker_id: str, incarnation: int | None) -> bool:

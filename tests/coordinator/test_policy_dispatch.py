@@ -6,8 +6,9 @@ import pytest
 
 from baton.core.errors import BatonError, DuplicateRequest, InvalidRequest, Unavailable
 from baton.core.events import Load
-from coordinator.policy.dispatch import BACKLOG_STEPS, Dispatcher, Placement, Ticket
-from coordinator.policy.workers import Worker, WorkerTable
+from coordinator.policy.dispatch import Dispatcher, Placement, Ticket
+from coordinator.policy.pool import BACKLOG_STEPS, Worker
+from coordinator.policy.workers import WorkerTable
 from tests.support.builders import add_worker
 
 Size = tuple[str, dict[str, int]]

@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from baton.core.errors import DuplicateRequest, Unavailable
 from baton.core.events import KVCacheEvents
-from coordinator.policy.dispatch import BACKLOG_STEPS, Dispatcher, Placement, Ticket
-from coordinator.policy.workers import Worker, WorkerTable
+from coordinator.policy.dispatch import Dispatcher, Placement, Ticket
+from coordinator.policy.pool import BACKLOG_STEPS, Worker
+from coordinator.policy.workers import WorkerTable
 from tests.support.builders import add_worker
 
 MAX_REQUESTS, MAX_TOKENS = 4, 60
@@ -220,7 +221,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     )
     def news(self, worker: str, stored: set[bytes], evicted: set[bytes], cleared: bool) -> None:
         if worker in self.m.workers:
-            self.m.workers[worker].held.update(KVCacheEvents(tuple(stored - evicted), tuple(evicted), cleared))
+            self.m.workers[worker].update_held(KVCacheEvents(tuple(stored - evicted), tuple(evicted), cleared))
             before = set() if cleared else self.m.held[worker]
             self.m.held[worker] = before - evicted | (stored - evicted)
 

@@ -9,7 +9,8 @@ import pytest
 from baton.core.events import Load
 from coordinator.policy.dispatch import Dispatcher, Ticket
 from coordinator.policy.expectation import START_TOKENS, OutputExpectation
-from coordinator.policy.workers import Worker, WorkerTable
+from coordinator.policy.pool import Worker
+from coordinator.policy.workers import WorkerTable
 from tests.support.builders import add_worker, make_request
 from tests.support.overload_sim import Overload, make_worker, overload
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.core.events import KVCacheEvents
 from coordinator.policy.dispatch import PREFIX_SLACK, Dispatcher, Ticket
-from coordinator.policy.workers import HeldBlocks, Worker
+from coordinator.policy.pool import HeldBlocks, Worker
 from tests.support.builders import make_dispatcher
 
 HINTS = tuple(bytes([n]) * 8 for n in range(10))
@@ -29,7 +29,7 @@ def placed(d: Dispatcher, name: str, tokens: int = 41, prefix: tuple[bytes, ...]
 
 def test_the_worker_that_holds_the_prefix_computes_the_rest() -> None:
     d = dispatcher("p0", "p1", "d0")
-    worker(d, "p1").held.update(KVCacheEvents(stored=HINTS))
+    worker(d, "p1").update_held(KVCacheEvents(stored=HINTS))
     assert placed(d, "a")[0] == "p1"
     assert worker(d, "p1").backlog_tokens == 1
     d.prefilled("a")
@@ -38,7 +38,7 @@ def test_the_worker_that_holds_the_prefix_computes_the_rest() -> None:
 
 def test_a_long_backlog_outweighs_a_short_prefix() -> None:
     d = dispatcher("p0", "p1", "d0")
-    worker(d, "p1").held.update(KVCacheEvents(stored=HINTS[:2]))
+    worker(d, "p1").update_held(KVCacheEvents(stored=HINTS[:2]))
     assert placed(d, "a", prefix=HINTS[:2])[0] == "p1"
     assert placed(d, "b", prefix=HINTS[:2])[0] == "p0"
 
@@ -48,7 +48,7 @@ def test_a_request_of_which_little_is_left_fits_under_the_cap() -> None:
     assert placed(d, "a", tokens=60, prefix=())[0] == "p0"
     d.submit(Ticket("b", 41, 45, prefix={4: HINTS}))
     assert d.place() == []
-    worker(d, "p0").held.update(KVCacheEvents(stored=HINTS))
+    worker(d, "p0").update_held(KVCacheEvents(stored=HINTS))
     assert [p.name for p in d.place()] == ["b"]
     d.check()
 
@@ -72,7 +72,7 @@ def test_what_a_worker_can_claim_to_hold_is_bounded_by_its_pool() -> None:
 
 def test_decode_goes_where_the_prefix_is_until_that_worker_is_much_fuller() -> None:
     d = dispatcher("p0", "d0", "d1", step_tokens=10_000)
-    worker(d, "d1").held.update(KVCacheEvents(stored=HINTS))
+    worker(d, "d1").update_held(KVCacheEvents(stored=HINTS))
     went = [placed(d, f"r{n}")[1] for n in range(PREFIX_SLACK + 3)]
     assert went == ["d1"] * (PREFIX_SLACK + 1) + ["d0", "d1"]
 
@@ -80,7 +80,7 @@ def test_decode_goes_where_the_prefix_is_until_that_worker_is_much_fuller() -> N
 def test_a_prefix_is_computed_for_the_block_sizes_of_workers_that_hold_anything() -> None:
     d = dispatcher("p0", "d0")
     assert not d.held_block_sizes
-    worker(d, "p0").held.update(KVCacheEvents(stored=HINTS))
+    worker(d, "p0").update_held(KVCacheEvents(stored=HINTS))
     assert d.held_block_sizes == {4}
     worker(d, "p0").state = "lost"
     assert not d.held_block_sizes

@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 REQUESTS, DISPATCH, WORKERS = (f"coordinator/policy/{name}.py" for name in ("requests", "dispatch", "workers"))
-T_REQUESTS, T_DISPATCH, T_WORKERS, T_JOURNAL, T_HELD = (
-    f"tests/coordinator/test_policy_{name}.py" for name in ("requests", "dispatch", "workers", "journal", "held")
+POOL = "coordinator/policy/pool.py"
+T_REQUESTS, T_DISPATCH, T_WORKERS, T_JOURNAL, T_HELD, T_PICK = (
+    f"tests/coordinator/test_policy_{name}.py"
+    for name in ("requests", "dispatch", "workers", "journal", "held", "pick")
 )
 
 
@@ -79,19 +81,25 @@ FAULTS = (
     Fault(DISPATCH, "key = (ticket.age, self._submitted)", "key = (0, self._submitted)", T_DISPATCH),
     Fault(
         DISPATCH,
-        "                if self.unservable(ticket, self.capacity()) is None:\n                    break\n",
-        "                break\n",
+        "                if self.unservable(ticket, self.capacity()) is None:\n                    pool",
+        "                if True:\n                    pool",
         T_DISPATCH,
     ),
-    Fault(DISPATCH, "w.backlog_tokens == 0 or", "False or", T_DISPATCH),
+    Fault(POOL, "self.backlog_tokens if self.backlog_tokens else _NO_LIMIT", "self.backlog_tokens", T_DISPATCH),
     Fault(
         DISPATCH,
         "if worker is not None and active.arriving:",
         "if worker is not None:",
         T_DISPATCH,
     ),
-    Fault(DISPATCH, "if w.running <= emptiest + PREFIX_SLACK else 0", "", T_HELD),
-    Fault(DISPATCH, "return -held, w.running", "return held, w.running", T_HELD),
+    Fault(DISPATCH, "(rank := min(near)) < much_fuller", "(rank := min(near))", T_HELD),
+    Fault(POOL, "        return found[::-1]\n", "        return found\n", T_PICK),
+    Fault(
+        POOL,
+        "            self._pool.grown = True\n        self.room = room",
+        "            pass\n        self.room = room",
+        T_DISPATCH,
+    ),
     Fault(DISPATCH, "self._queued_tokens -= ticket.prefill_tokens", "pass", T_DISPATCH),
     # Workers.
     Fault(
@@ -105,7 +113,7 @@ FAULTS = (
     Fault(
         WORKERS, "            self._left[worker_id] = incarnation\n", "", "tests/coordinator/test_cluster_membership.py"
     ),
-    Fault(WORKERS, "return 0 if self.load.preempted else", "return", T_DISPATCH),
+    Fault(POOL, "return 0 if load.preempted else", "return", T_DISPATCH),
     # Tokens.
     Fault("coordinator/policy/journal.py", "if known is not None and known != token:", "if False:", T_JOURNAL),
     Fault(

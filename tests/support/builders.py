@@ -14,7 +14,8 @@ from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from baton.core.step import StepOutcome, StepPlan
 from coordinator.policy.dispatch import Dispatcher
-from coordinator.policy.workers import Worker, WorkerTable
+from coordinator.policy.pool import Worker
+from coordinator.policy.workers import WorkerTable
 from decode.scheduler import DecodeScheduler
 from decode.speculation.policy import Speculation
 from prefill.scheduler import PrefillScheduler
@@ -119,8 +120,7 @@ def add_worker(
     facts: dict[str, object] = {"layout": make_layout(block_size), "max_model_len": max_tokens}
     join = make_join(name, incarnation, blocks=blocks, step_tokens=step_tokens, **facts)
     join = replace(join, max_running=max_running)
-    worker = table._workers[name] = Worker(join, 0.0, math.inf)  # past `join`: workers of a test may differ
-    return worker
+    return table.add(join, 0.0, math.inf)  # past `join`: workers of a test may differ
 
 
 def make_dispatcher(

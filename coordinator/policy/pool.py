@@ -1,0 +1,355 @@
+"""The workers of one role and what routing knows of each. Pure.
+
+A placement looks at every worker, so each keeps what decides it as two plain values: `room`, what it may still take,
+and `rank`, by which equal ones are chosen. They follow its state, its load and what is placed on it. Who holds how much
+of a prefix is found from the blocks' hints, not by asking each worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from itertools import compress
+from typing import Literal
+
+from baton.core.commands import Join, Role
+from baton.core.errors import InvariantError
+from baton.core.events import KVCacheEvents, Load
+
+WorkerState = Literal["joining", "ready", "draining", "lost"]
+BACKLOG_STEPS = 2
+AHEAD_SHARE = 8
+_NO_LIMIT = 1 << 30
+_FEW = 16
+SLOT_BITS, RUNNING_SHIFT = 24, 72
+"""Of a rank: the low bits are the slot; running sequences of a decode worker begin at the other one."""
+_BITS = bytes.maketrans(b"01", b"\0\1")
+# Hints (baton.core.prefix_keys) of a request's full blocks, by block size: the two pools may differ in it.
+Prefix = Mapping[int, tuple[bytes, ...]]
+
+
+class HeldIndex:
+    """Complete state: for each hint a mask with one bit for each worker that holds the block."""
+
+    def __init__(self) -> None:
+        self._masks: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def add(self, hint: bytes, bit: int) -> None:
+        self._masks[hint] = self._masks.get(hint, 0) | bit
+
+    def discard(self, hint: bytes, bit: int) -> None:
+        if left := self._masks.get(hint, 0) & ~bit:
+            self._masks[hint] = left
+        else:
+            self._masks.pop(hint, None)
+
+    def holders(self, prefix: tuple[bytes, ...]) -> list[tuple[int, int]]:
+        """(blocks, mask of the workers that hold just that many of the first ones), the longest first."""
+        found, so_far = [], 0
+        for count, hint in enumerate(prefix):
+            mask = self._masks.get(hint, 0)
+            if count:
+                mask &= so_far
+                if mask != so_far:
+                    found.append((count, so_far & ~mask))
+            so_far = mask
+            if not mask:
+                break
+        if so_far:
+            found.append((len(prefix), so_far))
+        return found[::-1]
+
+
+class HeldBlocks:
+    """Complete state: the hints of the blocks that one worker can reuse, at most `limit`, the size of its pool; the
+    same under its `bit` of the index.
+
+    Events take time to arrive and a block may be evicted before a request arrives, so this is advice to routing only.
+    """
+
+    def __init__(self, limit: int, index: HeldIndex | None = None, bit: int = 1) -> None:
+        self._limit, self._bit = limit, bit
+        self._index = HeldIndex() if index is None else index
+        self._hints: set[bytes] = set()
+
+    def __len__(self) -> int:
+        return len(self._hints)
+
+    def update(self, events: KVCacheEvents) -> None:
+        if events.cleared:
+            self.clear()
+        for hint in events.evicted:
+            if hint in self._hints:
+                self._hints.remove(hint)
+                self._index.discard(hint, self._bit)
+        for hint in events.stored[: max(0, self._limit - len(self._hints))]:
+            self._hints.add(hint)
+            self._index.add(hint, self._bit)
+
+    def clear(self) -> None:
+        for hint in self._hints:
+            self._index.discard(hint, self._bit)
+        self._hints.clear()
+
+    def count(self, prefix: tuple[bytes, ...]) -> int:
+        """Length in blocks of the longest prefix, given by its hints in order, that the worker holds."""
+        for count, hint in enumerate(prefix):
+            if hint not in self._hints:
+                return count
+        return len(prefix)
+
+
+class Worker:
+    """One incarnation of a worker. Times are seconds on the caller's lease clock; `drain_by` is when a draining worker
+    gives back what it still has. `load` is what it reported last.
+
+    `reserved_blocks`, `backlog_tokens`, `running` and `growth` count what the dispatcher has placed here: blocks only
+    until the KV has arrived, from then on they are part of the worker's own report; growth in blocks that the sequences
+    are expected to need yet.
+
+    `room` follows from all of these: tokens that a prefill worker may still take, blocks of a decode worker; negative
+    while it takes nothing. `rank` orders workers that would do, the lowest first: by backlog, or by running sequences
+    and reserved blocks, then by slot; one number, since it is compared with a thousand others.
+    """
+
+    def __init__(self, join: Join, since: float, lease_until: float, pool: Pool) -> None:
+        self.since = since
+        self.lease_until = lease_until
+        self.connected = True
+        self.drain_by: float | None = None
+        self.reserved_blocks = self.backlog_tokens = self.running = self.growth = 0
+        self._state: WorkerState = "ready"
+        self._load: Load | None = None
+        self._join, self._pool = join, pool
+        self.slot = pool.add(self)
+        self.held = HeldBlocks(join.blocks_total, pool.index, 1 << self.slot)
+        self.room = self.rank = 0
+        self.join = join
+
+    def __repr__(self) -> str:
+        placed = f"{self.reserved_blocks} blocks, {self.backlog_tokens} tokens, {self.running} running"
+        return f"<Worker {self.worker_id} {self.state} | {placed}>"
+
+    @property
+    def join(self) -> Join:
+        return self._join
+
+    @join.setter
+    def join(self, join: Join) -> None:
+        self._join = join
+        self.worker_id, self.role, self.incarnation = join.worker_id, join.role, join.incarnation
+        self.block_size = join.facts.layout.block_size
+        self.step_tokens = max(join.step_tokens, 1)
+        self.max_tokens = min(join.facts.max_model_len, join.blocks_total * self.block_size)
+        """The longest sequence that an idle worker can hold."""
+        running = join.max_running
+        self.max_running = running + max(running // AHEAD_SHARE, 1) if running else _NO_LIMIT
+        """Sequences that may be placed here: those that run at once, and some whose prompts compute meanwhile, so that
+        no place stays empty. The others wait in the queue, where any worker can take them."""
+        self._recount()
+
+    @property
+    def state(self) -> WorkerState:
+        return self._state
+
+    @state.setter
+    def state(self, state: WorkerState) -> None:
+        self._state = state
+        if state == "lost":
+            self._pool.remove(self)
+        self._recount()
+        self._pool.changed()
+
+    @property
+    def load(self) -> Load | None:
+        return self._load
+
+    @load.setter
+    def load(self, load: Load | None) -> None:
+        self._load = load
+        self._recount()
+
+    @property
+    def ready(self) -> bool:
+        return self._state == "ready"
+
+    @property
+    def lost(self) -> bool:
+        return self._state == "lost"
+
+    def count(self, *, backlog: int = 0, running: int = 0, reserved: int = 0, growth: int = 0) -> None:
+        """Adds to what is placed here; negative numbers take away."""
+        self.backlog_tokens += backlog
+        self.running += running
+        self.reserved_blocks += reserved
+        self.growth += growth
+        self._recount()
+
+    def update_held(self, events: KVCacheEvents) -> None:
+        self.held.update(events)
+        if self.role == "prefill":  # less may be left to compute of what found no room
+            self._pool.grown = True
+
+    def _recount(self) -> None:
+        if self.role == "prefill":
+            # An idle one takes a prompt of any length.
+            room = BACKLOG_STEPS * self.step_tokens - self.backlog_tokens if self.backlog_tokens else _NO_LIMIT
+            self.rank = self.backlog_tokens << SLOT_BITS | self.slot
+        else:
+            room = self._blocks_left() if self.running < self.max_running else -1
+            self.rank = self.running << RUNNING_SHIFT | self.reserved_blocks << SLOT_BITS | self.slot
+        if self._state != "ready":
+            room = -1
+        if room > self.room:
+            self._pool.grown = True
+        self.room = room
+
+    def _blocks_left(self) -> int:
+        """Blocks for one more sequence; 0 while preempted sequences wait for blocks."""
+        if self.running == 0:
+            return self._join.blocks_total
+        load = self._load
+        if load is None:
+            return self._join.blocks_total - self.reserved_blocks - self.growth
+        return 0 if load.preempted else load.blocks_free - self.reserved_blocks - self.growth
+
+    def row(self, now: float) -> dict[str, object]:
+        """One row of `/workers`."""
+        load = self.load or Load()
+        return {
+            "id": self.worker_id,
+            "role": self.role,
+            "tensor_parallel": self.join.facts.tensor_parallel,
+            "host": self.join.host,
+            "state": self.state,
+            "since_s": round(max(now - self.since, 0.0), 1),
+            "incarnation": self.incarnation,
+            "pids": list(self.join.pids),
+            "address": self.join.link_address or self.join.host,
+            "blocks_total": load.blocks_total or self.join.blocks_total,
+            **{name: getattr(load, name) for name in _LOAD_COLUMNS},
+            "speculation": None if load.speculation is None else asdict(load.speculation),
+        }
+
+
+_LOAD_COLUMNS = (
+    "blocks_free",
+    "running",
+    "waiting",
+    "prompt_tokens_computed",
+    "prompt_tokens_cached",
+    "tokens_generated",
+    "kv_bytes_sent",
+    "kv_bytes_received",
+    "kv_bytes_reused",
+    "steps",
+    "steps_ahead",
+    "rows_discarded",
+    "sequences",
+    "preemptions",
+    "handles_refused",
+    "stale_messages",
+    "chunks_resent",
+    "chunks_early",
+    "links_refused",
+)
+
+
+class Pool:
+    """The present workers of one role. Complete state: they, each at its slot of the index; `grown`, set when one has
+    more room than before, or when there is one more or less; and the capacity, as far as it is known."""
+
+    def __init__(self, role: Role) -> None:
+        self.role = role
+        self.workers: list[Worker] = []
+        self.index = HeldIndex()
+        self.grown = True
+        self.block_sizes: set[int] = set()
+        self._slots: list[Worker | None] = []
+        self._capacity: int | None = None
+        self._least_tokens: int | None = None
+
+    def add(self, worker: Worker) -> int:
+        """Its slot. By `Worker` alone."""
+        slot = self._slots.index(None) if None in self._slots else len(self._slots)
+        self._slots[slot : slot + 1] = [worker]
+        self.workers.append(worker)
+        self.block_sizes.add(worker.join.facts.layout.block_size)
+        self.changed()
+        return slot
+
+    def remove(self, worker: Worker) -> None:
+        if worker in self.workers:
+            self.workers.remove(worker)
+            worker.held.clear()
+            self._slots[worker.slot] = None
+            self.block_sizes = {w.block_size for w in self.workers}
+            self.changed()
+
+    def changed(self) -> None:
+        """Who is here, or the state of one."""
+        self.grown, self._capacity, self._least_tokens = True, None, None
+
+    def ranked(self, rank: int) -> Worker:
+        """The worker that has it."""
+        worker = self._slots[rank & (1 << SLOT_BITS) - 1]
+        if worker is None:
+            raise InvariantError(f"no {self.role} worker has rank {rank}")
+        return worker
+
+    @property
+    def any_ready(self) -> bool:
+        return any(w.ready for w in self.workers)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest sequence that one can hold, without draining ones: they take nothing. 0 for none."""
+        if self._capacity is None:
+            self._capacity = max((w.max_tokens for w in self.workers if w.state != "draining"), default=0)
+        return self._capacity
+
+    @property
+    def held_block_sizes(self) -> set[int]:
+        """For these a request's prefix is worth computing."""
+        return self.block_sizes if self.index else set()
+
+    def fitting(self, workers: list[Worker], tokens: int, room: Callable[[int], int]) -> list[int]:
+        """The ranks of those of its workers that can hold so many tokens and have `room(block_size)` left."""
+        if tokens > self._smallest():
+            workers = [w for w in workers if w.max_tokens >= tokens]
+        wanted = {size: room(size) for size in self.block_sizes}
+        if len(wanted) > 1:
+            return [w.rank for w in workers if w.room >= wanted[w.block_size]]
+        least = next(iter(wanted.values()), 0)
+        return [w.rank for w in workers if w.room >= least]
+
+    def holders(self, prefix: Prefix) -> Iterator[tuple[int, list[Worker]]]:
+        """(tokens, the workers that hold just that many of the prefix), the longest first."""
+        if len(self.block_sizes) == 1:
+            (size,) = self.block_sizes
+            for blocks, mask in self.index.holders(prefix.get(size, ())):
+                yield blocks * size, self._at(mask)
+            return
+        found: dict[int, list[Worker]] = {}
+        for size in self.block_sizes & set(prefix):
+            for blocks, mask in self.index.holders(prefix[size]):
+                found.setdefault(blocks * size, []).extend(w for w in self._at(mask) if w.block_size == size)
+        yield from sorted(found.items(), key=lambda entry: -entry[0])
+
+    def _smallest(self) -> int:
+        if self._least_tokens is None:
+            self._least_tokens = min((w.max_tokens for w in self.workers), default=0)
+        return self._least_tokens
+
+    def _at(self, mask: int) -> list[Worker]:
+        """Those at the slots of a mask. A bit of a slot that is empty is never set."""
+        if mask.bit_count() > _FEW:
+            return list(compress(self._slots, f"{mask:b}".encode().translate(_BITS)[::-1]))  # type: ignore[arg-type]
+        found = []
+        while mask:
+            found.append(self.ranked((mask & -mask).bit_length() - 1))
+            mask &= mask - 1
+        return found

@@ -1,0 +1,97 @@
+"""The workers that a placement picks are those that looking at each in turn would pick."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from baton.core.events import KVCacheEvents, Load
+from coordinator.policy.dispatch import PREFIX_SLACK, Dispatcher, Ticket
+from coordinator.policy.pool import BACKLOG_STEPS, Worker
+from coordinator.policy.workers import WorkerTable
+from tests.support.builders import add_worker
+
+SIZES = (4, 8)
+HINTS = {size: tuple(bytes([size, n]) for n in range(12)) for size in SIZES}
+
+
+def held_tokens(worker: Worker, ticket: Ticket) -> int:
+    return worker.held.count(ticket.prefix.get(worker.block_size, ())) * worker.block_size
+
+
+def plain_prefill(table: WorkerTable, ticket: Ticket) -> str | None:
+    """The twin of Dispatcher._pick_prefill."""
+    scored = []
+    for worker in table.present():
+        to_compute = max(1, ticket.prefill_tokens - held_tokens(worker, ticket))
+        backlog = worker.backlog_tokens
+        under_cap = backlog == 0 or backlog + to_compute <= BACKLOG_STEPS * worker.step_tokens
+        if worker.ready and worker.role == "prefill" and under_cap and ticket.prefill_tokens <= worker.max_tokens:
+            scored.append((backlog + to_compute, backlog, worker.slot, worker.worker_id))
+    return min(scored)[-1] if scored else None
+
+
+def plain_decode(dispatcher: Dispatcher, table: WorkerTable, ticket: Ticket) -> tuple[str | None, str | None]:
+    """The twin of Dispatcher._pick_decode."""
+    fits = []
+    for worker in table.present():
+        size = worker.block_size
+        blocks = dispatcher.expectation.blocks(ticket.prefill_tokens, ticket.total_tokens, size)
+        left = worker.load.blocks_free if worker.load else worker.join.blocks_total
+        left = left - worker.reserved_blocks - worker.growth
+        if worker.load and worker.load.preempted:
+            left = 0
+        if worker.running == 0:
+            left = worker.join.blocks_total
+        holds = worker.running < worker.max_running and ticket.total_tokens <= worker.max_tokens
+        if worker.ready and worker.role == "decode" and holds and blocks <= left:
+            fits.append(worker)
+    emptiest = min((w.running for w in fits), default=0)
+
+    def score(w: Worker) -> tuple[int, ...]:
+        held = held_tokens(w, ticket) if w.running <= emptiest + PREFIX_SLACK else 0
+        return -held, w.running, w.reserved_blocks, w.slot
+
+    names = [w.worker_id for w in sorted(fits, key=score)][:2]
+    return (*names, None, None)[:2]  # type: ignore[return-value]
+
+
+def disturb(dice: random.Random, table: WorkerTable, name: str, sizes: tuple[int, ...]) -> None:
+    worker = table.get(name)
+    if worker is None or dice.random() < 0.1:
+        limits = {"blocks": dice.choice((20, 60, 200)), "step_tokens": dice.choice((20, 60))}
+        add_worker(table, name, block_size=dice.choice(sizes), max_running=dice.choice((0, 3)), **limits)
+        return
+    size, what = worker.block_size, dice.randrange(5)
+    if what == 0:
+        worker.state = dice.choice(("ready", "ready", "joining", "draining", "lost"))
+    elif what == 1:
+        worker.load = Load(blocks_free=dice.randrange(worker.join.blocks_total), preempted=dice.random() < 0.2)
+    elif what == 2:
+        evicted = tuple(dice.sample(HINTS[size], 3))
+        worker.update_held(KVCacheEvents(HINTS[size][: dice.randrange(12)], evicted, dice.random() < 0.1))
+    else:
+        change = {"backlog": dice.randrange(40), "running": dice.randrange(4), "reserved": dice.randrange(6)}
+        worker.count(**change, growth=dice.randrange(4))
+
+
+@pytest.mark.parametrize("sizes", [SIZES, SIZES[:1]], ids=str)
+@pytest.mark.parametrize("workers", [24, 2])
+def test_the_pick_is_that_of_looking_at_each(workers: int, sizes: tuple[int, ...]) -> None:
+    dice, table = random.Random(workers), WorkerTable(3.0)
+    dispatcher = Dispatcher(table, 100, 10_000)
+    names = [f"{role}{n}" for role in "pd" for n in range(workers)]
+    found = {"of a prefix": 0, "no decode": 0, "no prefill": 0}
+    for turn in range(1500):
+        disturb(dice, table, dice.choice(names), sizes)
+        prefix = {size: hints[: dice.randrange(12)] for size, hints in HINTS.items()}
+        tokens = dice.randrange(1, 120)
+        ticket = Ticket(f"r{turn}", tokens, tokens + dice.randrange(200), prefix=prefix)  # type: ignore[arg-type]
+        prefill, decode = dispatcher._pick_prefill(ticket), dispatcher._pick_decode(ticket)
+        assert (prefill.worker_id if prefill else None) == plain_prefill(table, ticket), turn
+        assert decode == plain_decode(dispatcher, table, ticket), turn
+        found["of a prefix"] += prefill is not None and held_tokens(prefill, ticket) > 0
+        found["no prefill"] += prefill is None
+        found["no decode"] += decode[0] is None
+    assert found["of a prefix"] > 50 and (workers > 2 or min(found.values()) > 50), found
