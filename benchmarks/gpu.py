@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py [--stage N ...] [--out benchmarks/results/gpu.md] [--wheels DIR]
     python benchmarks/gpu.py --rehearse          every stage on the CPU: Gloo, Triton's interpreter, tiny shapes
+    python benchmarks/gpu.py --rehearse --quick  the same without what only repeats a part with another setting
     python benchmarks/gpu.py --prepare DIR       downloads the wheels that a machine without network may lack
 
 1 environment     versions, devices, a compiler for Triton, missing modules by name
@@ -38,7 +39,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "results" / "gpu.md"
 REHEARSAL_OUT = ROOT / "benchmarks" / "results" / "gpu-rehearsal.md"
-REHEARSAL = "BATON_REHEARSE"
+REHEARSAL, QUICK = "BATON_REHEARSE", "BATON_REHEARSE_QUICK"
 FAULT = "BATON_GPU_FAULT"
 """For the script's own tests: `N:fail` or `N:hang` makes stage N do so."""
 _GRACE_S = 2.0
@@ -208,6 +209,7 @@ def main() -> int:
     parser.add_argument("--stage", type=int, nargs="+", choices=[stage.number for stage in STAGES], metavar="N")
     parser.add_argument("--out", type=Path, help="the report")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU")
+    parser.add_argument("--quick", action="store_true", help="with --rehearse: nothing twice")
     parser.add_argument("--wheels", type=Path, default=ROOT / ".wheels", help="what --prepare has downloaded")
     parser.add_argument("--prepare", type=Path, metavar="DIR", help="download wheels into DIR, and nothing else")
     parser.add_argument("--python", default="3.12", help="of the machine that --prepare is for")
@@ -218,6 +220,8 @@ def main() -> int:
             parser.error(f"--prepare {arguments.prepare} is no folder")
         prepare(arguments.prepare, arguments.python)
         return 0
+    if arguments.quick and not arguments.rehearse:
+        parser.error("--quick goes with --rehearse")
     if not 0 < arguments.limit_factor < math.inf:
         parser.error("--limit-factor is a positive number")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that a stage is ended, too
@@ -234,6 +238,7 @@ def main() -> int:
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     if arguments.rehearse:
         environment |= {REHEARSAL: "1", "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment[QUICK] = str(int(arguments.quick))
     results: dict[Stage, str] = {}
     with tempfile.TemporaryDirectory(prefix="baton-gpu-") as directory:
         if arguments.wheels.is_dir() and not arguments.rehearse:

@@ -1,17 +1,13 @@
 """One thread per library and Triton's interpreter where there is no GPU (both set before any test imports torch), and
-the same Hypothesis examples in every run; and `--part`, for `make test`."""
+the same Hypothesis examples in every run. Tests side by side keep off each other's cores where there are enough."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-from pathlib import Path
-
-import pytest
 
 from baton.process import limit_name_lookups
-from tests.parts import runs_beside
 
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
@@ -41,23 +37,13 @@ with contextlib.suppress(ImportError):  # tests/gpu does without
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    text = "only the tests that may run beside others, or only those that run alone"
-    parser.addoption("--part", choices=("beside", "alone"), help=text)
+def take_cores(worker: int, workers: int) -> None:
+    """A cluster pins its workers to the first cores it may use, so each test process gets cores of its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // workers
+    if share > 1:
+        os.sched_setaffinity(0, cores[worker * share : (worker + 1) * share])
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The other part's files are not even imported, unless one is named."""
-    part = config.getoption("--part")
-    if part is None or not collection_path.match("test_*.py"):
-        return None
-    named = any((config.invocation_params.dir / arg.partition("::")[0]) == collection_path for arg in config.args)
-    return True if not named and runs_beside(collection_path) != (part == "beside") else None
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part = config.getoption("--part")
-    if part is not None:
-        others = [item for item in items if runs_beside(item.path) != (part == "beside")]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if runs_beside(item.path) == (part == "beside")]
+if "PYTEST_XDIST_WORKER" in os.environ and hasattr(os, "sched_setaffinity"):
+    take_cores(int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))

@@ -15,19 +15,19 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.serving import commit, machine
-from tools.run_tests import run_all
+from tools.run_tests import run
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "results" / "test-long-run.md"
 SELECTED = ("-m", "not gpu")
-_KEPT = re.compile(
-    r"--- |=+ .*(passed|failed|error)|passed: |FAILED|ERROR tests/|SKIPPED|\d+\.\d+s (call|setup|teardown) "
-)
+_KEPT = re.compile(r"=* ?\d+ .*(passed|failed|error)|FAILED|ERROR tests/|SKIPPED|\d+\.\d+s (call|setup|teardown) ")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def main() -> int:
     began = commit()
-    code, lines = run_all([*SELECTED, *sys.argv[1:]])
+    code, printed = run([*SELECTED, *sys.argv[1:]])
+    lines = _COLOUR.sub("", printed).splitlines()
     shown = " ".join(["python tools/test_long.py", *sys.argv[1:]])
     kept = "\n".join(line for line in lines if _KEPT.match(line)).replace(f"{ROOT}/", "")
     OUT.write_text(

@@ -28,8 +28,9 @@ def rehearse(out: Path, *arguments: str, **environment: str) -> tuple[int, str]:
 
 
 @pytest.mark.timeout(900)
-def test_all_eight_stages_run_without_a_gpu(tmp_path: Path) -> None:
-    code, report = rehearse(tmp_path / "report.md", "--limit-factor", "3")
+@pytest.mark.parametrize("quick", [("--quick",), pytest.param((), marks=pytest.mark.long)], ids=["quick", "whole"])
+def test_all_eight_stages_run_without_a_gpu(quick: tuple[str, ...], tmp_path: Path) -> None:
+    code, report = rehearse(tmp_path / "report.md", "--limit-factor", "3", *quick)
     for section in report.split("\n## ")[1 : len(STAGES) + 1]:
         assert "): **ok** after" in section, section
     for stage in STAGES:

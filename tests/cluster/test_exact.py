@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
 COUNT = 48
 SAMPLED = {"temperature": 0.8, "seed": 1234, "top_p": 0.95}
-CHUNKS = [pytest.param(c, marks=[] if c in (7, 512) else pytest.mark.long) for c in (7, 16, 64, 512)]
+CHUNKS = [pytest.param(c, marks=[] if c == 7 else pytest.mark.long) for c in (7, 16, 64, 512)]
 
 
 def prompt(seed: int, length: int) -> list[int]:

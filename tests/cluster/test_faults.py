@@ -107,7 +107,7 @@ async def test_a_prompt_outlives_its_decode_worker(running: FaultCluster, client
 
 
 @pytest.mark.parametrize("times", TIMES)
-@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("victim", [pytest.param("prefill-0", marks=pytest.mark.long), "decode-0"])
 async def test_stopped_for_ten_seconds(running: FaultCluster, client: Client, victim: str, times: int) -> None:
     """SIGSTOP in the middle of a transfer: seen within 5 s; when it goes on it is fenced and joins anew, unless
     its other ranks have ended the worker meanwhile."""

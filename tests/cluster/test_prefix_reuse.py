@@ -69,7 +69,7 @@ def cached(answer: Any) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("block_size", [16, pytest.param(32, marks=pytest.mark.long)])
 async def test_second_turn_computes_and_ships_only_what_is_new(
     model: Path, plain: Cluster, caching: Cluster, block_size: int
 ) -> None:

@@ -86,7 +86,7 @@ async def killer(running: FaultCluster, seed: int, until: float, spare: int) -> 
 @pytest.mark.parametrize(
     ("requests", "seconds", "tp"),
     [
-        (50, 21.0, 1),
+        pytest.param(50, 21.0, 1, marks=pytest.mark.long),  # test_recovery.py has kills at random in every run
         pytest.param(1000, 120.0, 1, marks=pytest.mark.long),
         # Workers of two ranks take longer to come back than the next kill takes to come: one of each role stays.
         pytest.param(300, 120.0, 2, marks=pytest.mark.long),

@@ -38,11 +38,10 @@ def kill_and_await(running: Cluster, name: str, victim: int) -> None:
 def test_a_restarted_worker_serves_as_before(tmp_path: Path) -> None:
     with cluster("builtin", run_dir=tmp_path / "run", exact=True, draft="ngram") as running:
         first = answer(running)
-        for name, role in (("prefill-0", "prefill"), ("decode-0", "decode")):
-            parent, rank = agent(running, name), running.pids(name)[0]
-            assert command_line(rank)[1:4] == ["-u", "-m", role] and os.getsid(rank) == rank != os.getsid(parent)
-            kill_and_await(running, name, rank)
-            assert not {parent, rank} & set(running.processes()) and answer(running) == first
+        parent, rank = agent(running, "decode-0"), running.pids("decode-0")[0]
+        assert command_line(rank)[1:4] == ["-u", "-m", "decode"] and os.getsid(rank) == rank != os.getsid(parent)
+        kill_and_await(running, "decode-0", rank)
+        assert not {parent, rank} & set(running.processes()) and answer(running) == first
         parent, rank = agent(running, "prefill-0"), running.pids("prefill-0")[0]
         kill_and_await(running, "prefill-0", parent)  # a killed agent takes its rank along
         assert not {parent, rank} & set(running.processes()) and answer(running) == first
@@ -55,5 +54,4 @@ def test_it_leaves_by_a_drain_and_by_sigterm(tmp_path: Path) -> None:
         running.kill(parent, signal.SIGTERM)
         running.wait_until(lambda c: parent not in c.processes(), "an end of the agent")
         running.wait_until(lambda c: "prefill-0     left" in c.output.read_text(), "the leaving")
-        kill_and_await(running, "decode-0", running.pids("decode-0")[0])
         assert answer(running)

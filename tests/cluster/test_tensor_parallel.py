@@ -140,7 +140,7 @@ def test_two_ranks_join_as_one_worker_compute_as_one_and_drain(jobs: Jobs) -> No
     assert all(map(gone, pids))
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_killed_rank_ends_its_worker_at_once_and_says_so(jobs: Jobs, victim: int) -> None:
     prefill = jobs.start("prefill", 2)
     pids = jobs.await_state("prefill", "ready")["pids"]

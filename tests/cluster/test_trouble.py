@@ -95,6 +95,7 @@ async def test_a_client_that_leaves_frees_both_pools(running: Cluster) -> None:
         assert len(await client.tokens([5] * 10, 8)) == 8
 
 
+@pytest.mark.long  # test_recovery.py does the same with fewer streams
 async def test_streams_of_a_killed_decode_worker_go_on_elsewhere(running: Cluster) -> None:
     async with Client(running) as client:
         streams = [asyncio.create_task(_outcome(client, [n + 1] * 30, 2500)) for n in range(8)]

@@ -169,6 +169,7 @@ def test_the_emitted_slurm_script_serves_a_request(tmp_path: Path, scripts: Scri
 
 
 @pytest.mark.cluster
+@pytest.mark.long
 def test_the_slurm_script_beside_the_package_serves_a_request(
     tmp_path: Path, scripts: Scripts, slurm: dict[str, str]
 ) -> None:

@@ -133,7 +133,7 @@ def test_a_stdout_that_cannot_be_written_changes_nothing_else(tmp_path: Path, mo
         cluster.destroy()
 
 
-@pytest.mark.parametrize("agent", ["", "1"])
+@pytest.mark.parametrize("agent", ["", pytest.param("1", marks=pytest.mark.long)])
 def test_a_log_that_cannot_be_written_later_ends_nobody(start, agent: str) -> None:
     cluster = wait_ready(start(env={"FAKE_AGENT": agent}))
     log = cluster.run_dir / "decode-0.log"

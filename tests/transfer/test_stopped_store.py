@@ -56,7 +56,7 @@ def elsewhere() -> Iterator[StoreProcess]:
     made.process.communicate()
 
 
-@pytest.mark.parametrize("when", ["before", "meanwhile"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.long), "meanwhile"])
 async def test_an_edge_ends_while_its_store_is_stopped(elsewhere: StoreProcess, when: str) -> None:
     edge = elsewhere.edge()
     if when == "before":

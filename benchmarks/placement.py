@@ -1,0 +1,216 @@
+"""What routing costs a coordinator as the cluster grows: a placement, a token's event, a head that has to wait, joins.
+
+    python benchmarks/placement.py                   10 to 1,000 workers with 20 active requests for each
+    python benchmarks/placement.py --plot FILE.png   draws it too (needs matplotlib)
+    python benchmarks/placement.py --before DIR      the same of another checkout, by turns
+
+Half of the workers are prefill workers. Requests have 1,100 tokens of prompt; "shared" ones begin with 1,024 tokens of
+which the workers hold all, or the first half, or a little. Placing one is all that `Dispatcher.place` does for a new
+request. Joins are those of workers in another process, over gRPC on loopback, to a coordinator with its lease clock;
+`ready` is when the last of them has its welcome. Writes `benchmarks/results/placement.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = (10, 30, 100, 300, 1000)
+ACTIVE_PER_WORKER, PROMPT, TOTAL, BLOCK, TIMES = 20, 1100, 1500, 16, 1000
+OUT = ROOT / "benchmarks" / "results" / "placement.md"
+LIMIT_S = 120.0
+
+
+def measure(workers: int, shared: bool) -> dict[str, float]:
+    """Microseconds."""
+    from baton.core.events import KVCacheEvents, Load
+    from coordinator.policy.dispatch import Dispatcher, Ticket
+    from coordinator.policy.workers import WorkerTable
+    from tests.support.builders import add_worker
+
+    table, dice = WorkerTable(3.0), random.Random(1)
+    decodes = []
+    hints = tuple(n.to_bytes(8, "big") for n in range(PROMPT // BLOCK))
+    for n in range(workers // 2):
+        made = [add_worker(table, f"{role}{n}", blocks=10**5, block_size=BLOCK, step_tokens=10**6) for role in "pd"]
+        decodes.append(made[1])
+        for worker in made if shared else ():
+            events = KVCacheEvents(stored=hints[: dice.choice((64, 64, 64, 32, 5))])
+            getattr(worker, "update_held", worker.held.update)(events)
+    dispatcher = Dispatcher(table, 10**6, 1 << 40)
+    prefix = {BLOCK: hints} if shared else {}
+    active = workers * ACTIVE_PER_WORKER
+
+    def start(name: str) -> float:
+        dispatcher.submit(Ticket(name, PROMPT, TOTAL, prefix=prefix))  # type: ignore[arg-type]
+        began = time.perf_counter()
+        placed = dispatcher.place()
+        took = time.perf_counter() - began
+        if len(placed) != 1:
+            raise SystemExit(f"{len(placed)} requests were placed, not one")
+        dispatcher.prefilled(name)  # type: ignore[arg-type]
+        dispatcher.handed_over(name)  # type: ignore[arg-type]
+        return took * 1e6
+
+    for n in range(active):
+        start(f"r{n}")
+    for worker in decodes:
+        worker.load = Load(blocks_free=5000)
+    places, tokens = [], []
+    for n in range(TIMES):
+        places.append(start(f"n{n}"))
+        began = time.perf_counter()
+        for produced in range(1, 33):
+            dispatcher.produced(f"n{n}", produced)  # type: ignore[arg-type]
+        tokens.append((time.perf_counter() - began) * 1e6 / 32)
+        dispatcher.finish(f"r{n % active}" if n < active else f"n{n - active}")  # type: ignore[arg-type]
+    for worker in decodes:
+        worker.load = Load(blocks_free=0)
+    dispatcher.submit(Ticket("head", PROMPT, TOTAL))  # type: ignore[arg-type]
+    dispatcher.place()
+    began = time.perf_counter()
+    for _ in range(100):
+        dispatcher.place()
+    places.sort()
+    return {
+        "p50": places[TIMES // 2],
+        "p99": places[TIMES * 99 // 100],
+        "token": sorted(tokens)[TIMES // 2],
+        "head": (time.perf_counter() - began) * 1e4,
+    }
+
+
+async def joins(workers: int, tree: Path) -> float:
+    """Seconds from the first dial to the last welcome."""
+    from coordinator.cluster import Cluster
+    from coordinator.control import serve_control
+
+    cluster = Cluster(3.0, 100, 1000)
+    server, port = await serve_control(cluster, "127.0.0.1", 0)
+    tick = asyncio.create_task(cluster.tick())
+    command = [sys.executable, __file__, "--tree", str(tree), "--join", str(port), str(workers)]
+    child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        said, _ = await asyncio.wait_for(child.communicate(), LIMIT_S)
+        return float(said)
+    finally:
+        tick.cancel()
+        await server.stop(0)
+
+
+async def join(port: int, count: int) -> None:
+    """The workers' process: prints the seconds. They stay until all are there."""
+    from tests.support.fake_workers import FakeWorker
+
+    names = [f"{'pd'[n % 2]}{n}" for n in range(count)]
+    workers = [FakeWorker(name, SimpleNamespace(port=port)) for name in names]  # type: ignore[arg-type]
+    began = time.monotonic()
+    for worker in workers:
+        worker.start()
+    while not all(worker.welcomes for worker in workers):
+        await asyncio.sleep(0.02)
+    print(time.monotonic() - began, flush=True)
+    for worker in workers:
+        await worker.stop()
+
+
+def one_run(tree: Path, most: int) -> dict[str, Any]:
+    rows = [
+        {"workers": n, "own": measure(n, False), "shared": measure(n, True), "join_s": asyncio.run(joins(n, tree))}
+        for n in SIZES
+        if n <= most
+    ]
+    return {"rows": rows}
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| workers | active | place, own prompts, p50 (p99) | place, shared prefix, p50 (p99) | a token's event |"
+        " a head that waits | all have joined after |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        own, shared = row["own"], row["shared"]
+        lines.append(
+            f"| {row['workers']} | {row['workers'] * ACTIVE_PER_WORKER} | {own['p50']:.0f} us ({own['p99']:.0f}) |"
+            f" {shared['p50']:.0f} us ({shared['p99']:.0f}) | {own['token']:.1f} us | {own['head']:.0f} us |"
+            f" {row['join_s']:.2f} s |"
+        )
+    return lines
+
+
+def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    import matplotlib  # type: ignore[import-not-found]
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # type: ignore[import-not-found]
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4))
+    for name, rows in runs.items():
+        sizes = [row["workers"] for row in rows]
+        for kind, style in (("own", "-"), ("shared", "--")):
+            axes[0].plot(sizes, [row[kind]["p50"] for row in rows], style, marker="o", label=f"{name}, {kind} prompts")
+        axes[1].plot(sizes, [row["join_s"] for row in rows], marker="o", label=name)
+    axes[0].axhline(200, color="grey", linewidth=0.8)
+    axes[0].set(xscale="log", yscale="log", xlabel="workers", ylabel="one placement, us (p50)")
+    axes[1].set(xscale="log", yscale="log", xlabel="workers", ylabel="all have joined, s")
+    for axis in axes:
+        axis.legend()
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, help="another checkout, measured too")
+    parser.add_argument("--most", type=int, default=SIZES[-1], help="workers")
+    parser.add_argument("--before-most", type=int, default=100, help="workers of the other checkout")
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--join", nargs=2, type=int, metavar=("PORT", "COUNT"), help=argparse.SUPPRESS)
+    parser.add_argument("--tree", type=Path, default=ROOT, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    sys.path.insert(0, str(options.tree))
+    if options.join:
+        asyncio.run(join(*options.join))
+        return
+    if options.tree != ROOT:  # asked by another one
+        print(json.dumps(one_run(options.tree, options.most)))
+        return
+    from benchmarks.serving import commit, machine
+
+    runs = {}
+    if options.before:
+        told = subprocess.run(
+            [sys.executable, __file__, "--tree", str(options.before.resolve()), "--most", str(options.before_most)],
+            cwd=options.before,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        runs["before"] = json.loads(told.splitlines()[-1])["rows"]
+    runs["now"] = one_run(options.tree, options.most)["rows"]
+    if options.plot:
+        plot(runs, options.plot)
+    command = "python benchmarks/placement.py" + (" --before DIR" if options.before else "")
+    today = datetime.date.today().isoformat()
+    head = ["# Routing over workers", "", f"    {command}", "", f"Commit {commit()}, {today}. {machine()}.", ""]
+    for name, rows in runs.items():
+        head += [f"## {name.capitalize()}", "", *table(rows), ""]
+    options.out.write_text("\n".join(head))
+    print("\n".join(head))
+
+
+if __name__ == "__main__":
+    main()
