@@ -76,14 +76,32 @@ class Pipeline:
         return (begin(choice) for choice in range(1, submission.n))
 
     async def _choice(self, submission: Submission, in_flight: InFlight) -> AsyncGenerator[Delta, None]:
-        reason = "the client left"
+        request, text, read, reason = in_flight.request, self._text(submission), 0, "the client left"
+        journal = request.journal
         # One timer for the whole choice, not one for each wait: waits are as many as steps.
-        remaining = in_flight.request.deadline_at - time.monotonic()
-        timer = asyncio.get_running_loop().call_later(remaining, in_flight.expire)
+        timer = asyncio.get_running_loop().call_later(request.deadline_at - time.monotonic(), in_flight.expire)
         try:
-            async for delta in self._deltas(in_flight, self._text(submission)):
-                if delta.finish_reason is not None:
-                    reason = "done"
+            while reason != "done":
+                await self._wait(in_flight, read)
+                if request.error is not None and read == journal.next_index:
+                    raise request.error
+                fresh = tuple(journal.tokens[read:])
+                ends = journal.finish == "stop"
+                piece = text.push(fresh[:-1] if ends else fresh)  # the token that ends a choice is no part of its text
+                tokens = fresh if piece.stopped is None else fresh[: piece.consumed]
+                delta = Delta(
+                    piece.text,
+                    tokens,
+                    logprobs=tuple(journal.logprobs[read : read + len(tokens)]),
+                    prompt_logprobs=None if read else journal.prompt_logprobs,
+                )
+                read += len(tokens)
+                if piece.stopped is not None:
+                    delta, reason = _last(request, delta, read, piece.stopped), "done"
+                elif journal.finish is not None and read == journal.next_index:
+                    delta = replace(delta, text=piece.text + text.finish())
+                    delta, reason = _last(request, delta, read, text.stopped), "done"
+                if reason == "done":
                     # Everything is known: free both pools before the client has read the last delta.
                     self._cluster.end(in_flight, "stop string" if isinstance(delta.stop_reason, str) else reason)
                 yield delta
@@ -93,33 +111,6 @@ class Pipeline:
         finally:
             timer.cancel()
             self._cluster.end(in_flight, reason)
-
-    async def _deltas(self, in_flight: InFlight, text: TextStream) -> AsyncGenerator[Delta, None]:
-        request, read = in_flight.request, 0
-        journal = request.journal
-        while True:
-            await self._wait(in_flight, read)
-            if request.error is not None and read == journal.next_index:
-                raise request.error
-            fresh = tuple(journal.tokens[read:])
-            ends = journal.finish == "stop"
-            piece = text.push(fresh[:-1] if ends else fresh)  # the token that ends a choice is no part of its text
-            tokens = fresh if piece.stopped is None else fresh[: piece.consumed]
-            delta = Delta(
-                piece.text,
-                tokens,
-                logprobs=tuple(journal.logprobs[read : read + len(tokens)]),
-                prompt_logprobs=None if read else journal.prompt_logprobs,
-            )
-            read += len(tokens)
-            if piece.stopped is not None:
-                yield _last(request, delta, read, piece.stopped)
-                return
-            if journal.finish is not None and read == journal.next_index:
-                rest = text.finish()
-                yield _last(request, replace(delta, text=piece.text + rest), read, text.stopped)
-                return
-            yield delta
 
     def _text(self, submission: Submission) -> TextStream:
         return TextStream(self._vocabulary, submission.stop, submission.sampling.min_tokens)

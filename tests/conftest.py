@@ -22,6 +22,8 @@ def has_cuda() -> bool:
     return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # else a child that a test forks may abort before it execs
+
 if not has_cuda():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -319,6 +319,27 @@ def _request_value(message: types_pb2.SequenceRequest) -> request.GenerateReques
     )
 
 
+def _token_event_value(message: worker_pb2.TokenEvent) -> events.TokenEvent:
+    """By hand: a coordinator reads one for every sequence in every step."""
+    if not message.HasField("sequence"):
+        raise InvalidRequest("TokenEvent has no sequence", param="sequence")
+    sequence = message.sequence
+    return events.TokenEvent(
+        request.SequenceId(sequence.request_id, sequence.choice, sequence.attempt),
+        message.first_index,
+        tuple(message.tokens[:]),
+        _token_logprobs(message.logprobs) if message.logprobs else (),
+        _token_logprobs(message.prompt_logprobs) if message.prompt_logprobs else (),
+        message.cached_tokens,
+        _reader(events.SpeculationCounters)(message.speculation) if message.HasField("speculation") else None,
+    )
+
+
+def _token_logprobs(entries: Any) -> tuple[request.TokenLogprob, ...]:
+    read = _reader(request.TokenLogprob)
+    return tuple([read(entry) for entry in entries])
+
+
 _WRITTEN_BY_HAND: dict[type, Callable[[Any], Any]] = {
     request.GenerateRequest: _request_message,
     request.SamplingParams: _sampling_message,
@@ -326,4 +347,5 @@ _WRITTEN_BY_HAND: dict[type, Callable[[Any], Any]] = {
 _READ_BY_HAND: dict[type, Callable[[Any], Any]] = {
     request.GenerateRequest: _request_value,
     request.SamplingParams: _sampling_value,
+    events.TokenEvent: _token_event_value,
 }

@@ -30,6 +30,7 @@ from coordinator.submission import Delta, Generator, Submission, Usage
 ABORT = "baton.abort"
 SLICE_BYTES = 256 * 1024
 _TURN_S = 0.001
+_NOT_SHOWN = Usage(0, 0)
 _SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -163,15 +164,16 @@ class GenerationResponse(Response):
         try:
             while more:
                 more = counted.add(delta)
+                usage = counted.usage if render.continuous_usage else _NOT_SHOWN
                 large = off_loop.is_large([delta])
                 if delta.choice not in opened:
                     opened.add(delta.choice)
                     of_prompt = large or render.has_large_opening
-                    body += await off_loop.make(of_prompt, render.opening, delta, counted.usage)
+                    body += await off_loop.make(of_prompt, render.opening, delta, usage)
                 if delta.finish_reason is not None:
-                    body += await off_loop.make(large, render.last, delta, counted.usage)
+                    body += await off_loop.make(large, render.last, delta, usage)
                 elif render.tells(delta):
-                    body += await off_loop.make(large, render.text, delta, counted.usage)
+                    body += await off_loop.make(large, render.text, delta, usage)
                 if body and more:
                     await self._write(send, body)
                     body = b""

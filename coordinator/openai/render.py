@@ -52,6 +52,8 @@ class Render:
 
     def __init__(self, head: Head) -> None:
         self._head = head
+        self.continuous_usage = head.continuous_usage
+        """Whether every event shows the usage so far; else what it is given as such does not matter."""
         self._prefix = b"data: " + orjson.dumps(self._base(self.chunk_object))[:-1] + b',"choices":['
         self._open_usage = b'],"usage":null}\n\n' if head.include_usage else b"]}\n\n"
 

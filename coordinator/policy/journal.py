@@ -94,6 +94,8 @@ class Journal:
             raise InvariantError(f"{self.request.request_id}: {what}")
         if params.prompt_logprobs is not None and len(prompt_logprobs) == len(self.request.prompt) - 1:
             self.prompt_logprobs = prompt_logprobs
+        if first_index == len(self.tokens) and not self._held and self.finish is None:
+            return self._append(tokens, logprobs)
         for offset, token in enumerate(tokens):
             index = first_index + offset
             known = self.tokens[index] if index < len(self.tokens) else self._held.get(index, (None,))[0]
@@ -117,3 +119,15 @@ class Journal:
         if len(self.tokens) == start:
             return "held" if self._held else "repeat"
         return Appended(start, tuple(self.tokens[start:]), self.finish)
+
+    def _append(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> Verdict:
+        """What `accept` does with tokens that are all next, as nearly all are."""
+        start = len(self.tokens)
+        for token in tokens:
+            self.tokens.append(token)
+            self.finish = finish_reason(self.request, len(self.tokens), token)
+            if self.finish is not None:
+                break
+        count = len(self.tokens) - start
+        self.logprobs.extend(logprobs[:count])
+        return Appended(start, tokens[:count], self.finish) if count else "repeat"

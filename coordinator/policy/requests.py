@@ -172,15 +172,15 @@ class Request:
     earlier_stamps: StageStamps = field(default_factory=StageStamps)
     speculation: SpeculationCounters | None = None
     earlier_speculation: SpeculationCounters | None = None
+    name: ChoiceId = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.journal.request.choice_id
 
     @property
     def request(self) -> GenerateRequest:
         """As of the last prefill: with the output so far of that time."""
         return self.journal.request
-
-    @property
-    def name(self) -> ChoiceId:
-        return self.journal.request.choice_id
 
     @property
     def sequence(self) -> SequenceId:
@@ -426,6 +426,8 @@ class Requests:
 
     def _decoding(self, r: Request, worker: str) -> None:
         """A decode worker has all KV, whoever said so first."""
+        if r.stage is Stage.DECODE and r.decode_worker == worker:
+            return
         r.decode_worker = worker
         if r.stage is not Stage.DECODE:
             self._move(r, Stage.DECODE)
@@ -484,7 +486,7 @@ class Requests:
     def _find(self, sequence: SequenceId) -> Request | None:
         """The request that a worker's event is about, unless the event is of an attempt that is over."""
         r = self._requests.get(sequence.choice_id)
-        return None if r is None or r.sequence != sequence or r.stage is Stage.QUEUED else r
+        return None if r is None or r.journal.attempt != sequence.attempt or r.stage is Stage.QUEUED else r
 
     def _stale(self, worker: str, sequence: SequenceId) -> list[Action]:
         self.stale_events += 1

@@ -104,8 +104,9 @@ class Agent:
         environment |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{where}", "TMPDIR": str(where / "tmp"), **variables}
         with self.log.open("wb") as log:
             options: dict[str, Any] = {"stdout": log, "stderr": log, "env": environment, "cwd": where}
-            options["preexec_fn"] = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup is inherited
+            before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup is inherited
             self.process = subprocess.Popen([sys.executable, "-P", *words], **options)
+            signal.signal(signal.SIGHUP, before)
 
     @property
     def said(self) -> str:
