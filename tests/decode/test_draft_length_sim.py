@@ -66,7 +66,7 @@ def test_where_guesses_pay_the_choice_is_as_good_as_the_best_fixed_number(
     assert min(speeds) > 0.96 * best
 
 
-@pytest.mark.parametrize("seed", [3, 8, 20])
+@pytest.mark.parametrize("seed", [3, *(pytest.param(n, marks=pytest.mark.long) for n in (8, 20))])
 def test_a_run_of_wrong_guesses_is_not_the_end_of_guessing(seed: int) -> None:
     """With the noise of these seeds one client's answers once got no draft tokens for the rest of the work: what was
     believed fell a little below what pays, and a trial to find out that it is above costs more than an answer saves."""
@@ -89,7 +89,7 @@ def test_where_no_guess_pays_a_draft_costs_hardly_more_than_none(
     assert found.speed > 0.985 * plain.speed
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
 def test_what_planning_guesses_takes_is_part_of_their_price(seed: int) -> None:
     """Here two draft tokens are worth their passes, but not what they add to what surrounds a step."""
     prices = Prices(around_s=0.1e-3, around_draft_tokens_s=0.3e-3, behind_s=0.016e-3)
@@ -101,7 +101,7 @@ def test_what_planning_guesses_takes_is_part_of_their_price(seed: int) -> None:
     assert serve(text, prices, seed=seed).speed > 0.96 * plain.speed
 
 
-@pytest.mark.parametrize("seed", range(1, 11))
+@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(n, marks=pytest.mark.long) for n in range(3, 11))])
 def test_a_new_worker_finds_out_what_guesses_are_worth_either_way(seed: int) -> None:
     """Plain steps are so cheap here that draft tokens, by what is believed at first, do not pay."""
     prices = Prices(0.55e-3, 0.1e-3, 0.12e-3, 0.23e-3, 0.07e-3, behind_s=0.02e-3, around_s=0.12e-3)
