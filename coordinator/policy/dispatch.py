@@ -19,7 +19,6 @@ import itertools
 from bisect import bisect_left, insort
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 
 from baton.core.commands import Role
 from baton.core.errors import ContextLengthExceeded, DuplicateRequest, InvariantError, Unavailable
@@ -309,7 +308,7 @@ class Dispatcher:
             need = max(1, tokens - held)
             if best is not None and best[0] < need:
                 break  # whoever holds less has more to compute, even without a backlog
-            rank = min(pool.fitting(workers, tokens, lambda size, need=need: need), default=None)  # type: ignore[misc]
+            rank = min(pool.fitting(workers, tokens, dict.fromkeys(pool.block_sizes, need)), default=None)
             if rank is not None:
                 score = (rank >> SLOT_BITS) + need, rank
                 best = score if best is None else min(best, score)
@@ -318,14 +317,15 @@ class Dispatcher:
     def _pick_decode(self, ticket: Ticket) -> tuple[str | None, str | None]:
         """Among those with room the one that holds most of the prefix and is not much fuller than others, and a
         spare."""
-        pool, needs = self._workers.decode, (ticket.total_tokens, partial(self._expected_blocks, ticket))
-        fits = pool.fitting(pool.workers, *needs)
+        pool, prefill, total = self._workers.decode, ticket.prefill_tokens, ticket.total_tokens
+        room = {size: self.expectation.blocks(prefill, total, size) for size in pool.block_sizes}
+        fits = pool.fitting(pool.workers, total, room)
         if not fits:
             return None, None
         much_fuller = pool.ranked(min(fits)).running + PREFIX_SLACK + 1 << RUNNING_SHIFT
         chosen: list[int] = []
         for _, workers in pool.holders(ticket.prefix):
-            near = pool.fitting(workers, *needs)
+            near = pool.fitting(workers, total, room)
             while near and len(chosen) < 2 and (rank := min(near)) < much_fuller:
                 chosen.append(rank)
                 near.remove(rank)
@@ -339,12 +339,9 @@ class Dispatcher:
         first, *spare = (pool.ranked(rank).worker_id for rank in chosen)
         return first, spare[0] if spare else None
 
-    def _expected_blocks(self, ticket: Ticket, block_size: int) -> int:
-        return self.expectation.blocks(ticket.prefill_tokens, ticket.total_tokens, block_size)
-
     def _expect_growth(self, active: _Active, worker: Worker) -> None:
         """Blocks that a sequence on its decode worker, or on its way there, is expected to need beyond those of its
-        prompt and of its output so far. It is told anew when the sequence has taken one of them."""
+        prompt and of its output so far. It is computed anew when the sequence has taken one of them."""
         ticket = active.ticket
         active.blocks = _blocks(worker, ticket.prefill_tokens + active.produced)
         before, size = active.growth, worker.block_size

@@ -7,7 +7,7 @@ of a prefix is found from the blocks' hints, not by asking each worker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import compress
 from typing import Literal
@@ -316,14 +316,13 @@ class Pool:
         """For these a request's prefix is worth computing."""
         return self.block_sizes if self.index else set()
 
-    def fitting(self, workers: list[Worker], tokens: int, room: Callable[[int], int]) -> list[int]:
-        """The ranks of those of its workers that can hold so many tokens and have `room(block_size)` left."""
+    def fitting(self, workers: list[Worker], tokens: int, room: Mapping[int, int]) -> list[int]:
+        """The ranks of those of its workers that can hold so many tokens and have the room, by block size, left."""
         if tokens > self._smallest():
             workers = [w for w in workers if w.max_tokens >= tokens]
-        wanted = {size: room(size) for size in self.block_sizes}
-        if len(wanted) > 1:
-            return [w.rank for w in workers if w.room >= wanted[w.block_size]]
-        least = next(iter(wanted.values()), 0)
+        if len(room) > 1:
+            return [w.rank for w in workers if w.room >= room[w.block_size]]
+        least = next(iter(room.values()), 0)
         return [w.rank for w in workers if w.room >= least]
 
     def holders(self, prefix: Prefix) -> Iterator[tuple[int, list[Worker]]]:
