@@ -15,6 +15,7 @@ name is refused; numbers are times, so that one that follows a dead worker may b
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from baton.core.commands import Join, Role, WorkerFacts
@@ -85,7 +86,10 @@ class WorkerTable:
         Raises:
             JoinRefused: it does not fit; the message names the field and both values.
         """
-        check_join(join, (w.join for w in self.present() if w.worker_id != join.worker_id), self._own)
+        # Equal facts are one object here, so that a join is not compared with each of a thousand workers.
+        others = {id(w.join.facts): w.join for w in self.present() if w.worker_id != join.worker_id}.values()
+        check_join(join, others, self._own)
+        join = replace(join, facts=next((o.facts for o in others if o.facts == join.facts), join.facts))
         name, known = join.worker_id, self.get(join.worker_id)
         if known is not None and known.role != join.role:
             raise refused(join, f"role: {name} is a {known.role} worker and {join.role} joins")

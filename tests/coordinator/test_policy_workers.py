@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from baton.core.commands import Join, Role
+from baton.core.commands import Join, Role, WorkerFacts
 from baton.core.errors import JoinRefused
 from baton.core.events import Load
 from baton.core.model_config import parse_model_config
 from coordinator.policy.joining import OwnModel
 from coordinator.policy.workers import KEEP_LOST_S, WorkerTable
-from tests.support.builders import make_facts, make_layout
+from tests.support.builders import make_facts, make_join, make_layout
 from tests.support.model_dirs import model_config
 
 OWN = OwnModel(
@@ -245,3 +245,20 @@ def test_the_table_lists_prefill_first(workers: WorkerTable) -> None:
         ("p0", "prefill", "ready", [11], 8),
         ("d0", "decode", "ready", [11], 8),
     ]
+
+
+def test_a_join_is_not_compared_with_each_of_many_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, compared = WorkerTable(3.0), 0
+    whole = WorkerFacts.first_difference
+
+    def counted(mine: WorkerFacts, other: WorkerFacts) -> str | None:
+        nonlocal compared
+        compared += 1
+        return whole(mine, other)
+
+    monkeypatch.setattr(WorkerFacts, "first_difference", counted)
+    for number in range(100):
+        table.join(make_join(f"{'pd'[number % 2]}{number}"), 0.0)
+    assert compared == 99, "their facts are equal"
+    with pytest.raises(JoinRefused, match="model_digest"):
+        table.join(make_join("d100", model_digest="another"), 0.0)
