@@ -3,10 +3,8 @@ it sets before its libraries start."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ctypes
-import faulthandler
 import gc
 import json
 import os
@@ -34,7 +32,6 @@ SWITCH_INTERVAL_S = 0.0005
 of such turns (decision 0005)."""
 
 BEAT_S = 1.0
-STALL_S = 1.5  # half of a lease
 NAME_LOOKUP_S = 1
 _TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
 _PR_SET_PDEATHSIG = 1
@@ -116,17 +113,6 @@ def beat_to_agent() -> None:
                 time.sleep(BEAT_S)
 
     threading.Thread(target=beat, name="beat", daemon=True).start()
-
-
-async def dump_stalls(limit_s: float = STALL_S) -> None:
-    """Until cancelled: where the event loop stands still for longer than `limit_s`, the stacks of all threads go to
-    stderr. A thread of C does it, so that native code which holds the interpreter is caught as well."""
-    try:
-        while True:
-            faulthandler.dump_traceback_later(limit_s)
-            await asyncio.sleep(limit_s / 4)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def set_death_signal() -> None:

@@ -22,6 +22,7 @@ from baton.core.config import WorkerConfig
 from baton.core.errors import BatonError, JoinRefused, RankLost, StartupError, innermost
 from baton.core.names import name_error
 from baton.core.ranks import Ranks
+from baton.loop_watch import LoopWatch
 from baton.model_source import resolve_draft, resolve_model
 from baton.options import EXIT_STARTUP_ERROR, config_command, error_line, run_main
 from baton.process import (
@@ -30,7 +31,6 @@ from baton.process import (
     allow_open_files,
     beat_to_agent,
     die_with_parent,
-    dump_stalls,
     lasting_imports,
     limit_name_lookups,
     record_error,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("baton.worker")
 
+STALL_S = 1.0  # a third of a lease
 OPEN_FILES = 65536  # edges, links, and two for each staging buffer in shared memory
 
 
@@ -183,7 +184,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
                 runner.memory.parameter_bytes / (1 << 20),
             )
         _drain_on_sigterm(worker, config.drain_timeout_s)
-        stalls = asyncio.create_task(dump_stalls(), name="stall dump")
+        stalls = asyncio.create_task(LoopWatch(STALL_S).run(), name="loop watch")
         try:
             await worker.run()
         finally:

@@ -23,8 +23,8 @@ from dataclasses import replace
 
 from baton.core.errors import DeadlineExceeded
 from baton.core.request import GenerateRequest
+from baton.loop_watch import LoopWatch
 from coordinator.cluster import Cluster, InFlight
-from coordinator.loop_watch import LoopWatch
 from coordinator.merged import merged
 from coordinator.policy.requests import Request, Stage
 from coordinator.submission import Delta, Submission, Timeline, Usage

@@ -15,6 +15,7 @@ from baton.core.config import CoordinatorConfig
 from baton.core.errors import StartupError
 from baton.core.model_config import parse_config_json, parse_model_config
 from baton.core.names import host_port
+from baton.loop_watch import LoopWatch
 from baton.model_source import resolve_model, served_name
 from baton.token_file import read_token
 from coordinator.cluster import Cluster
@@ -22,7 +23,6 @@ from coordinator.control import serve_control
 from coordinator.grpc.service import PublicServer
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.http.server import allow_connections, serve
-from coordinator.loop_watch import LoopWatch
 from coordinator.pipeline import Pipeline
 from coordinator.policy.joining import OwnModel
 from coordinator.text.model import TextModel

@@ -33,12 +33,14 @@ SERVICE = serving_pb2.DESCRIPTOR.services_by_name["Serving"].full_name
 SERVED = frozenset(
     {"request_id", "model", "text", "token_ids", "messages", "max_tokens", "sampling", "stop", "n", "cache_salt"}
 )
-SERVED_SAMPLING = frozenset(types_pb2.SamplingParams.DESCRIPTOR.fields_by_name) - {"grammar"}
 _SCALARS = tuple(
     f.name
     for f in types_pb2.SamplingParams.DESCRIPTOR.fields
     if f.has_presence and f.name in {option.name for option in fields(Options)} - {"ignore_eos"}
 )
+SERVED_SAMPLING = frozenset(_SCALARS) | {
+    *("ignore_eos", "logit_bias", "stop_token_ids", "bad_words", "allowed_token_ids")
+}
 # Fields this version does not serve, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "priority": (0,),

@@ -77,8 +77,8 @@ class _Active:
 
 class Dispatcher:
     """Complete state: the queue (`_order` sorts it by age and arrival), the active requests with what they hold, the
-    counters of its placements in the worker table, how long outputs are expected to be, and the request for which
-    `place` found no room last, with the pool that had none and the capacities then."""
+    counters of its placements in the worker table, how long outputs are expected to be, and what `place` found no room
+    for when it looked last, with the pool that had none."""
 
     def __init__(self, workers: WorkerTable, max_queued_requests: int, max_queued_tokens: int) -> None:
         self._workers = workers
@@ -89,7 +89,7 @@ class Dispatcher:
         self._queued_tokens = 0
         self._submitted = 0
         self._active: dict[ChoiceId, _Active] = {}
-        self._blocked: tuple[ChoiceId, Pool, Mapping[Role, int]] | None = None
+        self._blocked: tuple[object, Pool] | None = None
         self.expectation = OutputExpectation()
 
     def __repr__(self) -> str:
@@ -171,7 +171,7 @@ class Dispatcher:
             if prefill is None or (ticket.needs_decode and decode is None):
                 if self.unservable(ticket, self.capacity()) is None:
                     pool = self._workers.prefill if prefill is None else self._workers.decode
-                    pool.grown, self._blocked = False, (ticket.name, pool, self.capacity())
+                    pool.grown, self._blocked = False, (self._wanted(ticket), pool)
                     break
                 position += 1  # it waits for another worker, and nobody waits for it
                 continue
@@ -184,11 +184,12 @@ class Dispatcher:
         return placed
 
     def _still_blocked(self, ticket: Ticket) -> bool:
-        """Whether it found no room when `place` looked last, and there is no more since then."""
-        if self._blocked is None or self._blocked[0] != ticket.name:
-            return False
-        _, pool, capacity = self._blocked
-        return not pool.grown and capacity == self.capacity()
+        """Whether it found no room when `place` looked last, and neither what it needs nor the room has changed."""
+        return self._blocked is not None and not self._blocked[1].grown and self._blocked[0] == self._wanted(ticket)
+
+    def _wanted(self, ticket: Ticket) -> object:
+        """Which submission it is, and all but the room of workers that decides whether it is placed."""
+        return self._queue[ticket.name][0], round(self.expectation.mean_tokens), self.capacity()
 
     def reassign(self, name: ChoiceId) -> Placement | None:
         """Names another decode worker for parked KV, or None when none has room now."""

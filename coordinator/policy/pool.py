@@ -149,6 +149,8 @@ class Worker:
         self.max_running = running + max(running // AHEAD_SHARE, 1) if running else _NO_LIMIT
         """Sequences that may be placed here: those that run at once, and some whose prompts compute meanwhile, so that
         no place stays empty. The others wait in the queue, where any worker can take them."""
+        self._pool.block_sizes.add(self.block_size)
+        self._pool.changed()
         self._recount()
 
     @property

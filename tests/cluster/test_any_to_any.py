@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 COUNT = 24
 REQUESTS = 32
-PAIRWISE = [(2, 1, 2), (1, 2, 4)]  # (prefill ranks, decode ranks, KV heads)
+PAIRWISE = [(2, 1, 4), (1, 4, 2)]  # (prefill ranks, decode ranks, KV heads)
 GRID = [(p, d, heads) for p in (1, 2, 4) for d in (1, 2, 4) for heads in (2, 4, 8)]
 
 

@@ -266,3 +266,26 @@ def test_room_is_asked_for_all_choices_of_a_request() -> None:
     empty = dispatcher(requests=10)
     empty.submit(Ticket("a", 4, 8), choices=128)
     empty.check()
+
+
+def test_a_name_that_is_used_again_waits_for_nothing_that_only_the_first_needed() -> None:
+    d = dispatcher(view("p0", step_tokens=64), view("d0", blocks=16))
+    d.submit(Ticket("a", 20, 24))
+    assert [p.name for p in d.place()] == ["a"]
+    d.submit(Ticket("b", 60, 64))
+    assert d.place() == []
+    d.finish("b")
+    d.submit(Ticket("b", 4, 8))
+    assert [p.name for p in d.place()] == ["b"]
+
+
+def test_what_waits_is_looked_at_again_when_answers_become_shorter() -> None:
+    d = dispatcher(view("p0", blocks=100, step_tokens=1000), view("d0", blocks=100))
+    d.submit(Ticket("a", 40, 400))
+    assert [p.name for p in d.place()] == ["a"]
+    worker(d, "d0").load = Load(blocks_free=80)
+    d.submit(Ticket("b", 100, 390))
+    assert d.place() == [], "57 blocks"
+    for _ in range(100):
+        d.expectation.ended(8)
+    assert [p.name for p in d.place()] == ["b"]

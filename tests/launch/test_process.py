@@ -90,28 +90,3 @@ print(off, gc.isenabled(), any(made is fractions.Fraction for made in gc.get_obj
 def linux_only() -> None:
     if sys.platform != "linux":
         pytest.skip("the kernel's parent-death signal is Linux only")
-
-
-def test_a_loop_that_stands_still_leaves_its_stacks() -> None:
-    """`ctypes.PyDLL` calls keep the interpreter, as native code that hangs does."""
-    program = """if True:
-        import asyncio, ctypes, time
-        from baton.process import dump_stalls
-
-        def moves():
-            ctypes.CDLL(None).usleep(400_000)
-
-        def stands_still():
-            ctypes.PyDLL(None).usleep(900_000)
-
-        async def main():
-            stalls = asyncio.create_task(dump_stalls(0.6))
-            for hold in (moves, moves, stands_still):
-                await asyncio.sleep(0.2)
-                hold()
-            stalls.cancel()
-
-        asyncio.run(main())
-    """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 0 and "in stands_still" in ran.stderr

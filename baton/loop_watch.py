@@ -1,8 +1,8 @@
-"""How long anything holds the coordinator's event loop, and what: all streams wait for it meanwhile.
+"""How long anything holds a process's event loop, and what: all streams wait for it meanwhile, and a lease may end.
 
-The loop leaves the time in `_beat` every BEAT_S; a thread looks as often. Where the loop is late by more than LIMIT_S
-the thread takes the stack of the loop's thread, and when it beats again says how long it was held and where. Native
-code that keeps the interpreter keeps this thread too: then the stack is what came after it.
+The loop leaves the time in `_beat` every half of the limit; a thread looks as often. Where the loop is late by more
+than the limit the thread takes the stack of the loop's thread, and when it beats again says how long it was held and
+where. Native code that keeps the interpreter keeps this thread too: then the stack is what came after it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import traceback
 from types import FrameType
 
 log = logging.getLogger("baton.loop")
-BEAT_S = 0.025
 LIMIT_S = 0.05
 LOG_EVERY_S = 10.0
 _FRAMES = 3
@@ -26,7 +25,8 @@ class LoopWatch:
     """Complete state: when the loop beat last, how often it was late and how long at most (seconds), and when that was
     logged last."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float = LIMIT_S) -> None:
+        self._limit_s, self._beat_s = limit_s, limit_s / 2
         self.stalls = 0
         self.longest_s = 0.0
         self._beat = time.monotonic()
@@ -41,7 +41,7 @@ class LoopWatch:
         thread.start()
         try:
             while True:
-                await asyncio.sleep(BEAT_S)
+                await asyncio.sleep(self._beat_s)
                 self._beat = time.monotonic()
         finally:
             self._ended.set()
@@ -51,12 +51,12 @@ class LoopWatch:
 
     def _watch(self) -> None:
         where, late_since = "", 0.0
-        while not self._ended.wait(BEAT_S):
+        while not self._ended.wait(self._beat_s):
             beat = self._beat
             if where and beat != late_since:
-                self._count(beat - late_since - BEAT_S, where)
+                self._count(beat - late_since - self._beat_s, where)
                 where = ""
-            if not where and time.monotonic() - beat > LIMIT_S + BEAT_S:
+            if not where and time.monotonic() - beat > self._limit_s + self._beat_s:
                 where, late_since = describe(sys._current_frames().get(self._loop_thread)), beat
 
     def _count(self, held_s: float, where: str) -> None:
