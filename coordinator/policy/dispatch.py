@@ -24,7 +24,7 @@ from baton.core.commands import Role
 from baton.core.errors import ContextLengthExceeded, DuplicateRequest, InvariantError, Unavailable
 from baton.core.request import ChoiceId
 from coordinator.policy.expectation import OutputExpectation
-from coordinator.policy.pool import RUNNING_SHIFT, SLOT_BITS, Pool, Prefix, Worker
+from coordinator.policy.pool import ORDER_BITS, RUNNING_SHIFT, Pool, Prefix, Worker
 from coordinator.policy.workers import WorkerTable
 
 PREFIX_SLACK = 4
@@ -311,7 +311,7 @@ class Dispatcher:
                 break  # whoever holds less has more to compute, even without a backlog
             rank = min(pool.fitting(workers, tokens, dict.fromkeys(pool.block_sizes, need)), default=None)
             if rank is not None:
-                score = (rank >> SLOT_BITS) + need, rank
+                score = (rank >> ORDER_BITS) + need, rank
                 best = score if best is None else min(best, score)
         return None if best is None else pool.ranked(best[1])
 

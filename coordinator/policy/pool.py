@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import compress
+from operator import attrgetter
 from typing import Literal
 
 from baton.core.commands import Join, Role
-from baton.core.errors import InvariantError
 from baton.core.events import KVCacheEvents, Load
 
 WorkerState = Literal["joining", "ready", "draining", "lost"]
@@ -21,8 +21,8 @@ BACKLOG_STEPS = 2
 AHEAD_SHARE = 8
 _NO_LIMIT = 1 << 30
 _FEW = 16
-SLOT_BITS, RUNNING_SHIFT = 24, 72
-"""Of a rank: the low bits are the slot; running sequences of a decode worker begin at the other one."""
+ORDER_BITS, RUNNING_SHIFT = 24, 72
+"""Of a rank: where it ends with the place by name, and where the running sequences of a decode worker begin."""
 _BITS = bytes.maketrans(b"01", b"\0\1")
 # Hints (baton.core.prefix_keys) of a request's full blocks, by block size: the two pools may differ in it.
 Prefix = Mapping[int, tuple[bytes, ...]]
@@ -112,7 +112,7 @@ class Worker:
 
     `room` follows from all of these: tokens that a prefill worker may still take, blocks of a decode worker; negative
     while it takes nothing. `rank` orders workers that would do, the lowest first: by backlog, or by running sequences
-    and reserved blocks, then by slot; one number, since it is compared with a thousand others.
+    and reserved blocks, then by name; one number, since it is compared with a thousand others.
     """
 
     def __init__(self, join: Join, since: float, lease_until: float, pool: Pool) -> None:
@@ -124,10 +124,11 @@ class Worker:
         self._state: WorkerState = "ready"
         self._load: Load | None = None
         self._join, self._pool = join, pool
-        self.slot = pool.add(self)
+        self.slot, self._order = pool.add(self), 0
         self.held = HeldBlocks(join.blocks_total, pool.index, 1 << self.slot)
         self.room = self.rank = 0
         self.join = join
+        pool.sort()
 
     def __repr__(self) -> str:
         placed = f"{self.reserved_blocks} blocks, {self.backlog_tokens} tokens, {self.running} running"
@@ -190,6 +191,12 @@ class Worker:
         self.growth += growth
         self._recount()
 
+    def take_order(self, order: int) -> None:
+        """Its place among the workers of its pool."""
+        if order != self._order:
+            self._order = order
+            self._recount()
+
     def update_held(self, events: KVCacheEvents) -> None:
         self.held.update(events)
         if self.role == "prefill":  # less may be left to compute of what found no room
@@ -199,10 +206,10 @@ class Worker:
         if self.role == "prefill":
             # An idle one takes a prompt of any length.
             room = BACKLOG_STEPS * self.step_tokens - self.backlog_tokens if self.backlog_tokens else _NO_LIMIT
-            self.rank = self.backlog_tokens << SLOT_BITS | self.slot
+            self.rank = self.backlog_tokens << ORDER_BITS | self._order
         else:
             room = self._blocks_left() if self.running < self.max_running else -1
-            self.rank = self.running << RUNNING_SHIFT | self.reserved_blocks << SLOT_BITS | self.slot
+            self.rank = self.running << RUNNING_SHIFT | self.reserved_blocks << ORDER_BITS | self._order
         if self._state != "ready":
             room = -1
         if room > self.room:
@@ -261,8 +268,8 @@ _LOAD_COLUMNS = (
 
 
 class Pool:
-    """The present workers of one role. Complete state: they, each at its slot of the index; `grown`, set when one has
-    more room than before, or when there is one more or less; and the capacity, as far as it is known."""
+    """The present workers of one role, by name. Complete state: they, each at its slot of the index; `grown`, set when
+    one has more room than before, or when there is one more or less; and the capacity, as far as it is known."""
 
     def __init__(self, role: Role) -> None:
         self.role = role
@@ -288,8 +295,15 @@ class Pool:
             self.workers.remove(worker)
             worker.held.clear()
             self._slots[worker.slot] = None
+            self.sort()
             self.block_sizes = {w.block_size for w in self.workers}
             self.changed()
+
+    def sort(self) -> None:
+        """By name: of equal workers the first one is chosen."""
+        self.workers.sort(key=attrgetter("worker_id"))
+        for order, worker in enumerate(self.workers):
+            worker.take_order(order)
 
     def changed(self) -> None:
         """Who is here, or the state of one."""
@@ -297,10 +311,7 @@ class Pool:
 
     def ranked(self, rank: int) -> Worker:
         """The worker that has it."""
-        worker = self._slots[rank & (1 << SLOT_BITS) - 1]
-        if worker is None:
-            raise InvariantError(f"no {self.role} worker has rank {rank}")
-        return worker
+        return self.workers[rank & (1 << ORDER_BITS) - 1]
 
     @property
     def any_ready(self) -> bool:
@@ -351,6 +362,8 @@ class Pool:
             return list(compress(self._slots, f"{mask:b}".encode().translate(_BITS)[::-1]))  # type: ignore[arg-type]
         found = []
         while mask:
-            found.append(self.ranked((mask & -mask).bit_length() - 1))
+            worker = self._slots[(mask & -mask).bit_length() - 1]
             mask &= mask - 1
+            if worker is not None:
+                found.append(worker)
         return found

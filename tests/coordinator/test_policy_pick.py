@@ -28,7 +28,7 @@ def plain_prefill(table: WorkerTable, ticket: Ticket) -> str | None:
         backlog = worker.backlog_tokens
         under_cap = backlog == 0 or backlog + to_compute <= BACKLOG_STEPS * worker.step_tokens
         if worker.ready and worker.role == "prefill" and under_cap and ticket.prefill_tokens <= worker.max_tokens:
-            scored.append((backlog + to_compute, backlog, worker.slot, worker.worker_id))
+            scored.append((backlog + to_compute, backlog, worker.worker_id))
     return min(scored)[-1] if scored else None
 
 
@@ -49,9 +49,9 @@ def plain_decode(dispatcher: Dispatcher, table: WorkerTable, ticket: Ticket) -> 
             fits.append(worker)
     emptiest = min((w.running for w in fits), default=0)
 
-    def score(w: Worker) -> tuple[int, ...]:
+    def score(w: Worker) -> tuple[int, int, int, str]:
         held = held_tokens(w, ticket) if w.running <= emptiest + PREFIX_SLACK else 0
-        return -held, w.running, w.reserved_blocks, w.slot
+        return -held, w.running, w.reserved_blocks, w.worker_id
 
     names = [w.worker_id for w in sorted(fits, key=score)][:2]
     return (*names, None, None)[:2]  # type: ignore[return-value]
