@@ -8,8 +8,7 @@ A real coordinator serves HTTP; one prefill and one decode worker are stubs that
 their own: a prompt takes no time, and every stream gets one token each step of `--step-ms`. Clients read in a third
 process. What is counted is the coordinator's processor time between two instants in which all streams run (schedstat of
 its threads, by the kernel), so it depends little on what else the machine does: `tokens/s per core` is its inverse.
-Added latency is from the moment a step was posted by the stub to the arrival of its token at the client (one clock);
-where the machine has too few cores for all three processes it says little. Writes `benchmarks/results/front.md`.
+Writes `benchmarks/results/front.md`.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ TEXT = " the quick brown fox jumps over the lazy dog and runs away from all of t
 
 
 async def stubs(control: str, step_s: float) -> None:
-    """Prints the monotonic time and number of each step that was posted, for the latencies."""
+    """Both workers, until their sessions end."""
     from baton.core.commands import Abort, Join, Prefill, WorkerFacts
     from baton.core.events import HandedOver, Load, SequenceEnded, StepEvents, TokenEvent
     from baton.core.request import SequenceId
@@ -210,12 +209,14 @@ def measure(tree: Path, streams: int, step_ms: float, profile: Path | None = Non
                 log.seek(0)
                 raise SystemExit(f"the coordinator did not start: {log.read()[-2000:]}")
             time.sleep(0.05)
-        told = json.loads(ready.read_text())
-        told_url = f"http://{told['http']}"
-        start([*own, "--stubs", told["control"], str(step_ms / 1e3)])
-        while json.loads(urllib.request.urlopen(told_url + "/workers", timeout=10).read())["workers"][1:] == []:
+        addresses = json.loads(ready.read_text())
+        url = f"http://{addresses['http']}"
+        start([*own, "--stubs", addresses["control"], str(step_ms / 1e3)])
+        while json.loads(urllib.request.urlopen(url + "/workers", timeout=10).read())["workers"][1:] == []:
             time.sleep(0.05)
-        reader = start([*own, "--clients", told["http"], str(streams)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        reader = start(
+            [*own, "--clients", addresses["http"], str(streams)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         if reader.stdout is None or reader.stdin is None or reader.stdout.readline() != "open\n":
             log.seek(0)
             raise SystemExit(f"streams did not open: {log.read()[-2000:]}")

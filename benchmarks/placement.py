@@ -192,14 +192,14 @@ def main() -> None:
 
     runs = {}
     if options.before:
-        told = subprocess.run(
+        printed = subprocess.run(
             [sys.executable, __file__, "--tree", str(options.before.resolve()), "--most", str(options.before_most)],
             cwd=options.before,
             capture_output=True,
             text=True,
             check=True,
         ).stdout
-        runs["before"] = json.loads(told.splitlines()[-1])["rows"]
+        runs["before"] = json.loads(printed.splitlines()[-1])["rows"]
     runs["now"] = one_run(options.tree, options.most)["rows"]
     if options.plot:
         plot(runs, options.plot)

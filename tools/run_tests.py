@@ -24,7 +24,7 @@ def main() -> int:
 
 def run(arguments: list[str]) -> tuple[int, str]:
     """pytest's exit code and what it printed, which is shown as it comes."""
-    signal.signal(signal.SIGINT, lambda *_: None)  # pytest hears it too, and says so before it ends
+    signal.signal(signal.SIGINT, lambda *_: None)  # pytest gets it too, and ends in order
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     beside = ["-n", str(processes(cores)), "--dist", "loadfile", "--no-loadscope-reorder"] if cores > 1 else []
     colour = ["--color=yes"] if sys.stdout.isatty() else []
