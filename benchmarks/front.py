@@ -5,7 +5,7 @@
     python benchmarks/front.py --profile FILE         the coordinator's own profile (cProfile) of the last size
 
 A real coordinator serves HTTP; one prefill and one decode worker are stubs that speak the real protocol in a process of
-their own: a prompt takes no time, and every stream gets one token a step, `--tokens-per-s` in all. Clients read in a third
+their own: a prompt takes no time, and every stream gets one token a step, `--tokens-per-s` in all. Clients are a third
 process. What is counted is the coordinator's processor time between two instants in which all streams run (schedstat of
 its threads, by the kernel), so it depends little on what else the machine does: `tokens/s per core` is its inverse.
 Writes `benchmarks/results/front.md`.
