@@ -286,8 +286,6 @@ class Pool:
         slot = self._slots.index(None) if None in self._slots else len(self._slots)
         self._slots[slot : slot + 1] = [worker]
         self.workers.append(worker)
-        self.block_sizes.add(worker.join.facts.layout.block_size)
-        self.changed()
         return slot
 
     def remove(self, worker: Worker) -> None:
