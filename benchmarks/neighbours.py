@@ -40,7 +40,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.serving import BATON, ROOT, commit, machine, ready_url
-from launch.bench_stats import percentile
+from launch.bench.stats import percentile
 
 BAR = 1.3
 CONTROL = "nobody"

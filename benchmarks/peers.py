@@ -40,10 +40,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from peers_install import TORCH, VLLM  # noqa: E402
 from serving import commit, machine  # noqa: E402
 
-from launch.bench_client import Target, base_url, client_session, first_model, run_load, send  # noqa: E402
-from launch.bench_load import Job, Lengths, Load  # noqa: E402
-from launch.bench_stats import Record, percentile  # noqa: E402
-from launch.bench_stats import statistics as numbers  # noqa: E402
+from launch.bench.client import Target, base_url, client_session, first_model, run_load, send  # noqa: E402
+from launch.bench.load import Job, Lengths, Load  # noqa: E402
+from launch.bench.stats import Record, percentile  # noqa: E402
+from launch.bench.stats import statistics as numbers  # noqa: E402
 
 IDS = Lengths(300, 48_999)
 Figures = dict[str, float]
@@ -158,7 +158,7 @@ def serving(
     try:
         _wait(process, f"{url}{ready}", log)
         base = base_url(url)
-        yield Server(name, Target(base, asyncio.run(first_model(base, "")), "", 600.0, {}))
+        yield Server(name, Target(base, first_model(base, ""), "", 600.0, {}))
     finally:
         process.send_signal(signal.SIGINT)
         try:

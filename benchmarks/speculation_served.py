@@ -36,9 +36,9 @@ from peers import Server, free_port, serving  # noqa: E402
 from serving import ROOT, commit, machine  # noqa: E402
 
 from baton.model_source import resolve_model  # noqa: E402
-from launch.bench_client import client_session, send  # noqa: E402
-from launch.bench_load import Job  # noqa: E402
-from launch.bench_stats import Record  # noqa: E402
+from launch.bench.client import client_session, send  # noqa: E402
+from launch.bench.load import Job  # noqa: E402
+from launch.bench.stats import Record  # noqa: E402
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},

@@ -14,7 +14,7 @@ import click
 from baton.core.errors import StartupError
 from baton.core.names import host_port_error
 from baton.options import NumberRange, config_command, run_main
-from launch.bench import bench_command
+from launch.bench.command import bench_command
 from launch.up_config import DoctorConfig, UpConfig, check_environment
 
 DEFAULT_URL = "http://127.0.0.1:8100"
@@ -44,7 +44,7 @@ def up_command(config: UpConfig) -> int:
     "and whether every two ranks that must can reach each other. For several nodes run it on each at the same time.",
 )
 def doctor_command(config: DoctorConfig) -> int:
-    from launch.doctor import Settings, doctor
+    from launch.doctor.run import Settings, doctor
     from launch.members import nodes_here
     from launch.up import plan_for
 

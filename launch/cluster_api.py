@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
+
+from launch.http_json import request_json
 
 TIMEOUT_S = 2.0
 
@@ -42,32 +42,18 @@ def get_cluster(url: str, timeout_s: float = TIMEOUT_S) -> ClusterView:
     Raises:
         OSError: no answer, or not the expected one.
     """
+    base = url if "//" in url else f"http://{url}"
+    status, document = request_json("GET", "/".join((*base.split("/")[:3], "workers")), timeout_s)
+    if status != 200:
+        raise OSError(f"GET /workers: status {status}")
     try:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        host, port = parts.hostname, parts.port or 80
-    except ValueError:
-        host, port = None, 0
-    if not host:
-        raise OSError(f"{url!r} is no address")
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
-    try:
-        connection.request("GET", "/workers")
-        answer = connection.getresponse()
-        body = answer.read()
-    except http.client.HTTPException as error:
-        raise OSError(f"GET /workers: {error!r}") from None
-    finally:
-        connection.close()
-    if answer.status != 200:
-        raise OSError(f"GET /workers: status {answer.status}")
-    try:
-        document = json.loads(body)
         control_host, _, control_port = str(document.get("control", "")).rpartition(":")
         if control_host in ("0.0.0.0", "[::]", "::"):  # it listens everywhere: where HTTP is, it is too
+            host = urlsplit(base).hostname or ""
             control_host = f"[{host}]" if ":" in host else host
         control = f"{control_host}:{control_port}" if control_host else ""
         return ClusterView(tuple(_view(fields) for fields in document["workers"]), control, document)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise OSError(f"GET /workers: unexpected answer ({error!r})") from None
 
 

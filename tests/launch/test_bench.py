@@ -9,8 +9,8 @@ import aiohttp
 from click.testing import CliRunner
 
 from baton.core.errors import StartupError
-from launch.bench_client import Target, send
-from launch.bench_load import Job
+from launch.bench.client import Target, send
+from launch.bench.load import Job
 from launch.cli import baton
 from tests.support.fake_openai_server import FakeServer, fake_server
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from launch.bench_load import Lengths, Load, parse_lengths
-from launch.bench_stats import Record, percentile, statistics, summarize
+from launch.bench.load import Lengths, Load, parse_lengths
+from launch.bench.stats import Record, percentile, statistics, summarize
 
 
 def test_percentile_is_linear_between_ranks() -> None:

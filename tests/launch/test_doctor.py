@@ -20,12 +20,12 @@ from rich.console import Console
 
 from baton.core.errors import StartupError
 from baton.options import read_config_file
-from launch.board import Board, BoardClient
-from launch.doctor import Settings, doctor
-from launch.doctor_checks import Finding, compare
-from launch.doctor_report import Measured, Verdict, print_verdict, read_results
+from launch.doctor.board import Board, BoardClient
+from launch.doctor.node_checks import Finding, compare
+from launch.doctor.report import Measured, Verdict, print_verdict, read_results
+from launch.doctor.run import Settings, doctor
+from launch.doctor.tasks import STEPS, Task, make_tasks, plan_digest, task_from_json
 from launch.plan import Plan, make_plan
-from launch.probes import STEPS, Task, make_tasks, plan_digest, task_from_json
 from launch.topology import parse_topology
 from tests.support.checkpoints import make_checkpoint
 from tests.support.topologies import free_ports, loopback_topology
@@ -116,13 +116,13 @@ def test_a_probe_that_never_came_up_is_named(tmp_path: Path) -> None:
 def test_without_a_result_the_missing_probe_is_blamed_and_not_the_network(tmp_path: Path) -> None:
     values, tasks = results(tmp_path)
     del values["rendezvous/prefill-0.0"]
-    values["gone/prefill-0.1"] = "ended with exit code 1: x"
+    values["exited/prefill-0.1"] = "ended with exit code 1: x"
     (failed,) = (found for found in read_results(values, tasks, 10.0) if found.error)
     assert failed.error == "the probe of prefill-0 rank 1 (127.0.0.2) ended with exit code 1: x" and failed.untried
 
 
 @pytest.mark.parametrize(
-    ("name", "gone"),
+    ("name", "exited"),
     [
         ("rendezvous/prefill-0.0", "prefill-0.1"),
         ("all-reduce/prefill-0.0", "prefill-0.1"),
@@ -130,13 +130,13 @@ def test_without_a_result_the_missing_probe_is_blamed_and_not_the_network(tmp_pa
         ("edge/prefill-0.0/decode-0.0", "decode-0.0"),
     ],
 )
-def test_an_error_that_was_measured_outlives_the_other_probe(name: str, gone: str, tmp_path: Path) -> None:
+def test_an_error_that_was_measured_outlives_the_other_probe(name: str, exited: str, tmp_path: Path) -> None:
     values, tasks = results(tmp_path)
     values[name] = {"error": "cannot reach 127.0.0.2: No route to host"}
-    values[f"gone/{gone}"] = "has ended (killed)"
+    values[f"exited/{exited}"] = "has ended (killed)"
     verdict = Verdict((), read_results(values, tasks, 10.0))
     (failed,) = (found for found in verdict.measured if found.error)
-    other = f"{gone.replace('.', ' rank ')} (127.0.0.2)"
+    other = f"{exited.replace('.', ' rank ')} (127.0.0.2)"
     assert failed.error == f"cannot reach 127.0.0.2: No route to host; the probe of {other} has ended (killed)"
     assert not failed.untried
     out = io.StringIO()
@@ -146,10 +146,10 @@ def test_an_error_that_was_measured_outlives_the_other_probe(name: str, gone: st
 
 def test_what_the_other_end_measured_outlives_its_probe(tmp_path: Path) -> None:
     values, tasks = results(tmp_path)
-    values["end/decode-0.0/prefill-0.1"] = {"error": "the bytes that came are not those that were sent"}
-    values["gone/decode-0.0"] = "has ended (killed)"
+    values["end/decode-0.0/prefill-0.1"] = {"error": "the bytes received differ from those sent"}
+    values["exited/decode-0.0"] = "has ended (killed)"
     (failed,) = (found for found in read_results(values, tasks, 10.0) if found.error)
-    assert failed.error.startswith("at the other end: the bytes that came are not those that were sent; the probe of ")
+    assert failed.error.startswith("at the other end: the bytes received differ from those sent; the probe of ")
     assert failed.seconds and not failed.untried
 
 

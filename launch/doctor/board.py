@@ -1,12 +1,12 @@
 """Where the doctors of a cluster and their probes meet: small JSON values under names, over HTTP.
 
-The doctor on the coordinator's node keeps the board, at the coordinator's control address, which nothing else uses yet.
-Whoever has another topology is told so and may write nothing.
+The doctor on the coordinator's node hosts the board, at the coordinator's control address, which nothing else uses yet.
+A client with another topology is refused and may write nothing. It is not torch's store, whose calls have no timeout
+of their own (decision 0053).
 """
 
 from __future__ import annotations
 
-import http.client
 import json
 import threading
 import time
@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from baton.core.errors import StartupError
+from launch.http_json import request_json
 
 _PLAN_HEADER = "x-baton-plan"
 _MAX_BYTES = 1 << 20
@@ -38,17 +39,17 @@ class Board:
 
             def do_GET(self) -> None:
                 name = self.path.lstrip("/")
-                if self._knows_the_plan():
+                if self._same_plan():
                     self._reply(200 if name in board.values else 404, board.values.get(name))
 
             def do_PUT(self) -> None:
                 size = int(self.headers.get("Content-Length") or 0)
                 body = self.rfile.read(size) if 0 <= size <= _MAX_BYTES else b""
-                if self._knows_the_plan():
+                if self._same_plan():
                     board.values[self.path.lstrip("/")] = json.loads(body)
                     self._reply(200, None)
 
-            def _knows_the_plan(self) -> bool:
+            def _same_plan(self) -> bool:
                 if self.headers.get(_PLAN_HEADER) == digest:
                     return True
                 board.strangers.add(self.client_address[0])
@@ -70,7 +71,7 @@ class Board:
             request_queue_size = 256
 
             def handle_error(self, request: Any, client_address: Any) -> None:
-                pass  # a client that went away in mid-sentence
+                pass  # a client that closed its connection in the middle of a request
 
         try:
             self._server = Server((host, port), Handler)
@@ -88,20 +89,22 @@ class Board:
 
 
 class BoardClient:
-    """The board from elsewhere. Every call raises OSError when it is not answered."""
+    """A board on another host or in another process. Calls raise OSError when they are not answered, PermissionError
+    when the board belongs to another topology."""
 
     def __init__(self, host: str, port: int, digest: str) -> None:
-        self._where, self._digest = (host, port), digest
+        self._base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._headers = {_PLAN_HEADER: digest}
 
     def put(self, name: str, value: object) -> None:
-        self._call("PUT", name, json.dumps(value))
+        self._accepted(*request_json("PUT", f"{self._base}/{name}", _CALL_TIMEOUT_S, value, self._headers))
 
     def get(self, name: str) -> Any:
-        """None while nothing is there."""
-        return self._call("GET", name)
+        """The value, or None while there is none."""
+        return self._accepted(*request_json("GET", f"{self._base}/{name}", _CALL_TIMEOUT_S, headers=self._headers))
 
     def wait(self, name: str, timeout_s: float) -> Any:
-        """Polls until something is there; None when the time is up. A call that fails meanwhile is tried again."""
+        """Polls until there is a value; None after `timeout_s`. A call that fails meanwhile is repeated."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -112,16 +115,8 @@ class BoardClient:
                 return value
             time.sleep(_POLL_S)
 
-    def _call(self, method: str, name: str, body: str | None = None) -> Any:
-        connection = http.client.HTTPConnection(*self._where, timeout=_CALL_TIMEOUT_S)
-        try:
-            connection.request(method, "/" + name, body, {_PLAN_HEADER: self._digest})
-            answer = connection.getresponse()
-            text = answer.read()
-        except http.client.HTTPException as error:
-            raise OSError(repr(error)) from None
-        finally:
-            connection.close()
-        if answer.status == 409:
+    @staticmethod
+    def _accepted(status: int, value: Any) -> Any:
+        if status == 409:
             raise PermissionError("the doctor there has another topology file")
-        return json.loads(text) if answer.status == 200 else None
+        return value if status == 200 else None

@@ -1,7 +1,7 @@
-"""`python -m launch.probe`: stands for one rank while the doctor looks at a cluster; its task comes on stdin.
+"""`python -m launch.doctor.probe FILE`: stands for one rank while the doctor runs; the file holds its task.
 
-It announces itself on the board, goes through the steps as the board says, leaves each result there, and ends when the
-doctor does. A step that does not end within its limit is left behind in its thread: the process ends with `os._exit`.
+It announces itself on the board, goes through the steps as the doctor opens them, leaves each result there, and ends
+when the doctor does. A step that exceeds its limit is left behind in its thread: the process ends with `os._exit`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,14 +31,14 @@ from baton.transfer.edge_kinds import allocator, buffer_device, choose_edges, ma
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.nccl import configure_nccl
 from baton.transfer.store import EdgeStore
-from launch.board import BoardClient
-from launch.probes import STEPS, Rank, Task, edge_key, task_from_json
+from launch.doctor.board import BoardClient
+from launch.doctor.tasks import STEPS, Rank, Task, edge_key, task_from_json
 
 SMALL_BYTES, SMALL_TIMES = 1 << 10, 9
 LARGE_BYTES, LARGE_TIMES = 8 << 20, 3
-_LIFE_S = 900.0
+_LONGEST_S = 900.0
 _SUM_ELEMENTS = 1 << 18
-_INNER_SHARE, _EDGE_SHARE = 0.4, 0.8  # of a step's limit: a wait inside it ends first, and can say for whom it was
+_INNER_SHARE, _EDGE_SHARE = 0.4, 0.8  # of a step's limit: a wait inside it ends first and names its peer
 
 
 class Probe:
@@ -60,9 +61,9 @@ class Probe:
         self.board.put(f"here/{task.me.key}", {"pid": os.getpid()})
         steps = (self._rendezvous, self._all_reduce, self._link, self._edges)
         for name, step in zip(STEPS, steps, strict=True):
-            self.board.wait(f"step/{name}", _LIFE_S)
+            self.board.wait(f"step/{name}", _LONGEST_S)
             step()
-        self.board.wait("report", _LIFE_S)
+        self.board.wait("report", _LONGEST_S)
 
     def _rendezvous(self) -> None:
         task = self.task
@@ -77,7 +78,7 @@ class Probe:
                 kept = EdgeStore(task.me.host, task.rendezvous_port)
                 self._kept.callback(kept.close)
                 self.board.put(f"meet/{task.me.worker}", [kept.host, kept.port])
-            host, port = self._told(f"meet/{task.me.worker}", f"the leader of {task.me.worker} opened no store")
+            host, port = self._await(f"meet/{task.me.worker}", f"the leader of {task.me.worker} opened no store")
             self._dial(host, port, f"{task.ranks[0]} at {host}:{port}")
             self._store = open_store({"MASTER_ADDR": host, "MASTER_PORT": str(port)}, self._inner_s)
             self._store.set(f"here/{task.me.rank}", "1")
@@ -88,7 +89,7 @@ class Probe:
                     raise HandoffError(f"{other} did not come to {host}:{port}") from None
             return {"seconds": time.monotonic() - began}
 
-        self._say(f"rendezvous/{task.me.key}", meet)
+        self._check(f"rendezvous/{task.me.key}", meet)
 
     def _all_reduce(self) -> None:
         task = self.task
@@ -111,10 +112,10 @@ class Probe:
                 times.append(time.monotonic() - began)
             return {"seconds": min(times), "bytes_per_s": whole.numel() * whole.element_size() / min(times)}
 
-        self._say(f"all-reduce/{task.me.key}", together)
+        self._check(f"all-reduce/{task.me.key}", together)
 
     def _dial_each_other(self) -> None:
-        """Plain connections first: they name the two ranks that cannot reach each other, a collective would not."""
+        """Plain connections first: they name the two ranks that cannot reach each other; a collective does not."""
         me = self.task.me
         listener = socket.create_server((me.host, 0), family=_family(me.host))
         self._kept.callback(listener.close)
@@ -125,8 +126,7 @@ class Probe:
                 self._dial(other.host, port, f"{other} at {other.host}:{port}")
 
     def _offer(self) -> None:
-        """A decode leader's link port and the store of its edges; a prefill worker that asks is told the reason when
-        there are none."""
+        """Opens a decode leader's link port and the store of its edges; puts both, or the error, on the board."""
         task = self.task
         try:
             link = socket.create_server((task.me.host, task.link_port), family=_family(task.me.host))
@@ -136,19 +136,19 @@ class Probe:
             return
         self._kept.callback(link.close)
         self._kept.callback(store.close)
-        told = {"link": link.getsockname()[1], "store": store.port, "host": store.host, "nonce": store.nonce}
-        self.board.put(f"offer/{task.me.worker}", told)
+        offer = {"link": link.getsockname()[1], "store": store.port, "host": store.host, "nonce": store.nonce}
+        self.board.put(f"offer/{task.me.worker}", offer)
 
     def _link(self) -> None:
         for name in self.task.links if self.task.role == "prefill" else ():
 
             def dial(name: str = name) -> dict[str, Any]:
-                told = self._offered(name)
+                offer = self._offered(name)
                 began = time.monotonic()
-                self._dial(told["host"], told["link"], f"the link of {name} at {told['host']}:{told['link']}")
+                self._dial(offer["host"], offer["link"], f"the link of {name} at {offer['host']}:{offer['link']}")
                 return {"seconds": time.monotonic() - began}
 
-            self._say(f"link/{self.task.me.worker}/{name}", dial)
+            self._check(f"link/{self.task.me.worker}/{name}", dial)
 
     def _edges(self) -> None:
         asyncio.run(self._all_edges())
@@ -168,11 +168,11 @@ class Probe:
         task = self.task
         prefill, decode = (task.me, peer) if task.role == "prefill" else (peer, task.me)
         try:
-            told = await asyncio.to_thread(self._offered, decode.worker)
-            name = edge_prefix(told["nonce"], prefill.worker, prefill.rank, decode.worker, decode.rank, 1)
+            offer = await asyncio.to_thread(self._offered, decode.worker)
+            name = edge_prefix(offer["nonce"], prefill.worker, prefill.rank, decode.worker, decode.rank, 1)
             spec = EdgeSpec(
-                told["host"],
-                told["store"],
+                offer["host"],
+                offer["store"],
                 name,
                 1,
                 task.role,
@@ -185,7 +185,7 @@ class Probe:
             await edge.connect()
             return edge
         except BatonError as error:
-            await asyncio.to_thread(self._put, f"end/{task.me.key}/{peer.key}", {"error": error.message})
+            await asyncio.to_thread(self.board.put, f"end/{task.me.key}/{peer.key}", {"error": error.message})
             return error.message
 
     async def _send(self, peer: Rank, edge: EdgeWorker | str) -> None:
@@ -198,7 +198,7 @@ class Probe:
                 result = {"seconds": statistics.median(small), "bytes_per_s": LARGE_BYTES / min(large)}
             except (BatonError, TimeoutError) as error:
                 result = {"error": str(error) or f"no transfer ended within {self.task.limit_s:g} s"}
-        await asyncio.to_thread(self._put, edge_key(self.task.me, peer), result)
+        await asyncio.to_thread(self.board.put, edge_key(self.task.me, peer), result)
 
     async def _timed(self, edge: EdgeWorker, count: int) -> float:
         buf = allocator(self._kind)(count, self._buffers).copy_(_pattern(count))
@@ -214,17 +214,17 @@ class Probe:
                 buf = torch.empty(count, dtype=torch.uint8, device=self._buffers)
                 await edge.recv(buf, self.task.limit_s * (1 + len(self.task.peers)))
                 if not torch.equal(buf.cpu(), _pattern(count)):
-                    raise HandoffError("the bytes that came are not those that were sent")
+                    raise HandoffError("the bytes received differ from those sent")
         except BatonError as error:
-            await asyncio.to_thread(self._put, f"end/{self.task.me.key}/{peer.key}", {"error": error.message})
+            await asyncio.to_thread(self.board.put, f"end/{self.task.me.key}/{peer.key}", {"error": error.message})
 
     def _offered(self, worker: str) -> dict[str, Any]:
-        told: dict[str, Any] = self._told(f"offer/{worker}", f"{worker} has not opened its ports")
-        if "error" in told:
-            raise HandoffError(f"{worker} cannot open its ports: {told['error']}")
-        return told
+        offer: dict[str, Any] = self._await(f"offer/{worker}", f"{worker} has not opened its ports")
+        if "error" in offer:
+            raise HandoffError(f"{worker} cannot open its ports: {offer['error']}")
+        return offer
 
-    def _told(self, name: str, otherwise: str) -> Any:
+    def _await(self, name: str, otherwise: str) -> Any:
         value = self.board.wait(name, self._inner_s)
         if value is None:
             raise HandoffError(f"{otherwise} within {self._inner_s:g} s")
@@ -236,8 +236,8 @@ class Probe:
         except OSError as error:
             raise HandoffError(f"cannot reach {what}: {error.strerror or error}") from None
 
-    def _say(self, name: str, check: Callable[[], dict[str, Any]]) -> None:
-        """Runs a check on a thread of its own and leaves what it found, or that it did not end."""
+    def _check(self, name: str, check: Callable[[], dict[str, Any]]) -> None:
+        """Runs a check on a thread of its own and puts its result on the board, or that it did not end."""
         found: dict[str, Any] = {"error": f"not done within {self.task.limit_s:g} s"}
 
         def run() -> None:
@@ -250,10 +250,7 @@ class Probe:
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join(self.task.limit_s)
-        self._put(name, found)
-
-    def _put(self, name: str, value: dict[str, Any]) -> None:
-        self.board.put(name, value)
+        self.board.put(name, found)
 
 
 def _pattern(count: int) -> torch.Tensor:
@@ -267,10 +264,10 @@ def _family(host: str) -> socket.AddressFamily:
 def main() -> None:
     die_with_parent()
     torch.set_num_threads(1)
-    told = json.load(sys.stdin)
+    order = json.loads(Path(sys.argv[1]).read_text())
     code = 0
     try:
-        Probe(task_from_json(told["task"]), BoardClient(told["host"], told["port"], told["digest"])).run()
+        Probe(task_from_json(order["task"]), BoardClient(*order["board"])).run()
     except (BatonError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         code = 1

@@ -8,11 +8,11 @@ import click
 
 from baton.core.errors import StartupError
 from baton.options import NumberRange
-from launch.bench_load import Lengths, Load, parse_lengths
+from launch.bench.load import Lengths, Load, parse_lengths
 
 if TYPE_CHECKING:
-    from launch.bench_client import Target
-    from launch.bench_stats import Record
+    from launch.bench.client import Target
+    from launch.bench.stats import Record
 
 
 class _LengthsType(click.ParamType[Lengths]):
@@ -72,13 +72,13 @@ def bench_command(
     """Measure TTFT, TPOT, ITL and throughput of any OpenAI-compatible server at URL."""
     import asyncio
 
-    from launch.bench_client import Target, base_url, first_model
+    from launch.bench.client import Target, base_url, first_model
 
     if min(input_len.low, output_len.low) < 1:
         raise StartupError("--input-len and --output-len must be at least 1")
     base = base_url(url)
     try:
-        model = model or asyncio.run(first_model(base, api_key))
+        model = model or first_model(base, api_key)
     except OSError as error:
         raise StartupError(f"no server answers: {error}") from None
     load = Load(seed, input_len, output_len, prompts == "text", token_ids)
@@ -104,7 +104,7 @@ async def _measure(target: Target, load: Load, concurrency: int, count: int, war
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from launch.bench_client import run_load
+    from launch.bench.client import run_load
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Two refreshes a second: the bar must not take the processor from what is measured.
@@ -130,8 +130,8 @@ def _report(records: list[Record], settings: dict[str, Any], json_path: str | No
     import orjson
     from rich.console import Console
 
-    from launch.bench_report import as_json, as_markdown, print_report
-    from launch.bench_stats import statistics
+    from launch.bench.report import as_json, as_markdown, print_report
+    from launch.bench.stats import statistics
 
     stats = statistics(records)
     console = Console()

@@ -1,4 +1,4 @@
-"""What the doctor looks at on one node before anything is sent: versions, model, cores, ports, token."""
+"""The doctor's checks on one node before anything is sent: address, versions, model, cores, ports, token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LIBRARIES = ("torch", "grpcio", "xxhash")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at: `ok`, and what was found or is wrong."""
+    """The result of one check: `text` is what was found or what is wrong."""
 
     check: str
     where: str
@@ -99,17 +99,17 @@ def _cores(name: str, pinned: set[int], wanted: int) -> Finding:
         return Finding("cores", name, False, f"core {missing} is not one this process may run on")
     if wanted > len(here):
         return Finding("cores", name, False, f"the topology says {wanted}, this process may use {len(here)}")
-    return Finding("cores", name, True, f"{len(here)} here, {wanted or 'not said'} in the plan")
+    return Finding("cores", name, True, f"{len(here)} here, {wanted or 'not given'} in the plan")
 
 
 def _token(plan: Plan, name: str) -> list[Finding]:
     """Off loopback the members of this node need a token file; one that is named must be good."""
-    told = {part.name: part.worker.options for part in plan.parts if part.node.name == name}
+    members = {part.name: part.worker.options for part in plan.parts if part.node.name == name}
     if plan.topology.coordinator.node == name:
-        told[COORDINATOR] = plan.topology.coordinator.options
+        members[COORDINATOR] = plan.topology.coordinator.options
     from_environment = os.environ.get("BATON_CLUSTER_TOKEN_FILE", "")
     findings = []
-    for path in sorted({str(options.get("cluster_token_file", from_environment)) for options in told.values()}):
+    for path in sorted({str(options.get("cluster_token_file", from_environment)) for options in members.values()}):
         try:
             if path:
                 read_token(path)

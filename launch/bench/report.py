@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from launch.bench_stats import Record, Statistics, Summary
+from launch.bench.stats import Record, Statistics, Summary
 from launch.tables import make_table, show
 
 _TIMES = (

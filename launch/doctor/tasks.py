@@ -1,4 +1,4 @@
-"""What the doctor tries on a plan, and what its probes are told. Pure.
+"""What the doctor tries on a plan, and what each of its probes does. Pure.
 
 One probe stands for each rank, on the rank's node and with its address and ports. All go through the same steps, each
 with a limit of its own:
@@ -75,12 +75,9 @@ class Task:
 
 
 def task_from_json(fields: dict[str, Any]) -> Task:
-    """The other way round."""
-    me, ranks, peers = fields.pop("me"), fields.pop("ranks"), fields.pop("peers")
-    links = tuple(fields.pop("links"))
-    return Task(
-        Rank(**me), ranks=tuple(Rank(**r) for r in ranks), peers=tuple(Rank(**r) for r in peers), links=links, **fields
-    )
+    """Inverse of `Task.as_json`."""
+    ranks = {name: tuple(Rank(**rank) for rank in fields[name]) for name in ("ranks", "peers")}
+    return Task(**{**fields, **ranks, "me": Rank(**fields["me"]), "links": tuple(fields["links"])})
 
 
 def edge_key(prefill: Rank, decode: Rank) -> str:
@@ -88,9 +85,9 @@ def edge_key(prefill: Rank, decode: Rank) -> str:
     return f"edge/{prefill.key}/{decode.key}"
 
 
-def gone_key(probe: str) -> str:
-    """The name under which a doctor says why nothing more will come of one of its probes."""
-    return f"gone/{probe}"
+def exited_key(probe: str) -> str:
+    """The name under which a doctor reports why a probe of its host will leave no more results."""
+    return f"exited/{probe}"
 
 
 def make_tasks(plan: Plan, heads_per_layer: tuple[int, ...], limit_s: float) -> dict[str, list[Task]]:
@@ -101,23 +98,24 @@ def make_tasks(plan: Plan, heads_per_layer: tuple[int, ...], limit_s: float) -> 
     for part in plan.parts:
         worker = part.worker
         others = [other for other in plan.topology.workers if other.role != worker.role]
+        prefill = worker.role == "prefill"
         for local in range(part.ranks):
             me = ranks[worker.name][part.node_rank * part.ranks + local]
             peers = []
             for other in others:
                 sizes = (worker.tensor_parallel, other.tensor_parallel)
-                for p, d in _pairs(heads_per_layer, *(sizes if worker.role == "prefill" else sizes[::-1])):
-                    mine, theirs = (p, d) if worker.role == "prefill" else (d, p)
+                for p, d in _pairs(heads_per_layer, *(sizes if prefill else sizes[::-1])):
+                    mine, theirs = (p, d) if prefill else (d, p)
                     if mine == me.rank:
                         peers.append(ranks[other.name][theirs])
             shift = me.rank % max(len(peers), 1)  # so that not all begin with the same peer
-            links = [other.name for other in others] if worker.role == "prefill" else [worker.name]
+            links = tuple(other.name for other in others) if prefill else (worker.name,)
             task = Task(
                 me,
                 worker.role,
                 ranks[worker.name],
                 (*peers[shift:], *peers[:shift]),
-                tuple(links) if me.rank == 0 else (),
+                links if me.rank == 0 else (),
                 worker.rendezvous_port,
                 worker.link_port,
                 worker.store_port,

@@ -1,4 +1,4 @@
-"""The doctor's verdict: what was found on nodes and between ranks, as a table and, for what failed, what to check."""
+"""The doctor's verdict: findings on nodes and between ranks, as a table; for what failed, what to check."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from launch.doctor_checks import Finding
-from launch.probes import Rank, Task, edge_key, gone_key
+from launch.doctor.node_checks import Finding
+from launch.doctor.tasks import Rank, Task, edge_key, exited_key
 from launch.tables import make_table, show
 
 _ADVICE = {
@@ -50,22 +50,23 @@ class Verdict:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Verdict:
-        findings = tuple(Finding(**finding) for finding in told["findings"])
-        return cls(findings, tuple(Measured(**measured) for measured in told["measured"]))
+    def from_json(cls, fields: Mapping[str, Any]) -> Verdict:
+        findings = tuple(Finding(**finding) for finding in fields["findings"])
+        return cls(findings, tuple(Measured(**measured) for measured in fields["measured"]))
 
 
 def read_results(values: Mapping[str, Any], tasks: Sequence[Task], limit_s: float) -> tuple[Measured, ...]:
-    """What the probes left on the board, in the order of the steps; a result that never came is an error too.
+    """The results on the board, in the order of the steps; a result that is missing is an error too.
 
-    What a probe measured stands, whatever became of the others: beside an error their ends are told as well.
+    A measured error is kept when the probe at the other end has exited, and that is added to it.
     """
-    came = {task.me.key for task in tasks if f"here/{task.me.key}" in values}
+    started = {task.me.key for task in tasks if f"here/{task.me.key}" in values}
 
     def missing(ranks: Sequence[Rank]) -> str:
-        gone = [f"the probe of {rank} {values[gone_key(rank.key)]}" for rank in ranks if gone_key(rank.key) in values]
-        away = [str(rank) for rank in ranks if rank.key not in came and gone_key(rank.key) not in values]
-        return "; ".join(gone + ([f"no probe came up for {', '.join(away)}"] if away else []))
+        exited = [rank for rank in ranks if exited_key(rank.key) in values]
+        absent = [str(rank) for rank in ranks if rank.key not in started and rank not in exited]
+        reasons = [f"the probe of {rank} {values[exited_key(rank.key)]}" for rank in exited]
+        return "; ".join(reasons + ([f"no probe came up for {', '.join(absent)}"] if absent else []))
 
     def result(name: str, ranks: Sequence[Rank], other_end: str = "") -> dict[str, Any]:
         absent = missing(ranks)
@@ -84,14 +85,14 @@ def read_results(values: Mapping[str, Any], tasks: Sequence[Task], limit_s: floa
     for task in senders:
         for name in task.links:
             leaders = [t.me for t in tasks if t.me.worker == name and t.leads]
-            told = result(f"link/{task.me.worker}/{name}", (task.me, *leaders))
-            found.append(Measured("link", f"{task.me} → {name}", **told))
+            fields = result(f"link/{task.me.worker}/{name}", (task.me, *leaders))
+            found.append(Measured("link", f"{task.me} → {name}", **fields))
     for task in senders:
         for peer in sorted(task.peers, key=lambda rank: (rank.worker, rank.rank)):
             other = values.get(f"end/{peer.key}/{task.me.key}")
             other_end = f"at the other end: {other['error']}" if other else ""
-            told = result(edge_key(task.me, peer), (task.me, peer), other_end)
-            found.append(Measured("edge", f"{task.me} → {peer}", **told))
+            fields = result(edge_key(task.me, peer), (task.me, peer), other_end)
+            found.append(Measured("edge", f"{task.me} → {peer}", **fields))
     return tuple(found)
 
 

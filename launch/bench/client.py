@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-import httpx
 import orjson
 
-from launch.bench_load import Job, Load
-from launch.bench_stats import Record
+from launch.bench.load import Job, Load
+from launch.bench.stats import Record
+from launch.http_json import request_json
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -41,7 +41,7 @@ def base_url(url: str) -> str:
     return url if url.endswith("/v1") else f"{url}/v1"
 
 
-async def first_model(base: str, api_key: str) -> str:
+def first_model(base: str, api_key: str) -> str:
     """The first of GET /v1/models.
 
     Raises:
@@ -49,11 +49,11 @@ async def first_model(base: str, api_key: str) -> str:
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        async with httpx.AsyncClient(timeout=CONNECT_TIMEOUT_S, headers=headers, trust_env=False) as client:
-            answer = await client.get(f"{base}/models")
-            answer.raise_for_status()
-            return str(answer.json()["data"][0]["id"])
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+        status, document = request_json("GET", f"{base}/models", CONNECT_TIMEOUT_S, headers=headers)
+        if status != 200:
+            raise OSError(_refusal(status, document))
+        return str(document["data"][0]["id"])
+    except (OSError, LookupError, TypeError) as error:
         raise OSError(f"GET {base}/models: {describe(error)}") from None
 
 
@@ -102,7 +102,7 @@ async def send(session: aiohttp.ClientSession, target: Target, job: Job) -> Reco
         async with asyncio.timeout(target.timeout_s):
             async with session.post(f"{target.base}/completions", data=content, headers=headers) as answer:
                 if answer.status != 200:
-                    return Record(sent, error=_refusal(answer.status, await answer.read()))
+                    return Record(sent, error=_refusal(answer.status, _parsed(await answer.read())))
                 async for chunk in answer.content.iter_any():
                     stream.feed(time.perf_counter(), chunk)
         return stream.record(sent, time.perf_counter())
@@ -178,10 +178,17 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _refusal(status: int, body: bytes) -> str:
+def _parsed(body: bytes) -> Any:
     try:
-        return f"status {status}: {_message(orjson.loads(body)['error'])}"
-    except (ValueError, LookupError, TypeError):
+        return orjson.loads(body)
+    except ValueError:
+        return None
+
+
+def _refusal(status: int, document: Any) -> str:
+    try:
+        return f"status {status}: {_message(document['error'])}"
+    except (LookupError, TypeError):
         return f"status {status}"
 
 

@@ -1,0 +1,1 @@
+"""`baton bench`: measures any OpenAI-compatible server."""

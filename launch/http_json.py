@@ -1,0 +1,45 @@
+"""One JSON request over HTTP: what the launcher, the doctor and the bench ask servers outside of a measurement."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+_MISSING = object()
+
+
+def request_json(
+    method: str, url: str, timeout_s: float, body: object = _MISSING, headers: Mapping[str, str] | None = None
+) -> tuple[int, Any]:
+    """The status and the JSON value of the answer, None where its body is not JSON. `timeout_s` limits each wait for
+    the socket; `url` may lack its scheme (http).
+
+    Raises:
+        OSError: `url` is no address, nothing answers in time, or what answers does not speak HTTP.
+    """
+    try:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host:
+        raise OSError(f"{url!r} is no address")
+    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = connect(host, port, timeout=timeout_s)
+    path = parts.path or "/"
+    try:
+        data = None if body is _MISSING else json.dumps(body)
+        connection.request(method, f"{path}?{parts.query}" if parts.query else path, data, dict(headers or {}))
+        answer = connection.getresponse()
+        text = answer.read()
+    except (http.client.HTTPException, UnicodeError) as error:
+        raise OSError(f"{method} {parts.path}: {error!r}") from None
+    finally:
+        connection.close()
+    try:
+        return answer.status, json.loads(text)
+    except ValueError:
+        return answer.status, None
