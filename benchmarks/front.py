@@ -1,14 +1,16 @@
 """What a streamed token costs the coordinator, without a model: tokens per second and core, over open streams.
 
-    python benchmarks/front.py                        16 to 2,000 streams
+    python benchmarks/front.py                        16 to 10,000 streams, at half load and at full load
     python benchmarks/front.py --before DIR           another checkout beside it, by turns
     python benchmarks/front.py --profile FILE         the coordinator's own profile (cProfile) of the last size
 
 A real coordinator serves HTTP; one prefill and one decode worker are stubs that speak the real protocol in a process of
 their own: a prompt takes no time, and every stream gets one token a step, `--tokens-per-s` in all. Clients are a third
-process. What is counted is the coordinator's processor time between two instants in which all streams run (schedstat of
-its threads, by the kernel), so it depends little on what else the machine does: `tokens/s per core` is its inverse.
-Writes `benchmarks/results/front.md`.
+process. What is counted between two instants in which all streams run are the tokens that reached clients and the
+coordinator's processor time (schedstat of its threads, by the kernel), which depends little on what else the machine
+does: `tokens/s per core` is their quotient. Where more tokens come than one core can send, readers lag and tokens are
+sent together. `added latency` is the time from a step's post by the stub to the token's arrival at a client that reads
+one of 16 streams. Writes `benchmarks/results/front.md`.
 """
 
 from __future__ import annotations
@@ -30,25 +32,27 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "results" / "front.md"
-STREAMS = (16, 256, 1000, 2000)
-WARM_S, MEASURED_S, LIMIT_S = 2.0, 6.0, 120.0
-TEXT = " the quick brown fox jumps over the lazy dog and runs away from all of them"
+STREAMS = (16, 256, 2000, 10000)
+RATES = (5000.0, 20000.0)
+SAMPLED = 16  # of the streams, for latencies
+WARM_S, MEASURED_S, LAG_S, LIMIT_S = 2.0, 6.0, 1.0, 120.0
+TEXT = " the"  # one token, so that readers can count them
+MAX_TOKENS = 100_000  # and the number of the stream, by which its posts and arrivals are compared
 
 
 # ---- the workers
 
 
-async def stubs(control: str, step_s: float) -> None:
-    """Both workers, until their sessions end."""
+async def stubs(control: str, model: str, step_s: float) -> None:
+    """Both workers, until their sessions end. Prints when it posted the tokens of the sampled streams, once asked."""
     from baton.core.commands import Abort, Join, Prefill, WorkerFacts
     from baton.core.events import HandedOver, Load, SequenceEnded, StepEvents, TokenEvent
     from baton.core.request import SequenceId
     from baton.engine.checkpoint import model_digest, read_model_config
-    from baton.model_source import builtin_directory
     from baton.rpc.session import WorkerSession
     from coordinator.text.model import TextModel
 
-    directory = builtin_directory("target")
+    directory = Path(model)
     config = read_model_config(directory)
     text = TextModel.load(directory, config)
     ids = tuple(text.tokenizer.encode(TEXT, add_special_tokens=False).ids)
@@ -64,6 +68,8 @@ async def stubs(control: str, step_s: float) -> None:
     )
     blocks = 10_000_000
     running: dict[SequenceId, list[int]] = {}  # the index of its next token, and how many it may have
+    posted: dict[int, list[float]] = {}  # by max_tokens, for the sampled streams
+    sampled: dict[SequenceId, list[float]] = {}
 
     class Stub:
         def __init__(self, name: str) -> None:
@@ -103,14 +109,21 @@ async def stubs(control: str, step_s: float) -> None:
                 target = command.targets[0].worker_id
                 first = TokenEvent(sequence, 0, (ids[0],))
                 self.session.post(StepEvents(tokens=(first,), handed_over=(HandedOver(sequence, target, 1),)))
-                running[sequence] = [1, command.request.max_tokens]
+                limit = command.request.max_tokens
+                running[sequence] = [1, limit]
+                if limit % SAMPLED == 0:
+                    posted[limit] = sampled[sequence] = [time.monotonic()]
 
     workers = [Stub("prefill0"), Stub("decode0")]
     tasks = [asyncio.create_task(worker.session.run()) for worker in workers]
+    asked = asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
     step, due = 0, time.monotonic()
     while not any(task.done() for task in tasks):
         due = max(due + step_s, time.monotonic())
         await asyncio.sleep(due - time.monotonic())
+        if asked.done():
+            print(json.dumps(posted), flush=True)
+            os._exit(0)
         if not running:
             continue
         step += 1
@@ -123,6 +136,9 @@ async def stubs(control: str, step_s: float) -> None:
                 ended.append(SequenceEnded(sequence, "length"))
         for end in ended:
             del running[end.sequence]
+        now = time.monotonic()
+        for times in sampled.values():
+            times.append(now)
         workers[1].session.post(StepEvents(step, tuple(tokens), tuple(ended), load=workers[1].load()))
         await asyncio.sleep(0)
 
@@ -131,29 +147,36 @@ async def stubs(control: str, step_s: float) -> None:
 
 
 async def clients(url: str, streams: int) -> None:
-    """Opens them, says so, and counts events between two lines on stdin."""
+    """Opens them, says so, and reports the tokens so far at each line on stdin; at the third, also when the tokens of
+    the sampled streams arrived, and ends."""
     host, _, port = url.removeprefix("http://").partition(":")
-    body = json.dumps({"model": "m", "prompt": [5] * 8, "max_tokens": 4000, "stream": True, "ignore_eos": True})
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
-    request = f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
-    events = opened = 0
+    token = TEXT.encode()
+    count = opened = 0
+    arrived: dict[int, list[float]] = {}
 
-    async def one() -> None:
-        nonlocal events, opened
+    async def one(limit: int) -> None:
+        nonlocal count, opened
+        body = json.dumps({"model": "m", "prompt": [5] * 8, "max_tokens": limit, "stream": True, "ignore_eos": True})
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(request)
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+        times = arrived.setdefault(limit, []) if limit % SAMPLED == 0 else None
         seen = False
         while data := await reader.read(1 << 16):
+            now = time.monotonic()
             if not seen:
                 seen = True
                 opened += 1
                 if b" 200 " not in data[:40]:
                     raise SystemExit(data[:400].decode())
-            events += data.count(b"data: {")
+            found = data.count(token)
+            count += found
+            if times is not None:
+                times.extend([now] * found)
 
     tasks = []
     for number in range(streams):
-        tasks.append(asyncio.create_task(one()))
+        tasks.append(asyncio.create_task(one(MAX_TOKENS + number)))
         if number % 50 == 49:
             await asyncio.sleep(0.02)
     while opened < streams:
@@ -165,7 +188,9 @@ async def clients(url: str, streams: int) -> None:
     loop = asyncio.get_running_loop()
     for _ in range(2):
         await loop.run_in_executor(None, sys.stdin.readline)
-        print(json.dumps({"events": events, "at": time.monotonic()}), flush=True)
+        print(json.dumps({"tokens": count, "at": time.monotonic()}), flush=True)
+    await loop.run_in_executor(None, sys.stdin.readline)
+    print(json.dumps(arrived), flush=True)
     os._exit(0)
 
 
@@ -184,13 +209,46 @@ def resident_mib(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
+def model_directory(directory: Path) -> Path:
+    """The built-in target with room for streams that never end."""
+    from baton.model_source import builtin_directory
+
+    made = directory / "model"
+    made.mkdir()
+    for path in builtin_directory("target").iterdir():
+        (made / path.name).symlink_to(path)
+    config = json.loads((made / "config.json").read_text()) | {"max_position_embeddings": 2 * MAX_TOKENS}
+    (made / "config.json").unlink()
+    (made / "config.json").write_text(json.dumps(config))
+    return made
+
+
+def added_latencies(
+    posted: dict[str, list[float]], arrived: dict[str, list[float]], span: tuple[float, float]
+) -> list[float]:
+    """Seconds from post to arrival of the tokens that were posted in `span`, sorted."""
+    begin, end = span
+    pairs = [pair for stream, times in posted.items() for pair in zip(times, arrived.get(stream, ()), strict=False)]
+    return sorted(came - sent for sent, came in pairs if begin <= sent < end)
+
+
 def measure(tree: Path, streams: int, step_ms: float, profile: Path | None = None) -> dict[str, float]:
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     own = [sys.executable, __file__, "--tree", str(tree)]
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         ready = Path(directory) / "ready.json"
         flags = ["--port", "0", "--grpc-port", "0", "--control-port", "0", "--ready-file", str(ready)]
-        flags += ["--served-model-name", "m", "--max-queued-requests", "100000", "--max-queued-tokens", "100000000"]
+        model = str(model_directory(Path(directory)))
+        flags += [
+            "--model",
+            model,
+            "--served-model-name",
+            "m",
+            "--max-queued-requests",
+            "100000",
+            "--max-queued-tokens",
+            "100000000",
+        ]
         program = (
             ["-m", "coordinator"] if profile is None else ["-m", "cProfile", "-o", str(profile), "-m", "coordinator"]
         )
@@ -211,7 +269,11 @@ def measure(tree: Path, streams: int, step_ms: float, profile: Path | None = Non
             time.sleep(0.05)
         addresses = json.loads(ready.read_text())
         url = f"http://{addresses['http']}"
-        start([*own, "--stubs", addresses["control"], str(step_ms / 1e3)])
+        stub = start(
+            [*own, "--stubs", addresses["control"], model, str(step_ms / 1e3)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
         while json.loads(urllib.request.urlopen(url + "/workers", timeout=10).read())["workers"][1:] == []:
             time.sleep(0.05)
         reader = start(
@@ -223,42 +285,51 @@ def measure(tree: Path, streams: int, step_ms: float, profile: Path | None = Non
         time.sleep(WARM_S)
         marks = []
         for _ in range(2):
-            reader.stdin.write("\n")
-            reader.stdin.flush()
-            marks.append((json.loads(reader.stdout.readline()), processor_s(coordinator.pid)))
+            marks.append((asked(reader), processor_s(coordinator.pid)))
             if len(marks) == 1:
                 time.sleep(MEASURED_S)
         memory = resident_mib(coordinator.pid)
-        events = marks[1][0]["events"] - marks[0][0]["events"]
-        wall = marks[1][0]["at"] - marks[0][0]["at"]
-        used = marks[1][1] - marks[0][1]
-        reader.kill()
-        reader.wait()
+        time.sleep(LAG_S)  # the last tokens of the span arrive
+        arrived, posted = asked(reader), asked(stub)
+    (before, used_before), (after, used_after) = marks
+    tokens, wall = after["tokens"] - before["tokens"], after["at"] - before["at"]
+    used = used_after - used_before
+    late = added_latencies(posted, arrived, (before["at"], after["at"]))
     return {
-        "streams": streams,
-        "per_core": events / used,
-        "us": used / events * 1e6,
-        "per_s": events / wall,
+        "per_core": tokens / used,
+        "us": used / tokens * 1e6,
+        "per_s": tokens / wall,
         "share": used / wall,
         "mib": memory,
+        "p50_ms": late[len(late) // 2] * 1e3,
+        "p99_ms": late[len(late) * 99 // 100] * 1e3,
     }
+
+
+def asked(process: subprocess.Popen[str]) -> Any:
+    """The process's answer to a line."""
+    if process.stdin is None or process.stdout is None:
+        raise SystemExit("no pipes")
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return json.loads(process.stdout.readline())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=list(STREAMS))
-    parser.add_argument("--tokens-per-s", type=float, default=5000.0, help="of all streams together")
+    parser.add_argument("--tokens-per-s", type=float, nargs="+", default=list(RATES), help="of all streams together")
     parser.add_argument("--before", type=Path)
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--tree", type=Path, default=ROOT, help=argparse.SUPPRESS)
-    parser.add_argument("--stubs", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--stubs", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--clients", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     sys.path.insert(0, str(options.tree))
     if options.stubs:
-        asyncio.run(stubs(options.stubs[0], float(options.stubs[1])))
+        asyncio.run(stubs(options.stubs[0], options.stubs[1], float(options.stubs[2])))
         return
     if options.clients:
         asyncio.run(clients(options.clients[0], int(options.clients[1])))
@@ -267,17 +338,20 @@ def main() -> None:
 
     trees = {**({"before": options.before.resolve()} if options.before else {}), "now": ROOT}
     lines = [
-        "| streams | tree | tokens/s per core | us per token | tokens/s | of a core | resident MiB |",
-        "|---|---|---|---|---|---|---|",
+        "| streams | tokens/s that come | tree | tokens/s sent | of a core | tokens/s per core | us per token "
+        "| added latency p50, p99 (ms) | resident MiB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for streams in options.streams:
-        step_ms = streams / options.tokens_per_s * 1e3
-        for _ in range(options.turns):
-            for name, tree in trees.items():
-                found = measure(tree, streams, step_ms, options.profile)
-                line = f"| {streams} | {name} | {found['per_core']:,.0f} | {found['us']:.1f} | {found['per_s']:,.0f} |"
-                lines.append(f"{line} {found['share']:.2f} | {found['mib']:.0f} |")
-                print(lines[-1], flush=True)
+        for rate in options.tokens_per_s:
+            for _ in range(options.turns):
+                for name, tree in trees.items():
+                    found = measure(tree, streams, streams / rate * 1e3, options.profile)
+                    line = f"| {streams:,} | {rate:,.0f} | {name} | {found['per_s']:,.0f} | {found['share']:.2f} "
+                    line += f"| {found['per_core']:,.0f} | {found['us']:.1f} "
+                    line += f"| {found['p50_ms']:.1f}, {found['p99_ms']:.1f} | {found['mib']:.0f} |"
+                    lines.append(line)
+                    print(lines[-1], flush=True)
     today = datetime.date.today().isoformat()
     command = "python benchmarks/front.py" + (" --before DIR" if options.before else "")
     head = [

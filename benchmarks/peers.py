@@ -1,11 +1,12 @@
-"""Baton beside vLLM's CPU build: the same work on the same cores, in turns, as ratios.
+"""Baton beside vLLM's CPU build, or beside an earlier commit: the same work on the same cores, in turns, as ratios.
 
     python benchmarks/peers_install.py /somewhere/vllm
     python benchmarks/peers.py --vllm /somewhere/vllm [--pairs 5] [--only single eight long] [--vllm-dtype float32]
+    python benchmarks/peers.py --before CHECKOUT      into benchmarks/results/peers-before.md
 
 Both servers are up, one of them idle while the other is measured; each pair measures one and then the other, in an
-order that alternates. A ratio is Baton / vLLM within a pair; the table has the median over pairs. vLLM computes with
-two threads on both cores; Baton's prefill worker has one core, its decode worker the other. On a processor without
+order that alternates. A ratio is Baton / the other within a pair; the table has the median over pairs. vLLM computes
+with two threads on both cores; Baton's prefill worker has one core, its decode worker the other. On a processor without
 AVX-512 vLLM computes bf16 by generic code: there its best is `--vllm-dtype float32`. Writes
 `benchmarks/results/peers-vllm.md`.
 
@@ -185,18 +186,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def report(pairs: dict[str, list[tuple[Figures, Figures]]], lines: list[str]) -> str:
-    """The medians of both sides and of the ratios, with the bars that issue and design set."""
+def report(pairs: dict[str, list[tuple[Figures, Figures]]], lines: list[str], other: str) -> str:
+    """The medians of both sides and of the ratios, beside vLLM with the bars that issue and design set."""
     lines = [
         *lines,
-        "| work | figure | Baton | vLLM | ratio, median (all) | bar | met |",
+        f"| work | figure | Baton | {other} | ratio, median (all) | bar | met |",
         "|---|---|---|---|---|---|---|",
     ]
     for work, runs in pairs.items():
         for figure in runs[0][0]:
             ours, theirs = [run[0][figure] for run in runs], [run[1][figure] for run in runs]
             ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-            middle, bar = statistics.median(ratios), BARS.get((work, figure))
+            middle, bar = statistics.median(ratios), BARS.get((work, figure)) if other == "vLLM" else None
             met = "" if bar is None else ("yes" if (middle <= bar[1]) == (bar[0] == "at most") else "**no**")
             every = " ".join(f"{ratio:.2f}" for ratio in ratios)
             lines.append(
@@ -204,7 +205,7 @@ def report(pairs: dict[str, list[tuple[Figures, Figures]]], lines: list[str]) ->
                 f" | {middle:.2f} ({every}) | {f'{bar[0]} {bar[1]}' if bar else ''} | {met} |"
             )
     if "calm" in pairs and "long" in pairs:
-        for side, name in enumerate(("Baton", "vLLM")):
+        for side, name in enumerate(("Baton", other)):
             calm, busy = (
                 statistics.median(run[side]["ITL p99 ms"] for run in pairs[work]) for work in ("calm", "long")
             )
@@ -215,14 +216,18 @@ def report(pairs: dict[str, list[tuple[Figures, Figures]]], lines: list[str]) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", type=Path, required=True, help="the environment that peers_install.py made")
+    beside = parser.add_mutually_exclusive_group(required=True)
+    beside.add_argument("--vllm", type=Path, help="the environment that peers_install.py made")
+    beside.add_argument("--before", type=Path, help="another checkout, run by the same Python environment")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=("single", "eight", "calm", "long"))
     parser.add_argument("--quick", action="store_true", help="a third of the work: to look, not to publish")
     parser.add_argument("--vllm-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--up", nargs="*", default=[], help="more options of `baton up`")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "peers-vllm.md")
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    other = "vLLM" if arguments.vllm else "before"
+    out: Path = arguments.out or ROOT / "benchmarks" / "results" / f"peers-{other.lower()}.md"
     works = arguments.only or ["single", "eight", "calm", "long"]
     plan = replace(Plan(), single=3, eight=16, long_s=14.0, calm_s=6.0) if arguments.quick else Plan()
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
@@ -230,42 +235,56 @@ def main() -> None:
         model = work_dir / "135m"
         subprocess.run([sys.executable, "tools/make_checkpoint.py", "135m", str(model)], cwd=ROOT, check=True)
         ours = [sys.executable, "-m", "launch.cli", "up", "--model", str(model), "--grpc-port", "0", *arguments.up]
-        theirs = [str(arguments.vllm / "bin" / "vllm"), "serve", str(model)]
-        theirs += ["--dtype", arguments.vllm_dtype, "--max-model-len", "8192"]
         ports = free_port(), free_port()
-        environment = {
-            "VLLM_CPU_KVCACHE_SPACE": "4",
-            "VLLM_TARGET_DEVICE": "cpu",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-        }
+        port = ("--port", str(ports[1]))
+        at = f"{machine()}. Commit {commit()}, {datetime.date.today()}. 135 M Llama shape, random bf16 weights, random"
+        at += f" token-id prompts, greedy, `ignore_eos`. {arguments.pairs} interleaved pairs"
+        at += f"{' (quick)' if arguments.quick else ''}; the client shares the cores."
+        baton_up = " ".join(["    baton up --model 135m", *arguments.up])
+        tail = f" --pairs {arguments.pairs} --only {' '.join(works)}\n"
+        if arguments.vllm:
+            theirs = [str(arguments.vllm / "bin" / "vllm"), "serve", str(model), *port]
+            theirs += ["--dtype", arguments.vllm_dtype, "--max-model-len", "8192"]
+            environment = {
+                "VLLM_CPU_KVCACHE_SPACE": "4",
+                "VLLM_TARGET_DEVICE": "cpu",
+                "VLLM_NO_USAGE_STATS": "1",
+                "DO_NOT_TRACK": "1",
+            }
+            second = serving(other, theirs, ports[1], work_dir / "vllm.log", environment)
+            header = [
+                "# Baton beside vLLM's CPU build\n",
+                f"{at} vLLM {VLLM}, torch {TORCH}.\n",
+                baton_up,
+                f"    VLLM_CPU_KVCACHE_SPACE=4 vllm serve 135m --dtype {arguments.vllm_dtype} --max-model-len 8192",
+                f"    python benchmarks/peers.py --vllm DIR --vllm-dtype {arguments.vllm_dtype}{tail}",
+            ]
+        else:
+            tree = arguments.before.resolve()
+            theirs, log = [*ours, "--control-port", "0", *port], work_dir / "before.log"
+            second = serving(other, theirs, ports[1], log, {"PYTHONPATH": str(tree)}, "/ready", tree)
+            earlier = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=tree, text=True).strip()
+            header = [
+                "# Baton beside an earlier commit\n",
+                f"{at} Before: {earlier}.\n",
+                baton_up,
+                f"    python benchmarks/peers.py --before CHECKOUT{tail}",
+            ]
         baton = stack.enter_context(
             serving("Baton", [*ours, "--port", str(ports[0])], ports[0], work_dir / "baton.log", {}, "/ready")
         )
-        vllm = stack.enter_context(
-            serving("vLLM", [*theirs, "--port", str(ports[1])], ports[1], work_dir / "vllm.log", environment)
-        )
-        header = [
-            "# Baton beside vLLM's CPU build\n",
-            f"{machine()}. Commit {commit()}, {datetime.date.today()}. 135 M Llama shape, random bf16 weights, random"
-            f" token-id prompts, greedy, `ignore_eos`. {arguments.pairs} interleaved pairs"
-            f"{' (quick)' if arguments.quick else ''}; the client shares the cores. vLLM {VLLM}, torch {TORCH}.\n",
-            "    baton up --model 135m " + " ".join(arguments.up),
-            f"    VLLM_CPU_KVCACHE_SPACE=4 vllm serve 135m --dtype {arguments.vllm_dtype} --max-model-len 8192",
-            f"    python benchmarks/peers.py --vllm DIR --vllm-dtype {arguments.vllm_dtype} --pairs {arguments.pairs}"
-            f" --only {' '.join(works)}\n",
-        ]
+        beside_it = stack.enter_context(second)
         pairs: dict[str, list[tuple[Figures, Figures]]] = {}
-        for server in (baton, vllm):
+        for server in (baton, beside_it):
             server.measure("eight", replace(plan, eight=8))  # warm-up: kernels, allocators, compiled shapes
         for number in range(arguments.pairs):
             for work in works:
-                order = (baton, vllm) if number % 2 == 0 else (vllm, baton)
+                order = (baton, beside_it) if number % 2 == 0 else (beside_it, baton)
                 found = {server.name: server.measure(work, plan) for server in order}
-                pairs.setdefault(work, []).append((found["Baton"], found["vLLM"]))
+                pairs.setdefault(work, []).append((found["Baton"], found[other]))
                 print(number, work, found, flush=True)
-                arguments.out.write_text(report(pairs, header))
-    print(f"written to {arguments.out}")
+                out.write_text(report(pairs, header, other))
+    print(f"written to {out}")
 
 
 if __name__ == "__main__":

@@ -144,7 +144,12 @@ class Pipeline:
             "control": cluster.address,
             "joins_refused": dict(cluster.joins_refused),
         }
-        return known | {"coordinator": self._loop_watch.as_json()}
+        counts = {
+            "requests": len(cluster.requests),
+            "queued": cluster.requests.dispatcher.num_queued,
+            "tasks": len(asyncio.all_tasks()),
+        }
+        return known | {"coordinator": counts | self._loop_watch.as_json()}
 
 
 def _request(submission: Submission, choice: int) -> GenerateRequest:

@@ -60,6 +60,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "shards": 8,
     },
 }
+SHAPES["152k"] = SHAPES["135m"] | {"hidden_size": 256, "intermediate_size": 512, "num_layers": 2, "num_heads": 4}
+SHAPES["152k"] |= {"num_kv_heads": 2, "vocab_size": 151_936}
 # The same vocabulary and a fourteenth of the bytes, most of them the head.
 SHAPES["135m-draft"] = SHAPES["135m"] | {"hidden_size": 192, "intermediate_size": 512, "num_layers": 2, "num_heads": 3}
 

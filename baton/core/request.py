@@ -40,7 +40,7 @@ class TokenBias(NamedTuple):
     bias: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class SamplingParams:
     """How a token is chosen from logits; every default asks for nothing. Exactly what each field does, and in which
     order: docs/numerics.md. Ranges: baton.core.sampling_limits.

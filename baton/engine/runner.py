@@ -169,10 +169,11 @@ class Runner:
         scored: tuple[tuple[TokenLogprob, ...], ...] = ()
         if batch.num_scored:
             scored, logits = scored_rows(plan, logits[: batch.num_scored]), logits[batch.num_scored :]
-        tokens = iter(sample(logits, batch.draws, self._seen, self._choose))
-        sampled = tuple([tuple(islice(tokens, row.num_sampled)) for row in plan.rows])
         wanted = asked(plan)
         lines = logits[wanted] if 0 < len(wanted) < len(logits) else logits
+        raw_again = bool(wanted) and lines is logits
+        tokens = iter(sample(logits, batch.draws, self._seen, self._choose, in_place=not raw_again))
+        sampled = tuple([tuple(islice(tokens, row.num_sampled)) for row in plan.rows])
         logprobs = sampled_rows(plan, lines, sampled)
         return StepOutcome(plan.step_id, sampled, time.perf_counter() - started, logprobs, scored)
 

@@ -41,13 +41,19 @@ _GROWTH = 8
 
 
 def sample(
-    logits: Tensor, draws: Sequence[Draw], tables: SeenTables | None = None, choose: Choose | None = None
+    logits: Tensor,
+    draws: Sequence[Draw],
+    tables: SeenTables | None = None,
+    choose: Choose | None = None,
+    *,
+    in_place: bool = False,
 ) -> list[int]:
     """One token per row of raw logits [S, vocab] (float32). A row's token does not depend on the other rows, nor on
-    `tables`, which only save work from step to step, nor on `choose`, which says the same sooner or nothing."""
+    `tables`, which only save work from step to step, nor on `choose`, which says the same sooner or nothing. With
+    `in_place` the logits may be changed."""
     if not draws:
         return []
-    return choose_tokens(process(logits, draws, tables), draws, choose)
+    return choose_tokens(process(logits, draws, tables, in_place=in_place), draws, choose)
 
 
 def choose_tokens(logits: Tensor, draws: Sequence[Draw], choose: Choose | None = None) -> list[int]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -46,6 +49,10 @@ class Held:
         assert self.go.wait(HANG_S)
         self.inside -= 1
         return len(body)
+
+
+def on_a_thread() -> BodyParser:
+    return BodyParser(lambda: ThreadPoolExecutor(1))
 
 
 @pytest.mark.parametrize(("name", "entries", "most"), TOO_MANY, ids=[name for name, *_ in TOO_MANY])
@@ -123,6 +130,7 @@ async def test_requests_are_answered_while_a_large_body_is_parsed(
         raise InvalidRequest("held", param="held")
 
     monkeypatch.setattr(openai_schema, name, parse)
+    monkeypatch.setattr(http_body, "_child", lambda: ThreadPoolExecutor(1))
     large = asyncio.create_task(client.post(path, content=LARGE, headers=JSON))
     try:
         assert await asyncio.wait_for(asyncio.to_thread(begun.wait, HANG_S), HANG_S)
@@ -134,7 +142,7 @@ async def test_requests_are_answered_while_a_large_body_is_parsed(
 
 
 async def test_large_bodies_are_parsed_one_at_a_time() -> None:
-    parser, held = BodyParser(), Held()
+    parser, held = on_a_thread(), Held()
     waiting = [asyncio.create_task(parser.parse(held, LARGE)) for _ in range(3)]
     assert await asyncio.to_thread(held.begun.wait, HANG_S)
     assert await parser.parse(len, b"small") == 5
@@ -145,7 +153,7 @@ async def test_large_bodies_are_parsed_one_at_a_time() -> None:
 
 async def test_too_many_large_bodies_are_refused_until_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_body, "MAX_WAITING_BYTES", 2 * len(LARGE))
-    parser, held = BodyParser(), Held()
+    parser, held = on_a_thread(), Held()
     waiting = [asyncio.create_task(parser.parse(held, LARGE)) for _ in range(2)]
     assert await asyncio.to_thread(held.begun.wait, HANG_S)
     with pytest.raises(Unavailable, match="too many large bodies"):
@@ -155,3 +163,32 @@ async def test_too_many_large_bodies_are_refused_until_there_is_room(monkeypatch
     await asyncio.gather(*waiting)
     larger_than_all = LARGE * 3
     assert await parser.parse(held, larger_than_all) == len(larger_than_all)
+
+
+def pid_of(body: bytes) -> int:
+    return os.getpid()
+
+
+def refuse(body: bytes) -> None:
+    raise InvalidRequest("no", code="some_code", param="field")
+
+
+async def test_large_bodies_are_parsed_in_a_child_process() -> None:
+    """On a thread a parser would hold the interpreter, and with it the event loop."""
+    parser = BodyParser()
+    assert await parser.parse(pid_of, b"small") == os.getpid()
+    child = await parser.parse(pid_of, LARGE)
+    assert child != os.getpid() and await parser.parse(pid_of, LARGE) == child
+    with pytest.raises(InvalidRequest, match="no") as refused:
+        await parser.parse(refuse, LARGE)
+    assert (refused.value.code, refused.value.param) == ("some_code", "field")
+
+
+async def test_a_child_that_is_killed_is_replaced() -> None:
+    parser = BodyParser()
+    child = await parser.parse(pid_of, LARGE)
+    os.kill(child, signal.SIGKILL)
+    with pytest.raises(Unavailable, match="has died"):
+        while await asyncio.wait_for(parser.parse(pid_of, LARGE), HANG_S) == child:
+            pass
+    assert await parser.parse(pid_of, LARGE) not in (child, os.getpid())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -235,3 +237,40 @@ def test_the_mask_of_allowed_tokens_is_made_once_for_a_request(monkeypatch: pyte
         assert kept == [[1, 5], list(range(8)), [2]] and torch.equal(found[1], logits[1])
         assert torch.equal(found[0][[1, 5]], logits[0][[1, 5]])
     assert made == 2
+
+
+def test_masks_of_many_requests_with_large_lists_stay_and_go_with_their_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """64 lists of 151,936 ids: a bound by the number of ids would make each mask anew in each step."""
+    ids, made = tuple(range(151_936)), 0
+    ones = torch.ones
+
+    def counted(*size: Any, **more: Any) -> Tensor:
+        nonlocal made
+        made += 1
+        return ones(*size, **more)
+
+    monkeypatch.setattr(torch, "ones", counted)
+    tables, all_params = SeenTables(), [SamplingParams(seed=seed, allowed_token_ids=ids) for seed in range(64)]
+    for _ in range(3):
+        for params in all_params:
+            tables.allowed(params, len(ids), torch.device("cpu"))
+    assert made == 64 == len(tables._masks)
+    del params, all_params
+    gc.collect()
+    assert not tables._masks
+
+
+@pytest.mark.parametrize("allowed", [3, 100, 500, 900, 997, 1000], ids="{} of 1000".format)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_lists_of_any_length_mask_the_same(allowed: int, in_place: bool) -> None:
+    """Short lists, lists that leave out few, and those between are written in three ways."""
+    ids = tuple(sorted(random.Random(allowed).sample(range(1000), allowed)))
+    logits = torch.randn(3, 1000)
+    expected = logits.clone()
+    expected[1, [token for token in range(1000) if token not in set(ids)]] = -torch.inf
+    draws = [Draw(SamplingParams(allowed_token_ids=ids) if row == 1 else SamplingParams(), 0, 0) for row in range(3)]
+    before = logits.clone()
+    assert torch.equal(process(logits, draws, in_place=in_place), expected)
+    assert torch.equal(logits, expected if in_place else before)

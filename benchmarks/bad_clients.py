@@ -1,0 +1,410 @@
+"""Good streams beside a load of bad clients: gaps between tokens, and what of the bad ones is left afterwards.
+
+    python benchmarks/bad_clients.py                  10 minutes
+    python benchmarks/bad_clients.py --seconds 20     to look
+
+`baton up` serves the built-in model to four streams, first alone and then beside a process of bad clients, each kind
+again and again: heads and bodies that never end or drip, answers and streams that nobody reads, pipelined requests of a
+client that leaves, connections kept with bare line breaks, bytes that are no HTTP and no HTTP/2, silent connections to
+every port, bodies, heads, lists and messages that are too large, joins of strangers. How each attempt ended is
+counted. When the bad clients are gone, requests, tasks, open files and KV blocks must be back where they were, and
+memory within `MEMORY_MIB` of where it was after a first round. Writes `benchmarks/results/bad-clients.md`; exits with 1
+where something was left or a good stream failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from benchmarks.serving import BATON, ROOT, commit, machine, ready_url
+from launch.bench.client import Target, base_url, client_session, send
+from launch.bench.load import Lengths, Load
+from launch.bench.stats import percentile
+
+STREAMS, PROMPT, OUTPUT = 4, 64, 128
+CALM_S, WARM_UP_S, GONE_S = 15.0, 6.0, 60.0
+PATIENCE_S = 45.0  # longer than any limit of the server
+MEMORY_MIB, FILES = 48.0, 4
+GROW_ONCE = ("open files", "resident MiB")
+MIB = 1 << 20
+
+# ---- the bad clients: each attempt says how it ended
+
+
+@dataclass(frozen=True)
+class Ports:
+    http: tuple[str, int]
+    grpc: tuple[str, int]
+    control: tuple[str, int]
+
+
+def address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host, int(port)
+
+
+def head(length: int, path: str = "/v1/completions") -> bytes:
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+        f"content-length: {length}\r\n\r\n"
+    ).encode()
+
+
+def post(**fields: Any) -> bytes:
+    body = json.dumps({"model": "builtin", "prompt": "def f(x):", "temperature": 0} | fields).encode()
+    return head(len(body)) + body
+
+
+@contextlib.asynccontextmanager
+async def connection(address: tuple[str, int], receive_bytes: int = 0) -> Any:
+    sock = socket.socket()
+    if receive_bytes:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    sock.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(sock, address)
+    reader, writer = await asyncio.open_connection(sock=sock)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def ending(reader: asyncio.StreamReader) -> str:
+    """The status of what comes until the server closes the connection, or how it ended."""
+    data = b""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while piece := await reader.read(1 << 16):
+                data = (data + piece)[:64]
+    except TimeoutError:
+        return "still open"
+    except OSError:
+        pass
+    return data[9:12].decode("ascii", "replace") if data.startswith(b"HTTP/1.1 ") else "closed"
+
+
+async def drip(writer: asyncio.StreamWriter, data: bytes, every_s: float) -> None:
+    with contextlib.suppress(OSError):
+        for byte in itertools.islice(itertools.cycle(data), round(PATIENCE_S / every_s)):
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(every_s)
+
+
+async def dripping(address: tuple[str, int], first: bytes, more: bytes, every_s: float) -> str:
+    async with connection(address) as (reader, writer):
+        writer.write(first)
+        sending = asyncio.create_task(drip(writer, more, every_s))
+        try:
+            return await ending(reader)
+        finally:
+            sending.cancel()
+
+
+async def says(address: tuple[str, int], data: bytes) -> str:
+    async with connection(address) as (reader, writer):
+        with contextlib.suppress(OSError):
+            writer.write(data)
+            await writer.drain()
+        return await ending(reader)
+
+
+async def unread(ports: Ports, **fields: Any) -> str:
+    """Until the server closes: a reset is seen when bytes are sent."""
+    async with connection(ports.http, 4096) as (_, writer):
+        writer.write(post(ignore_eos=True, **fields))
+        ends = time.monotonic() + PATIENCE_S
+        while time.monotonic() < ends:
+            await asyncio.sleep(0.5)
+            info = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+            if info[0] != 1:  # not established
+                return "closed"
+        return "still open"
+
+
+async def leaves(ports: Ports, *requests: bytes) -> str:
+    async with connection(ports.http) as (reader, writer):
+        writer.write(b"".join(requests))
+        await reader.read(100)
+        linger = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    return "left"
+
+
+async def call(ports: Ports, request: serving_pb2.GenerateRequest, *, reads: bool) -> str:
+    options = [("grpc.max_send_message_length", -1)]
+    async with grpc.aio.insecure_channel("{}:{}".format(*ports.grpc), options=options) as channel:
+        generate = serving_pb2_grpc.ServingStub(channel).Generate(request, timeout=PATIENCE_S)
+        try:
+            if not reads:
+                await generate.read()
+                return f"{(await generate.code()).name}"
+            async for _ in generate:
+                pass
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+        return "OK"
+
+
+async def joins(ports: Ports) -> str:
+    async with grpc.aio.insecure_channel("{}:{}".format(*ports.control)) as channel:
+        session = worker_pb2_grpc.WorkerControlStub(channel).Session(timeout=PATIENCE_S)
+        try:
+            join = worker_pb2.Join(worker_id="decode-0", role=worker_pb2.ROLE_DECODE, incarnation=9)
+            await session.write(worker_pb2.SessionRequest(join=join))
+            await session.read()
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+        return "taken in"
+
+
+def kinds(ports: Ports) -> dict[str, Callable[[], Awaitable[str]]]:
+    generate = serving_pb2.GenerateRequest
+    endless = generate(text="def f(x):", max_tokens=1500, sampling=types_pb2.SamplingParams(ignore_eos=True))
+    many = list(range(300, 1300))
+    noise = random.Random(7).randbytes(5000)
+    return {
+        "says nothing": lambda: says(ports.http, b""),
+        "a head that drips": lambda: dripping(ports.http, b"", b"GET / HTTP/1.1\r\nx: " + b"y" * 500, 0.25),
+        "a head without an end": lambda: says(ports.http, b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 20_000),
+        "a body that stops": lambda: says(ports.http, head(MIB) + b"{" * 1000),
+        "a body that drips": lambda: dripping(ports.http, head(MIB), b" ", 0.5),
+        "line breaks for ever": lambda: dripping(ports.http, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"\r\n", 1.0),
+        "a stream that nobody reads": lambda: unread(ports, stream=True, max_tokens=1500, logprobs=5),
+        "an answer that nobody reads": lambda: unread(ports, n=4, max_tokens=300, logprobs=20),
+        "leaves its stream": lambda: leaves(ports, post(stream=True, max_tokens=1000, ignore_eos=True)),
+        "leaves what it pipelined": lambda: leaves(
+            ports, *[post(max_tokens=30).replace(b"connection: close\r\n", b"")] * 8
+        ),
+        "no HTTP": lambda: says(ports.http, noise),
+        "a body over its limit": lambda: says(ports.http, head(64 * MIB)),
+        "deep JSON": lambda: says(ports.http, head(60_000) + b"[" * 60_000),
+        "a million ids": lambda: says(ports.http, post(prompt=many * 700)),
+        "scores for everything": lambda: says(ports.http, post(prompt=many, n=128, echo=True, logprobs=20)),
+        "too many stop strings": lambda: says(ports.http, post(stop=["x"] * 10_000)),
+        "silent at gRPC": lambda: says(ports.grpc, b""),
+        "no HTTP/2 at gRPC": lambda: says(ports.grpc, noise),
+        "silent at the control port": lambda: says(ports.control, b""),
+        "a message over its limit": lambda: call(ports, generate(text="x" * (20 * MIB)), reads=True),
+        "a call that nobody reads": lambda: call(ports, endless, reads=False),
+        "a join of a stranger": lambda: joins(ports),
+    }
+
+
+async def attack(ports: Ports) -> None:
+    """Until killed; every attempt's end is a line of output."""
+
+    async def again(name: str, attempt: Callable[[], Awaitable[str]]) -> None:
+        while True:
+            try:
+                ended = await attempt()
+            except OSError as error:
+                ended = type(error).__name__
+            print(json.dumps([name, ended]), flush=True)
+            await asyncio.sleep(1.0)
+
+    await asyncio.gather(*(again(name, attempt) for name, attempt in kinds(ports).items()))
+
+
+# ---- the good ones, and what is measured
+
+
+@dataclass
+class Found:
+    """What a run found. `left` names everything that was not back where it was."""
+
+    calm: list[float] = field(default_factory=list)
+    beside: list[float] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    ended: dict[str, Counter[str]] = field(default_factory=dict)
+    before: dict[str, float] = field(default_factory=dict)
+    after: dict[str, float] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        """ITL p99 beside the bad clients / alone."""
+        return percentile(sorted(self.beside), 99) / percentile(sorted(self.calm), 99)
+
+
+async def good_streams(url: str, seconds: float, seed: int, failed: list[str]) -> list[float]:
+    """Gaps of streams that follow each other."""
+    target = Target(base_url(url), "builtin", "", 120.0, {})
+    load = Load(seed, Lengths(PROMPT, PROMPT), Lengths(OUTPUT, OUTPUT), False, Lengths(300, 3999))
+    gaps: list[float] = []
+    ends = time.monotonic() + seconds
+    async with client_session(target) as session:
+
+        async def stream(index: int) -> None:
+            while time.monotonic() < ends:
+                record = await send(session, target, load.job(index))
+                index += STREAMS
+                gaps.extend(record.gaps_s)
+                if record.error or record.output_tokens != OUTPUT:
+                    failed.append(record.error or f"{record.output_tokens} tokens")
+
+        await asyncio.gather(*(stream(index) for index in range(STREAMS)))
+    return gaps
+
+
+def state(url: str, coordinator: int) -> dict[str, float]:
+    """What must come back: counts of the coordinator and its workers."""
+    with urllib.request.urlopen(f"{url}/workers", timeout=10) as answer:
+        known = json.loads(answer.read())
+    pages = int(Path(f"/proc/{coordinator}/statm").read_text().split()[1])
+    found = {
+        "requests": known["coordinator"]["requests"],
+        "tasks": known["coordinator"]["tasks"],
+        "open files": len(os.listdir(f"/proc/{coordinator}/fd")),
+        "resident MiB": pages * os.sysconf("SC_PAGE_SIZE") / MIB,
+    }
+    for worker in known["workers"]:
+        for name in ("sequences", "running", "blocks_reserved"):
+            if name in worker:
+                found[f"{worker['id']} {name}"] = worker[name]
+    return found
+
+
+def grown(before: dict[str, float]) -> dict[str, float]:
+    """The same, with no limit to what the first of a kind may take: a child that parses large bodies, caches."""
+    return before | dict.fromkeys(GROW_ONCE, float("inf"))
+
+
+def compare(before: dict[str, float], after: dict[str, float]) -> list[str]:
+    slack = {"resident MiB": MEMORY_MIB, "open files": FILES}
+    return [
+        f"{name}: {before.get(name, 0):g} before, {value:g} after"
+        for name, value in after.items()
+        if value > before.get(name, 0) + slack.get(name, 0)
+    ]
+
+
+@contextlib.contextmanager
+def attackers(ports: Ports, ended: dict[str, Counter[str]]) -> Any:
+    """A process of bad clients, behind the good ones where a processor is short."""
+    command = [sys.executable, __file__, "--attack", json.dumps([ports.http, ports.grpc, ports.control])]
+    with tempfile.TemporaryFile("w+") as lines:
+        process = subprocess.Popen(["nice", "-n", "10", *command], stdout=lines, cwd=ROOT)
+        try:
+            yield
+            if process.poll() is not None:
+                raise SystemExit(f"the bad clients ended with {process.returncode}")
+        finally:
+            process.kill()
+            process.wait()
+        lines.seek(0)
+        for line in lines:
+            name, how = json.loads(line)
+            ended.setdefault(name, Counter())[how] += 1
+
+
+def until_back(url: str, coordinator: int, before: dict[str, float]) -> tuple[dict[str, float], list[str]]:
+    """The state when nothing is left any more, or after GONE_S."""
+    deadline = time.monotonic() + GONE_S
+    while True:
+        after = state(url, coordinator)
+        left = compare(before, after)
+        if not left or time.monotonic() > deadline:
+            return after, left
+        time.sleep(0.5)
+
+
+def run(seconds: float, directory: Path) -> Found:
+    flags = ["--device", "cpu", "--port", "0", "--grpc-port", "0", "--control-port", "0", "--run-dir", str(directory)]
+    log = (directory.parent / "up.log").open("wb")
+    with log, subprocess.Popen([*BATON, "up", *flags], cwd=ROOT, stdout=log, stderr=log) as cluster:
+        try:
+            url = ready_url(cluster, directory / "cluster.json")  # type: ignore[arg-type]
+            known = json.loads((directory / "cluster.json").read_text())
+            ports = Ports(*(address(known[name]) for name in ("http", "grpc", "control")))
+            coordinator = next(
+                int(pid)
+                for pid in Path(f"/proc/{cluster.pid}/task/{cluster.pid}/children").read_text().split()
+                if b"coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            )
+            found = Found()
+            asyncio.run(good_streams(url, 3.0, 1, found.failed))
+            found.before, _ = until_back(url, coordinator, grown(state(url, coordinator)) | {"requests": 0})
+            with attackers(ports, {}):
+                time.sleep(WARM_UP_S)
+            after, _ = until_back(url, coordinator, grown(found.before))
+            found.before |= {name: after[name] for name in GROW_ONCE}
+            found.calm = asyncio.run(good_streams(url, min(CALM_S, seconds), 2, found.failed))
+            with attackers(ports, found.ended):
+                found.beside = asyncio.run(good_streams(url, seconds, 3, found.failed))
+            found.after, found.left = until_back(url, coordinator, found.before)
+            return found
+        finally:
+            cluster.send_signal(signal.SIGINT)
+            cluster.wait(40)
+
+
+def report(found: Found, seconds: float) -> str:
+    lines = [
+        "# Good streams beside bad clients",
+        "",
+        f"    python benchmarks/bad_clients.py --seconds {seconds:g}",
+        "",
+        f"Commit {commit()}, {datetime.date.today()}. {machine()}. {STREAMS} streams of the built-in model; the bad"
+        " clients, the good ones and the cluster share the cores.",
+        "",
+        "| | gaps | p50 | p99 | longest |",
+        "|---|---|---|---|---|",
+    ]
+    for name, gaps in (("alone", sorted(found.calm)), ("beside bad clients", sorted(found.beside))):
+        p50, p99, worst = (percentile(gaps, p) * 1e3 for p in (50, 99, 100))
+        lines.append(f"| {name} | {len(gaps):,} | {p50:.1f} ms | {p99:.1f} ms | {worst:.1f} ms |")
+    lines += ["", f"Ratio of p99: {found.ratio:.2f} (bar: 1.5). Good requests that failed: {len(found.failed)}.", ""]
+    lines += ["| bad client | how its attempts ended |", "|---|---|"]
+    for name, counts in found.ended.items():
+        lines.append(f"| {name} | {', '.join(f'{count} {how}' for how, count in counts.most_common())} |")
+    lines += ["", "| | before | after |", "|---|---|---|"]
+    for name, value in found.after.items():
+        lines.append(f"| {name} | {found.before.get(name, 0):,.0f} | {value:,.0f} |")
+    lines += ["", f"Left behind: {'; '.join(found.left) or 'nothing'}.", ""]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "bad-clients.md")
+    parser.add_argument("--attack", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.attack:
+        asyncio.run(attack(Ports(*map(tuple, json.loads(arguments.attack)))))
+    with tempfile.TemporaryDirectory() as directory:
+        found = run(arguments.seconds, Path(directory) / "run")
+    text = report(found, arguments.seconds)
+    arguments.out.write_text(text)
+    print(text)
+    return 1 if found.left or found.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

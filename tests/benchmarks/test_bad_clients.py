@@ -1,0 +1,35 @@
+"""Bad clients beside good streams on a real cluster: nothing of them is left, and no good stream fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bad_clients import compare, kinds, report, run
+
+AT_ONCE = ("no HTTP", "a head without an end", "a body over its limit", "deep JSON", "a join of a stranger")
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seconds", [8.0, pytest.param(600.0, marks=pytest.mark.long)])
+def test_bad_clients_leave_nothing_and_fail_no_stream(seconds: float, tmp_path: Path) -> None:
+    found = run(seconds, tmp_path / "run")
+    text = report(found, seconds)
+    print(text)
+    assert not found.left and not found.failed, text
+    assert found.calm and found.beside
+    assert all(found.ended.get(name) for name in AT_ONCE), text  # what is refused at once was tried again and again
+    if seconds > 60.0:
+        assert found.ended.keys() == kinds(None).keys(), text  # type: ignore[arg-type]  # a name needs no port
+    ends = {how for counts in found.ended.values() for how in counts}
+    assert not ends & {"still open", "taken in", "OK", "500"}, text
+
+
+def test_what_is_left_behind_is_named() -> None:
+    before = {"requests": 0.0, "tasks": 20.0, "open files": 30.0, "resident MiB": 100.0}
+    assert compare(before, before) == []
+    assert compare(before, before | {"open files": 34.0, "resident MiB": 140.0}) == []
+    assert compare(before, before | {"tasks": 21.0}) == ["tasks: 20 before, 21 after"]
+    assert compare(before, before | {"decode-0 sequences": 2.0}) == ["decode-0 sequences: 0 before, 2 after"]
