@@ -47,7 +47,7 @@ from launch.bench.load import Lengths, Load
 from launch.bench.stats import percentile
 
 STREAMS, PROMPT, OUTPUT = 4, 64, 128
-CALM_S, WARM_UP_S, GONE_S = 15.0, 6.0, 60.0
+CALM_S, WARM_UP_S, GONE_S = 15.0, 6.0, 8.0
 PATIENCE_S = 45.0  # longer than any limit of the server
 MEMORY_MIB, FILES = 48.0, 4
 GROW_ONCE = ("open files", "resident MiB")
@@ -197,7 +197,7 @@ def kinds(ports: Ports) -> dict[str, Callable[[], Awaitable[str]]]:
         "line breaks for ever": lambda: dripping(ports.http, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"\r\n", 1.0),
         "a stream that nobody reads": lambda: unread(ports, stream=True, max_tokens=1500, logprobs=5),
         "an answer that nobody reads": lambda: unread(ports, n=4, max_tokens=300, logprobs=20),
-        "leaves its stream": lambda: leaves(ports, post(stream=True, max_tokens=1000, ignore_eos=True)),
+        "leaves its stream": lambda: leaves(ports, post(stream=True, max_tokens=3900, ignore_eos=True)),
         "leaves what it pipelined": lambda: leaves(
             ports, *[post(max_tokens=30).replace(b"connection: close\r\n", b"")] * 8
         ),
