@@ -4,13 +4,14 @@
     python benchmarks/front.py --before DIR           another checkout beside it, by turns
     python benchmarks/front.py --profile FILE         the coordinator's own profile (cProfile) of the last size
 
-A real coordinator serves HTTP; one prefill and one decode worker are stubs that speak the real protocol in a process of
-their own: a prompt takes no time, and every stream gets one token a step, `--tokens-per-s` in all. Clients are a third
-process. What is counted between two instants in which all streams run are the tokens that reached clients and the
-coordinator's processor time (schedstat of its threads, by the kernel), which depends little on what else the machine
-does: `tokens/s per core` is their quotient. Where more tokens come than one core can send, readers lag and tokens are
-sent together. `added latency` is the time from a step's post by the stub to the token's arrival at a client that reads
-one of 16 streams. Writes `benchmarks/results/front.md`.
+A real coordinator serves HTTP; a prefill worker and a decode worker for each 64 streams (16 at most) are stubs that
+speak the real protocol in a process of their own: a prompt takes no time, every stream gets one token a step,
+`--tokens-per-s` in all, and decode workers take their steps in turn. Clients are a third process. What is counted
+between two instants in which all streams run are the tokens that reached clients and the coordinator's processor time
+(schedstat of its threads, by the kernel), which depends little on what else the machine does: `tokens/s per core` is
+their quotient. Where more tokens come than one core can send, readers lag and tokens are sent together. `added latency`
+is the time from a step's post by the stub to the token's arrival at a client that reads one of 16 streams. Writes
+`benchmarks/results/front.md`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import asyncio
 import contextlib
 import datetime
 import hashlib
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,7 +36,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "results" / "front.md"
 STREAMS = (16, 256, 2000, 10000)
-RATES = (5000.0, 20000.0)
+RATES = (10000.0, 40000.0)
+STREAMS_EACH, MOST_DECODERS = 64, 16
+MOST_OPENED_UNDER_FULL_LOAD = 256  # to open more takes minutes there
 SAMPLED = 16  # of the streams, for latencies
 WARM_S, MEASURED_S, LAG_S, LIMIT_S = 2.0, 6.0, 1.0, 120.0
 TEXT = " the"  # one token, so that readers can count them
@@ -43,8 +48,9 @@ MAX_TOKENS = 100_000  # and the number of the stream, by which its posts and arr
 # ---- the workers
 
 
-async def stubs(control: str, model: str, step_s: float) -> None:
-    """Both workers, until their sessions end. Prints when it posted the tokens of the sampled streams, once asked."""
+async def stubs(control: str, model: str, step_s: float, decoders: int) -> None:
+    """A prefill worker and `decoders`, which take their steps in turn, until a session ends. Prints when the tokens of
+    the sampled streams were posted, once asked."""
     from baton.core.commands import Abort, Join, Prefill, WorkerFacts
     from baton.core.events import HandedOver, Load, SequenceEnded, StepEvents, TokenEvent
     from baton.core.request import SequenceId
@@ -67,13 +73,14 @@ async def stubs(control: str, model: str, step_s: float) -> None:
         max_model_len=config.max_position_embeddings,
     )
     blocks = 10_000_000
-    running: dict[SequenceId, list[int]] = {}  # the index of its next token, and how many it may have
     posted: dict[int, list[float]] = {}  # by max_tokens, for the sampled streams
-    sampled: dict[SequenceId, list[float]] = {}
 
     class Stub:
-        def __init__(self, name: str) -> None:
-            self.name, self.role = name, name.rstrip("0")
+        def __init__(self, role: str, number: int) -> None:
+            self.name, self.role = f"{role}{number}", role
+            self.running: dict[SequenceId, list[int]] = {}  # the index of its next token, and how many it may have
+            self.sampled: dict[SequenceId, list[float]] = {}
+            self.step = 0
             self.session = WorkerSession(control, self)  # type: ignore[arg-type]
 
         def join(self, run_id: str) -> Join:
@@ -92,55 +99,61 @@ async def stubs(control: str, model: str, step_s: float) -> None:
             )
 
         def load(self) -> Load:
-            return Load(blocks_total=blocks, blocks_free=blocks, running=len(running), sequences=len(running))
+            count = len(self.running)
+            return Load(blocks_total=blocks, blocks_free=blocks, running=count, sequences=count)
 
         def welcome(self, welcome: object) -> None: ...
 
         def sequence_ids(self) -> tuple[SequenceId, ...]:
-            return tuple(running) if self.role == "decode" else ()
+            return tuple(self.running)
 
         def abandon(self, reason: str, keep: object = ()) -> None: ...
 
         def command(self, command: object) -> None:
             if isinstance(command, Abort):
-                running.pop(command.sequence, None)
+                for worker in decode.values():
+                    worker.running.pop(command.sequence, None)
             if isinstance(command, Prefill):
                 sequence = command.request.sequence_id
                 target = command.targets[0].worker_id
                 first = TokenEvent(sequence, 0, (ids[0],))
                 self.session.post(StepEvents(tokens=(first,), handed_over=(HandedOver(sequence, target, 1),)))
                 limit = command.request.max_tokens
-                running[sequence] = [1, limit]
+                decode[target].running[sequence] = [1, limit]
                 if limit % SAMPLED == 0:
-                    posted[limit] = sampled[sequence] = [time.monotonic()]
+                    posted[limit] = decode[target].sampled[sequence] = [time.monotonic()]
 
-    workers = [Stub("prefill0"), Stub("decode0")]
-    tasks = [asyncio.create_task(worker.session.run()) for worker in workers]
+        def compute(self) -> None:
+            """A step."""
+            self.step += 1
+            ended = []
+            tokens = []
+            for sequence, state in self.running.items():
+                tokens.append(TokenEvent(sequence, state[0], ids))
+                state[0] += 1
+                if state[0] >= state[1]:
+                    ended.append(SequenceEnded(sequence, "length"))
+            for end in ended:
+                del self.running[end.sequence]
+            now = time.monotonic()
+            for times in self.sampled.values():
+                times.append(now)
+            self.session.post(StepEvents(self.step, tuple(tokens), tuple(ended), load=self.load()))
+
+    decode = {worker.name: worker for worker in (Stub("decode", number) for number in range(decoders))}
+    tasks = [asyncio.create_task(worker.session.run()) for worker in (Stub("prefill", 0), *decode.values())]
     asked = asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
-    step, due = 0, time.monotonic()
-    while not any(task.done() for task in tasks):
-        due = max(due + step_s, time.monotonic())
+    due = time.monotonic()
+    for worker in itertools.cycle(decode.values()):
+        due = max(due + step_s / decoders, time.monotonic())
         await asyncio.sleep(due - time.monotonic())
         if asked.done():
             print(json.dumps(posted), flush=True)
             os._exit(0)
-        if not running:
-            continue
-        step += 1
-        ended = []
-        tokens = []
-        for sequence, state in running.items():
-            tokens.append(TokenEvent(sequence, state[0], (ids[state[0] % len(ids)],)))
-            state[0] += 1
-            if state[0] >= state[1]:
-                ended.append(SequenceEnded(sequence, "length"))
-        for end in ended:
-            del running[end.sequence]
-        now = time.monotonic()
-        for times in sampled.values():
-            times.append(now)
-        workers[1].session.post(StepEvents(step, tuple(tokens), tuple(ended), load=workers[1].load()))
-        await asyncio.sleep(0)
+        if any(task.done() for task in tasks):
+            raise SystemExit("a session ended")
+        if worker.running:
+            worker.compute()
 
 
 # ---- the clients
@@ -177,7 +190,7 @@ async def clients(url: str, streams: int) -> None:
     tasks = []
     for number in range(streams):
         tasks.append(asyncio.create_task(one(MAX_TOKENS + number)))
-        if number % 50 == 49:
+        if number % 10 == 9:
             await asyncio.sleep(0.02)
     while opened < streams:
         await asyncio.sleep(0.05)
@@ -214,11 +227,8 @@ def model_directory(directory: Path) -> Path:
     from baton.model_source import builtin_directory
 
     made = directory / "model"
-    made.mkdir()
-    for path in builtin_directory("target").iterdir():
-        (made / path.name).symlink_to(path)
+    shutil.copytree(builtin_directory("target"), made)
     config = json.loads((made / "config.json").read_text()) | {"max_position_embeddings": 2 * MAX_TOKENS}
-    (made / "config.json").unlink()
     (made / "config.json").write_text(json.dumps(config))
     return made
 
@@ -269,12 +279,15 @@ def measure(tree: Path, streams: int, step_ms: float, profile: Path | None = Non
             time.sleep(0.05)
         addresses = json.loads(ready.read_text())
         url = f"http://{addresses['http']}"
+        decoders = min(MOST_DECODERS, -(-streams // STREAMS_EACH))
         stub = start(
-            [*own, "--stubs", addresses["control"], model, str(step_ms / 1e3)],
+            [*own, "--stubs", addresses["control"], model, str(step_ms / 1e3), str(decoders)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        while json.loads(urllib.request.urlopen(url + "/workers", timeout=10).read())["workers"][1:] == []:
+        while len(json.loads(urllib.request.urlopen(url + "/workers", timeout=10).read())["workers"]) <= decoders:
+            if stub.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit("the stubs did not join")
             time.sleep(0.05)
         reader = start(
             [*own, "--clients", addresses["http"], str(streams)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -324,12 +337,13 @@ def main() -> None:
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--tree", type=Path, default=ROOT, help=argparse.SUPPRESS)
-    parser.add_argument("--stubs", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--stubs", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--clients", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     sys.path.insert(0, str(options.tree))
     if options.stubs:
-        asyncio.run(stubs(options.stubs[0], options.stubs[1], float(options.stubs[2])))
+        control, model, step_s, decoders = options.stubs
+        asyncio.run(stubs(control, model, float(step_s), int(decoders)))
         return
     if options.clients:
         asyncio.run(clients(options.clients[0], int(options.clients[1])))
@@ -344,6 +358,8 @@ def main() -> None:
     ]
     for streams in options.streams:
         for rate in options.tokens_per_s:
+            if rate > RATES[0] and streams > MOST_OPENED_UNDER_FULL_LOAD:
+                continue
             for _ in range(options.turns):
                 for name, tree in trees.items():
                     found = measure(tree, streams, streams / rate * 1e3, options.profile)

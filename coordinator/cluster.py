@@ -40,7 +40,9 @@ from coordinator.policy.workers import WorkerTable
 
 log = logging.getLogger("baton.coordinator")
 TICK_S = 0.1
-MAX_LEASE_GAP_S = 0.5  # leases do not run on while this process stood still for longer than that
+MAX_LEASE_GAP_S = (
+    2 * TICK_S
+)  # leases run no further in a turn of the loop, however long that takes: what workers sent waits
 DRAINED_TIMEOUT_S = 5.0  # how long workers that drain with the whole cluster may take to report it
 ToWorker = Welcome | Command | HeartbeatAck
 

@@ -20,6 +20,7 @@ from baton.model_source import resolve_model, served_name
 from baton.token_file import read_token
 from coordinator.cluster import Cluster
 from coordinator.control import serve_control
+from coordinator.garbage import collect_when_idle
 from coordinator.grpc.service import PublicServer
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.http.server import allow_connections, serve
@@ -74,6 +75,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
             asyncio.create_task(cluster.tick(), name="cluster tick"),
             asyncio.create_task(loop_watch.run(), name="loop watch"),
             asyncio.create_task(public.watch_health(), name="gRPC health"),
+            asyncio.create_task(collect_when_idle(lambda: len(cluster.requests)), name="garbage"),
         ]
         for task in background:
             task.add_done_callback(lambda t: _end_on_failure(t, stop))

@@ -22,7 +22,7 @@ from baton.rpc.status import printable
 from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import HttpProblem, error_response, json_response
 from coordinator.http.generation import GenerationResponse
-from coordinator.http.guard import REQUEST_ID, Guard
+from coordinator.http.guard import IGNORED, REQUEST_ID, Guard
 from coordinator.http.openapi import describe
 from coordinator.openai import schema
 from coordinator.openai.render import ChatRender, CompletionRender, Head, Render
@@ -30,7 +30,7 @@ from coordinator.submission import Generator, Submission
 from coordinator.text.model import TextModel
 from coordinator.translate import Translator, check_messages
 
-_T = TypeVar("_T")
+_T = TypeVar("_T", bound=schema.Strict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,9 @@ class _Front:
         return json_response({"version": self._settings.version})
 
     async def _body(self, request: Request, parse: Callable[[bytes], _T]) -> _T:
-        return await self._parser.parse(parse, await self._reader.read(request))
+        body = await self._parser.parse(parse, await self._reader.read(request))
+        request.scope[IGNORED] = body.ignored
+        return body
 
     def _check_model(self, name: str | None) -> None:
         """One model is served: it need not be named."""

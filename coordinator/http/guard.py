@@ -13,6 +13,7 @@ import uuid
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.http.errors import HttpProblem, error_response
+from coordinator.openai.fields import as_header
 
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 8 * 1024
@@ -20,6 +21,8 @@ MAX_HEAD_BYTES = 16 * 1024
 MAX_TARGET_BYTES = 8 * 1024
 MAX_ID_CHARS = 128
 REQUEST_ID = "baton.request_id"
+IGNORED = "baton.ignored"
+"""Where a route leaves the names of fields that it ignores, for the header."""
 
 _HOST = re.compile(rb"[A-Za-z0-9._~-]+(:[0-9]{0,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{0,5})?")
 _ID = re.compile(rb"[!-~]{1,%d}" % MAX_ID_CHARS)
@@ -46,6 +49,8 @@ class Guard:
             if message["type"] == "http.response.start":
                 started = True
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                if names := scope.get(IGNORED):
+                    message["headers"].append((b"x-ignored-fields", as_header(names).encode("ascii")))
             await send(message)
 
         try:

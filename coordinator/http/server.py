@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import resource
 import socket
+import time
+from collections import Counter
 from collections.abc import Generator
+from functools import partial
 from typing import Any, cast
 
 import orjson
@@ -29,14 +33,16 @@ from baton.rpc.status import error_body
 from coordinator.http.errors import error_response
 from coordinator.http.generation import ABORT
 
-MAX_UNFINISHED_HEAD_BYTES = 64 * 1024
+MAX_UNFINISHED_HEAD_BYTES = 16 * 1024  # of each connection, so 256 MiB of all
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 MAX_PIPELINED = 16
 CLOSE_S = 5.0
 HEAD_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 30
-MAX_CONNECTIONS = 4_096
-RESERVED_FILES = 128  # what the process opens besides: gRPC, workers, logs
+MAX_CONNECTIONS = 16_384
+ONE_ADDRESS = 0.75  # of them
+RESERVED_FILES = 128  # what the process may open next: sessions of workers, logs
+COUNT_FILES_S = 1.0
 BACKLOG = 1_024
 ACCEPTS_PER_TURN = 16  # so that a burst is refused before it takes the files that are reserved
 SEND_BUFFER_BYTES = 64 * 1024
@@ -46,6 +52,31 @@ _NOT_HTTP: _Refusal = (400, "invalid_http", "this is not an HTTP/1.1 request")
 _HEAD_TOO_LARGE: _Refusal = (431, "headers_too_large", "the head of the request is too large")
 _HEAD_TOO_SLOW: _Refusal = (408, "request_timeout", "the head of the request took too long")
 _FULL: _Refusal = (503, "overloaded", "too many connections")
+
+
+class Admission:
+    """How many connections may be open: as many files as the process may have and nothing else has open (connections of
+    gRPC have), MAX_CONNECTIONS at most, and for one address three quarters of that.
+
+    Its state: the open connections of each address, and the limit with the instant when files were counted."""
+
+    def __init__(self) -> None:
+        self._of: Counter[str] = Counter()
+        self._total, self._limit, self._counted_at = 0, 0, -COUNT_FILES_S
+
+    def opened(self, address: str, now: float) -> bool:
+        """Counts a connection; whether it may stay. `now` is monotonic."""
+        self._of[address] += 1
+        self._total += 1
+        if now - self._counted_at >= COUNT_FILES_S:
+            self._limit, self._counted_at = connection_limit(max(0, _open_files() - self._total)), now
+        return self._total <= self._limit and self._of[address] <= max(1, int(self._limit * ONE_ADDRESS))
+
+    def closed(self, address: str) -> None:
+        self._total -= 1
+        self._of[address] -= 1
+        if not self._of[address]:
+            del self._of[address]
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -58,6 +89,10 @@ class GuardedProtocol(HttpToolsProtocol):
     answered, reading its body and sending the answer have limits of their own.
     """
 
+    def __init__(self, admission: Admission, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._admission = admission
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._head_bytes: int | None = 0
@@ -67,11 +102,13 @@ class GuardedProtocol(HttpToolsProtocol):
         sock = transport.get_extra_info("socket")
         if sock is not None:  # left alone, the kernel would buffer megabytes for a client that reads nothing
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        if len(self.connections) > connection_limit():
+        self._address = str((transport.get_extra_info("peername") or ("",))[0])
+        if not self._admission.opened(self._address, time.monotonic()):
             self._refuse(_FULL)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
+        self._admission.closed(self._address)
         for cycle in self._cycles:  # uvicorn tells the last one only
             if not cycle.response_complete:
                 cycle.disconnected = True
@@ -154,12 +191,19 @@ def allow_connections() -> None:
     allow_open_files(MAX_CONNECTIONS + RESERVED_FILES)
 
 
-def connection_limit() -> int:
-    """How many connections leave files to open for everything else."""
+def connection_limit(other_files: int) -> int:
+    """How many connections leave files to open for everything else, of which `other_files` are open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
-    return max(1, min(MAX_CONNECTIONS, soft - RESERVED_FILES))
+    return max(1, min(MAX_CONNECTIONS, soft - RESERVED_FILES - other_files))
+
+
+def _open_files() -> int:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:  # not Linux
+        return 0
 
 
 class HttpServer:
@@ -172,7 +216,7 @@ class HttpServer:
         self._server = _Quiet(
             uvicorn.Config(
                 _Ending(app),
-                http=GuardedProtocol,
+                http=partial(GuardedProtocol, Admission()),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 loop="asyncio",

@@ -1,20 +1,39 @@
 """Every field of the public requests that is not served, as data, and what a client is told about it.
 
-Three kinds of fields besides the served ones:
-- inert: they change nothing about the answer and are accepted, within size limits (the models in openai_schema.py);
+`null` always counts as not given, whatever the name. Three kinds of fields besides the served ones:
+- inert: they change nothing about the answer; accepted, and named in the answer's `x-ignored-fields`;
 - not served yet: accepted at a value that means "as if it were not given", refused by name at any other;
-- unknown: refused by name, with the nearest known name. Whatever could reach the fabric is unknown, null or not.
+- unknown: refused by name, with the nearest known name; in a message accepted and named.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Set
+import re
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from baton.core.errors import InvalidRequest
 
 Neutral = Mapping[str, tuple[Any, ...]]
+
+INERT = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "reasoning_effort",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+"""Of a request. Some are in the models too, which bound their size."""
+INERT_IN_MESSAGES = frozenset({"annotations", "audio", "reasoning", "reasoning_content", "refusal"})
+_MAX_NAMED = 20
 
 _BOTH: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (),
@@ -22,15 +41,11 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1, 1.0),
     "logits_processors": (),
     "priority": (0,),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": ("in_memory",),
     "request_id": (),
     "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "store": (False,),
     "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
@@ -48,32 +63,34 @@ CHAT: Neutral = _BOTH | {
     "continue_final_message": (False,),
     "documents": (),
     "echo": (False,),
-    "function_call": ("none",),
-    "functions": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True,),
+    "parallel_tool_calls": (True, False),
     "prediction": (),
-    "reasoning_effort": (),
-    "tool_choice": ("none",),
-    "tools": (),
-    "verbosity": ("medium",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
     "web_search_options": (),
 }
 MESSAGE: Neutral = {
-    "annotations": ([],),
-    "audio": (),
     "function_call": (),
-    "reasoning": (),
-    "reasoning_content": (),
-    "refusal": (),
     "tool_calls": ([],),
 }
 NOTHING: Neutral = {}
 
 
-def sift(given: Mapping[str, Any], served: Set[str], neutral: Neutral, *, path: str = "") -> dict[str, Any]:
-    """The served fields of `given`. null always counts as not given.
+def sift(
+    given: Mapping[str, Any],
+    served: Set[str],
+    neutral: Neutral,
+    *,
+    path: str = "",
+    inert: Set[str] = frozenset(),
+    any_name: bool = False,
+    ignored: set[str] | None = None,
+) -> dict[str, Any]:
+    """The served fields of `given`. Those of `inert`, and with `any_name` unknown ones, are put into `ignored`.
 
     Raises:
         InvalidRequest: a field that is unknown, or not served and not neutral.
@@ -82,16 +99,27 @@ def sift(given: Mapping[str, Any], served: Set[str], neutral: Neutral, *, path: 
     for name, value in given.items():
         if name in served:
             kept[name] = value
+        if value is None:
+            continue
+        if name in inert or (any_name and name not in served and name not in neutral):
+            if ignored is not None:
+                ignored.add(name)
         elif name in neutral:
-            if value is not None and not any(_same(value, accepted) for accepted in neutral[name]):
+            if not any(_same(value, accepted) for accepted in neutral[name]):
                 raise InvalidRequest(
                     f"'{path}{name}' is not supported yet{_accepted(neutral[name])}",
                     code="unsupported_parameter",
                     param=path + name,
                 )
-        else:
-            raise _unknown(name, path, sorted(served | neutral.keys()))
+        elif name not in served:
+            raise _unknown(name, path, sorted(served | neutral.keys() | inert))
     return kept
+
+
+def as_header(names: Iterable[str]) -> str:
+    """The names of ignored fields as the value of a header: printable, and so many that it stays short."""
+    shown = sorted({re.sub(r"[^!-+\--~]", "?", name[:64]) for name in names})
+    return ", ".join(shown[:_MAX_NAMED] + (["..."] if len(shown) > _MAX_NAMED else []))
 
 
 def _same(value: Any, accepted: Any) -> bool:

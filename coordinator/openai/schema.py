@@ -7,7 +7,7 @@ A body is bytes until here: parse_object -> sift (unknown, not served) -> types 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
@@ -19,6 +19,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    PrivateAttr,
     StringConstraints,
     ValidationError,
 )
@@ -111,11 +112,17 @@ def _biases(value: Any) -> dict[int, float]:
     return found
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+    _ignored: frozenset[str] = PrivateAttr(frozenset())
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        """Names of fields that were given and change nothing; those of messages begin with `messages.`."""
+        return self._ignored
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     """Only for the description of `content`; `_content` checks it."""
 
     type: Literal["text"]
@@ -131,13 +138,13 @@ _Ids = Annotated[list[int], Field(fail_fast=True)]  # of a million wrong ones th
 _Content = Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[TextPart])]
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class GenerationBody(_Strict):
+class GenerationBody(Strict):
     """What completions and chat share. The last block is inert."""
 
     model: str | None = None
@@ -208,7 +215,7 @@ class CompletionBody(GenerationBody):
         return replace(options, each_choice_has_prompt=True)
 
 
-class MessageBody(_Strict):
+class MessageBody(Strict):
     role: str
     content: _Content
     name: _Name | None = None
@@ -240,7 +247,7 @@ class ChatBody(GenerationBody):
         return _chat(self.messages)
 
 
-class TokenizeBody(_Strict):
+class TokenizeBody(Strict):
     """Either a text or a conversation."""
 
     model: str | None = None
@@ -254,12 +261,12 @@ class TokenizeBody(_Strict):
         return _chat(self.messages or [])
 
 
-class DetokenizeBody(_Strict):
+class DetokenizeBody(Strict):
     model: str | None = None
     tokens: _Ids
 
 
-_Body = TypeVar("_Body", bound=_Strict)
+_Body = TypeVar("_Body", bound=Strict)
 
 
 def parse_completion(body: bytes) -> CompletionBody:
@@ -272,8 +279,9 @@ def parse_chat(body: bytes) -> ChatBody:
 
 
 def parse_tokenize(body: bytes) -> TokenizeBody:
+    ignored: set[str] = set()
     given = fields.sift(parse_object(body), TokenizeBody.model_fields.keys(), fields.NOTHING)
-    parsed = _validate(TokenizeBody, _sift_messages(given))
+    parsed = _validate(TokenizeBody, _sift_messages(given, ignored), ignored)
     if (parsed.prompt is None) == (parsed.messages is None):
         raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")
     return parsed
@@ -288,12 +296,14 @@ _Gen = TypeVar("_Gen", bound=GenerationBody)
 
 
 def _generation(model: type[_Gen], raw: Mapping[str, Any], neutral: fields.Neutral) -> _Gen:
-    given = _sift_messages(fields.sift(raw, model.model_fields.keys(), neutral))
+    ignored: set[str] = set()
+    served = model.model_fields.keys()
+    given = _sift_messages(fields.sift(raw, served, neutral, inert=fields.INERT, ignored=ignored), ignored)
     streaming = given.get("stream_options")
     if isinstance(streaming, dict):
         known = StreamOptions.model_fields.keys()
         given["stream_options"] = fields.sift(streaming, known, fields.NOTHING, path="stream_options.")
-    parsed = _validate(model, given)
+    parsed = _validate(model, given, ignored)
     if parsed.stream_options is not None and not parsed.stream:
         raise InvalidRequest("stream_options needs 'stream': true", param="stream_options")
     if parsed.prompt_logprobs is not None and parsed.stream:
@@ -305,22 +315,37 @@ def _generation(model: type[_Gen], raw: Mapping[str, Any], neutral: fields.Neutr
     return parsed
 
 
-def _sift_messages(given: dict[str, Any]) -> dict[str, Any]:
+def _sift_messages(given: dict[str, Any], ignored: set[str]) -> dict[str, Any]:
     messages = given.get("messages")
     if isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
-        served = MessageBody.model_fields.keys()
-        given["messages"] = [
-            fields.sift(m, served, fields.MESSAGE, path=f"messages[{i}].") if isinstance(m, dict) else m
-            for i, m in enumerate(messages)
-        ]
+        found: set[str] = set()
+        given["messages"] = [_sift_message(m, i, found) if isinstance(m, dict) else m for i, m in enumerate(messages)]
+        ignored.update(f"messages.{name}" for name in found)
     return given
 
 
-def _validate(model: type[_Body], given: dict[str, Any]) -> _Body:
+def _sift_message(message: dict[str, Any], index: int, ignored: set[str]) -> dict[str, Any]:
+    kept = fields.sift(
+        message,
+        MessageBody.model_fields.keys(),
+        fields.MESSAGE,
+        path=f"messages[{index}].",
+        inert=fields.INERT_IN_MESSAGES,
+        any_name=True,
+        ignored=ignored,
+    )
+    if kept.get("role") == "assistant" and kept.get("content") is None:
+        kept["content"] = ""  # as it is where an assistant called tools
+    return kept
+
+
+def _validate(model: type[_Body], given: dict[str, Any], ignored: Iterable[str] = ()) -> _Body:
     try:
-        return model.model_validate(given)
+        body = model.model_validate(given)
     except ValidationError as error:
         raise _refusal(error) from None
+    body._ignored = frozenset(ignored)
+    return body
 
 
 _MUST_BE = {

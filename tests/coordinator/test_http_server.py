@@ -195,6 +195,7 @@ async def test_connections_are_kept_and_pipelined(app: FastAPI) -> None:
 
 async def test_too_many_connections_are_turned_away(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(http_server, "ONE_ADDRESS", 1.0)
     async with running(app) as server:
         clients = [await RawClient.connect(server) for _ in range(3)]
         status, _, body = await clients[2].answer()
@@ -203,10 +204,37 @@ async def test_too_many_connections_are_turned_away(app: FastAPI, monkeypatch: p
             await client.close()
 
 
+def test_one_address_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 8)
+    admission = http_server.Admission()
+    assert [admission.opened("a", 0.0) for _ in range(8)] == [True] * 6 + [False] * 2
+    for _ in range(2):
+        admission.closed("a")  # they were refused and are closed
+    assert admission.opened("b", 0.0) and admission.opened("b", 0.0)
+    assert not admission.opened("c", 0.0)  # all together
+    for address in "ccbbaaaaaa"[1:]:
+        admission.closed(address)
+    assert admission._total == 0 and not admission._of
+    assert admission.opened("a", 0.0)
+
+
+def test_files_that_others_open_are_counted_again_each_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    files, limit = 10, http_server.RESERVED_FILES + 20
+    monkeypatch.setattr(http_server.resource, "getrlimit", lambda which: (limit, limit))
+    monkeypatch.setattr(http_server, "_open_files", lambda: files)
+    admission = http_server.Admission()
+    assert admission.opened("a", 0.0) and admission.opened("b", 0.0)
+    files = 25  # two are these
+    assert admission.opened("c", 0.9)
+    assert not admission.opened("d", 1.0)
+
+
 async def test_connections_leave_files_to_open(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the limit of open files every accept would fail and be logged, thousands of times a second."""
-    few = http_server.RESERVED_FILES + 2
+    few = http_server.RESERVED_FILES + 50
     monkeypatch.setattr(http_server.resource, "getrlimit", lambda which: (few, few))
+    monkeypatch.setattr(http_server, "_open_files", lambda: 49)  # gRPC's connections, say, and the first one of HTTP
+    monkeypatch.setattr(http_server, "ONE_ADDRESS", 1.0)
     async with running(app) as server:
         clients = [await RawClient.connect(server) for _ in range(3)]
         status, _, body = await clients[2].answer()
@@ -217,7 +245,7 @@ async def test_connections_leave_files_to_open(app: FastAPI, monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("soft", "hard", "expected"),
-    [(1024, 1 << 20, (4224, 1 << 20)), (1024, 2048, (2048, 2048)), (1024, -1, (4224, -1)), (8192, 8192, None)],
+    [(1024, 1 << 20, (16_512, 1 << 20)), (1024, 2048, (2048, 2048)), (1024, -1, (16_512, -1)), (20_000, 20_000, None)],
 )
 def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
     soft: int, hard: int, expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
@@ -233,6 +261,8 @@ async def test_a_burst_of_connections_does_not_use_up_the_files(
     app: FastAPI, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(http_server, "connection_limit", lambda other_files: 3)
+    monkeypatch.setattr(http_server, "ONE_ADDRESS", 1.0)
     async with running(app) as server:
         await RawClient.connect(server)
         opened = len(os.listdir("/proc/self/fd"))
@@ -241,7 +271,6 @@ async def test_a_burst_of_connections_does_not_use_up_the_files(
             client.setblocking(False)
             client.connect_ex(server.address)
         # The kernel has queued them all; 100 files are left, and 3 may be connections.
-        monkeypatch.setattr(http_server, "connection_limit", lambda: 3)
         resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 400, before[1]))
         try:
             await asyncio.sleep(0.5)

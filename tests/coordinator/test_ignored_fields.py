@@ -1,0 +1,64 @@
+"""What changes nothing is accepted and named; what could change an answer is refused (bad_inputs.py)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from coordinator.openai.fields import INERT, as_header
+from tests.support.fake_generator import FakeGenerator
+from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
+
+USER = {"role": "user", "content": "Hello"}
+ACCEPTED: list[tuple[str, dict[str, Any], str | None]] = [
+    (COMPLETIONS, {}, None),
+    (COMPLETIONS, {"a name that nobody knows": None, "kv_transfer_params": None, "temperature": None}, None),
+    (COMPLETIONS, {"store": True, "service_tier": "flex", "user": "me"}, "service_tier, store, user"),
+    (COMPLETIONS, {"metadata": {"a": "b"}, "user": None}, "metadata"),
+    (CHAT, {"reasoning_effort": "low", "verbosity": "high", "store": False}, "reasoning_effort, store, verbosity"),
+    (CHAT, {"tools": [], "tool_choice": "auto", "parallel_tool_calls": False}, None),
+    (CHAT, {"messages": [USER | {"cache_control": {"type": "ephemeral"}}]}, "messages.cache_control"),
+    (CHAT, {"messages": [USER | {"name": None, "tool_calls": None, "x": None}]}, None),
+    (CHAT, {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": []}, USER]}, None),
+    (CHAT, {"messages": [USER, {"role": "assistant"}, USER]}, None),
+    (
+        CHAT,
+        {"messages": [USER, {"role": "assistant", "content": "a", "reasoning_content": "b", "refusal": None}, USER]},
+        "messages.reasoning_content",
+    ),
+    ("/tokenize", {"prompt": None, "messages": [USER | {"id": "m1"}]}, "messages.id"),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "named"), ACCEPTED, ids=[json.dumps(f)[:60] for _, f, _ in ACCEPTED])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_accepted_and_named(
+    client: httpx.AsyncClient, path: str, fields: dict[str, Any], named: str | None, stream: bool
+) -> None:
+    body = GOOD[path] | fields | ({"stream": True} if stream and path != "/tokenize" else {})
+    answer = await client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers.get("x-ignored-fields") == named
+
+
+async def test_an_ignored_field_changes_nothing(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    inert: dict[str, Any] = dict.fromkeys(INERT - {"metadata"}, "x") | {"metadata": {"a": "b"}}
+    for more in ({}, inert):
+        assert (await client.post(CHAT, json=GOOD[CHAT] | {"seed": 1} | more)).status_code == 200
+    plain, with_inert = generator.submissions
+    assert (plain.prompt, plain.sampling) == (with_inert.prompt, with_inert.sampling)
+
+
+async def test_a_misspelt_key_of_a_message_is_not_lost_in_silence(client: httpx.AsyncClient) -> None:
+    answer = await client.post(CHAT, json={"messages": [{"role": "user", "contnt": "a"}]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages[0].content")
+
+
+def test_the_header_is_printable_and_short() -> None:
+    assert as_header(["b", "a", "a"]) == "a, b"
+    assert as_header(["x\r\nset-cookie: 1", "ü", "a,b"]) == "?, a?b, x??set-cookie:?1"
+    assert as_header(f"name{i:02}" for i in range(30)).endswith("name19, ...")
+    assert len(as_header(["y" * 10_000])) == 64
