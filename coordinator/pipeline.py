@@ -26,6 +26,7 @@ from baton.core.request import GenerateRequest
 from baton.loop_watch import LoopWatch
 from coordinator.cluster import Cluster, InFlight
 from coordinator.merged import merged
+from coordinator.metrics import Metrics
 from coordinator.policy.requests import Request, Stage
 from coordinator.submission import Delta, Submission, Timeline, Usage
 from coordinator.text.stream import TextStream, Vocabulary
@@ -34,24 +35,43 @@ from coordinator.text.stream import TextStream, Vocabulary
 class Pipeline:
     """What both front ends call (coordinator.submission.Generator)."""
 
-    def __init__(self, cluster: Cluster, vocabulary: Vocabulary, loop_watch: LoopWatch | None = None) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        vocabulary: Vocabulary,
+        loop_watch: LoopWatch | None = None,
+        *,
+        model: str = "",
+        metrics_compat: str = "none",
+        slow_request_s: float = 0.0,
+    ) -> None:
         self._loop_watch = loop_watch or LoopWatch()
         self._cluster = cluster
         self._vocabulary = vocabulary
+        self._metrics = Metrics(model, metrics_compat, slow_request_s)
 
     async def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
         """Yields deltas; see Generator."""
-        first = self._cluster.admit(_request(submission, 0), submission.n)
+        observed = self._metrics.request(submission)
+        error: BaseException | None = None
+        first: InFlight | None = None
         try:
+            first = self._cluster.admit(_request(submission, 0), submission.n)
             if submission.n == 1:
                 deltas = self._choice(submission, first)
             else:
                 deltas = merged([self._choice(submission, first), *self._others(submission, first)])
             async with aclosing(deltas):
                 async for delta in deltas:
+                    observed.delta(delta)
                     yield delta
+        except BaseException as raised:
+            error = raised
+            raise
         finally:
-            self._cluster.forget(first)
+            if first is not None:
+                self._cluster.forget(first)
+            observed.end(error)
 
     def _others(self, submission: Submission, first: InFlight) -> Iterator[AsyncGenerator[Delta, None]]:
         """Choices 1 and on."""
@@ -136,6 +156,12 @@ class Pipeline:
         missing = self._cluster.requests.dispatcher.missing_role()
         return (True, "ready") if missing is None else (False, f"no {missing} worker is ready")
 
+    async def metrics(self) -> bytes:
+        return await asyncio.to_thread(self._metrics.text, self.workers())
+
+    def answered(self, status: int) -> None:
+        self._metrics.responses.labels(str(status)).inc()
+
     def workers(self) -> dict[str, object]:
         cluster = self._cluster
         rows = [worker.row(cluster.lease_now()) for worker in cluster.workers.all()]
@@ -147,6 +173,7 @@ class Pipeline:
         counts = {
             "requests": len(cluster.requests),
             "queued": cluster.requests.dispatcher.num_queued,
+            "oldest_queued_s": round(cluster.requests.oldest_queued_s(time.monotonic()), 3),
             "tasks": len(asyncio.all_tasks()),
         }
         return known | {"coordinator": counts | self._loop_watch.as_json()}

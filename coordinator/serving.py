@@ -51,13 +51,25 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         config.lease_s, config.max_queued_requests, config.max_queued_tokens, own_model, token, config.hold_s
     )
     loop_watch = LoopWatch()
-    pipeline = Pipeline(cluster, text.vocabulary, loop_watch)
+    pipeline = Pipeline(
+        cluster,
+        text.vocabulary,
+        loop_watch,
+        model=name,
+        metrics_compat=config.metrics_compat,
+        slow_request_s=config.slow_request_s,
+    )
     max_body_bytes = round(config.max_body_mib * (1 << 20))
 
     app = create_app(
         pipeline,
         text,
-        HttpSettings(model_name=name, request_timeout_s=config.request_timeout_s, max_body_bytes=max_body_bytes),
+        HttpSettings(
+            model_name=name,
+            request_timeout_s=config.request_timeout_s,
+            max_body_bytes=max_body_bytes,
+            allowed_origins=tuple(filter(None, (origin.strip() for origin in config.allowed_origins.split(",")))),
+        ),
     )
     allow_connections()
     http = serve(app, config.host, config.port, grace_s=2.0)

@@ -94,3 +94,11 @@ class Generator(Protocol):
     def workers(self) -> dict[str, object]:
         """The `/workers` document."""
         ...
+
+    async def metrics(self) -> bytes:
+        """The `/metrics` document."""
+        ...
+
+    def answered(self, status: int) -> None:
+        """Counts an answer of a front end, also one that never came to `generate`."""
+        ...

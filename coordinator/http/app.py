@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from baton.core.errors import BatonError, InvalidRequest, NotFound
@@ -24,6 +25,7 @@ from coordinator.http.errors import HttpProblem, error_response, json_response
 from coordinator.http.generation import GenerationResponse
 from coordinator.http.guard import IGNORED, REQUEST_ID, Guard
 from coordinator.http.openapi import describe
+from coordinator.metrics import CONTENT_TYPE
 from coordinator.openai import schema
 from coordinator.openai.render import ChatRender, CompletionRender, Head, Render
 from coordinator.submission import Generator, Submission
@@ -44,6 +46,7 @@ class HttpSettings:
     max_body_bytes: int = 4 * 1024 * 1024
     body_timeout_s: float = 30.0
     send_timeout_s: float = 30.0
+    allowed_origins: tuple[str, ...] = ()
 
 
 def create_app(generator: Generator, text_model: TextModel, settings: HttpSettings) -> FastAPI:
@@ -61,11 +64,21 @@ def create_app(generator: Generator, text_model: TextModel, settings: HttpSettin
         ("GET", "/ready", front.ready),
         ("GET", "/workers", front.workers),
         ("GET", "/version", front.version),
+        ("GET", "/metrics", front.metrics),
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     for error in (BatonError, HttpProblem, HTTPException):
         app.add_exception_handler(error, _answer_error)
-    app.add_middleware(Guard)
+    app.add_middleware(Guard, answered=generator.answered)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.allowed_origins),
+            allow_methods=["GET", "POST", "OPTIONS"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "x-ignored-fields", "server-timing", "retry-after"],
+            max_age=600,
+        )
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     return app
 
@@ -151,6 +164,9 @@ class _Front:
 
     async def workers(self) -> Response:
         return json_response(self._generator.workers())
+
+    async def metrics(self) -> Response:
+        return Response(await self._generator.metrics(), headers={"content-type": CONTENT_TYPE})
 
     async def version(self) -> Response:
         return json_response({"version": self._settings.version})

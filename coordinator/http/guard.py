@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
+from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,8 +32,8 @@ _ID = re.compile(rb"[!-~]{1,%d}" % MAX_ID_CHARS)
 class Guard:
     """Refuses bad heads, gives each request an id and each answer an `x-request-id`, and lets no exception out."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, answered: Callable[[int], None] = lambda status: None) -> None:
+        self._app, self._answered = app, answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -48,6 +49,7 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                self._answered(message["status"])
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
                 if names := scope.get(IGNORED):
                     message["headers"].append((b"x-ignored-fields", as_header(names).encode("ascii")))

@@ -331,6 +331,10 @@ class Requests:
         self._update_servable(now)
         return actions + self._place(now)
 
+    def oldest_queued_s(self, now: float) -> float:
+        """How long the oldest request in the queue waits; 0.0 where none does."""
+        return now - min((r.queued_at for r in self._requests.values() if r.stage is Stage.QUEUED), default=now)
+
     def following(self, worker: str) -> tuple[Following, ...]:
         """The sequences that this coordinator expects at a worker, with the next output index of each."""
         here = (r for r in self._requests.values() if r.stage not in (Stage.QUEUED, Stage.ENDED))

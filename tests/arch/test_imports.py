@@ -59,6 +59,7 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
     "pydantic": SCHEMA_FILES,
     "uvicorn": HTTP_FILES,
     "msgpack": ("baton/rpc/frames.py",),
+    "prometheus_client": ("coordinator/metrics.py",),
 }
 TYPES_ONLY_ALLOWED = ("grpc",)  # a name in an annotation ties nothing at run time
 

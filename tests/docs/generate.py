@@ -1,6 +1,6 @@
 """Writes the parts of the documentation that the code knows best, between markers in the pages.
 
-    python -m tests.docs.generate        rewrites docs/api.md and docs/configuration.md
+    python -m tests.docs.generate        rewrites the pages of `PAGES`
     tests/docs/test_generated.py         fails when a page is not what this would write
 
 A part stands between `<!-- generated: NAME -->` and `<!-- end: NAME -->`.
@@ -24,9 +24,11 @@ from coordinator.http import body as http_body
 from coordinator.http import guard as http_guard
 from coordinator.http import server as http_server
 from coordinator.http.app import HttpSettings, create_app
+from coordinator.metrics import VLLM, WORKER_COUNTERS, WORKER_GAUGES, Metrics
 from coordinator.openai import fields as openai_schema_fields
 from coordinator.openai import schema as openai_schema
 from launch.up_config import DoctorConfig, UpConfig
+from tests.support.fake_generator import FakeGenerator
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,6 +41,7 @@ ENDPOINTS = {
     "POST /detokenize": "`tokens` to text, special tokens shown",
     "GET /health": "200 while the coordinator runs",
     "GET /ready": "200 while both pools have a ready worker, else 503 with the reason",
+    "GET /metrics": "Prometheus metrics, see [operations](operations.md)",
     "GET /workers": "the table of workers, see [operations](operations.md)",
     "GET /version": "the version of Baton",
     "GET /openapi.json": "an OpenAPI description of the above",
@@ -139,7 +142,7 @@ def options(cls: type[Any], without: type[Any] | None = None) -> str:
 
 
 def endpoints() -> str:
-    app = create_app(None, None, HttpSettings("m"))  # type: ignore[arg-type]
+    app = create_app(FakeGenerator(), None, HttpSettings("m"))  # type: ignore[arg-type]
     found = []
     for route in app.routes:
         for method in sorted(route.methods - {"HEAD"}):  # type: ignore[attr-defined]
@@ -191,6 +194,23 @@ def message_fields() -> str:
     return table(("field of a message", ""), rows)
 
 
+def metrics() -> str:
+    row = {"id": "w", "role": "decode", "state": "ready"} | dict.fromkeys((*WORKER_GAUGES, *WORKER_COUNTERS), 0)
+    own = {"requests": 0, "queued": 0, "oldest_queued_s": 0, "loop_stalls": 0, "loop_longest_stall_ms": 0}
+    made = Metrics().everything({"workers": [row], "joins_refused": {}, "coordinator": own})
+    rows = []
+    for metric in made.collect():
+        name = f"{metric.name}_total" if metric.type == "counter" else metric.name
+        rows.append(
+            (
+                code(name),
+                metric.type,
+                metric.documentation + (f" (vLLM: `{VLLM[metric.name]}`)" if metric.name in VLLM else ""),
+            )
+        )
+    return table(("name", "type", "meaning"), rows)
+
+
 def grpc_fields() -> str:
     rows = []
     for message, known, prefix in (
@@ -237,13 +257,14 @@ PARTS: dict[str, Callable[[], str]] = {
     "endpoints": endpoints,
     "served": served,
     "inert": inert,
+    "metrics": metrics,
     "neutral": neutral,
     "message": message_fields,
     "grpc": grpc_fields,
     "errors": error_table,
     "limits": limits,
 }
-PAGES = ("docs/api.md", "docs/configuration.md")
+PAGES = ("docs/api.md", "docs/configuration.md", "docs/operations.md")
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 
 

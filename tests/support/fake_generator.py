@@ -40,6 +40,7 @@ class FakeGenerator:
         self.finished: list[str] = []
         self.yielded = 0
         self.changed = asyncio.Event()
+        self.statuses: list[int] = []
 
     async def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
         self.submissions.append(submission)
@@ -77,3 +78,9 @@ class FakeGenerator:
 
     def _note(self) -> None:
         self.changed.set()
+
+    async def metrics(self) -> bytes:
+        return b"# nothing\n"
+
+    def answered(self, status: int) -> None:
+        self.statuses.append(status)

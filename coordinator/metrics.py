@@ -1,0 +1,248 @@
+"""What the coordinator measures, for `GET /metrics` in Prometheus' text form, and one log line for each request.
+
+Requests are observed where both fronts pass, in `Pipeline.generate`; what workers and the queue are like is read when
+somebody scrapes. With `compat="vllm"` the figures that have a counterpart in vLLM are there under its names too, so
+that dashboards and gateways made for it find them. Names, types and meanings: docs/operations.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from baton.core.errors import BatonError
+from coordinator.submission import Delta, Submission, Timeline, Usage
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+TTFT_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
+GAP_S = (0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+WHOLE_S = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+STAGES = ("queue", "prefill", "reserve", "transfer", "decode_queue", "decode")
+
+VLLM = {
+    "baton_requests_running": "vllm:num_requests_running",
+    "baton_requests_queued": "vllm:num_requests_waiting",
+    "baton_kv_usage": "vllm:kv_cache_usage_perc",
+    "baton_prompt_tokens": "vllm:prompt_tokens",
+    "baton_generated_tokens": "vllm:generation_tokens",
+    "baton_requests_finished": "vllm:request_success",
+    "baton_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "baton_inter_token_latency_seconds": "vllm:inter_token_latency_seconds",
+    "baton_time_per_output_token_seconds": "vllm:request_time_per_output_token_seconds",
+    "baton_request_seconds": "vllm:e2e_request_latency_seconds",
+}
+"""Ours to vLLM's; the label `finish_reason` is its `finished_reason`."""
+
+WORKER_GAUGES = ("running", "waiting", "sequences", "blocks_total", "blocks_free")
+WORKER_COUNTERS = (
+    "prompt_tokens_computed",
+    "prompt_tokens_cached",
+    "tokens_generated",
+    "kv_bytes_sent",
+    "kv_bytes_received",
+    "kv_bytes_reused",
+    "steps",
+    "preemptions",
+    "chunks_resent",
+    "handles_refused",
+    "links_refused",
+)
+
+log = logging.getLogger("baton.requests")
+disable_created_metrics()  # half of the samples would say when a series began
+
+
+class Metrics:
+    """Complete state: the registry of what is counted. `slow_s`: requests that take longer are logged as warnings; 0:
+    none are."""
+
+    def __init__(self, model: str = "", compat: str = "none", slow_s: float = 0.0) -> None:
+        self._registry = CollectorRegistry()
+        self._model, self._compat, self._slow_s = model, compat, slow_s
+        new: dict[str, Any] = {"registry": self._registry}
+        self.finished = Counter("baton_requests_finished", "choices that ended well", ["finish_reason"], **new)
+        self.failed = Counter("baton_requests_failed", "requests that ended with an error", ["code"], **new)
+        self.prompt_tokens = Counter("baton_prompt_tokens", "prompt tokens of requests that had a token", **new)
+        self.cached_tokens = Counter("baton_prompt_tokens_cached", "of these, found in a prefix cache", **new)
+        self.generated = Counter("baton_generated_tokens", "tokens handed to clients", **new)
+        self.drafted = Counter("baton_draft_tokens", "draft tokens that were verified", **new)
+        self.accepted = Counter("baton_draft_tokens_accepted", "of these, accepted", **new)
+        self.responses = Counter("baton_http_responses", "answers begun, by HTTP status", ["status"], **new)
+        first = "from admission to the first token, as the coordinator sees both"
+        self.first_token = Histogram("baton_time_to_first_token_seconds", first, buckets=TTFT_S, **new)
+        mean = "a request's mean time per token after the first"
+        self.per_token = Histogram("baton_time_per_output_token_seconds", mean, buckets=GAP_S, **new)
+        gap = "between two deltas of a choice"
+        self.gap = Histogram("baton_inter_token_latency_seconds", gap, buckets=GAP_S, **new)
+        self.whole = Histogram("baton_request_seconds", "from admission to the end", buckets=WHOLE_S, **new)
+        stage = "a request's time in a stage"
+        self._stage = Histogram("baton_stage_seconds", stage, ["stage"], buckets=TTFT_S, **new)
+        self._stages = {name: self._stage.labels(name) for name in STAGES}
+
+    def text(self, cluster: Mapping[str, Any]) -> bytes:
+        """What a scrape gets; `cluster` is the `/workers` document. Not for the event loop."""
+        return generate_latest(self.everything(cluster))
+
+    def everything(self, cluster: Mapping[str, Any]) -> CollectorRegistry:
+        found = CollectorRegistry()
+        found.register(self._registry)
+        found.register(_State(cluster))
+        if self._compat == "vllm":
+            found.register(_Renamed([self._registry, _State(cluster)], self._model))
+        return found
+
+    def request(self, submission: Submission) -> Observed:
+        return Observed(self, submission, time.monotonic())
+
+    def stages(self, timeline: Timeline) -> None:
+        for name, histogram in self._stages.items():
+            histogram.observe(getattr(timeline, f"{name}_s"))
+
+    def ended(self, line: str, seconds: float) -> None:
+        slow = 0 < self._slow_s < seconds
+        log.log(logging.WARNING if slow else logging.INFO, "%s%s", "slow: " if slow else "", line)
+
+
+class Observed:
+    """One request on its way to the client. Complete state: when its first token, and the last one of each choice, went
+    out; how many tokens did; and the usage and timeline of the choices that have ended."""
+
+    def __init__(self, metrics: Metrics, submission: Submission, now: float) -> None:
+        self._metrics, self._submission, self._began = metrics, submission, now
+        self._first = 0.0
+        self._last: dict[int, float] = {}
+        self._tokens = 0
+        self._usages: list[Usage] = []
+        self._timeline: Timeline | None = None
+        self._reasons: list[str] = []
+
+    def delta(self, delta: Delta) -> None:
+        now, metrics, choice = time.monotonic(), self._metrics, delta.choice
+        if count := len(delta.token_ids):
+            self._tokens += count
+            metrics.generated.inc(count)
+            if not self._first:
+                self._first = now
+                metrics.first_token.observe(now - self._began)
+                metrics.prompt_tokens.inc(len(self._submission.prompt))
+            if choice in self._last:
+                metrics.gap.observe(now - self._last[choice])
+            self._last[choice] = now
+        if delta.finish_reason is not None:
+            self._choice_ended(delta)
+
+    def _choice_ended(self, delta: Delta) -> None:
+        metrics = self._metrics
+        self._reasons.append(str(delta.finish_reason))
+        if (timeline := delta.timeline) is not None:
+            self._timeline = self._timeline or timeline
+            metrics.stages(timeline)
+        if (usage := delta.usage) is not None:
+            self._usages.append(usage)
+            if delta.choice == 0:
+                metrics.cached_tokens.inc(usage.cached_tokens)
+            if (drafts := usage.speculation) is not None:
+                metrics.drafted.inc(drafts.drafted_tokens)
+                metrics.accepted.inc(drafts.accepted_tokens)
+
+    def end(self, error: BaseException | None) -> None:
+        """The request is over: `error` is how, where it did not end well."""
+        metrics, now = self._metrics, time.monotonic()
+        seconds = now - self._began
+        if error is None or len(self._reasons) == self._submission.n:  # nobody asks for more behind the last delta
+            for reason in self._reasons:
+                metrics.finished.labels(reason).inc()
+            outcome = "finished: " + ", ".join(dict.fromkeys(self._reasons))
+        else:
+            code = _code(error)
+            metrics.failed.labels(code).inc()
+            outcome = f"failed: {code}"
+        metrics.whole.observe(seconds)
+        if self._tokens > len(self._last) and self._first:
+            per_choice = (self._tokens - len(self._last)) / len(self._last)
+            metrics.per_token.observe((max(self._last.values()) - self._first) / per_choice)
+        metrics.ended(f"{self._submission.request_id} {outcome}; {self._described(seconds)}", seconds)
+
+    def _described(self, seconds: float) -> str:
+        cached = max((usage.cached_tokens for usage in self._usages), default=0)
+        parts = [f"{len(self._submission.prompt)} prompt tokens ({cached} cached), {self._tokens} generated"]
+        if (timeline := self._timeline) is not None:
+            parts.append(f"{timeline.prefill_worker or '-'} to {timeline.decode_worker or '-'}")
+            stages = ((name, getattr(timeline, f"{name}_s")) for name in STAGES)
+            parts.append(", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in stages))
+        if self._first:
+            parts.append(f"first token after {(self._first - self._began) * 1e3:.0f} ms")
+        return "; ".join([*parts, f"all {seconds * 1e3:.0f} ms"])
+
+
+def _code(error: BaseException) -> str:
+    if isinstance(error, BatonError):
+        return error.code
+    return "internal_error" if isinstance(error, Exception) else "cancelled"
+
+
+class _State(Collector):
+    """The queue, the event loop and the workers, as the `/workers` document has them."""
+
+    def __init__(self, cluster: Mapping[str, Any]) -> None:
+        self._cluster = cluster
+
+    def collect(self) -> Iterable[Metric]:
+        known = self._cluster
+        own, workers = known["coordinator"], known["workers"]
+        gauge, counter = GaugeMetricFamily, CounterMetricFamily
+        queued, running = own["queued"], own["requests"] - own["queued"]
+        yield gauge("baton_requests_running", "choices of requests that a worker has", value=running)
+        yield gauge("baton_requests_queued", "choices of requests that wait for a worker", value=queued)
+        oldest = "how long the oldest of them waits"
+        yield gauge("baton_oldest_queued_seconds", oldest, value=own["oldest_queued_s"])
+        yield counter("baton_loop_stalls", "times the event loop was blocked for over 50 ms", value=own["loop_stalls"])
+        longest = "the longest of these"
+        yield gauge("baton_loop_longest_stall_seconds", longest, value=own["loop_longest_stall_ms"] / 1e3)
+        refused = counter("baton_joins_refused", "workers that did not fit, by field", labels=["field"])
+        for name, count in known["joins_refused"].items():
+            refused.add_metric([name], count)
+        yield refused
+        blocks = {
+            name: sum(w[name] for w in workers if w["role"] == "decode") for name in ("blocks_total", "blocks_free")
+        }
+        used = 1 - blocks["blocks_free"] / blocks["blocks_total"] if blocks["blocks_total"] else 0.0
+        yield gauge("baton_kv_usage", "share of the decode workers' KV blocks that is in use", value=used)
+        up = gauge("baton_worker_up", "1 for each worker, 0 where it is lost", labels=["worker", "role", "state"])
+        for w in workers:
+            up.add_metric([w["id"], w["role"], w["state"]], float(w["state"] != "lost"))
+        yield up
+        for names, family in ((WORKER_GAUGES, gauge), (WORKER_COUNTERS, counter)):
+            for name in names:
+                made = family(f"baton_worker_{name}", f"`{name}` of GET /workers", labels=["worker", "role"])
+                for w in workers:
+                    made.add_metric([w["id"], w["role"]], w[name])
+                yield made
+
+
+class _Renamed(Collector):
+    """What has a counterpart in vLLM, under its name."""
+
+    def __init__(self, own: Iterable[Collector], model: str) -> None:
+        self._own, self._model = own, model
+
+    def collect(self) -> Iterable[Metric]:
+        for collector in self._own:
+            for metric in collector.collect():
+                if (name := VLLM.get(metric.name)) is not None:
+                    yield self._renamed(metric, name)
+
+    def _renamed(self, metric: Metric, name: str) -> Metric:
+        made = Metric(name, metric.documentation, metric.type)
+        for sample in metric.samples:
+            labels = {k.replace("finish_reason", "finished_reason"): v for k, v in sample.labels.items()}
+            made.add_sample(
+                sample.name.replace(metric.name, name, 1), labels | {"model_name": self._model}, sample.value
+            )
+        return made

@@ -1,0 +1,167 @@
+"""What a scrape gets, from requests observed delta by delta and from a `/workers` document."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.core.errors import WorkerLost
+from baton.core.events import SpeculationCounters
+from coordinator import metrics as coordinator_metrics
+from coordinator.metrics import VLLM, WORKER_COUNTERS, WORKER_GAUGES, Metrics
+from coordinator.submission import Delta, Submission, Timeline, Usage
+from tests.support.fake_generator import FakeGenerator
+
+ROW: dict[str, Any] = dict.fromkeys((*WORKER_GAUGES, *WORKER_COUNTERS), 0)
+CLUSTER: dict[str, Any] = {
+    "workers": [
+        ROW | {"id": "prefill-0", "role": "prefill", "state": "ready", "prompt_tokens_computed": 700},
+        ROW | {"id": "decode-0", "role": "decode", "state": "lost", "blocks_total": 40, "blocks_free": 30},
+    ],
+    "joins_refused": {"dtype": 2},
+    "coordinator": {
+        "requests": 7,
+        "queued": 3,
+        "oldest_queued_s": 1.5,
+        "loop_stalls": 4,
+        "loop_longest_stall_ms": 250.0,
+    },
+}
+ENDED = Timeline(queue_s=0.02, prefill_s=0.1, decode_s=0.5, prefill_worker="prefill-0", decode_worker="decode-0")
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(coordinator_metrics, "time", made)
+    return made
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    families = text_string_to_metric_families(metrics.text(CLUSTER).decode())
+    found = [(s.name, tuple(sorted(s.labels.items())), s.value) for family in families for s in family.samples]
+    assert len({(name, labels) for name, labels, _ in found}) == len(found)  # none twice
+    return {(name, labels): value for name, labels, value in found}
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    return samples(metrics)[name, tuple(sorted(labels.items()))]
+
+
+def play(metrics: Metrics, clock: Clock, end: BaseException | None = None, choices: int = 1) -> None:
+    """A prompt of 10 tokens (4 cached); for each choice a token after 0.2 s and two more after 0.01 s each."""
+    observed = metrics.request(Submission("r1", tuple(range(10)), 64, n=choices))
+    clock.now += 0.2
+    for step in range(3):
+        for choice in range(choices):
+            last = step == 2 and end is None
+            usage = Usage(10, 3, 4, SpeculationCounters(1, 8, 5)) if last else None
+            timeline, reason = (ENDED, "length") if last else (None, None)
+            observed.delta(Delta("x", (step,), reason, usage=usage, timeline=timeline, choice=choice))  # type: ignore[arg-type]
+        clock.now += 0.01
+    clock.now += 0.5
+    observed.end(end)
+
+
+def test_a_request_is_counted(clock: Clock) -> None:
+    metrics = Metrics()
+    play(metrics, clock)
+    assert value(metrics, "baton_requests_finished_total", finish_reason="length") == 1
+    assert value(metrics, "baton_prompt_tokens_total") == 10
+    assert value(metrics, "baton_prompt_tokens_cached_total") == 4
+    assert value(metrics, "baton_generated_tokens_total") == 3
+    assert value(metrics, "baton_draft_tokens_total") == 8 and value(metrics, "baton_draft_tokens_accepted_total") == 5
+    assert value(metrics, "baton_time_to_first_token_seconds_sum") == pytest.approx(0.2)
+    assert value(metrics, "baton_inter_token_latency_seconds_count") == 2
+    assert value(metrics, "baton_inter_token_latency_seconds_sum") == pytest.approx(0.02)
+    assert value(metrics, "baton_time_per_output_token_seconds_sum") == pytest.approx(0.01)
+    assert value(metrics, "baton_request_seconds_sum") == pytest.approx(0.73)
+    assert value(metrics, "baton_stage_seconds_sum", stage="prefill") == pytest.approx(0.1)
+    assert value(metrics, "baton_inter_token_latency_seconds_bucket", le="0.008") == 0
+
+
+def test_choices_are_counted_each_and_their_gaps_apart(clock: Clock) -> None:
+    metrics = Metrics()
+    play(metrics, clock, choices=3)
+    assert value(metrics, "baton_requests_finished_total", finish_reason="length") == 3
+    assert value(metrics, "baton_generated_tokens_total") == 9
+    assert value(metrics, "baton_prompt_tokens_total") == 10 and value(metrics, "baton_prompt_tokens_cached_total") == 4
+    assert value(metrics, "baton_inter_token_latency_seconds_count") == 6
+    assert value(metrics, "baton_time_per_output_token_seconds_sum") == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [(WorkerLost("x"), "worker_lost"), (GeneratorExit(), "cancelled"), (RuntimeError("x"), "internal_error")],
+)
+def test_a_failure_is_counted_by_its_code(end: BaseException, code: str, clock: Clock) -> None:
+    metrics = Metrics()
+    play(metrics, clock, end)
+    assert value(metrics, "baton_requests_failed_total", code=code) == 1
+    assert not [name for name, _ in samples(metrics) if name == "baton_requests_finished_total"]
+    assert value(metrics, "baton_request_seconds_count") == 1
+
+
+def test_a_reader_that_stops_behind_the_last_delta_has_not_cancelled(clock: Clock) -> None:
+    metrics = Metrics()
+    observed = metrics.request(Submission("r1", (1,), 4))
+    observed.delta(Delta("x", (1,), "stop", usage=Usage(1, 1)))
+    observed.end(GeneratorExit())
+    assert value(metrics, "baton_requests_finished_total", finish_reason="stop") == 1
+
+
+def test_the_cluster_is_as_workers_says() -> None:
+    metrics = Metrics()
+    assert value(metrics, "baton_requests_running") == 4 and value(metrics, "baton_requests_queued") == 3
+    assert value(metrics, "baton_oldest_queued_seconds") == 1.5
+    assert value(metrics, "baton_loop_stalls_total") == 4
+    assert value(metrics, "baton_loop_longest_stall_seconds") == 0.25
+    assert value(metrics, "baton_kv_usage") == pytest.approx(0.25)
+    assert value(metrics, "baton_joins_refused_total", field="dtype") == 2
+    assert value(metrics, "baton_worker_up", worker="decode-0", role="decode", state="lost") == 0
+    assert value(metrics, "baton_worker_blocks_free", worker="decode-0", role="decode") == 30
+    assert value(metrics, "baton_worker_prompt_tokens_computed_total", worker="prefill-0", role="prefill") == 700
+
+
+def test_names_of_vllm(clock: Clock) -> None:
+    assert not [name for name, _ in samples(Metrics()) if name.startswith("vllm:")]
+    metrics = Metrics("m", "vllm")
+    play(metrics, clock)
+    found = {name for name, _ in samples(metrics) if name.startswith("vllm:")}
+    for name in VLLM.values():
+        assert found & {name, f"{name}_total", f"{name}_bucket"}, name
+    assert value(metrics, "vllm:num_requests_waiting", model_name="m") == 3
+    assert value(metrics, "vllm:request_success_total", model_name="m", finished_reason="length") == 1
+    assert value(metrics, "vllm:time_to_first_token_seconds_bucket", model_name="m", le="0.3") == 1
+
+
+def test_a_request_is_a_line_in_the_log(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "baton.requests")
+    play(Metrics(slow_s=1.0), clock)
+    play(Metrics(slow_s=0.5), clock, WorkerLost("x"))
+    fast, slow = caplog.records
+    assert fast.levelno == logging.INFO and slow.levelno == logging.WARNING
+    assert fast.getMessage() == (
+        "r1 finished: length; 10 prompt tokens (4 cached), 3 generated; prefill-0 to decode-0; queue 20 ms, prefill"
+        " 100 ms, reserve 0 ms, transfer 0 ms, decode_queue 0 ms, decode 500 ms; first token after 200 ms; all 730 ms"
+    )
+    assert slow.getMessage().startswith("slow: r1 failed: worker_lost; 10 prompt tokens (0 cached), 3 generated; first")
+
+
+async def test_metrics_are_served_and_answers_counted(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    answer = await client.get("/metrics")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain; version=")
+    await client.post("/v1/completions", json={"prompt": 1.5})
+    await client.get("/nowhere")
+    assert generator.statuses == [200, 400, 404]
