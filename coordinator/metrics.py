@@ -55,7 +55,7 @@ WORKER_COUNTERS = (
 )
 
 log = logging.getLogger("baton.requests")
-disable_created_metrics()  # half of the samples would say when a series began
+disable_created_metrics()  # type: ignore[no-untyped-call]  # half of the samples would say when a series began
 
 
 class Metrics:

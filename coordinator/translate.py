@@ -22,8 +22,9 @@ from coordinator.text.chat import ChatMessage
 from coordinator.text.model import TextModel
 
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_STOPS = 4
+MAX_STOPS = 64
 MAX_STOP_CHARS = 256
+MAX_STOP_CHARS_IN_ALL = 4 * MAX_STOP_CHARS
 MAX_SALT_CHARS = 256
 MAX_BAD_WORDS = 64
 MAX_CHOICES = 128
@@ -40,8 +41,9 @@ ROLES = frozenset(["system", "developer", "user", "assistant", "tool"])
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a client may choose; None stands for the model's default. `bad_words` are texts, `bad_word_ids` the same as
-    token ids; completions repeat the prompt's log-probabilities in each choice. `max_tokens_param` is the name under
-    which the client gave `max_tokens`, for messages about it."""
+    token ids; completions repeat the prompt's log-probabilities in each choice. `prompts` is how many the request has,
+    with `n` choices each. `max_tokens_param` is the name under which the client gave `max_tokens`, for messages about
+    it."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -65,6 +67,7 @@ class Options:
     n: int | None = None
     cache_salt: str | None = None
     each_choice_has_prompt: bool = False
+    prompts: int = 1
     max_tokens_param: str = "max_tokens"
 
 
@@ -201,9 +204,17 @@ def check_options(options: Options) -> None:
     check_range("top_k", options.top_k, -1, (1 << 31) - 1)
     check_range("seed", options.seed, -(1 << 63), (1 << 63) - 1)
     check_range("n", options.n, 1, MAX_CHOICES)
+    if _choices(options) > MAX_CHOICES:
+        what = (
+            f"a request has at most {MAX_CHOICES} choices, not {options.prompts} prompts with {_or(options.n, 1)} each"
+        )
+        raise InvalidRequest(what, param="prompt")
     check_count("logit_bias", len(options.logit_bias or ()), MAX_BIASES)
     check_count("stop_token_ids", len(options.stop_token_ids), MAX_STOP_TOKENS)
     _check_texts("stop", options.stop, MAX_STOPS)
+    if (found := sum(map(len, options.stop))) > MAX_STOP_CHARS_IN_ALL:  # each token is held against all of them
+        what = f"stop strings have at most {MAX_STOP_CHARS_IN_ALL} characters together, not {found}"
+        raise InvalidRequest(what, param="stop")
     _check_texts("bad_words", options.bad_words, MAX_BAD_WORDS)
     if options.cache_salt is not None:
         if not 1 <= len(options.cache_salt) <= MAX_SALT_CHARS:
@@ -214,10 +225,14 @@ def check_options(options: Options) -> None:
         raise InvalidRequest("allowed_token_ids is empty: no token could be chosen", param="allowed_token_ids")
 
 
+def _choices(options: Options) -> int:
+    return options.prompts * _or(options.n, 1)
+
+
 def _prompt_scores(options: Options, prompt_tokens: int) -> tuple[int, int]:
     """Log-probabilities of the prompt: in the message of a worker, and in the answer."""
     once = 0 if options.prompt_logprobs is None else prompt_tokens * (options.prompt_logprobs + 1)
-    return once, once * (_or(options.n, 1) if options.each_choice_has_prompt else 1)
+    return once, once * (_choices(options) if options.each_choice_has_prompt else options.prompts)
 
 
 def _scored_tokens(options: Options, prompt_tokens: int) -> int:
@@ -225,7 +240,7 @@ def _scored_tokens(options: Options, prompt_tokens: int) -> int:
     if options.logprobs is None:
         return MAX_SCORES
     left = MAX_SCORES - _prompt_scores(options, prompt_tokens)[1]
-    return max(left // (_or(options.n, 1) * (options.logprobs + 1)), 1)
+    return max(left // (_choices(options) * (options.logprobs + 1)), 1)
 
 
 def _check_scores(options: Options, prompt_tokens: int, max_tokens: int) -> None:
@@ -236,7 +251,7 @@ def _check_scores(options: Options, prompt_tokens: int, max_tokens: int) -> None
             what = f"the answer would have {found} log-probabilities of the prompt, at most {most} are given"
             raise InvalidRequest(f"{what}; ask for fewer, or for fewer choices", param="prompt_logprobs")
     if options.logprobs is not None and max_tokens > _scored_tokens(options, prompt_tokens):
-        found = in_all + _or(options.n, 1) * max_tokens * (options.logprobs + 1)
+        found = in_all + _choices(options) * max_tokens * (options.logprobs + 1)
         what = f"the answer would have {found} log-probabilities, at most {MAX_SCORES} are given"
         raise InvalidRequest(f"{what}; ask for fewer, or for fewer tokens or choices", param="logprobs")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -107,22 +107,22 @@ class _Front:
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, schema.parse_completion)
         self._check_model(body.model)
-        translate = self._translator
-        request_id = request.scope[REQUEST_ID]
-        if isinstance(body.prompt, str):
-            submission = await translate.from_text(request_id, body.prompt, body.options())
-        else:
-            submission = await translate.from_token_ids(request_id, body.prompt, body.options())
-        echo = None
+        options, request_id = body.options(), request.scope[REQUEST_ID]
+        submissions = []
+        for number, prompt in enumerate(body.prompt):
+            name = request_id if len(body.prompt) == 1 else f"{request_id}-{number}"
+            submit = self._translator.from_text if isinstance(prompt, str) else self._translator.from_token_ids
+            submissions.append(await submit(name, prompt, options))  # type: ignore[arg-type]
+        echos = None
         if body.echo:
-            echo = body.prompt if isinstance(body.prompt, str) else await self._text.decode_soon(body.prompt)
-        return self._generate(submission, body, CompletionRender, echo)
+            echos = tuple([p if isinstance(p, str) else await self._text.decode_soon(p) for p in body.prompt])
+        return self._generate(request_id, submissions, body, CompletionRender, echos)
 
     async def chat_completions(self, request: Request) -> Response:
         body = await self._body(request, schema.parse_chat)
         self._check_model(body.model)
         submission = await self._translator.from_messages(request.scope[REQUEST_ID], body.chat(), body.options())
-        return self._generate(submission, body, ChatRender)
+        return self._generate(submission.request_id, [submission], body, ChatRender)
 
     async def models(self) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
@@ -191,26 +191,32 @@ class _Front:
         }
 
     def _generate(
-        self, submission: Submission, body: schema.GenerationBody, render: type[Render], echo: str | None = None
+        self,
+        request_id: str,
+        submissions: Sequence[Submission],
+        body: schema.GenerationBody,
+        render: type[Render],
+        echos: tuple[str, ...] | None = None,
     ) -> Response:
-        wanted = body.stream_options
+        wanted, submission = body.stream_options, submissions[0]
         head = Head(
-            request_id=submission.request_id,
+            request_id=request_id,
             model=self._settings.model_name,
             created=int(time.time()),
             fingerprint=self._fingerprint,
             include_usage=bool(wanted and wanted.include_usage),
             continuous_usage=bool(wanted and wanted.continuous_usage_stats),
             vocabulary=self._text.vocabulary,
-            prompt=submission.prompt,
+            prompts=tuple(each.prompt for each in submissions),
+            n=submission.n,
             token_ids=bool(body.return_token_ids),
             logprobs=submission.sampling.logprobs is not None,
             prompt_logprobs=body.prompt_logprobs is not None,
-            echo=echo,
+            echos=echos,
         )
         return GenerationResponse(
             self._generator,
-            submission,
+            submissions,
             render(head),
             stream=bool(body.stream),
             send_timeout_s=self._settings.send_timeout_s,

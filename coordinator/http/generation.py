@@ -1,4 +1,4 @@
-"""One generation as an HTTP answer.
+"""One request as an HTTP answer: the choices of its prompt, or of its prompts, which are as many generations.
 
     wait for the first delta -> status line (200, or the error it turned out to be) -> events, or one object at the end
 
@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from itertools import chain
 
@@ -24,6 +25,7 @@ from baton.core.errors import Cancelled, InvariantError
 from baton.core.events import SpeculationCounters
 from coordinator import off_loop
 from coordinator.http.errors import error_frame, error_response
+from coordinator.merged import merged
 from coordinator.openai.render import DONE, Render, server_timing
 from coordinator.submission import Delta, Generator, Submission, Usage
 
@@ -41,12 +43,13 @@ log = logging.getLogger("baton.http")
 
 
 class _Counted:
-    """What an answer has used so far. The prompt counts once; each choice has the last word about its own tokens."""
+    """What an answer has used so far. A prompt counts once; each choice has the last word about its own tokens."""
 
-    def __init__(self, submission: Submission) -> None:
-        self._left = submission.n
+    def __init__(self, submissions: Sequence[Submission]) -> None:
+        self._n = submissions[0].n
+        self._left = self._n * len(submissions)
         self._completion: Counter[int] = Counter()
-        self._prompt, self._cached = len(submission.prompt), 0
+        self._prompts, self._cached = [len(submission.prompt) for submission in submissions], 0
         self._speculation: SpeculationCounters | None = None
 
     def add(self, delta: Delta) -> bool:
@@ -54,9 +57,9 @@ class _Counted:
         self._completion[delta.choice] += len(delta.token_ids)
         if delta.usage is not None:
             self._completion[delta.choice] = delta.usage.completion_tokens
-            self._prompt = delta.usage.prompt_tokens
-            if delta.choice == 0:
-                self._cached = delta.usage.cached_tokens
+            self._prompts[delta.choice // self._n] = delta.usage.prompt_tokens
+            if delta.choice % self._n == 0:
+                self._cached += delta.usage.cached_tokens
             if (drafted := delta.usage.speculation) is not None:
                 self._speculation = drafted if self._speculation is None else self._speculation + drafted
         self._left -= delta.finish_reason is not None
@@ -64,18 +67,25 @@ class _Counted:
 
     @property
     def usage(self) -> Usage:
-        return Usage(self._prompt, self._completion.total(), self._cached, self._speculation)
+        return Usage(sum(self._prompts), self._completion.total(), self._cached, self._speculation)
 
 
 class GenerationResponse(Response):
-    """Runs `submission` when it is sent."""
+    """Runs `submissions`, one for each prompt, when it is sent. They have equally many choices; those of the second
+    prompt are numbered behind those of the first."""
 
     def __init__(
-        self, generator: Generator, submission: Submission, render: Render, *, stream: bool, send_timeout_s: float
+        self,
+        generator: Generator,
+        submissions: Sequence[Submission],
+        render: Render,
+        *,
+        stream: bool,
+        send_timeout_s: float,
     ) -> None:
         super().__init__()
         self._generator = generator
-        self._submission = submission
+        self._submissions = submissions
         self._render = render
         self._stream = stream
         self._send_timeout_s = send_timeout_s
@@ -94,9 +104,9 @@ class GenerationResponse(Response):
             gone.cancel()
             await asyncio.gather(answer, gone, return_exceptions=True)
         if not ended and left:
-            log.info("%s: client left", self._submission.request_id)
+            log.info("%s: client left", self._submissions[0].request_id)
         elif not ended:
-            log.warning("%s: client took nothing for %g s", self._submission.request_id, self._send_timeout_s)
+            log.warning("%s: client took nothing for %g s", self._submissions[0].request_id, self._send_timeout_s)
             if ABORT in scope:
                 scope[ABORT]()
                 await asyncio.sleep(0)  # the connection is lost before the server asks how the answer ended
@@ -112,7 +122,7 @@ class GenerationResponse(Response):
         return self._writing_since + self._send_timeout_s - asyncio.get_running_loop().time()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        deltas = self._generator.generate(self._submission)
+        deltas = self._deltas()
         self._turn_ends = asyncio.get_running_loop().time() + _TURN_S
         try:
             try:
@@ -127,12 +137,23 @@ class GenerationResponse(Response):
         finally:
             await deltas.aclose()
 
+    def _deltas(self) -> AsyncGenerator[Delta, None]:
+        if len(self._submissions) == 1:
+            return self._generator.generate(self._submissions[0])
+        return merged([self._numbered(number) for number in range(len(self._submissions))])
+
+    async def _numbered(self, number: int) -> AsyncGenerator[Delta, None]:
+        submission = self._submissions[number]
+        async with aclosing(self._generator.generate(submission)) as deltas:
+            async for delta in deltas:
+                yield replace(delta, choice=number * submission.n + delta.choice)
+
     async def _whole(self, delta: Delta, deltas: AsyncGenerator[Delta, None]) -> Response:
         parts = [delta]
-        counted = _Counted(self._submission)
+        counted = _Counted(self._submissions)
         while counted.add(parts[-1]):
             parts.append(await self._next(deltas))
-        of_choice: list[list[Delta]] = [[] for _ in range(self._submission.n)]
+        of_choice: list[list[Delta]] = [[] for _ in range(self._submissions[0].n * len(self._submissions))]
         for part in parts:
             of_choice[part.choice].append(part)
         answers = [
@@ -159,7 +180,7 @@ class GenerationResponse(Response):
     async def _events(self, delta: Delta, deltas: AsyncGenerator[Delta, None], send: Send) -> None:
         headers = [(name.encode(), value.encode()) for name, value in _SSE_HEADERS.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        counted, render, opened = _Counted(self._submission), self._render, set[int]()
+        counted, render, opened = _Counted(self._submissions), self._render, set[int]()
         body, more = b"", True
         try:
             while more:

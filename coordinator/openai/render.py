@@ -24,20 +24,22 @@ _LINE_BREAKS = {c.encode(): f"\\u{ord(c):04x}".encode() for c in ("\x85", "\u202
 @dataclass(frozen=True, slots=True)
 class Head:
     """What is the same in every part of one answer. `logprobs` and `prompt_logprobs` say that the client wants them,
-    `echo` is the prompt's text where it wants that, and `prompt` its ids."""
+    `prompts` are the ids of each prompt, with `n` choices each in their order, and `echos` their texts where it wants
+    them in front."""
 
     request_id: str
     model: str
     created: int
     fingerprint: str
     vocabulary: Vocabulary
-    prompt: tuple[int, ...] = ()
+    prompts: tuple[tuple[int, ...], ...] = ((),)
+    n: int = 1
     include_usage: bool = False
     continuous_usage: bool = False
     token_ids: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
-    echo: str | None = None
+    echos: tuple[str, ...] | None = None
 
 
 class Render:
@@ -70,9 +72,10 @@ class Render:
             for choice, answer in zip(choices, answers, strict=True):
                 choice["token_ids"] = list(answer.token_ids)
         if self._head.prompt_logprobs:
-            scores = prompt_logprobs(self._head.vocabulary, answers[0].prompt_logprobs or ())
-            for place in choices if self.scores_in_choice else [value]:
-                place["prompt_logprobs"] = scores
+            firsts = answers[:: self._head.n]  # the first choice of each prompt has its scores
+            scores = [prompt_logprobs(self._head.vocabulary, first.prompt_logprobs or ()) for first in firsts]
+            for index, place in enumerate(choices if self.scores_in_choice else [value]):
+                place["prompt_logprobs"] = scores[index // self._head.n]
         return orjson.dumps(value)
 
     has_large_opening = False
@@ -141,24 +144,24 @@ class CompletionRender(Render):
     def __init__(self, head: Head) -> None:
         super().__init__(head)
         self._scored: dict[int, CompletionLogprobs] = {}
-        self._prompt: tuple[dict[str, Any], int] | None = None  # its scores, and where the text behind it begins
+        self._prompts: dict[int, tuple[dict[str, Any], int]] = {}  # scores of each, and where the text behind it begins
 
     def opening(self, delta: Delta, usage: Usage) -> bytes:
         """The echo."""
-        if self._head.echo is None:
+        if self._head.echos is None:
             return b""
         scores = _json(self._echoed(delta)) if self._head.logprobs else b"null"
-        choice = (
-            self._before(delta) + _json_text(self._head.echo) + b',"logprobs":' + scores + b',"finish_reason":null}'
-        )
+        echo = self._head.echos[delta.choice // self._head.n]
+        choice = self._before(delta) + _json_text(echo) + b',"logprobs":' + scores + b',"finish_reason":null}'
         return self._prefix + choice + self._tail(usage)
 
     def _echoed(self, delta: Delta) -> dict[str, Any]:
-        scores = self._scores_of(delta)
-        if self._prompt is None:  # they come with the first choice alone, and are the same for all
-            found = scores.of_prompt(self._head.prompt, delta.prompt_logprobs or ())
-            self._prompt, self.has_large_opening = (found, scores.offset), is_large([delta])
-        found, scores.offset = self._prompt
+        scores, number = self._scores_of(delta), delta.choice // self._head.n
+        if number not in self._prompts:  # they come with the first choice alone, and are the same for all
+            found = scores.of_prompt(self._head.prompts[number], delta.prompt_logprobs or ())
+            self._prompts[number] = found, scores.offset
+            self.has_large_opening = self.has_large_opening or is_large([delta])
+        found, scores.offset = self._prompts[number]
         return found
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
@@ -168,11 +171,13 @@ class CompletionRender(Render):
         return self._scored.setdefault(delta.choice, CompletionLogprobs(self._head.vocabulary))
 
     def _whole_choice(self, answer: Delta) -> dict[str, Any]:
-        echo, scores = self._head.echo, None
+        echo, scores = "", None
+        if self._head.echos is not None:
+            echo = self._head.echos[answer.choice // self._head.n]
         if self._head.logprobs:
-            before = None if echo is None else self._echoed(answer)
+            before = None if self._head.echos is None else self._echoed(answer)
             scores = self._logprobs(answer) if before is None else joined(before, self._logprobs(answer))
-        return {"index": answer.choice, "text": (echo or "") + answer.text, "logprobs": scores}
+        return {"index": answer.choice, "text": echo + answer.text, "logprobs": scores}
 
 
 class ChatRender(Render):

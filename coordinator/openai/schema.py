@@ -30,26 +30,27 @@ from baton.core.sampling_limits import MAX_BIASES, MAX_STOP_TOKENS
 from coordinator.openai import fields
 from coordinator.openai.json_body import parse_object
 from coordinator.text.chat import ChatMessage
-from coordinator.translate import MAX_BAD_WORDS, MAX_MESSAGES, MAX_STOPS, Options
+from coordinator.translate import MAX_BAD_WORDS, MAX_CHOICES, MAX_MESSAGES, MAX_STOPS, Options
 
 MAX_PARTS = 1_024
 MAX_METADATA = 16
 
 
-def _prompt(value: Any) -> str | list[int]:
-    """A text or token ids; of a list of prompts, the one it holds."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
-        value = value[0]
+def _prompt(value: Any) -> list[str | list[int]]:
+    """The prompts: a text or token ids, or a list of these."""
     if isinstance(value, str):
-        return value
+        return [value]
     if not isinstance(value, list):
-        raise PydanticCustomError("prompt", "must be a string or an array of token ids")
+        raise PydanticCustomError("prompt", "must be a string, an array of token ids, or an array of these")
     kinds = set(map(type, value))
     if kinds <= {int}:
+        return [value]
+    _counted(MAX_CHOICES, value)
+    if kinds == {str}:
         return value
-    if kinds in ({str}, {list}):
-        raise PydanticCustomError("prompt", "several prompts in one request are not supported yet: send one each")
-    raise PydanticCustomError("prompt", "must be a string or an array of token ids, nothing mixed")
+    if kinds == {list} and all(set(map(type, ids)) <= {int} for ids in value):
+        return value
+    raise PydanticCustomError("prompt", "must be a string, an array of token ids, or an array of these, nothing mixed")
 
 
 def _content(value: Any) -> str:
@@ -130,8 +131,9 @@ class TextPart(Strict):
 
 
 _Stop = Annotated[list[str], BeforeValidator(_one_or_many, json_schema_input_type=str | list[str])]
-_Prompt = Annotated[
-    str | list[int], PlainValidator(_prompt, json_schema_input_type=str | list[int] | list[str] | list[list[int]])
+_Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(_prompt, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
 ]
 _Biases = Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=dict[str, float])]
 _Ids = Annotated[list[int], Field(fail_fast=True)]  # of a million wrong ones the first is enough
@@ -201,7 +203,7 @@ class GenerationBody(Strict):
 
 
 class CompletionBody(GenerationBody):
-    prompt: _Prompt
+    prompt: _Prompts
     best_of: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
@@ -212,7 +214,7 @@ class CompletionBody(GenerationBody):
         if prompt_logprobs is None and self.echo:
             prompt_logprobs = self.logprobs
         options = replace(super().options(), logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
-        return replace(options, each_choice_has_prompt=True)
+        return replace(options, each_choice_has_prompt=True, prompts=len(self.prompt))
 
 
 class MessageBody(Strict):

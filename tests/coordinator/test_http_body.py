@@ -26,7 +26,7 @@ JSON = {"content-type": "application/json"}
 LARGE = b"x" * (INLINE_BYTES + 1)
 # Every entry is wrong in itself, so what is said tells whether one was looked at.
 TOO_MANY: list[tuple[str, Any, int]] = [
-    ("stop", [None] * 5, 4),
+    ("stop", [None] * 65, 64),
     ("logit_bias", {f"x{i}": None for i in range(301)}, 300),
     ("stop_token_ids", [None] * 65, 64),
     ("bad_words", [None] * 65, 64),

@@ -48,3 +48,32 @@ async def test_leaving_closes_all_and_leaves_no_task() -> None:
     async with aclosing(merged([s.run() for s in sources])) as items:
         assert await anext(items) == ("a", 0)
     assert all(s.closed for s in sources) and asyncio.all_tasks() == before
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_a_cancellation_while_it_is_closed_leaves_no_source_open(turns: int) -> None:
+    """A client leaves while its answer ends: what still closes is cancelled, in any turn of the loop."""
+    opened = closed = 0
+
+    async def source() -> AsyncGenerator[int, None]:
+        nonlocal opened, closed
+        opened += 1
+        try:
+            while True:
+                yield 1
+        finally:
+            await asyncio.sleep(0)
+            closed += 1
+
+    deltas = merged([source() for _ in range(4)])
+    assert await anext(deltas) == 1
+
+    async def close() -> None:
+        await deltas.aclose()
+
+    closing = asyncio.create_task(close())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.gather(closing, return_exceptions=True)
+    assert turns == 0 or (opened, closed) == (4, 4)

@@ -79,7 +79,8 @@ BAD: list[tuple[Options, str]] = [
     (Options(top_k=-2), "top_k"),
     (Options(seed=2**63), "seed"),
     (Options(stop=("",)), "stop"),
-    (Options(stop=("a",) * 5), "stop"),
+    (Options(stop=("a",) * 65), "stop"),
+    (Options(stop=("a" * 250,) * 5), "stop"),
     (Options(stop=("a" * 257,)), "stop"),
     (Options(stop=("a\0",)), "stop"),
 ]
@@ -142,7 +143,7 @@ class Unwalked(dict[Any, Any]):
 
 @pytest.mark.parametrize(
     ("name", "most"),
-    [("logit_bias", 300), ("stop_token_ids", 64), ("allowed_token_ids", 512), ("stop", 4), ("bad_words", 64)],
+    [("logit_bias", 300), ("stop_token_ids", 64), ("allowed_token_ids", 512), ("stop", 64), ("bad_words", 64)],
 )
 async def test_entries_are_counted_before_they_are_looked_at(translator: Translator, name: str, most: int) -> None:
     many: Any = Unwalked(most + 1)

@@ -49,7 +49,7 @@ ENDPOINTS = {
 
 MEANINGS = {
     "model": "the served name; may be left out, one model is served",
-    "prompt": "text, token ids, or a list that holds one of these",
+    "prompt": "text or token ids, or a list of these: as many prompts, with `n` choices each, numbered prompt by prompt",
     "messages": "1 or more of the fields below",
     "max_tokens": "at least 1; completions default to 16, chat to the rest of the context",
     "max_completion_tokens": "newer name of `max_tokens`, goes before it",
@@ -85,6 +85,8 @@ INERT = ("user", "safety_identifier", "prompt_cache_key", "metadata")
 LIMITS = (
     ("stop strings", str(translate.MAX_STOPS)),
     ("characters of a stop string", f"{translate.MAX_STOP_CHARS:,}"),
+    ("characters of all stop strings together", f"{translate.MAX_STOP_CHARS_IN_ALL:,}"),
+    ("choices of a request (prompts times `n`)", f"{translate.MAX_CHOICES:,}"),
     ("messages", f"{translate.MAX_MESSAGES:,}"),
     ("parts of one message", f"{openai_schema.MAX_PARTS:,}"),
     ("body", f"{CoordinatorConfig().max_body_mib:g} MiB (`--max-body-mib` of the coordinator)"),

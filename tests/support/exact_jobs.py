@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import sysconfig
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -51,7 +52,7 @@ def requests(count: int, text: Sequence[int], vocab_size: int, eos: tuple[int, .
             head = _piece(generator, text, _HEADS[index // FAMILY % len(_HEADS)])
         tail = _piece(generator, text, generator.randint(*_TAILS))
         sampling = kinds[index % len(kinds)]
-        seeded = SamplingParams(**{**_fields(sampling), "seed": index * 0x1_0000_0001})
+        seeded = replace(sampling, seed=index * 0x1_0000_0001)
         most = generator.randint(*_MOST_OUTPUT)
         made.append(GenerateRequest(f"r{index}", head + tail, most, seeded, eos_token_ids=eos if index % 3 else ()))
     return made
@@ -80,7 +81,3 @@ def random_text(vocab_size: int, length: int = 3000) -> list[int]:
 def _piece(generator: random.Random, text: Sequence[int], length: int) -> tuple[int, ...]:
     start = generator.randrange(len(text) - length)
     return tuple(text[start : start + length])
-
-
-def _fields(sampling: SamplingParams) -> dict[str, object]:
-    return {name: getattr(sampling, name) for name in SamplingParams.__slots__}

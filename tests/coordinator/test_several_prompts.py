@@ -1,0 +1,131 @@
+"""Several prompts in one completion: each is a generation of its own, their choices are numbered prompt by prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from baton.core.errors import InvalidRequest, Unavailable
+from baton.core.request import TokenLogprob
+from coordinator import translate
+from coordinator.http.app import HttpSettings, create_app
+from coordinator.submission import Delta, Submission, Timeline, Usage
+from coordinator.text.model import TextModel
+from coordinator.translate import Options
+from tests.support.fake_generator import FakeGenerator
+from tests.support.requests_kit import COMPLETIONS
+
+
+class Echoing(FakeGenerator):
+    """Says, for each choice, how long its prompt is and which choice it is; scores the prompt with its length."""
+
+    def __init__(self, refuse: int = -1) -> None:
+        super().__init__()
+        self.refuse = refuse
+
+    async def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
+        self.submissions.append(submission)
+        if len(self.submissions) - 1 == self.refuse:
+            raise Unavailable("full", retry_after_s=1)
+        count, wanted = len(submission.prompt), submission.sampling
+        scored = tuple(TokenLogprob(token, -float(count), 1) for token in submission.prompt[1:])
+        for choice in range(submission.n):
+            yield Delta(
+                f"{count}/{choice}",
+                (choice,),
+                logprobs=() if wanted.logprobs is None else (TokenLogprob(choice, -0.5, 1),),
+                prompt_logprobs=scored if choice == 0 and wanted.prompt_logprobs is not None else None,
+                choice=choice,
+            )
+        for choice in range(submission.n):
+            yield Delta("", (), "stop", usage=Usage(count, 1, 1), timeline=Timeline(), choice=choice)
+        self.finished.append(submission.request_id)
+
+
+@pytest.fixture
+def generator() -> Echoing:
+    return Echoing()
+
+
+@pytest.fixture
+def app(generator: Echoing, text_model: TextModel) -> FastAPI:
+    return create_app(generator, text_model, HttpSettings("tiny"))
+
+
+PROMPTS: list[Any] = [[[1], [1, 2], [1, 2, 3]], ["a", "Hello", "a"]]
+
+
+def lengths(generator: Echoing) -> list[int]:
+    return [len(submission.prompt) for submission in generator.submissions]
+
+
+@pytest.mark.parametrize("prompts", PROMPTS, ids=["ids", "texts"])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_choices_are_numbered_prompt_by_prompt(
+    client: httpx.AsyncClient, generator: Echoing, prompts: list[Any], n: int
+) -> None:
+    named = {"x-request-id": "mine"}
+    answer = (await client.post(COMPLETIONS, json={"prompt": prompts, "n": n}, headers=named)).json()
+    counts = lengths(generator)
+    expected = [f"{count}/{choice}" for count in counts for choice in range(n)]
+    assert [choice["text"] for choice in answer["choices"]] == expected
+    assert [choice["index"] for choice in answer["choices"]] == list(range(3 * n))
+    assert answer["id"] == "cmpl-mine"
+    assert [submission.request_id for submission in generator.submissions] == ["mine-0", "mine-1", "mine-2"]
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] == sum(counts) and usage["completion_tokens"] == 3 * n
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 3
+
+
+async def test_streamed(client: httpx.AsyncClient, generator: Echoing) -> None:
+    body = {"prompt": PROMPTS[0], "n": 2, "stream": True, "stream_options": {"include_usage": True}}
+    text = (await client.post(COMPLETIONS, json=body)).text
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    said: dict[int, str] = {}
+    for choice in (choice for event in events for choice in event["choices"]):
+        said[choice["index"]] = said.get(choice["index"], "") + choice["text"]
+    assert said == {0: "1/0", 1: "1/1", 2: "2/0", 3: "2/1", 4: "3/0", 5: "3/1"}
+    ended = [choice["index"] for event in events for choice in event["choices"] if choice["finish_reason"]]
+    assert sorted(ended) == list(range(6)) and text.endswith("data: [DONE]\n\n")
+    assert events[-1]["usage"]["prompt_tokens"] == 6
+
+
+async def test_echo_and_scores_are_those_of_each_prompt(client: httpx.AsyncClient, generator: Echoing) -> None:
+    body = {"prompt": ["Hello", "a"], "n": 2, "echo": True, "logprobs": 0}
+    choices = (await client.post(COMPLETIONS, json=body)).json()["choices"]
+    counts = lengths(generator)
+    assert [choice["text"] for choice in choices] == [
+        f"{prompt}{count}/{choice}" for prompt, count in zip(("Hello", "a"), counts, strict=True) for choice in range(2)
+    ]
+    for choice in choices:
+        count = counts[choice["index"] // 2]
+        assert choice["logprobs"]["token_logprobs"] == [None, *[-float(count)] * (count - 1), -0.5]
+    whole = (await client.post(COMPLETIONS, json={"prompt": [[1, 2], [1, 2, 3]], "prompt_logprobs": 0})).json()
+    assert [len(choice["prompt_logprobs"]) for choice in whole["choices"]] == [2, 3]
+    assert whole["choices"][1]["prompt_logprobs"][1]["2"]["logprob"] == -3.0
+
+
+async def test_one_that_is_refused_ends_all(text_model: TextModel) -> None:
+    generator = Echoing(refuse=1)
+    transport = httpx.ASGITransport(create_app(generator, text_model, HttpSettings("tiny")))
+    async with httpx.AsyncClient(transport=transport, base_url="http://baton") as client:
+        answer = await client.post(COMPLETIONS, json={"prompt": PROMPTS[0]})
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+
+
+def test_scores_of_all_prompts_together_are_bounded() -> None:
+    """What one prompt may ask for, 64 may not."""
+    asked = Options(n=2, logprobs=20)
+    translate._check_scores(asked, 10, 400)
+    with pytest.raises(InvalidRequest, match="would have 1075200 log-probabilities") as refused:
+        translate._check_scores(replace(asked, prompts=64), 10, 400)
+    assert refused.value.param == "logprobs"
+    with pytest.raises(InvalidRequest, match="of the prompt"):
+        translate._check_scores(Options(prompt_logprobs=20, prompts=128), 400, 1)
+    translate._check_scores(Options(prompt_logprobs=20), 400, 1)
