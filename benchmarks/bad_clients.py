@@ -299,7 +299,7 @@ def compare(before: dict[str, float], after: dict[str, float]) -> list[str]:
     slack = {"resident MiB": MEMORY_MIB, "open files": FILES}
     return [
         f"{name}: {before.get(name, 0):g} before, {value:g} after"
-        for name, value in after.items()
+        for name, value in ({name: float("inf") for name in before} | after).items()
         if value > before.get(name, 0) + slack.get(name, 0)
     ]
 
@@ -311,6 +311,9 @@ def attackers(ports: Ports, ended: dict[str, Counter[str]]) -> Any:
     with tempfile.TemporaryFile("w+") as lines:
         process = subprocess.Popen(["nice", "-n", "10", *command], stdout=lines, cwd=ROOT)
         try:
+            deadline = time.monotonic() + PATIENCE_S
+            while not os.fstat(lines.fileno()).st_size and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)  # it loads its libraries
             yield
             if process.poll() is not None:
                 raise SystemExit(f"the bad clients ended with {process.returncode}")

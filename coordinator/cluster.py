@@ -40,9 +40,7 @@ from coordinator.policy.workers import WorkerTable
 
 log = logging.getLogger("baton.coordinator")
 TICK_S = 0.1
-MAX_LEASE_GAP_S = (
-    2 * TICK_S
-)  # leases run no further in a turn of the loop, however long that takes: what workers sent waits
+MAX_LEASE_GAP_S = 0.2  # of a lease for each tick, however late it comes: what workers sent waits unread (0031, 0055)
 DRAINED_TIMEOUT_S = 5.0  # how long workers that drain with the whole cluster may take to report it
 ToWorker = Welcome | Command | HeartbeatAck
 

@@ -80,7 +80,9 @@ class Metrics:
         self.per_token = Histogram("baton_time_per_output_token_seconds", mean, buckets=GAP_S, **new)
         gap = "between two deltas of a choice"
         self.gap = Histogram("baton_inter_token_latency_seconds", gap, buckets=GAP_S, **new)
-        self.whole = Histogram("baton_request_seconds", "from admission to the end", buckets=WHOLE_S, **new)
+        self.whole = Histogram(
+            "baton_request_seconds", "from admission to the end, of requests that ended well", buckets=WHOLE_S, **new
+        )
         stage = "a request's time in a stage"
         self._stage = Histogram("baton_stage_seconds", stage, ["stage"], buckets=TTFT_S, **new)
         self._stages = {name: self._stage.labels(name) for name in STAGES}
@@ -104,9 +106,10 @@ class Metrics:
         for name, histogram in self._stages.items():
             histogram.observe(getattr(timeline, f"{name}_s"))
 
-    def ended(self, line: str, seconds: float) -> None:
+    def ended(self, line: str, seconds: float, refused: bool) -> None:
         slow = 0 < self._slow_s < seconds
-        log.log(logging.WARNING if slow else logging.INFO, "%s%s", "slow: " if slow else "", line)
+        level = logging.WARNING if slow else logging.DEBUG if refused else logging.INFO
+        log.log(level, "%s%s", "slow: " if slow else "", line)
 
 
 class Observed:
@@ -159,15 +162,16 @@ class Observed:
             for reason in self._reasons:
                 metrics.finished.labels(reason).inc()
             outcome = "finished: " + ", ".join(dict.fromkeys(self._reasons))
+            metrics.whole.observe(seconds)
         else:
             code = _code(error)
             metrics.failed.labels(code).inc()
             outcome = f"failed: {code}"
-        metrics.whole.observe(seconds)
         if self._tokens > len(self._last) and self._first:
             per_choice = (self._tokens - len(self._last)) / len(self._last)
             metrics.per_token.observe((max(self._last.values()) - self._first) / per_choice)
-        metrics.ended(f"{self._submission.request_id} {outcome}; {self._described(seconds)}", seconds)
+        refused = error is not None and not self._tokens  # as many as somebody sends: no line for each
+        metrics.ended(f"{self._submission.request_id} {outcome}; {self._described(seconds)}", seconds, refused)
 
     def _described(self, seconds: float) -> str:
         cached = max((usage.cached_tokens for usage in self._usages), default=0)
@@ -210,7 +214,8 @@ class _State(Collector):
             refused.add_metric([name], count)
         yield refused
         blocks = {
-            name: sum(w[name] for w in workers if w["role"] == "decode") for name in ("blocks_total", "blocks_free")
+            name: sum(w[name] for w in workers if w["role"] == "decode" and w["state"] != "lost")
+            for name in ("blocks_total", "blocks_free")
         }
         used = 1 - blocks["blocks_free"] / blocks["blocks_total"] if blocks["blocks_total"] else 0.0
         yield gauge("baton_kv_usage", "share of the decode workers' KV blocks that is in use", value=used)

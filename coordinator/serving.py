@@ -18,9 +18,10 @@ from baton.core.names import host_port
 from baton.loop_watch import LoopWatch
 from baton.model_source import resolve_model, served_name
 from baton.token_file import read_token
+from coordinator.api_keys import read_api_keys
 from coordinator.cluster import Cluster
 from coordinator.control import serve_control
-from coordinator.garbage import collect_when_idle
+from coordinator.garbage import search_when_grown
 from coordinator.grpc.service import PublicServer
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.http.server import allow_connections, serve
@@ -40,6 +41,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     """
     token = read_token(config.cluster_token_file)
     check_listening("--control-host", config.control_host, token)
+    keys = read_api_keys(config.api_key_file)
     model_dir = resolve_model(config.model)
     name = config.served_model_name or served_name(config.model)
     own_model = _own_model(model_dir)
@@ -68,12 +70,13 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
             model_name=name,
             request_timeout_s=config.request_timeout_s,
             max_body_bytes=max_body_bytes,
+            api_keys=keys,
             allowed_origins=tuple(filter(None, (origin.strip() for origin in config.allowed_origins.split(",")))),
         ),
     )
     allow_connections()
     http = serve(app, config.host, config.port, grace_s=2.0)
-    public = PublicServer(pipeline, Translator(text, deadline_s=config.request_timeout_s), name, max_body_bytes)
+    public = PublicServer(pipeline, Translator(text, deadline_s=config.request_timeout_s), name, max_body_bytes, keys)
     control, control_port = await serve_control(cluster, config.control_host, config.control_port)
     background: list[asyncio.Task[None]] = []
     try:
@@ -87,7 +90,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
             asyncio.create_task(cluster.tick(), name="cluster tick"),
             asyncio.create_task(loop_watch.run(), name="loop watch"),
             asyncio.create_task(public.watch_health(), name="gRPC health"),
-            asyncio.create_task(collect_when_idle(lambda: len(cluster.requests)), name="garbage"),
+            asyncio.create_task(search_when_grown(lambda: len(cluster.requests)), name="garbage"),
         ]
         for task in background:
             task.add_done_callback(lambda t: _end_on_failure(t, stop))
@@ -112,6 +115,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         await control.stop(1.0)
         for task in background:
             task.cancel()
+        app.state.close()
         text.close()
     failed = [t for t in background if t.done() and not t.cancelled() and t.exception() is not None]
     if failed:

@@ -7,10 +7,11 @@ at token 2. Blocks are added as tokens come. When none is free, whoever ranks la
 later what is not cached any more is computed again, as long rows in chunks that fit the step's time. Full blocks stay
 cached after use, those with generated tokens too: the next turn of a conversation begins with this one.
 
-Rank is the `priority` number, lower first, then who has the turn (`turns.py`), then age, older first. Whoever runs
-takes what it needs from those behind it, so who ranks first goes on. A preempted sequence comes back into free blocks
-or those of a lower priority, and at its turn into whatever its own priority holds, too. A turn ends after a few tokens
-and the next one is for who has been silent longest. So each has one in time, goes on by a token at least, and ends.
+Rank is the `priority` number, lower first, then who is boosted (`anti_starvation.py`), then age, older first. Whoever
+runs takes what it needs from those behind it, so who ranks first goes on. A preempted sequence comes back into free
+blocks or those of a lower priority, and at its turn into whatever its own priority holds, too. A turn ends after a few
+tokens and the next one is for who has been silent longest. So each has one in time, goes on by a token at least, and
+ends.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def request_json(
         connection.request(method, f"{path}?{parts.query}" if parts.query else path, data, dict(headers or {}))
         answer = connection.getresponse()
         text = answer.read()
-    except (http.client.HTTPException, UnicodeError) as error:
+    except (http.client.HTTPException, ValueError) as error:
         raise OSError(f"{method} {parts.path}: {error!r}") from None
     finally:
         connection.close()

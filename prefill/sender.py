@@ -1,5 +1,5 @@
-"""Executes hand-overs (`prefill.handover`): one coroutine per sequence, from its first computed chunk to the last
-acknowledgement, over one link to each decode worker.
+"""Executes hand-overs (`prefill.handover`): one coroutine per sequence, from just before its first chunk is computed to
+the last acknowledgement, over one link to each decode worker.
 
 A chunk is announced, packed while the peer opens its receive, sent while the rest is packed; the next one computes
 meanwhile. When decode has acknowledged all KV, or nobody wants it any more, the pin on the blocks is dropped.

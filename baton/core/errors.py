@@ -3,6 +3,7 @@
 BatonError
   InvalidRequest          bad field; names it                    (400, INVALID_ARGUMENT)
     ContextLengthExceeded prompt and output do not fit
+  Unauthenticated         no API key, or an unknown one           (401, UNAUTHENTICATED)
   NotFound                unknown model or request               (404, NOT_FOUND)
   DuplicateRequest        the id is in flight                    (409, ALREADY_EXISTS)
   TooLarge                body over its cap                      (413, RESOURCE_EXHAUSTED)
@@ -45,6 +46,10 @@ class InvalidRequest(BatonError):
 
 class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
+
+
+class Unauthenticated(BatonError):
+    code = "invalid_api_key"
 
 
 class NotFound(BatonError):

@@ -1,7 +1,7 @@
 """One step of the engine as a value: rows of tokens to compute, and what came out.
 
 A prefill chunk is a long row, a decode step a row of 1, verification a row of 1+k, recompute again a long row: one
-runner serves both pools (design, section 1.2).
+runner serves both pools (docs/architecture.md).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What computes the steps of a loaded model: with which attention, from graphs or not, who chooses and who draft
-tokens."""
+"""What computes the steps of a loaded model: which attention, graphs or not, what samples tokens and what drafts
+them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The pieces of a decoder layer that know nothing of sequences: linear, norm, rotary embedding, activation.
 
 Shapes: T tokens, H heads, D head size. Two sets of arithmetic behind the same names: the fast one, and the exact one
-whose result for a row has the same bits whatever rows it is computed with (design, section 1.6).
+whose result for a row has the same bits whatever rows it is computed with (docs/numerics.md).
 """
 
 from __future__ import annotations

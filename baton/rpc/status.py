@@ -37,6 +37,7 @@ class Row:
 
 TABLE: dict[type[BatonError], Row] = {
     errors.InvalidRequest: Row(400, "INVALID_ARGUMENT"),
+    errors.Unauthenticated: Row(401, "UNAUTHENTICATED", retry=False),
     errors.NotFound: Row(404, "NOT_FOUND"),
     errors.DuplicateRequest: Row(409, "ALREADY_EXISTS", retry=False),
     errors.TooLarge: Row(413, "RESOURCE_EXHAUSTED"),

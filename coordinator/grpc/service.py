@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,13 +17,14 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from baton.core.errors import Cancelled, InvalidRequest, InvariantError, NotFound
+from baton.core.errors import Cancelled, InvalidRequest, InvariantError, NotFound, Unauthenticated
 from baton.core.sampling_limits import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKENS, check_count
 from baton.rpc import codec, status
 from baton.rpc.ports import open_port
 from baton.rpc.streams import SERVER_OPTIONS
 from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2
 from coordinator import off_loop
+from coordinator.api_keys import ApiKeys
 from coordinator.submission import Delta, Generator, Submission
 from coordinator.text.chat import ChatMessage
 from coordinator.translate import MAX_MESSAGES, MAX_STOPS, Options, Translator
@@ -253,10 +254,44 @@ def _handlers(serving: Serving) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate, "GetModelInfo": model_info})
 
 
+class _KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Ends calls of the service that present no key; health and reflection need none."""
+
+    def __init__(self, keys: ApiKeys) -> None:
+        self._keys = keys
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        if not handler_call_details.method.startswith(f"/{SERVICE}/"):
+            return await continuation(handler_call_details)
+        sent = [value for name, value in handler_call_details.invocation_metadata or () if name == "authorization"]
+        try:
+            self._keys.check(sent[0] if len(sent) == 1 else "")
+        except Unauthenticated as refused:
+            error = refused
+
+            async def refuse(request: object, context: grpc.aio.ServicerContext) -> None:
+                context.set_trailing_metadata(status.grpc_trailing_metadata(error))
+                await context.abort(status.grpc_code(error), status.public_message(error))
+
+            return grpc.unary_unary_rpc_method_handler(refuse)
+        return await continuation(handler_call_details)
+
+
 class PublicServer:
     """The public server and its health: SERVING while both pools are there."""
 
-    def __init__(self, generator: Generator, translator: Translator, model: str, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        generator: Generator,
+        translator: Translator,
+        model: str,
+        max_body_bytes: int,
+        keys: ApiKeys | None = None,
+    ) -> None:
         limits = [
             ("grpc.max_receive_message_length", max_body_bytes),
             ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
@@ -265,7 +300,7 @@ class PublicServer:
             ("grpc.max_connection_age_grace_ms", CONNECTION_AGE_S * 1000),
         ]
         options = [o for o in SERVER_OPTIONS if o[0] != "grpc.max_receive_message_length"] + limits
-        self._server = grpc.aio.server(options=options)
+        self._server = grpc.aio.server(options=options, interceptors=[_KeyCheck(keys)] if keys else None)
         self._generator = generator
         self._health = health.aio.HealthServicer()
         self._server.add_generic_rpc_handlers((_handlers(Serving(generator, translator, model)),))

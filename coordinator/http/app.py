@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from baton.core.errors import BatonError, InvalidRequest, NotFound
 from baton.rpc.status import printable
+from coordinator.api_keys import ApiKeys
 from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import HttpProblem, error_response, json_response
 from coordinator.http.generation import GenerationResponse
@@ -47,12 +48,15 @@ class HttpSettings:
     body_timeout_s: float = 30.0
     send_timeout_s: float = 30.0
     allowed_origins: tuple[str, ...] = ()
+    api_keys: ApiKeys = field(default_factory=ApiKeys)
 
 
 def create_app(generator: Generator, text_model: TextModel, settings: HttpSettings) -> FastAPI:
-    """The application. It owns nothing but the thread that parses large bodies: generator and text model outlive it."""
+    """The application. It owns nothing but the process that parses large bodies, which `app.state.close()` ends:
+    generator and text model outlive it."""
     app = FastAPI(title="Baton", version=settings.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     front = _Front(generator, text_model, settings)
+    app.state.close = front.close
     for method, path, endpoint in (
         ("POST", "/v1/completions", front.completions),
         ("POST", "/v1/chat/completions", front.chat_completions),
@@ -69,7 +73,7 @@ def create_app(generator: Generator, text_model: TextModel, settings: HttpSettin
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     for error in (BatonError, HttpProblem, HTTPException):
         app.add_exception_handler(error, _answer_error)
-    app.add_middleware(Guard, answered=generator.answered)
+    app.add_middleware(Guard, answered=generator.answered, keys=settings.api_keys)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -103,6 +107,9 @@ class _Front:
         self._parser = BodyParser()
         self._translator = Translator(text, deadline_s=settings.request_timeout_s)
         self._fingerprint = f"baton-{settings.version}"
+
+    def close(self) -> None:
+        self._parser.close()
 
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, schema.parse_completion)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import re
 import signal
 from collections.abc import Callable
@@ -15,10 +16,12 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from baton.core.errors import Cancelled, Unavailable
-from baton.process import set_death_signal
+from baton.process import die_with_parent
 from coordinator.http.errors import HttpProblem
 
 INLINE_BYTES = 64 * 1024
+SMALL_BYTES = 16 * 1024  # of each connection, so 256 MiB of all
+PARSE_S = 20.0
 MAX_WAITING_BYTES = 32 * 1024 * 1024
 MAX_READING_BYTES = 64 * 1024 * 1024
 _T = TypeVar("_T")
@@ -51,7 +54,7 @@ class BodyReader:
                     if size > self._max_bytes:
                         raise _too_large(self._max_bytes)
                     # Small ones are bounded by the number of connections: who holds large ones stops no others.
-                    if size > INLINE_BYTES and size < self._reading > MAX_READING_BYTES:
+                    if size > SMALL_BYTES and size < self._reading > MAX_READING_BYTES:
                         raise Unavailable("too many bodies are being read", code="overloaded", retry_after_s=1)
                     pieces.append(piece)
         except TimeoutError:
@@ -96,7 +99,7 @@ class BodyParser:
 
         Raises:
             Unavailable: other large bodies wait, and with this one they would have over `MAX_WAITING_BYTES`; or the
-                child has died.
+                child has died, or did not answer for `PARSE_S`.
         """
         if len(body) <= INLINE_BYTES:
             return parse(body)
@@ -107,22 +110,33 @@ class BodyParser:
         executor = self._executor
         self._bytes += len(body)
         try:
-            return await asyncio.get_running_loop().run_in_executor(executor, parse, body)
-        except BrokenProcessPool:
+            async with asyncio.timeout(PARSE_S):
+                return await asyncio.get_running_loop().run_in_executor(executor, parse, body)
+        except (BrokenProcessPool, TimeoutError):
             if self._executor is executor:
-                self._executor = None  # the next large body starts another one
-            raise Unavailable("the process that parses large bodies has died", retry_after_s=1) from None
+                self.close()  # the next large body starts another one
+            raise Unavailable("the process that parses large bodies has died or hangs", retry_after_s=1) from None
         finally:
             self._bytes -= len(body)
 
+    def close(self) -> None:
+        """Kills the child, whatever it does."""
+        executor, self._executor = self._executor, None
+        if executor is None:
+            return
+        processes = list((getattr(executor, "_processes", None) or {}).values())
+        executor.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.kill()
+
 
 def _child() -> Executor:
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_begin_child)
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(os.getpid(),))
 
 
-def _begin_child() -> None:
+def _begin(coordinator: int) -> None:
     """It ends with the coordinator, and Ctrl-C is the coordinator's."""
-    set_death_signal()
+    die_with_parent(coordinator)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -1,6 +1,6 @@
 """What every request passes before it is routed, as plain ASGI: size of the head, Host, and its id.
 
-The server's protocol (http_server.py) stops an endless head while it is read; here is what can be judged once it is
+The server's protocol (server.py) stops an endless head while it is read; here is what can be judged once it is
 complete, so that any server in front of the app gives the same answers.
 """
 
@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from coordinator.api_keys import ApiKeys
 from coordinator.http.errors import HttpProblem, error_response
 from coordinator.openai.fields import as_header
 
@@ -30,10 +31,13 @@ _ID = re.compile(rb"[!-~]{1,%d}" % MAX_ID_CHARS)
 
 
 class Guard:
-    """Refuses bad heads, gives each request an id and each answer an `x-request-id`, and lets no exception out."""
+    """Refuses bad heads and clients without a key, gives each request an id and each answer an `x-request-id`, and lets
+    no exception out."""
 
-    def __init__(self, app: ASGIApp, answered: Callable[[int], None] = lambda status: None) -> None:
-        self._app, self._answered = app, answered
+    def __init__(
+        self, app: ASGIApp, answered: Callable[[int], None] = lambda status: None, keys: ApiKeys | None = None
+    ) -> None:
+        self._app, self._answered, self._keys = app, answered, keys or ApiKeys()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -57,6 +61,8 @@ class Guard:
 
         try:
             check_head(scope)
+            sent = [value for name, value in scope["headers"] if name == b"authorization"]
+            self._keys.check_path(scope["path"], sent[0].decode("latin-1") if len(sent) == 1 else "")
             if given and not named:
                 raise HttpProblem(
                     400,

@@ -16,7 +16,6 @@ import contextlib
 import os
 import resource
 import socket
-import time
 from collections import Counter
 from collections.abc import Generator
 from functools import partial
@@ -33,7 +32,7 @@ from baton.rpc.status import error_body
 from coordinator.http.errors import error_response
 from coordinator.http.generation import ABORT
 
-MAX_UNFINISHED_HEAD_BYTES = 16 * 1024  # of each connection, so 256 MiB of all
+MAX_UNFINISHED_HEAD_BYTES = 25 * 1024  # more than `guard` takes of a whole head
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 MAX_PIPELINED = 16
 CLOSE_S = 5.0
@@ -54,29 +53,32 @@ _HEAD_TOO_SLOW: _Refusal = (408, "request_timeout", "the head of the request too
 _FULL: _Refusal = (503, "overloaded", "too many connections")
 
 
-class Admission:
+class ConnectionLimit:
     """How many connections may be open: as many files as the process may have and nothing else has open (connections of
-    gRPC have), MAX_CONNECTIONS at most, and for one address three quarters of that.
+    gRPC have), MAX_CONNECTIONS at most, and for one address, unless it is loopback, three quarters of that.
 
-    Its state: the open connections of each address, and the limit with the instant when files were counted."""
+    Its state: the open connections of each address, of all, and the limit."""
 
     def __init__(self) -> None:
         self._of: Counter[str] = Counter()
-        self._total, self._limit, self._counted_at = 0, 0, -COUNT_FILES_S
+        self._total, self.limit = 0, connection_limit(0)
 
-    def opened(self, address: str, now: float) -> bool:
-        """Counts a connection; whether it may stay. `now` is monotonic."""
+    def opened(self, address: str) -> bool:
+        """Counts a connection; whether it may stay."""
         self._of[address] += 1
         self._total += 1
-        if now - self._counted_at >= COUNT_FILES_S:
-            self._limit, self._counted_at = connection_limit(max(0, _open_files() - self._total)), now
-        return self._total <= self._limit and self._of[address] <= max(1, int(self._limit * ONE_ADDRESS))
+        share = self.limit if _is_loopback(address) else max(1, int(self.limit * ONE_ADDRESS))
+        return self._total <= self.limit and self._of[address] <= share
 
     def closed(self, address: str) -> None:
         self._total -= 1
         self._of[address] -= 1
         if not self._of[address]:
             del self._of[address]
+
+    def count_files(self) -> None:
+        """Sets the limit anew. With 16,000 open files this takes 50 ms: not for the event loop."""
+        self.limit = connection_limit(max(0, _open_files() - self._total))
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -89,9 +91,9 @@ class GuardedProtocol(HttpToolsProtocol):
     answered, reading its body and sending the answer have limits of their own.
     """
 
-    def __init__(self, admission: Admission, **settings: Any) -> None:
+    def __init__(self, limit: ConnectionLimit, **settings: Any) -> None:
         super().__init__(**settings)
-        self._admission = admission
+        self._connection_limit = limit
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -103,12 +105,12 @@ class GuardedProtocol(HttpToolsProtocol):
         if sock is not None:  # left alone, the kernel would buffer megabytes for a client that reads nothing
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self._address = str((transport.get_extra_info("peername") or ("",))[0])
-        if not self._admission.opened(self._address, time.monotonic()):
+        if not self._connection_limit.opened(self._address):
             self._refuse(_FULL)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
-        self._admission.closed(self._address)
+        self._connection_limit.closed(self._address)
         for cycle in self._cycles:  # uvicorn tells the last one only
             if not cycle.response_complete:
                 cycle.disconnected = True
@@ -199,6 +201,11 @@ def connection_limit(other_files: int) -> int:
     return max(1, min(MAX_CONNECTIONS, soft - RESERVED_FILES - other_files))
 
 
+def _is_loopback(address: str) -> bool:
+    """A proxy on this host has the connections of all clients."""
+    return address.startswith("127.") or address in ("::1", "")
+
+
 def _open_files() -> int:
     try:
         return len(os.listdir("/proc/self/fd"))
@@ -211,12 +218,13 @@ class HttpServer:
 
     def __init__(self, app: ASGIApp, sock: socket.socket, *, grace_s: float) -> None:
         self._sock = sock
+        self._connection_limit = ConnectionLimit()
         host, port = sock.getsockname()[:2]
         self.address: tuple[str, int] = (host, port)
         self._server = _Quiet(
             uvicorn.Config(
                 _Ending(app),
-                http=partial(GuardedProtocol, Admission()),  # type: ignore[arg-type]
+                http=partial(GuardedProtocol, self._connection_limit),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 loop="asyncio",
@@ -236,11 +244,18 @@ class HttpServer:
 
     async def serve(self) -> None:
         """Returns after `shutdown`. Cancelling it closes the listening socket too."""
+        counting = asyncio.create_task(self._count_files())
         try:
             await self._server.serve(sockets=[self._sock])
         finally:
+            counting.cancel()
             self._sock.close()
             await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
+
+    async def _count_files(self) -> None:
+        while True:
+            await asyncio.to_thread(self._connection_limit.count_files)
+            await asyncio.sleep(COUNT_FILES_S)
 
     def shutdown(self) -> None:
         """Begins the end; `serve` returns when it is over."""

@@ -33,7 +33,7 @@ INERT = frozenset(
 )
 """Of a request. Some are in the models too, which bound their size."""
 INERT_IN_MESSAGES = frozenset({"annotations", "audio", "reasoning", "reasoning_content", "refusal"})
-_MAX_NAMED = 20
+MAX_NAMED = 20  # in the header; a body has room for half a million
 
 _BOTH: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (),
@@ -75,6 +75,8 @@ CHAT: Neutral = _BOTH | {
 }
 MESSAGE: Neutral = {
     "function_call": (),
+    "partial": (False,),  # elsewhere: go on with this message
+    "prefix": (False,),
     "tool_calls": ([],),
 }
 NOTHING: Neutral = {}
@@ -102,8 +104,8 @@ def sift(
         if value is None:
             continue
         if name in inert or (any_name and name not in served and name not in neutral):
-            if ignored is not None:
-                ignored.add(name)
+            if ignored is not None and len(ignored) <= MAX_NAMED:
+                ignored.add(name[:64])
         elif name in neutral:
             if not any(_same(value, accepted) for accepted in neutral[name]):
                 raise InvalidRequest(
@@ -117,9 +119,9 @@ def sift(
 
 
 def as_header(names: Iterable[str]) -> str:
-    """The names of ignored fields as the value of a header: printable, and so many that it stays short."""
-    shown = sorted({re.sub(r"[^!-+\--~]", "?", name[:64]) for name in names})
-    return ", ".join(shown[:_MAX_NAMED] + (["..."] if len(shown) > _MAX_NAMED else []))
+    """The names of ignored fields as the value of a header: printable, and MAX_NAMED at most."""
+    shown = sorted({re.sub(r"[^!-+\--~]", "?", name) for name in names})
+    return ", ".join(shown[:MAX_NAMED] + (["..."] if len(shown) > MAX_NAMED else []))
 
 
 def _same(value: Any, accepted: Any) -> bool:

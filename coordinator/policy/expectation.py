@@ -1,7 +1,7 @@
 """How many blocks a sequence will probably take: its prompt's, and those of as much output as answers had of late.
 
-`max_tokens` is a bad draft: most answers end long before it, and a plan by it leaves most of the memory idle. The
-prompt alone is one, too: sequences that were let in with nothing to grow into preempt each other, and what is preempted
+`max_tokens` is a bad estimate: most answers end long before it, and a plan by it leaves most of the memory idle. The
+prompt alone is another: sequences that were let in with nothing to grow into preempt each other, and what is preempted
 is computed again.
 """
 

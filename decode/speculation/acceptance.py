@@ -2,7 +2,7 @@
 
 The target's own tokens at each position were sampled as if the draft tokens before it were output, with the same noise
 as
-without any draft (design, section 1.5). So while draft and own token are equal, the own token is exactly what plain
+without any draft (docs/numerics.md). So while draft and own token are equal, the own token is exactly what plain
 decoding would have sampled; the first own token that differs still is, and nothing behind it is.
 """
 
@@ -15,8 +15,8 @@ _MODULUS = 1 << 16
 
 def accepted_length(draft_tokens: Sequence[int], own: Sequence[int]) -> int:
     """How many of the draft tokens are the target's own tokens, from the first on. `own` has one token more."""
-    for index, propose in enumerate(draft_tokens):
-        if propose != own[index]:
+    for index, draft_token in enumerate(draft_tokens):
+        if draft_token != own[index]:
             return index
     return len(draft_tokens)
 

@@ -188,8 +188,8 @@ def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[i
             draft.propose(plan, [_MANY] * rows)
         one = many = math.inf
         for _ in range(_REPEATS):
-            one = min(one, _guessing_took(draft, plan, 1))
-            many = min(many, _guessing_took(draft, plan, _MANY))
+            one = min(one, _drafting_took(draft, plan, 1))
+            many = min(many, _drafting_took(draft, plan, _MANY))
             if time.perf_counter() > deadline:
                 break
         first.append((rows, one))
@@ -262,7 +262,7 @@ def _as_in_work(runner: Runner) -> Callable[[StepPlan], StepOutcome]:
     return SpeculativeEngine(runner, None).step
 
 
-def _guessing_took(draft: Runner, plan: StepPlan, count: int) -> float:
+def _drafting_took(draft: Runner, plan: StepPlan, count: int) -> float:
     """Seconds of one call for `count` draft tokens behind each row. Where they stay on a device it says how long, as
     it does of draft tokens in work."""
     counts = [count] * len(plan.rows)

@@ -119,9 +119,8 @@ class StepModel:
         step_tokens: int = 512,
     ) -> None:
         """Points of curves: `target` by tokens of long rows, `rows` by rows of one token (by default the same),
-        `propose`
-        what one token more in each of so many rows costs (by default as the curve of rows goes on), `planning_s` what
-        planning and settling draft tokens adds to what surrounds a step."""
+        `per_draft_token` what one token more in each of so many rows costs (by default as the curve of rows goes on),
+        `planning_s` what planning and verifying draft tokens adds to what surrounds a step."""
         self.short, self.long = StepCost(rows or target), StepCost(target)
         # On a busy machine the difference of two steps may come out as nothing, and nothing times `more` stays so.
         least = [(n, max(seconds, _LEAST_PER_DRAFT_TOKEN * self.short.seconds(n))) for n, seconds in per_draft_token]

@@ -127,7 +127,7 @@ async def test_workers_join_and_leave_under_load(rounds: int, tmp_path: Path, mo
 async def test_a_decode_worker_finishes_what_runs_before_it_leaves(tmp_path: Path, model: Path) -> None:
     async with elastic(tmp_path, model, "p0", "d0") as e:
         # Long enough that they still run when the state is looked at, however late that is.
-        readers = [e.submit(f"r{n}", 1200) for n in range(3)]
+        readers = [e.submit(f"r{n}", 3600) for n in range(3)]
         for reader in readers:
             await reader.got(5)
         job = e.jobs.jobs["d0"]
@@ -135,7 +135,7 @@ async def test_a_decode_worker_finishes_what_runs_before_it_leaves(tmp_path: Pat
         await e.state("draining", "d0")
         assert (await e.b.submit("late").failed()).code == "no_decode_worker"
         for reader in readers:
-            assert len(await reader.done(60.0)) == 1200
+            assert len(await reader.done(60.0)) == 3600
         assert await job.ends() == 0, job.log
         assert e.b.state("d0") == "forgotten"
 
@@ -145,11 +145,11 @@ async def test_a_decode_worker_past_its_limit_gives_back_what_runs(tmp_path: Pat
     async with elastic(tmp_path, model, "p0") as e:
         await e.join("d0", drain_timeout_s=0.2)
         names = [f"r{n}" for n in range(3)]
-        expected = await e.answers(names, 1200)
+        expected = await e.answers(names, 3600)
         await e.join("d1")
         e.b.set_ready("d1", False)
         before = e.prompt_tokens("p0")
-        readers = {name: e.submit(name, 1200) for name in names}
+        readers = {name: e.submit(name, 3600) for name in names}
         for reader in readers.values():
             await reader.got(20)
         e.b.set_ready("d1", True)

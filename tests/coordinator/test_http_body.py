@@ -7,9 +7,13 @@ import gc
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -192,3 +196,52 @@ async def test_a_child_that_is_killed_is_replaced() -> None:
         while await asyncio.wait_for(parser.parse(pid_of, LARGE), HANG_S) == child:
             pass
     assert await parser.parse(pid_of, LARGE) not in (child, os.getpid())
+
+
+def hang(body: bytes) -> None:
+    time.sleep(HANG_S)
+
+
+async def test_a_child_that_hangs_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_body, "PARSE_S", 3.0)
+    parser = BodyParser()
+    child = await parser.parse(pid_of, LARGE)
+    monkeypatch.setattr(http_body, "PARSE_S", 0.2)
+    with pytest.raises(Unavailable, match="hangs"):
+        await parser.parse(hang, LARGE)
+    await until_gone(child)
+
+
+async def test_closing_ends_the_child() -> None:
+    parser = BodyParser()
+    child = await parser.parse(pid_of, LARGE)
+    parser.close()
+    await until_gone(child)
+    parser.close()
+
+
+async def until_gone(pid: int) -> None:
+    async with asyncio.timeout(HANG_S):
+        while Path(f"/proc/{pid}/stat").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+            await asyncio.sleep(0.02)
+
+
+def test_a_child_ends_with_a_parent_that_is_killed_at_once(tmp_path: Path) -> None:
+    """Also one whose parent dies before the child has asked for the signal."""
+    code = (
+        "import asyncio, os, sys, threading\n"
+        "from coordinator.http.body import BodyParser, INLINE_BYTES\n"
+        "import tests.coordinator.test_http_body as here\n"
+        "threading.Timer(float(sys.argv[1]), lambda: os.kill(os.getpid(), 9)).start()\n"
+        "asyncio.run(BodyParser().parse(here.hang, here.LARGE))\n"
+    )
+    script = tmp_path / "parent.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {os.getcwd()!r})\nif __name__ == '__main__':\n    "
+        + "\n    ".join(code.splitlines())
+    )
+    for after_s in ("0.02", "0.3", "1.5"):
+        parent = subprocess.Popen([sys.executable, str(script), after_s], stdout=subprocess.PIPE)
+        assert parent.stdout is not None
+        parent.stdout.read()  # its end: nobody has the pipe any more
+        assert parent.wait(HANG_S) == -signal.SIGKILL

@@ -195,7 +195,6 @@ async def test_connections_are_kept_and_pipelined(app: FastAPI) -> None:
 
 async def test_too_many_connections_are_turned_away(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
-    monkeypatch.setattr(http_server, "ONE_ADDRESS", 1.0)
     async with running(app) as server:
         clients = [await RawClient.connect(server) for _ in range(3)]
         status, _, body = await clients[2].answer()
@@ -206,36 +205,35 @@ async def test_too_many_connections_are_turned_away(app: FastAPI, monkeypatch: p
 
 def test_one_address_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 8)
-    admission = http_server.Admission()
-    assert [admission.opened("a", 0.0) for _ in range(8)] == [True] * 6 + [False] * 2
+    connections = http_server.ConnectionLimit()
+    assert [connections.opened("10.0.0.1") for _ in range(8)] == [True] * 6 + [False] * 2
     for _ in range(2):
-        admission.closed("a")  # they were refused and are closed
-    assert admission.opened("b", 0.0) and admission.opened("b", 0.0)
-    assert not admission.opened("c", 0.0)  # all together
-    for address in "ccbbaaaaaa"[1:]:
-        admission.closed(address)
-    assert admission._total == 0 and not admission._of
-    assert admission.opened("a", 0.0)
+        connections.closed("10.0.0.1")  # they were refused and are closed
+    assert connections.opened("10.0.0.2") and connections.opened("10.0.0.2")
+    assert not connections.opened("10.0.0.3")  # all together
+    for address in ["10.0.0.3"] + ["10.0.0.2"] * 2 + ["10.0.0.1"] * 6:
+        connections.closed(address)
+    assert connections._total == 0 and not connections._of
+    assert [connections.opened("127.0.0.1") for _ in range(9)] == [True] * 8 + [False]  # a proxy on this host
 
 
-def test_files_that_others_open_are_counted_again_each_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    files, limit = 10, http_server.RESERVED_FILES + 20
+def test_files_that_others_open_leave_fewer_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = http_server.RESERVED_FILES + 20
     monkeypatch.setattr(http_server.resource, "getrlimit", lambda which: (limit, limit))
-    monkeypatch.setattr(http_server, "_open_files", lambda: files)
-    admission = http_server.Admission()
-    assert admission.opened("a", 0.0) and admission.opened("b", 0.0)
-    files = 25  # two are these
-    assert admission.opened("c", 0.9)
-    assert not admission.opened("d", 1.0)
+    connections = http_server.ConnectionLimit()
+    assert connections.limit == 20 and connections.opened("a") and connections.opened("b")
+    monkeypatch.setattr(http_server, "_open_files", lambda: 20)
+    connections.count_files()
+    assert connections.limit == 2 and not connections.opened("c")
 
 
 async def test_connections_leave_files_to_open(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the limit of open files every accept would fail and be logged, thousands of times a second."""
     few = http_server.RESERVED_FILES + 50
     monkeypatch.setattr(http_server.resource, "getrlimit", lambda which: (few, few))
-    monkeypatch.setattr(http_server, "_open_files", lambda: 49)  # gRPC's connections, say, and the first one of HTTP
-    monkeypatch.setattr(http_server, "ONE_ADDRESS", 1.0)
+    monkeypatch.setattr(http_server, "_open_files", lambda: 48)  # gRPC's connections, say
     async with running(app) as server:
+        await asyncio.sleep(0.1)  # they are counted
         clients = [await RawClient.connect(server) for _ in range(3)]
         status, _, body = await clients[2].answer()
         assert (status, json.loads(body)["error"]["code"]) == (503, "overloaded")
@@ -262,7 +260,6 @@ async def test_a_burst_of_connections_does_not_use_up_the_files(
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(http_server, "connection_limit", lambda other_files: 3)
-    monkeypatch.setattr(http_server, "ONE_ADDRESS", 1.0)
     async with running(app) as server:
         await RawClient.connect(server)
         opened = len(os.listdir("/proc/self/fd"))

@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.openai.fields import INERT, as_header
+from coordinator.openai.fields import INERT, MAX_NAMED, as_header
+from coordinator.openai.schema import parse_chat
 from tests.support.fake_generator import FakeGenerator
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 
@@ -61,4 +62,19 @@ def test_the_header_is_printable_and_short() -> None:
     assert as_header(["b", "a", "a"]) == "a, b"
     assert as_header(["x\r\nset-cookie: 1", "ü", "a,b"]) == "?, a?b, x??set-cookie:?1"
     assert as_header(f"name{i:02}" for i in range(30)).endswith("name19, ...")
-    assert len(as_header(["y" * 10_000])) == 64
+
+
+async def test_half_a_million_keys_of_a_message_are_not_kept(client: httpx.AsyncClient) -> None:
+    message = USER | {f"{'k' * 70}{i}": 1 for i in range(5000)}
+    found = parse_chat(json.dumps({"messages": [message]}).encode()).ignored
+    assert len(found) <= MAX_NAMED + 1 and max(map(len, found)) <= 64 + len("messages.")
+    answer = await client.post(CHAT, json={"messages": [message]})
+    assert answer.status_code == 200 and len(answer.headers["x-ignored-fields"]) < 2000
+
+
+@pytest.mark.parametrize("name", ["prefix", "partial"])
+async def test_a_message_to_be_continued_is_refused(client: httpx.AsyncClient, name: str) -> None:
+    """It would change the answer where it is known."""
+    for value, status in ((True, 400), (False, 200), (None, 200)):
+        body = {"messages": [USER, {"role": "assistant", "content": "a", name: value}]}
+        assert (await client.post(CHAT, json=body)).status_code == status

@@ -110,7 +110,7 @@ def test_a_failure_is_counted_by_its_code(end: BaseException, code: str, clock: 
     play(metrics, clock, end)
     assert value(metrics, "baton_requests_failed_total", code=code) == 1
     assert not [name for name, _ in samples(metrics) if name == "baton_requests_finished_total"]
-    assert value(metrics, "baton_request_seconds_count") == 1
+    assert value(metrics, "baton_request_seconds_count") == 0  # as quick as refusals are, they would look like speed
 
 
 def test_a_reader_that_stops_behind_the_last_delta_has_not_cancelled(clock: Clock) -> None:
@@ -127,7 +127,12 @@ def test_the_cluster_is_as_workers_says() -> None:
     assert value(metrics, "baton_oldest_queued_seconds") == 1.5
     assert value(metrics, "baton_loop_stalls_total") == 4
     assert value(metrics, "baton_loop_longest_stall_seconds") == 0.25
-    assert value(metrics, "baton_kv_usage") == pytest.approx(0.25)
+    assert value(metrics, "baton_kv_usage") == 0  # a lost worker's last load is no use
+    CLUSTER["workers"][1]["state"] = "ready"
+    try:
+        assert value(metrics, "baton_kv_usage") == pytest.approx(0.25)
+    finally:
+        CLUSTER["workers"][1]["state"] = "lost"
     assert value(metrics, "baton_joins_refused_total", field="dtype") == 2
     assert value(metrics, "baton_worker_up", worker="decode-0", role="decode", state="lost") == 0
     assert value(metrics, "baton_worker_blocks_free", worker="decode-0", role="decode") == 30
@@ -157,6 +162,12 @@ def test_a_request_is_a_line_in_the_log(clock: Clock, caplog: pytest.LogCaptureF
         " 100 ms, reserve 0 ms, transfer 0 ms, decode_queue 0 ms, decode 500 ms; first token after 200 ms; all 730 ms"
     )
     assert slow.getMessage().startswith("slow: r1 failed: worker_lost; 10 prompt tokens (0 cached), 3 generated; first")
+
+
+def test_requests_refused_before_a_token_are_no_lines(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "baton.requests")
+    Metrics().request(Submission("r1", (1,), 4)).end(WorkerLost("x"))
+    assert not caplog.records
 
 
 async def test_metrics_are_served_and_answers_counted(client: httpx.AsyncClient, generator: FakeGenerator) -> None:

@@ -49,7 +49,7 @@ ENDPOINTS = {
 
 MEANINGS = {
     "model": "the served name; may be left out, one model is served",
-    "prompt": "text or token ids, or a list of these: as many prompts, with `n` choices each, numbered prompt by prompt",
+    "prompt": "text or token ids, or a list of these: as many prompts, with `n` choices each, in their order",
     "messages": "1 or more of the fields below",
     "max_tokens": "at least 1; completions default to 16, chat to the rest of the context",
     "max_completion_tokens": "newer name of `max_tokens`, goes before it",
@@ -102,6 +102,7 @@ LIMITS = (
     ("characters of a request id", str(http_guard.MAX_ID_CHARS)),
     ("time for a head to arrive", f"{http_server.HEAD_TIMEOUT_S:g} s"),
     ("HTTP connections", f"{http_server.MAX_CONNECTIONS:,}"),
+    ("of them, from one address that is not loopback", f"{http_server.ONE_ADDRESS:.0%}"),
     ("gRPC streams of a connection", f"{grpc_service.MAX_CONCURRENT_STREAMS:,}"),
     ("time of a request", f"{CoordinatorConfig().request_timeout_s:g} s (`--request-timeout-s` of the coordinator)"),
     (

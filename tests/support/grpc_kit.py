@@ -14,6 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from baton.v1 import serving_pb2 as pb
 from baton.v1 import serving_pb2_grpc, types_pb2
+from coordinator.api_keys import ApiKeys
 from coordinator.grpc.service import PublicServer
 from coordinator.text.model import TextModel
 from coordinator.translate import Translator
@@ -47,8 +48,8 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def served(generator: FakeGenerator, text_model: TextModel) -> AsyncIterator[Client]:
-    server = PublicServer(generator, Translator(text_model), "tiny", 1 << 16)
+async def served(generator: FakeGenerator, text_model: TextModel, keys: ApiKeys | None = None) -> AsyncIterator[Client]:
+    server = PublicServer(generator, Translator(text_model), "tiny", 1 << 16, keys)
     port = await server.start("127.0.0.1", 0)
     watch = asyncio.create_task(server.watch_health())
     try:

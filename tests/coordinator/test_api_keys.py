@@ -1,0 +1,147 @@
+"""Where keys are wanted, both fronts let in who presents one, and nobody else."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import httpx
+import openai
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.core.errors import StartupError, Unauthenticated
+from baton.v1 import serving_pb2, serving_pb2_grpc
+from coordinator.api_keys import ApiKeys, read_api_keys
+from coordinator.http.app import HttpSettings, create_app
+from coordinator.text.model import TextModel
+from tests.support.fake_generator import FakeGenerator
+from tests.support.grpc_kit import served
+from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
+
+KEY, OTHER = "sk-of-the-first-user", "sk-of-the-second-user"
+
+
+def key_file(directory: Path, text: str, mode: int = 0o600) -> str:
+    path = directory / "keys"
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> ApiKeys:
+    digest = hashlib.sha256(OTHER.encode()).hexdigest()
+    return read_api_keys(key_file(tmp_path, f"# users\n{KEY}\n\n  sha256:{digest}  \n"))
+
+
+@pytest.fixture
+async def guarded(text_model: TextModel, keys: ApiKeys) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(FakeGenerator(), text_model, HttpSettings("tiny", api_keys=keys))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
+        yield client
+
+
+@pytest.mark.parametrize("key", [KEY, OTHER])
+def test_a_known_key_is_let_in(keys: ApiKeys, key: str) -> None:
+    keys.check(f"Bearer {key}")
+    keys.check(f"bearer  {key} ")
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        ("", "missing_api_key"),
+        ("Bearer", "missing_api_key"),
+        ("Bearer ", "missing_api_key"),
+        (f"Basic {KEY}", "missing_api_key"),
+        (KEY, "missing_api_key"),
+        (f"Bearer {KEY}x", "invalid_api_key"),
+        (f"Bearer {KEY[:-1]}", "invalid_api_key"),
+        ("Bearer ü", "invalid_api_key"),
+        (f"Bearer sha256:{hashlib.sha256(OTHER.encode()).hexdigest()}", "invalid_api_key"),
+    ],
+)
+def test_anything_else_is_refused(keys: ApiKeys, sent: str, code: str) -> None:
+    with pytest.raises(Unauthenticated) as refused:
+        keys.check(sent)
+    assert refused.value.code == code
+    assert KEY not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "said"),
+    [
+        ("", 0o600, "holds no key"),
+        ("# nothing\n", 0o600, "holds no key"),
+        (f"{KEY}\nshort\n", 0o600, "line 2: not a key"),
+        ("sha256:12\n", 0o600, "line 1: not a key"),
+        ("two words in one line\n", 0o600, "line 1: not a key"),
+        (f"{KEY}\n", 0o644, "chmod 600"),
+        ("schlüssel-mit-umlaut\n", 0o600, "keys are ASCII"),
+    ],
+)
+def test_a_bad_file_is_refused_by_its_line(tmp_path: Path, text: str, mode: int, said: str) -> None:
+    with pytest.raises(StartupError, match=said) as refused:
+        read_api_keys(key_file(tmp_path, text, mode))
+    assert refused.value.message.startswith("--api-key-file ") and "short" not in refused.value.message
+
+
+def test_a_missing_file_is_refused_and_no_file_lets_all_in(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="No such file"):
+        read_api_keys(str(tmp_path / "none"))
+    assert not read_api_keys("")
+    read_api_keys("").check("")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+async def test_http_wants_a_key(guarded: httpx.AsyncClient, path: str) -> None:
+    for headers in ({}, {"authorization": "Bearer wrong-key-of-somebody"}):
+        answer = await guarded.post(path, json=GOOD[path], headers=headers)
+        assert answer.status_code == 401 and answer.json()["error"]["type"] == "invalid_request_error"
+    assert (await guarded.post(path, json=GOOD[path], headers={"authorization": f"Bearer {KEY}"})).status_code == 200
+    twice = [("authorization", f"Bearer {KEY}"), ("authorization", f"Bearer {KEY}")]
+    assert (await guarded.post(path, json=GOOD[path], headers=twice)).status_code == 401
+
+
+async def test_what_is_polled_needs_none(guarded: httpx.AsyncClient) -> None:
+    for path in ("/health", "/ready", "/metrics", "/version", "/workers"):
+        assert (await guarded.get(path)).status_code == 200
+    for path in ("/v1/models", "/v1/models/tiny", "/openapi.json", "/nowhere", "/v1/../health"):
+        assert (await guarded.get(path)).status_code in (200, 401)
+        assert path == "/v1/../health" or (await guarded.get(path)).status_code == 401
+
+
+async def test_the_official_client_knows_the_error(guarded: httpx.AsyncClient, text_model: TextModel) -> None:
+    answer = await guarded.post(COMPLETIONS, json=GOOD[COMPLETIONS], headers={"authorization": "Bearer x"})
+    request = httpx.Request("POST", "http://baton")
+    found = openai.OpenAI(api_key="x")._make_status_error(
+        answer.text, body=answer.json(), response=httpx.Response(401, request=request)
+    )
+    assert isinstance(found, openai.AuthenticationError)
+
+
+async def test_grpc_wants_a_key(text_model: TextModel, keys: ApiKeys) -> None:
+    generator = FakeGenerator()
+    async with (
+        served(generator, text_model, keys) as client,
+        grpc.aio.insecure_channel(f"127.0.0.1:{client.port}") as channel,
+    ):
+        stub = serving_pb2_grpc.ServingStub(channel)
+        asked = serving_pb2.GenerateRequest(text="Hello")
+        for sent in ((), (("authorization", "Bearer wrong-key-of-somebody"),)):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                async for _ in stub.Generate(asked, metadata=sent, timeout=10):
+                    pass
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.GetModelInfo(serving_pb2.GetModelInfoRequest(), metadata=sent, timeout=10)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert not generator.submissions
+        right = (("authorization", f"Bearer {OTHER}"),)
+        assert [message async for message in stub.Generate(asked, metadata=right, timeout=10)]
+        health = health_pb2_grpc.HealthStub(channel)
+        assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=10)).status
