@@ -125,7 +125,7 @@ class BodyParser:
         if executor is None:
             return
         processes = list((getattr(executor, "_processes", None) or {}).values())
-        executor.shutdown(wait=False, cancel_futures=True)
+        executor.shutdown(wait=False)  # what waits ends with BrokenProcessPool
         for process in processes:
             process.kill()
 
