@@ -250,15 +250,17 @@ async def test_a_second_signal_ends_a_worker_at_once_and_one_that_loads_needs_no
     tmp_path: Path, model: Path
 ) -> None:
     async with elastic(tmp_path, model, "p0", "d0") as e:
-        reader = e.submit("r", 3000)
-        await reader.got(5)
+        # Long enough that they still run at the second signal, however late that is.
+        readers = [e.submit(f"r{n}", 4000) for n in range(6)]
+        await readers[0].got(5)
         job = e.jobs.jobs["d0"]
         job.terminate()
         await e.state("draining", "d0")
         job.terminate(number=signal.SIGINT)
         assert await job.ends(5.0) == 128 + signal.SIGINT
         await e.state("lost", "d0")
-        await reader.leave()  # it would wait for another decode worker
+        for reader in readers:
+            await reader.leave()  # it would wait for another decode worker
         loading = e.jobs.start("d1", **EXACT)
         await until(loading.ranks, 30.0, "a rank of d1")
         loading.terminate()
