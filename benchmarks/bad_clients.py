@@ -48,7 +48,7 @@ from launch.bench.stats import percentile
 
 STREAMS, PROMPT, OUTPUT = 4, 64, 128
 CALM_S, WARM_UP_S, GONE_S = 15.0, 6.0, 8.0
-PATIENCE_S = 45.0  # longer than any limit of the server
+PATIENCE_S, CLOSING_S = 45.0, 8.0  # longer than any limit of the server
 MEMORY_MIB, FILES = 48.0, 4
 GROW_ONCE = ("open files", "resident MiB")
 MIB = 1 << 20
@@ -135,16 +135,23 @@ async def says(address: tuple[str, int], data: bytes) -> str:
 
 
 async def unread(ports: Ports, **fields: Any) -> str:
-    """Until the server closes: a reset is seen when bytes are sent."""
-    async with connection(ports.http, 4096) as (_, writer):
+    """Reads nothing for so long that the server must have given up, and then what the kernels still hold."""
+    data = b""
+    async with connection(ports.http, 4096) as (reader, writer):
         writer.write(post(ignore_eos=True, **fields))
-        ends = time.monotonic() + PATIENCE_S
-        while time.monotonic() < ends:
-            await asyncio.sleep(0.5)
-            info = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
-            if info[0] != 1:  # not established
-                return "closed"
-        return "still open"
+        await asyncio.sleep(PATIENCE_S - CLOSING_S)
+        try:
+            async with asyncio.timeout(CLOSING_S):
+                while piece := await reader.read(1 << 20):
+                    data += piece
+        except TimeoutError:
+            return "still open"
+        except OSError:
+            pass
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = next((int(line[16:]) for line in head.split(b"\r\n") if line.startswith(b"content-length: ")), None)
+    whole = body.endswith(b"0\r\n\r\n") if length is None else len(body) >= length
+    return "served" if whole else "cut"
 
 
 async def leaves(ports: Ports, *requests: bytes) -> str:
