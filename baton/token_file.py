@@ -1,4 +1,4 @@
-"""Where the cluster token comes from: a file that others cannot read."""
+"""Secrets come from files that others cannot read: the cluster token, the keys of the API."""
 
 from __future__ import annotations
 
@@ -21,17 +21,25 @@ def read_token(path: str) -> str:
     """
     if not path:
         return ""
-    try:
-        with Path(path).expanduser().open("rb") as file:
-            status = os.fstat(file.fileno())
-            data = file.read(_MAX_BYTES + 1) if stat.S_ISREG(status.st_mode) else b""
-    except OSError as error:
-        raise StartupError(f"{FLAG} {path}: {error.strerror or error}") from None
-    if status.st_mode & (stat.S_IROTH | stat.S_IWOTH):
-        raise StartupError(
-            f"{FLAG} {path}: everybody may read or write it (mode {status.st_mode & 0o777:o}); chmod 600"
-        )
-    token = data.strip()
+    token = read_secret(path, FLAG, _MAX_BYTES + 1).strip()
     if not MIN_CHARS <= len(token) <= _MAX_BYTES or not token.isascii() or b"\n" in token:
         raise StartupError(f"{FLAG} {path}: it must hold one line of at least {MIN_CHARS} ASCII characters")
     return token.decode()
+
+
+def read_secret(path: str, flag: str, most: int) -> bytes:
+    """The first `most` bytes of a regular file; nothing of any other. `flag` names the option in messages.
+
+    Raises:
+        StartupError: the file is missing or open to everybody.
+    """
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            status = os.fstat(file.fileno())
+            data = file.read(most) if stat.S_ISREG(status.st_mode) else b""
+    except OSError as error:
+        raise StartupError(f"{flag} {path}: {error.strerror or error}") from None
+    if status.st_mode & (stat.S_IROTH | stat.S_IWOTH):
+        mode = f"{status.st_mode & 0o777:o}"
+        raise StartupError(f"{flag} {path}: everybody may read or write it (mode {mode}); chmod 600")
+    return data

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import re
-import stat
-from pathlib import Path
 
 from baton.core.errors import StartupError, Unauthenticated
+from baton.token_file import read_secret
 
 FLAG = "--api-key-file"
 MIN_CHARS = 16
 _MAX_BYTES = 1 << 20
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
-_OPEN_PATHS = ("/health", "/ready", "/metrics", "/version", "/workers")
 
 
 class ApiKeys:
@@ -43,15 +40,9 @@ class ApiKeys:
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthenticated("an API key is needed: `Authorization: Bearer KEY`", code="missing_api_key")
         digest = hashlib.sha256(key.strip().encode()).digest()
-        if (
-            sum([hmac.compare_digest(digest, known) for known in self._digests]) == 0
-        ):  # all are compared, whichever fits
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all, in constant time
+        if True not in matches:
             raise Unauthenticated("this API key is not known")
-
-    def check_path(self, path: str, authorization: str) -> None:
-        """The same for a path of HTTP; those that orchestrators and operators poll need no key."""
-        if path not in _OPEN_PATHS:
-            self.check(authorization)
 
 
 def read_api_keys(path: str) -> ApiKeys:
@@ -62,17 +53,13 @@ def read_api_keys(path: str) -> ApiKeys:
     """
     if not path:
         return ApiKeys()
+    data = read_secret(path, FLAG, _MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+        raise StartupError(f"{FLAG} {path}: it has more than {_MAX_BYTES} bytes")
     try:
-        with Path(path).expanduser().open("rb") as file:
-            status, data = os.fstat(file.fileno()), file.read(_MAX_BYTES)
         lines = data.decode("ascii").splitlines()
-    except OSError as error:
-        raise StartupError(f"{FLAG} {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise StartupError(f"{FLAG} {path}: keys are ASCII") from None
-    if status.st_mode & (stat.S_IROTH | stat.S_IWOTH):
-        mode = f"{status.st_mode & 0o777:o}"
-        raise StartupError(f"{FLAG} {path}: everybody may read or write it (mode {mode}); chmod 600")
     digests = []
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line.startswith("#"):

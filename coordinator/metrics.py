@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from baton.core.errors import BatonError
+from coordinator.policy.pool import LOAD_COLUMNS
 from coordinator.submission import Delta, Submission, Timeline, Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -43,19 +44,7 @@ VLLM = {
 """Ours to vLLM's; the label `finish_reason` is its `finished_reason`."""
 
 WORKER_GAUGES = ("running", "waiting", "sequences", "blocks_total", "blocks_free")
-WORKER_COUNTERS = (
-    "prompt_tokens_computed",
-    "prompt_tokens_cached",
-    "tokens_generated",
-    "kv_bytes_sent",
-    "kv_bytes_received",
-    "kv_bytes_reused",
-    "steps",
-    "preemptions",
-    "chunks_resent",
-    "handles_refused",
-    "links_refused",
-)
+WORKER_COUNTERS = tuple(name for name in LOAD_COLUMNS if name not in WORKER_GAUGES)
 
 log = logging.getLogger("baton.requests")
 disable_created_metrics()  # type: ignore[no-untyped-call]  # half of the samples would say when a series began

@@ -40,16 +40,13 @@ class Pipeline:
         cluster: Cluster,
         vocabulary: Vocabulary,
         loop_watch: LoopWatch | None = None,
-        *,
-        model: str = "",
-        metrics_compat: str = "none",
-        slow_request_s: float = 0.0,
+        metrics: Metrics | None = None,
     ) -> None:
         self._loop_watch = loop_watch or LoopWatch()
         self._cluster = cluster
         self._vocabulary = vocabulary
         self._tasks = 0, -1.0
-        self._metrics = Metrics(model, metrics_compat, slow_request_s)
+        self._metrics = metrics or Metrics()
 
     async def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
         """Yields deltas; see Generator."""

@@ -25,6 +25,7 @@ from coordinator.garbage import search_when_grown
 from coordinator.grpc.service import PublicServer
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.http.server import allow_connections, serve
+from coordinator.metrics import Metrics
 from coordinator.pipeline import Pipeline
 from coordinator.policy.joining import OwnModel
 from coordinator.text.model import TextModel
@@ -53,14 +54,8 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         config.lease_s, config.max_queued_requests, config.max_queued_tokens, own_model, token, config.hold_s
     )
     loop_watch = LoopWatch()
-    pipeline = Pipeline(
-        cluster,
-        text.vocabulary,
-        loop_watch,
-        model=name,
-        metrics_compat=config.metrics_compat,
-        slow_request_s=config.slow_request_s,
-    )
+    metrics = Metrics(name, config.metrics_compat, config.slow_request_s)
+    pipeline = Pipeline(cluster, text.vocabulary, loop_watch, metrics)
     max_body_bytes = round(config.max_body_mib * (1 << 20))
 
     app = create_app(

@@ -2,7 +2,7 @@
 
 A block in flight goes back to free only when its transfer has ended or its edge is gone: that is what a holder of kind
 `send` or `receiving` stands for. Every reuse raises the block's generation, so a late message about an earlier use can
-be told from the present one. `check()` proves that invariants hold.
+be distinguished from the present one. `check()` proves that invariants hold.
 
 A block that only the cache holds is idle: it counts as free, and is taken when no block is free outright, the one that
 was longest idle first. `on_evict` hears of each one taken like that, before its new holder does.

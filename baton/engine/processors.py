@@ -128,7 +128,7 @@ class _Allowed:
 class SeenTables:
     """Tables by sequence, least recently used first, and masks by sampling parameters. Either is only ever a shortcut:
     what a table holds is compared with the history that it is asked for, and made anew where the two differ; a mask is
-    made once and lives as long as the parameters, that is as their sequence."""
+    made once and kept as long as the parameters exist, that is as their sequence."""
 
     def __init__(self, limit: int = _MAX_TABLES) -> None:
         self._limit = limit

@@ -171,8 +171,8 @@ class Runner:
             scored, logits = scored_rows(plan, logits[: batch.num_scored]), logits[batch.num_scored :]
         wanted = asked(plan)
         lines = logits[wanted] if 0 < len(wanted) < len(logits) else logits
-        raw_again = bool(wanted) and lines is logits
-        tokens = iter(sample(logits, batch.draws, self._seen, self._choose, in_place=not raw_again))
+        needs_raw = bool(wanted) and lines is logits
+        tokens = iter(sample(logits, batch.draws, self._seen, self._choose, in_place=not needs_raw))
         sampled = tuple([tuple(islice(tokens, row.num_sampled)) for row in plan.rows])
         logprobs = sampled_rows(plan, lines, sampled)
         return StepOutcome(plan.step_id, sampled, time.perf_counter() - started, logprobs, scored)

@@ -32,7 +32,6 @@ INERT = frozenset(
     }
 )
 """Of a request. Some are in the models too, which bound their size."""
-INERT_IN_MESSAGES = frozenset({"annotations", "audio", "reasoning", "reasoning_content", "refusal"})
 MAX_NAMED = 20  # in the header; a body has room for half a million
 
 _BOTH: dict[str, tuple[Any, ...]] = {

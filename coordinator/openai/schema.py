@@ -332,7 +332,6 @@ def _sift_message(message: dict[str, Any], index: int, ignored: set[str]) -> dic
         MessageBody.model_fields.keys(),
         fields.MESSAGE,
         path=f"messages[{index}].",
-        inert=fields.INERT_IN_MESSAGES,
         any_name=True,
         ignored=ignored,
     )

@@ -239,12 +239,12 @@ class Worker:
             "pids": list(self.join.pids),
             "address": self.join.link_address or self.join.host,
             "blocks_total": load.blocks_total or self.join.blocks_total,
-            **{name: getattr(load, name) for name in _LOAD_COLUMNS},
+            **{name: getattr(load, name) for name in LOAD_COLUMNS},
             "speculation": None if load.speculation is None else asdict(load.speculation),
         }
 
 
-_LOAD_COLUMNS = (
+LOAD_COLUMNS = (
     "blocks_free",
     "running",
     "waiting",
