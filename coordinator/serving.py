@@ -28,6 +28,7 @@ from coordinator.http.server import allow_connections, serve
 from coordinator.metrics import Metrics
 from coordinator.pipeline import Pipeline
 from coordinator.policy.joining import OwnModel
+from coordinator.structured_output import GrammarCompiler
 from coordinator.text.model import TextModel
 from coordinator.translate import Translator
 
@@ -56,6 +57,8 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     loop_watch = LoopWatch()
     metrics = Metrics(name, config.metrics_compat, config.slow_request_s)
     pipeline = Pipeline(cluster, text.vocabulary, loop_watch, metrics)
+    grammars = GrammarCompiler(model_dir, text.vocab_size)
+    translator = Translator(text, deadline_s=config.request_timeout_s, grammars=grammars)
     max_body_bytes = round(config.max_body_mib * (1 << 20))
 
     app = create_app(
@@ -68,10 +71,11 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
             api_keys=keys,
             allowed_origins=tuple(filter(None, (origin.strip() for origin in config.allowed_origins.split(",")))),
         ),
+        translator,
     )
     allow_connections()
     http = serve(app, config.host, config.port, grace_s=2.0)
-    public = PublicServer(pipeline, Translator(text, deadline_s=config.request_timeout_s), name, max_body_bytes, keys)
+    public = PublicServer(pipeline, translator, name, max_body_bytes, keys)
     control, control_port = await serve_control(cluster, config.control_host, config.control_port)
     background: list[asyncio.Task[None]] = []
     try:
@@ -111,6 +115,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         for task in background:
             task.cancel()
         app.state.close()
+        grammars.close()
         text.close()
     failed = [t for t in background if t.done() and not t.cancelled() and t.exception() is not None]
     if failed:

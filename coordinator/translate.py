@@ -17,6 +17,7 @@ from typing import TypeVar
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.request import SamplingParams, TokenBias
 from baton.core.sampling_limits import MAX_BIASES, MAX_STOP_TOKENS, check_count, check_range, check_sampling, shown
+from coordinator.structured_output import Constraint, GrammarCompiler
 from coordinator.submission import Submission
 from coordinator.text.chat import ChatMessage
 from coordinator.text.model import TextModel
@@ -66,6 +67,7 @@ class Options:
     prompt_logprobs: int | None = None
     n: int | None = None
     cache_salt: str | None = None
+    constraint: Constraint | None = None
     each_choice_has_prompt: bool = False
     prompts: int = 1
     max_tokens_param: str = "max_tokens"
@@ -74,9 +76,10 @@ class Options:
 class Translator:
     """Makes submissions for one model. `deadline_s` is the most time a request may take."""
 
-    def __init__(self, text: TextModel, *, deadline_s: float = 600.0) -> None:
+    def __init__(self, text: TextModel, *, deadline_s: float = 600.0, grammars: GrammarCompiler | None = None) -> None:
         self.text = text
         self._deadline_s = deadline_s
+        self._grammars = grammars
 
     async def from_text(
         self, request_id: str, prompt: str, options: Options, *, deadline_s: float | None = None
@@ -87,7 +90,7 @@ class Translator:
             raise InvalidRequest("the prompt is empty", param="prompt")
         check_text(prompt, "prompt")
         ids = await self.text.encode_soon(prompt)
-        return self._submission(request_id, ids, options, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
+        return await self._submission(request_id, ids, options, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
 
     async def from_token_ids(
         self, request_id: str, prompt: Sequence[int], options: Options, *, deadline_s: float | None = None
@@ -96,7 +99,7 @@ class Translator:
         self._checked(options)
         self._check_room(len(prompt), "prompt")  # before ids are looked at: there may be a million
         self.check_token_ids(prompt)
-        return self._submission(request_id, prompt, options, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
+        return await self._submission(request_id, prompt, options, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
 
     async def from_messages(
         self, request_id: str, messages: Sequence[ChatMessage], options: Options, *, deadline_s: float | None = None
@@ -105,7 +108,7 @@ class Translator:
         self._checked(options)
         check_messages(messages)
         ids = await self.text.encode_chat_soon(messages)
-        return self._submission(request_id, ids, options, self.text.max_model_len, "messages", deadline_s)
+        return await self._submission(request_id, ids, options, self.text.max_model_len, "messages", deadline_s)
 
     def check_token_ids(self, ids: Sequence[int], *, param: str = "prompt") -> None:
         """Ids the model has an embedding for; one past the tokenizer's vocabulary but not the model's is ordinary."""
@@ -116,7 +119,7 @@ class Translator:
             bad = low if low < 0 else high
             raise InvalidRequest(f"token ids are 0 to {self.text.vocab_size - 1}, not {shown(bad)}", param=param)
 
-    def _submission(
+    async def _submission(
         self,
         request_id: str,
         prompt: Sequence[int],
@@ -143,13 +146,25 @@ class Translator:
             request_id=request_id,
             prompt=tuple(prompt),
             max_tokens=max_tokens,
-            sampling=self._sampling(options, max_tokens),
+            sampling=replace(self._sampling(options, max_tokens), grammar=await self._grammar(options)),
             eos_token_ids=() if options.ignore_eos else self.text.eos_token_ids,
             stop=options.stop,
             n=_or(options.n, 1),
             cache_salt=options.cache_salt or "",
             deadline_s=self._deadline_s if deadline_s is None else min(deadline_s, self._deadline_s),
         )
+
+    async def _grammar(self, options: Options) -> str:
+        """The grammar that the output has to match, empty where none is asked for."""
+        constraint = options.constraint
+        if constraint is None:
+            return ""
+        if options.ignore_eos or not self.text.eos_token_ids:
+            what = "ignore_eos" if options.ignore_eos else "a model without an end-of-sequence token"
+            raise InvalidRequest(f"{constraint.param} does not go with {what}", param=constraint.param)
+        if self._grammars is None:
+            raise InvalidRequest(f"{constraint.param} is not served here", param=constraint.param)
+        return await self._grammars.compile(constraint)
 
     def _check_room(self, prompt_tokens: int, param: str) -> int:
         """How many tokens fit behind the prompt, at least one."""

@@ -70,7 +70,7 @@ def waits_for(out: StepPlan, running: Iterable[Entry]) -> str:
         return "how many draft tokens are right"
     sampled = {row.sequence_id for row in out.rows if row.num_sampled}
     if any(e.sequence.id in sampled and e.sequence.request.sampling.depends_on_history for e in running):
-        return "the token that penalties or bad words look back at"
+        return "the token that penalties, bad words or a grammar look back at"
     return ""
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from baton.core.blocks import BlockTable, Holder
 from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
-from baton.core.events import SequenceEnded, StageStamps, TokenEvent
+from baton.core.events import SequenceEnded, StageStamps, TokenEvent, grammar_failed
 from baton.core.kv_layout import KVLayout
 from baton.core.prefix_cache import PrefixCache
 from baton.core.prefix_use import PrefixUse
@@ -268,6 +268,12 @@ class DecodeScheduler:
                 self.rows_discarded += 1
                 entry.discard_result = False
                 if last and sequence.ending is not None:
+                    self._leave(entry)
+                continue
+            if (failed := outcome.unsampled.get(index)) is not None:
+                sequence.num_computed = row.end - row.num_sampled
+                if failed:
+                    ended.append(grammar_failed(sequence.id, failed, entry.stamps(now)))
                     self._leave(entry)
                 continue
             entry.discard_result = index in outcome.corrected and not last

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from baton.core.blocks import BlockTable, Holder
 from baton.core.errors import DuplicateRequest, HandoffError, InvalidRequest, InvariantError, Unavailable
-from baton.core.events import SequenceEnded, StageStamps
+from baton.core.events import SequenceEnded, StageStamps, grammar_failed
 from baton.core.kv_layout import KVLayout
 from baton.core.prefix_cache import PrefixCache
 from baton.core.prefix_use import PrefixUse
@@ -228,6 +228,12 @@ class PrefillScheduler:
                 continue
             if not row.num_sampled:
                 progress.append(Progress(sequence.id, row.end, cached=entry.prefix.cached))
+                continue
+            if (failed := outcome.unsampled.get(index)) is not None:
+                sequence.num_computed = row.end - 1  # the last token is computed again
+                if failed:
+                    ended.append(grammar_failed(sequence.id, failed, self.stamps(sequence.id)))
+                    self._leave(entry)
                 continue
             token, (logprob,) = sampled[0], outcome.logprobs_of(index) or (None,)
             self.tokens_generated += 1

@@ -16,7 +16,7 @@ from baton.core.handover import LinkHello
 from baton.core.request import SequenceId
 from baton.core.sampling_limits import check_sampling, check_tokens
 from baton.core.sections import early_layers
-from baton.core.step import StepOutcome, StepPlan
+from baton.core.step import Row, StepOutcome, StepPlan
 from baton.engine.runner import Runner
 from baton.event_log import EventLog
 from baton.rpc.worker_loop import WorkerLoop
@@ -83,7 +83,7 @@ class PrefillWorker:
         """Of how many layers we want to hear before the step is done: what can be sent while it is computed. On any
         thread."""
         layers = [layer.bytes_per_token for layer in self.scheduler.layout.layers]
-        last = [len(row.tokens) for row in plan.rows if row.num_sampled]
+        last = [len(row.tokens) for row in plan.rows if _sends_layers(row)]
         return max((early_layers([n * size for size in layers], self._section_bytes) for n in last), default=0)
 
     def layers_computed(self, step_id: int, layers: int) -> None:
@@ -92,7 +92,7 @@ class PrefillWorker:
         if plan is None or plan.step_id != step_id:
             return
         for row in plan.rows:
-            if row.num_sampled:
+            if _sends_layers(row):
                 self.outgoing.advance_layers(row.sequence_id, row.end, layers)
 
     # What the main loop asks for.
@@ -155,11 +155,11 @@ class PrefillWorker:
                 logprobs = () if p.first_logprob is None else (p.first_logprob,)
                 first = (p.output_index, (p.first_token,), logprobs, p.prompt_logprobs, p.cached)
                 tokens.append(TokenEvent(current(p.sequence_id), *first))
-            if p.sequence_id in ended:
-                self.outgoing.abort(p.sequence_id, "it ended with its first token")
-            else:
+            if p.sequence_id not in ended:
                 reached = (p.computed, p.first_token, plan.step_id, p.first_logprob, p.cached)
                 self.outgoing.advance(p.sequence_id, *reached)
+        for sequence in ended:
+            self.outgoing.abort(sequence, "it ended with its first token")
         cache_events = self.scheduler.cache.take_events() if self.main_loop.session.connected else None
         return StepEvents(plan.step_id, tuple(tokens), told, load=self.load(), kv_cache_events=cache_events)
 
@@ -271,3 +271,9 @@ class PrefillWorker:
 
     def failed(self, error: InvariantError) -> None:
         self.main_loop.fail(error)
+
+
+def _sends_layers(row: Row) -> bool:
+    """Whether the first layers of a row go out while the others are computed: never where its last token may have to be
+    computed again, because a mask of its grammar was late."""
+    return row.num_sampled > 0 and not row.sampling.grammar

@@ -81,6 +81,11 @@ class SequenceEnded:
     stamps: StageStamps = field(default_factory=StageStamps)
 
 
+def grammar_failed(sequence: SequenceId, why: str, stamps: StageStamps) -> SequenceEnded:
+    message = f"the output cannot go on as its grammar asks: {why}"
+    return SequenceEnded(sequence, "error", "grammar_failed", message, stamps)
+
+
 @dataclass(frozen=True, slots=True)
 class Parked:
     """No target took the KV; it waits at the prefill worker for others to be named."""

@@ -50,6 +50,7 @@ class SamplingParams:
     does; they and EOS are masked while fewer than `min_tokens` tokens are out. `bad_words` are token sequences that
     the output never contains. `allowed_token_ids` empty allows all. `logprobs` n reports the log-probability of every
     token chosen and of the n most likely ones, `prompt_logprobs` the same of the prompt's tokens; None reports none.
+    `grammar` is one of llguidance in its serialised form, which the output has to match; empty allows all.
     """
 
     temperature: float = 1.0
@@ -67,6 +68,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str = ""
 
     @property
     def greedy(self) -> bool:
@@ -81,7 +83,7 @@ class SamplingParams:
     def depends_on_history(self) -> bool:
         """Whether logits are changed by which tokens came before: then the one before must be known. All other changes
         follow from the number of tokens alone, or from nothing."""
-        return self.penalises or bool(self.bad_words)
+        return self.penalises or bool(self.bad_words or self.grammar)
 
 
 @dataclass(frozen=True, slots=True)

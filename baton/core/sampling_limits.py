@@ -13,6 +13,7 @@ MAX_BIASES = 300
 MAX_STOP_TOKENS = 64
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 64
+MAX_GRAMMAR_CHARS = 256 * 1024
 
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -46,6 +47,7 @@ def check_sampling(params: SamplingParams, max_tokens: int, vocab_size: int) -> 
             what = f"an entry of bad_words is 1 to {MAX_BAD_WORD_TOKENS} tokens, not {len(word)}"
             raise InvalidRequest(what, param="bad_words")
         _check_ids("bad_words", word, vocab_size)
+    check_count("grammar", len(params.grammar), MAX_GRAMMAR_CHARS, "characters")
     alone = {word[0] for word in params.bad_words if len(word) == 1}
     if params.allowed_token_ids and alone.issuperset(params.allowed_token_ids):
         raise InvalidRequest("bad_words leaves none of allowed_token_ids", param="bad_words")
@@ -69,9 +71,9 @@ def shown(value: float) -> str:
     return f"{value:.6g}"
 
 
-def check_count(param: str, count: int, most: int) -> None:
+def check_count(param: str, count: int, most: int, what: str = "entries") -> None:
     if count > most:
-        raise InvalidRequest(f"{param} has at most {most} entries, not {count}", param=param)
+        raise InvalidRequest(f"{param} has at most {most} {what}, not {count}", param=param)
 
 
 def check_tokens(request: GenerateRequest, vocab_size: int) -> None:

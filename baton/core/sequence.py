@@ -127,7 +127,8 @@ class Sequence:
             output = ()
         else:
             return None
-        return History(self.request.prompt, output, self.request.end_token_ids if short else ())
+        ends = self.request.end_token_ids if short or params.grammar else ()
+        return History(self.request.prompt, output, ends)
 
     def _scored(self, start: int, end: int) -> tuple[int, ...]:
         if self.request.sampling.prompt_logprobs is None:

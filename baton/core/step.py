@@ -6,7 +6,8 @@ runner serves both pools (docs/architecture.md).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from baton.core.errors import InvariantError
 from baton.core.request import SamplingParams, SequenceId, TokenLogprob
@@ -16,7 +17,7 @@ from baton.core.request import SamplingParams, SequenceId, TokenLogprob
 class History:
     """What the choice of a row's first token depends on besides its logits: the tokens before it. `output` holds
     the first `output_index` tokens, or none where they do not matter; `prompt` is the request's own tuple, never a
-    copy. `end_token_ids` are masked while fewer than min_tokens are out."""
+    copy. `end_token_ids` are masked while fewer than min_tokens are out, and may end what matches a grammar."""
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
@@ -144,6 +145,8 @@ class StepOutcome:
     log-probabilities, or none where the row's sampling asks for none; `scored[i]` has one per token of its `scored`.
     Both are empty when no row asks. `draft_tokens[i]` is what a draft model put behind the row, empty where nothing
     drafted.
+    `unsampled` are rows of which nothing was sampled, though tokens were asked for: their grammar's mask was not ready,
+    and the row's last token is to be computed again, or, where there is a message, the grammar cannot go on.
     `elapsed_s` is wall time, `draft_s` the draft model's part of it. `corrected` are rows whose token is another than
     the one that a step launched behind this one was fed: what that step computes of them says nothing."""
 
@@ -155,12 +158,27 @@ class StepOutcome:
     draft_tokens: tuple[tuple[int, ...], ...] = ()
     draft_s: float = 0.0
     corrected: tuple[int, ...] = ()
+    unsampled: Mapping[int, str] = field(default_factory=dict)
 
     def logprobs_of(self, row: int) -> tuple[TokenLogprob, ...]:
         return self.logprobs[row] if self.logprobs else ()
 
     def scored_of(self, row: int) -> tuple[TokenLogprob, ...]:
         return self.scored[row] if self.scored else ()
+
+
+def without_unsampled(plan: StepPlan, outcome: StepOutcome, unsampled: Mapping[SequenceId, str]) -> StepOutcome:
+    """The outcome without what was sampled for these sequences, and with the reasons (`StepOutcome.unsampled`)."""
+    if not unsampled:
+        return outcome
+    rows = {
+        index: unsampled[row.sequence_id]
+        for index, row in enumerate(plan.rows)
+        if row.num_sampled and row.sequence_id in unsampled
+    }
+    sampled = tuple(() if index in rows else tokens for index, tokens in enumerate(outcome.sampled))
+    logprobs = tuple(() if index in rows else found for index, found in enumerate(outcome.logprobs))
+    return replace(outcome, sampled=sampled, logprobs=logprobs, unsampled=rows)
 
 
 def check_outcome(plan: StepPlan | None, outcome: StepOutcome) -> StepPlan:
@@ -171,10 +189,11 @@ def check_outcome(plan: StepPlan | None, outcome: StepOutcome) -> StepPlan:
     """
     if plan is None or plan.step_id != outcome.step_id:
         raise InvariantError(f"outcome of step {outcome.step_id} while {plan and plan.step_id} is out")
-    if [len(tokens) for tokens in outcome.sampled] != [row.num_sampled for row in plan.rows]:
+    wanted = [0 if index in outcome.unsampled else row.num_sampled for index, row in enumerate(plan.rows)]
+    if [len(tokens) for tokens in outcome.sampled] != wanted:
         raise InvariantError(f"the outcome of step {plan.step_id} does not have the tokens that its rows sample")
     for index, row in enumerate(plan.rows):
-        wanted = row.num_sampled if row.sampling.logprobs is not None else 0
-        if len(outcome.logprobs_of(index)) != wanted or len(outcome.scored_of(index)) != len(row.scored):
+        reported = wanted[index] if row.sampling.logprobs is not None else 0
+        if len(outcome.logprobs_of(index)) != reported or len(outcome.scored_of(index)) != len(row.scored):
             raise InvariantError(f"step {plan.step_id} does not have the log-probabilities that {row.sequence_id} asks")
     return plan

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import InvariantError
-from baton.core.step import StepOutcome, StepPlan
+from baton.core.request import SequenceId
+from baton.core.step import StepOutcome, StepPlan, without_unsampled
 from baton.engine.batch import Batch
 from baton.engine.device import Mark, NewMark, marks_of, to_device, to_host
 from baton.engine.draft_tokens_device import Queued
@@ -55,6 +56,7 @@ class _Launched:
     ready: Mark
     began_at: float
     draft_tokens: Queued | None
+    unsampled: Mapping[SequenceId, str]
 
 
 class Launches:
@@ -146,7 +148,10 @@ class Launches:
             host_token_ids = torch.cat([host_token_ids, verified.tokens])
         copies, ready = (to_host(host_token_ids), to_host(reported)), self._new_mark()
         ready.record()
-        self._newest = _Launched(plan, batch.draws, processed, tokens, *copies, ready, began_at, draft_tokens)
+        unsampled = seen.grammars.take_unsampled()
+        self._newest = _Launched(
+            plan, batch.draws, processed, tokens, *copies, ready, began_at, draft_tokens, unsampled
+        )
         self._steps.append(self._newest)
 
     def collect(self) -> StepOutcome:
@@ -171,7 +176,8 @@ class Launches:
         took_s = now - max(step.began_at, self._collected_at)
         self._collected_at = now
         draft_s = 0.0 if step.draft_tokens is None else step.draft_tokens.seconds
-        return StepOutcome(step.plan.step_id, sampled, took_s, logprobs, (), draft_tokens, draft_s, corrected)
+        made = StepOutcome(step.plan.step_id, sampled, took_s, logprobs, (), draft_tokens, draft_s, corrected)
+        return without_unsampled(step.plan, made, step.unsampled)
 
     def _known(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
         return choose_tokens(logits, draws, self._choose) if draws else []

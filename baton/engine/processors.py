@@ -2,8 +2,8 @@
 
 1. logit_bias is added.
 2. Masks: tokens outside allowed_token_ids; tokens that end the choice while fewer than min_tokens are out; the last
-   token of a bad word whose other tokens the output ends with. Where 2 would leave no token at all, only
-   allowed_token_ids holds.
+   token of a bad word whose other tokens the output ends with; tokens that break the grammar. Where 2 would leave no
+   token at all, only the grammar holds, and without one only allowed_token_ids.
 3. repetition_penalty divides the positive logits of tokens seen in prompt or output, and multiplies the others.
 4. frequency_penalty times the number of times a token is in the output, then presence_penalty for those that are.
 
@@ -24,9 +24,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baton.core.errors import InvariantError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import History, Row
 from baton.engine.device import to_device
+from baton.engine.grammars import Bits, Grammars
 
 Floats32 = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -128,10 +130,14 @@ class _Allowed:
 class SeenTables:
     """Tables by sequence, least recently used first, and masks by sampling parameters. Either is only ever a shortcut:
     what a table holds is compared with the history that it is asked for, and made anew where the two differ; a mask is
-    made once and kept as long as the parameters exist, that is as their sequence."""
+    made once and kept as long as the parameters exist, that is as their sequence.
 
-    def __init__(self, limit: int = _MAX_TABLES) -> None:
+    `grammars` are the automata of sequences with a grammar. A draw of a sequence in `grammars.unsampled` stays as it
+    is, and what is sampled there is to be thrown away."""
+
+    def __init__(self, limit: int = _MAX_TABLES, grammars: Grammars | None = None) -> None:
         self._limit = limit
+        self.grammars = grammars or Grammars(None)
         self._tables: OrderedDict[SequenceId, Seen] = OrderedDict()
         # By identity: to hash 150,000 ids in each step would cost more than the mask.
         self._masks: dict[int, tuple[weakref.ref[SamplingParams], _Allowed]] = {}
@@ -188,7 +194,7 @@ def changes_logits(row: Row) -> bool:
 def _asks(draw: Draw) -> bool:
     s = draw.sampling
     ending = s.min_tokens > draw.output_index and draw.history is not None
-    return bool(ending or s.penalises or s.logit_bias or s.allowed_token_ids or s.bad_words)
+    return bool(ending or s.penalises or s.logit_bias or s.allowed_token_ids or s.bad_words or s.grammar)
 
 
 def _add_biases(logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int) -> None:
@@ -204,9 +210,17 @@ def _mask(
 ) -> None:
     where: list[int] = []
     open_rows: list[tuple[int, History]] = []
+    deadline = tables.grammars.deadline()
     for row in rows:
         params, history = draws[row].sampling, draws[row].history
         allowed = params.allowed_token_ids
+        if params.grammar:
+            if drafted is not None and drafted.counts[row]:
+                raise InvariantError("a grammar needs draft tokens that the host knows")
+            bits = tables.grammars.mask(draws[row], deadline)
+            if bits is not None:
+                _apply_grammar(logits[row], bits, draws[row], tables)
+            continue
         if allowed:
             tables.allowed(params, vocab, logits.device).apply(logits[row])
         if drafted is not None and drafted.counts[row] and params.bad_words and history is not None:
@@ -220,6 +234,20 @@ def _mask(
         logits.view(-1)[to_device(torch.tensor(where), logits.device)] = -torch.inf
     if drafted is not None and open_rows:
         _mask_behind(logits, draws, open_rows, tables, drafted)
+
+
+def _apply_grammar(row: Tensor, bits: Bits, draw: Draw, tables: SeenTables) -> None:
+    """Masks the logits [vocab] of one draw as its grammar and its other masks say."""
+    vocab = len(row)
+    broken = to_device(torch.from_numpy(np.unpackbits(bits, count=vocab, bitorder="little")), row.device) == 0
+    masked, banned = broken, banned_tokens(draw)
+    if draw.sampling.allowed_token_ids:
+        masked = masked | tables.allowed(draw.sampling, vocab, row.device).mask
+    if banned:
+        masked = masked.index_fill(0, to_device(torch.tensor(sorted(banned)), row.device), True)
+    if masked is not broken and bool(masked.all()):
+        masked = broken
+    row.masked_fill_(masked, -torch.inf)
 
 
 def banned_tokens(draw: Draw) -> set[int]:

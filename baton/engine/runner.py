@@ -25,7 +25,7 @@ from baton.core.model_config import ModelConfig
 from baton.core.ranks import Ranks
 from baton.core.request import SamplingParams, SequenceId, TokenBias, TokenLogprob
 from baton.core.reshard import local_layout
-from baton.core.step import History, Row, StepOutcome, StepPlan
+from baton.core.step import History, Row, StepOutcome, StepPlan, without_unsampled
 from baton.engine.attention_exact import KEY_STEP
 from baton.engine.batch import Batch, Limits, make_batch
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
@@ -33,6 +33,7 @@ from baton.engine.computing import Computing, Propose, how_to_compute
 from baton.engine.device import choose_device, choose_dtype
 from baton.engine.draft_share import draft_share
 from baton.engine.draft_tokens_device import DeviceDraftTokens, Queued
+from baton.engine.grammars import Grammars, load_tokenizer
 from baton.engine.kernels.native import choose_kernels, row_invariant
 from baton.engine.kv_pool import KVPool, default_budget, plan_blocks
 from baton.engine.launches import Launches
@@ -115,6 +116,7 @@ class Runner:
         device: torch.device,
         group: TPGroup,
         memory: MemoryReport,
+        grammars: Grammars | None = None,
     ) -> None:
         self.model_config = model_config
         self.local_layout: KVLayout = kv.layout
@@ -128,7 +130,7 @@ class Runner:
         self.kv = kv
         self.group = group
         self.memory = memory
-        self._seen = SeenTables()
+        self._seen = SeenTables(grammars=grammars)
         self._announce: Callable[[StepPlan], None] | None = None
         self.kernels = kernels
         self._compute, self._choose = computing.compute, computing.choose
@@ -161,6 +163,7 @@ class Runner:
         that does not fit, RankLost when another rank is gone."""
         started = time.perf_counter()
         batch = self._batch(plan)
+        self._begin_masks(batch)
         logits = self._forward(batch, plan)
         if not self.group.leads:
             return StepOutcome(plan.step_id, (), time.perf_counter() - started)
@@ -175,7 +178,8 @@ class Runner:
         tokens = iter(sample(logits, batch.draws, self._seen, self._choose, in_place=not needs_raw))
         sampled = tuple([tuple(islice(tokens, row.num_sampled)) for row in plan.rows])
         logprobs = sampled_rows(plan, lines, sampled)
-        return StepOutcome(plan.step_id, sampled, time.perf_counter() - started, logprobs, scored)
+        made = StepOutcome(plan.step_id, sampled, time.perf_counter() - started, logprobs, scored)
+        return without_unsampled(plan, made, self._seen.grammars.take_unsampled())
 
     def launch(self, plan: StepPlan, draft_tokens: Queued | None = None) -> None:
         """The first half of `step`, on the leader: on a GPU it returns before the step is computed, and the next one
@@ -185,6 +189,7 @@ class Runner:
         batch = self._batch(plan)
         if batch.num_scored:
             raise InvariantError(f"step {plan.step_id} scores known tokens: nothing is launched ahead of that")
+        self._begin_masks(batch)
         logits = self._forward(batch, plan, draft_tokens)
         self.launches.launched(plan, batch, logits, self._seen, started, draft_tokens)
 
@@ -239,6 +244,10 @@ class Runner:
         batch = self._batch(plan)
         logits = self._forward(batch, plan)[batch.num_scored if self.group.leads else 0 :].cpu()
         return list(torch.split(logits, [row.num_sampled if self.group.leads else 0 for row in plan.rows]))
+
+    def _begin_masks(self, batch: Batch) -> None:
+        if self.group.leads:
+            self._seen.grammars.begin(batch.draws)
 
     def _batch(self, plan: StepPlan) -> Batch:
         if plan.num_tokens > self._max_num_tokens:
@@ -327,6 +336,9 @@ def load_runner(
             budget = options.kv_memory_bytes // ranks.size
         num_blocks = group.minimum(plan_blocks(mine, budget, options.max_model_len), "KV blocks")
         kv = KVPool(mine, num_blocks, device)
+    grammars = None
+    if group.leads and tensors is None:
+        grammars = Grammars(load_tokenizer(options.model_dir, config.vocab_size))
     max_model_len = min(longest, kv.num_blocks * options.block_size)
     choose = None if kernels is None else chooser(kernels, options.threads)
     computing = how_to_compute(
@@ -343,6 +355,7 @@ def load_runner(
         device=device,
         group=group,
         memory=memory_report(weights, kv, layout, ranks.size),
+        grammars=grammars,
     )
     with _stage("warm-up", on_stage):
         _warm_up(runner)

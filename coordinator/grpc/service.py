@@ -18,13 +18,14 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from baton.core.errors import Cancelled, InvalidRequest, InvariantError, NotFound, Unauthenticated
-from baton.core.sampling_limits import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_TOKENS, check_count
+from baton.core.sampling_limits import MAX_BAD_WORDS, MAX_BIASES, MAX_GRAMMAR_CHARS, MAX_STOP_TOKENS, check_count
 from baton.rpc import codec, status
 from baton.rpc.ports import open_port
 from baton.rpc.streams import SERVER_OPTIONS
 from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2
 from coordinator import off_loop
 from coordinator.api_keys import ApiKeys
+from coordinator.structured_output import Constraint
 from coordinator.submission import Delta, Generator, Submission
 from coordinator.text.chat import ChatMessage
 from coordinator.translate import MAX_MESSAGES, MAX_STOPS, Options, Translator
@@ -40,7 +41,7 @@ _SCALARS = tuple(
     if f.has_presence and f.name in {option.name for option in fields(Options)} - {"ignore_eos"}
 )
 SERVED_SAMPLING = frozenset(_SCALARS) | {
-    *("ignore_eos", "logit_bias", "stop_token_ids", "bad_words", "allowed_token_ids")
+    *("ignore_eos", "logit_bias", "stop_token_ids", "bad_words", "allowed_token_ids", "grammar")
 }
 # Fields this version does not serve, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -174,6 +175,7 @@ def _options(request: serving_pb2.GenerateRequest) -> Options:
     check_count("logit_bias", len(s.logit_bias), MAX_BIASES)
     check_count("stop_token_ids", len(s.stop_token_ids), MAX_STOP_TOKENS)
     check_count("bad_words", len(s.bad_words), MAX_BAD_WORDS)
+    check_count("grammar", len(s.grammar), MAX_GRAMMAR_CHARS, "characters")
 
     def given(message: Any, name: str) -> Any:
         return getattr(message, name) if message.HasField(name) else None
@@ -188,6 +190,7 @@ def _options(request: serving_pb2.GenerateRequest) -> Options:
         stop_token_ids=tuple(s.stop_token_ids),
         bad_word_ids=tuple(tuple(word.ids) for word in s.bad_words),
         allowed_token_ids=tuple(s.allowed_token_ids) or None,
+        constraint=Constraint("llguidance", s.grammar, "grammar") if s.grammar else None,
         **{name: given(s, name) for name in _SCALARS},
     )
 

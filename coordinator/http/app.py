@@ -29,11 +29,12 @@ from coordinator.http.openapi import describe
 from coordinator.metrics import CONTENT_TYPE
 from coordinator.openai import schema
 from coordinator.openai.render import ChatRender, CompletionRender, Head, Render
+from coordinator.openai.strict import Strict
 from coordinator.submission import Generator, Submission
 from coordinator.text.model import TextModel
 from coordinator.translate import Translator, check_messages
 
-_T = TypeVar("_T", bound=schema.Strict)
+_T = TypeVar("_T", bound=Strict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,13 @@ class HttpSettings:
     api_keys: ApiKeys = field(default_factory=ApiKeys)
 
 
-def create_app(generator: Generator, text_model: TextModel, settings: HttpSettings) -> FastAPI:
+def create_app(
+    generator: Generator, text_model: TextModel, settings: HttpSettings, translator: Translator | None = None
+) -> FastAPI:
     """The application. It owns nothing but the process that parses large bodies, which `app.state.close()` ends:
     generator and text model outlive it."""
     app = FastAPI(title="Baton", version=settings.version, docs_url=None, redoc_url=None, redirect_slashes=False)
-    front = _Front(generator, text_model, settings)
+    front = _Front(generator, text_model, settings, translator)
     app.state.close = front.close
     for method, path, endpoint in (
         ("POST", "/v1/completions", front.completions),
@@ -99,13 +102,15 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 class _Front:
-    def __init__(self, generator: Generator, text: TextModel, settings: HttpSettings) -> None:
+    def __init__(
+        self, generator: Generator, text: TextModel, settings: HttpSettings, translator: Translator | None
+    ) -> None:
         self._generator = generator
         self._text = text
         self._settings = settings
         self._reader = BodyReader(settings.max_body_bytes, settings.body_timeout_s)
         self._parser = BodyParser()
-        self._translator = Translator(text, deadline_s=settings.request_timeout_s)
+        self._translator = translator or Translator(text, deadline_s=settings.request_timeout_s)
         self._fingerprint = f"baton-{settings.version}"
 
     def close(self) -> None:

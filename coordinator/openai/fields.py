@@ -19,6 +19,7 @@ Neutral = Mapping[str, tuple[Any, ...]]
 
 INERT = frozenset(
     {
+        "guided_decoding_backend",
         "metadata",
         "prompt_cache_key",
         "prompt_cache_options",
@@ -41,11 +42,9 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "logits_processors": (),
     "priority": (0,),
     "request_id": (),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }

@@ -16,10 +16,8 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
-    PrivateAttr,
     StringConstraints,
     ValidationError,
 )
@@ -29,6 +27,8 @@ from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import MAX_BIASES, MAX_STOP_TOKENS
 from coordinator.openai import fields
 from coordinator.openai.json_body import parse_object
+from coordinator.openai.strict import Strict
+from coordinator.openai.structured import JsonSchema, ResponseFormat, SchemaOrText, StructuredOutputs, constraint_of
 from coordinator.text.chat import ChatMessage
 from coordinator.translate import MAX_BAD_WORDS, MAX_CHOICES, MAX_MESSAGES, MAX_STOPS, Options
 
@@ -113,16 +113,6 @@ def _biases(value: Any) -> dict[int, float]:
     return found
 
 
-class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
-    _ignored: frozenset[str] = PrivateAttr(frozenset())
-
-    @property
-    def ignored(self) -> frozenset[str]:
-        """Names of fields that were given and change nothing; those of messages begin with `messages.`."""
-        return self._ignored
-
-
 class TextPart(Strict):
     """Only for the description of `content`; `_content` checks it."""
 
@@ -172,6 +162,13 @@ class GenerationBody(Strict):
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: SchemaOrText | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
     user: _Label | None = None
     safety_identifier: _Label | None = None
@@ -199,7 +196,14 @@ class GenerationBody(Strict):
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             prompt_logprobs=self.prompt_logprobs,
             cache_salt=self.cache_salt,
+            constraint=constraint_of(
+                self.response_format, self.structured_outputs, self._guided(), self.guided_whitespace_pattern
+            ),
         )
+
+    def _guided(self) -> dict[str, Any]:
+        names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class CompletionBody(GenerationBody):
@@ -297,14 +301,20 @@ def parse_detokenize(body: bytes) -> DetokenizeBody:
 _Gen = TypeVar("_Gen", bound=GenerationBody)
 
 
+_PARTS: Mapping[str, type[BaseModel]] = {
+    "stream_options": StreamOptions,
+    "response_format": ResponseFormat,
+    "structured_outputs": StructuredOutputs,
+}
+
+
 def _generation(model: type[_Gen], raw: Mapping[str, Any], neutral: fields.Neutral) -> _Gen:
     ignored: set[str] = set()
     served = model.model_fields.keys()
     given = _sift_messages(fields.sift(raw, served, neutral, inert=fields.INERT, ignored=ignored), ignored)
-    streaming = given.get("stream_options")
-    if isinstance(streaming, dict):
-        known = StreamOptions.model_fields.keys()
-        given["stream_options"] = fields.sift(streaming, known, fields.NOTHING, path="stream_options.")
+    for name, part in _PARTS.items():
+        if isinstance(value := given.get(name), dict):
+            given[name] = _sift_part(value, part, f"{name}.")
     parsed = _validate(model, given, ignored)
     if parsed.stream_options is not None and not parsed.stream:
         raise InvalidRequest("stream_options needs 'stream': true", param="stream_options")
@@ -315,6 +325,15 @@ def _generation(model: type[_Gen], raw: Mapping[str, Any], neutral: fields.Neutr
     if isinstance(parsed, ChatBody) and parsed.top_logprobs and not parsed.logprobs:
         raise InvalidRequest("top_logprobs needs 'logprobs': true", param="top_logprobs")
     return parsed
+
+
+def _sift_part(value: dict[str, Any], part: type[BaseModel], path: str) -> dict[str, Any]:
+    names = {field.alias or name for name, field in part.model_fields.items()}
+    kept = fields.sift(value, names, fields.NOTHING, path=path)
+    kept = {name: inner for name, inner in kept.items() if inner is not None}
+    if part is ResponseFormat and isinstance(inner := kept.get("json_schema"), dict):
+        kept["json_schema"] = _sift_part(inner, JsonSchema, f"{path}json_schema.")
+    return kept
 
 
 def _sift_messages(given: dict[str, Any], ignored: set[str]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from baton.core.errors import (
     DeadlineExceeded,
     DuplicateRequest,
     HandoffError,
+    InvalidRequest,
     InvariantError,
     KVCorrupt,
     Unavailable,
@@ -82,6 +83,7 @@ _WORKER_ERRORS: dict[str, type[BatonError]] = {
     "handoff_failed": HandoffError,
     "stale_handle": HandoffError,
     "draining": Unavailable,
+    "grammar_failed": InvalidRequest,
     "prompt_exceeds_pool": Unavailable,
 }
 

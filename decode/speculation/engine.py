@@ -43,7 +43,7 @@ class SpeculativeEngine:
             if not plan.drafts:
                 self._target.launch(plan)
                 return self._target.collect()
-            if self._draft is not None and self._draft.draft_tokens_stay:
+            if self._draft is not None and self._draft.draft_tokens_stay and not _has_grammar(plan):
                 return self._with_one_wait(self._draft, plan)
         if not plan.drafts:
             return self._target.step(plan)
@@ -54,7 +54,7 @@ class SpeculativeEngine:
         if plan.rows:
             made = self._target.step(StepPlan(plan.step_id, plan.with_draft_tokens(draft_tokens).rows))
         took = time.perf_counter() - started
-        return StepOutcome(plan.step_id, made.sampled, took, made.logprobs, made.scored, draft_tokens, drafted)
+        return replace(made, elapsed_s=took, draft_tokens=draft_tokens, draft_s=drafted)
 
     def _with_one_wait(self, draft: Runner, plan: StepPlan) -> StepOutcome:
         started = time.perf_counter()
@@ -109,18 +109,26 @@ def propose_pass_by_pass(
         for (draft, row), sampled in zip(left, outcome.sampled, strict=True):
             if draft.num_draft_tokens:
                 draft_tokens = made[draft.row]
-                draft_tokens += sampled
+                # Without a mask in time nothing is known to be likely: 0 stands in, and is rejected.
+                draft_tokens += sampled or (0,) * (draft.num_draft_tokens - len(draft_tokens))
                 if len(draft_tokens) < draft.num_draft_tokens:
                     going.append((draft, _next_row(row, sampled[0])))
         left = going
     return {row: tuple(draft_tokens) for row, draft_tokens in made.items()}
 
 
+def _has_grammar(plan: StepPlan) -> bool:
+    """Whether draft tokens are held against a grammar, on the host."""
+    return any(draft.num_draft_tokens and plan.rows[draft.row].sampling.grammar for draft in plan.drafts)
+
+
 def _first_row(draft: DraftRow, plan: StepPlan) -> Row:
     if not draft.num_draft_tokens:
         return Row(draft.sequence_id, draft.start, draft.tokens, draft.block_ids, SamplingParams())
     row = plan.rows[draft.row]
-    sampling = row.sampling if row.sampling.logprobs is None else replace(row.sampling, logprobs=None)
+    sampling = row.sampling
+    if sampling.logprobs is not None and not sampling.grammar:  # an automaton is known by its parameters
+        sampling = replace(sampling, logprobs=None)
     return Row(
         draft.sequence_id, draft.start, draft.tokens, draft.block_ids, sampling, 1, row.output_index, row.history
     )
@@ -129,7 +137,7 @@ def _first_row(draft: DraftRow, plan: StepPlan) -> Row:
 def _next_row(row: Row, draft_token: int) -> Row:
     """Goes on behind a draft token, as if it were output."""
     history = row.history
-    if history is not None and (row.sampling.penalises or row.sampling.bad_words):
+    if history is not None and row.sampling.depends_on_history:
         history = History(history.prompt, (*history.output, draft_token), history.end_token_ids)
     return replace(
         row, start=row.end, tokens=(draft_token,), num_sampled=1, output_index=row.output_index + 1, history=history

@@ -60,6 +60,7 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
     "uvicorn": HTTP_FILES,
     "msgpack": ("baton/rpc/frames.py",),
     "prometheus_client": ("coordinator/metrics.py",),
+    "llguidance": ("baton/engine/grammars.py", "coordinator/structured_output.py"),
 }
 TYPES_ONLY_ALLOWED = ("grpc",)  # a name in an annotation ties nothing at run time
 

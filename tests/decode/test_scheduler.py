@@ -9,7 +9,7 @@ import pytest
 from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
 from baton.core.events import StageStamps, TokenEvent
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId, TokenLogprob
-from baton.core.step import StepOutcome
+from baton.core.step import StepOutcome, without_unsampled
 from decode.scheduler import DecodeResult, DecodeScheduler
 from tests.support.builders import EOS, make_decode, make_outcome, make_request
 
@@ -230,3 +230,39 @@ def test_the_first_event_repeats_token_1_with_its_log_probability() -> None:
     outcome = replace(make_outcome(plan, 6), logprobs=((second,),))
     (event,) = scheduler.finish_step(outcome, 0.0).tokens
     assert (event.tokens, event.logprobs) == ((5, 6), (first, second))
+
+
+def test_a_row_whose_mask_was_late_is_computed_again() -> None:
+    scheduler = make_decode()
+    late, other = ready(scheduler, make_request("a")), ready(scheduler, make_request("b"))
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None
+    made = without_unsampled(plan, make_outcome(plan, 7), {late: ""})
+    result = scheduler.finish_step(made, 0.0)
+    assert [event.sequence for event in result.tokens] == [other] and not result.ended
+    again = scheduler.begin_step(0.0)
+    assert again is not None and again.rows[0] == plan.rows[0]
+    assert scheduler.finish_step(make_outcome(again, 8), 0.0).tokens[0].tokens == (5, 8)
+    scheduler.check()
+
+
+def test_a_grammar_that_cannot_go_on_ends_its_sequence_with_the_reason() -> None:
+    scheduler = make_decode()
+    failed, other = ready(scheduler, make_request("a")), ready(scheduler, make_request("b"))
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None
+    made = without_unsampled(plan, make_outcome(plan, 7), {failed: "too many items"})
+    (ended,) = scheduler.finish_step(made, 0.0).ended
+    assert (ended.sequence, ended.reason, ended.code) == (failed, "error", "grammar_failed")
+    assert "too many items" in ended.message
+    assert not scheduler.knows(failed) and scheduler.knows(other)
+    scheduler.check()
+
+
+def test_a_row_without_its_samples_and_without_a_reason_is_a_bug() -> None:
+    scheduler = make_decode()
+    ready(scheduler, make_request("a"))
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None
+    with pytest.raises(InvariantError, match="tokens that its rows sample"):
+        scheduler.finish_step(replace(make_outcome(plan), sampled=((),)), 0.0)

@@ -16,9 +16,10 @@ from typing import Any
 
 from baton.core import errors
 from baton.core.config import CoordinatorConfig, WorkerConfig
+from baton.core.sampling_limits import MAX_GRAMMAR_CHARS
 from baton.rpc import status
 from baton.v1 import serving_pb2, types_pb2
-from coordinator import translate
+from coordinator import structured_output, translate
 from coordinator.grpc import service as grpc_service
 from coordinator.http import body as http_body
 from coordinator.http import guard as http_guard
@@ -57,7 +58,7 @@ MEANINGS = {
     "top_p": "above 0, at most 1",
     "top_k": "-1 and 0: off",
     "seed": "64-bit integer; the same seed and parameters give the same noise",
-    "stop": "a string or up to 4; the text ends before the first that appears",
+    "stop": "a string or up to 64; the text ends before the first that appears",
     "n": "1 to 128 choices from one prompt, each with its own noise",
     "best_of": "only the same as `n`",
     "min_p": "0 to 1; keeps tokens at least that many times as likely as the likeliest; 0: off",
@@ -78,6 +79,15 @@ MEANINGS = {
     "ignore_eos": "generate on past the end-of-sequence token",
     "return_token_ids": "adds `token_ids` to each choice or event",
     "stream": "server-sent events, ended by `data: [DONE]`",
+    "response_format": "`text`, `json_object`, or `json_schema` with `json_schema.schema`: see"
+    " [structured output](#structured-output)",
+    "structured_outputs": "one of `json`, `json_object`, `regex`, `choice` and `grammar` (Lark), as vLLM has them;"
+    " `whitespace_pattern`, `disable_any_whitespace`",
+    "guided_json": "older name of `structured_outputs.json`",
+    "guided_regex": "older name of `structured_outputs.regex`",
+    "guided_choice": "older name of `structured_outputs.choice`",
+    "guided_grammar": "older name of `structured_outputs.grammar`",
+    "guided_whitespace_pattern": "older name of `structured_outputs.whitespace_pattern`",
     "stream_options": "needs `stream`; `include_usage`, `continuous_usage_stats`, `include_obfuscation` (inert)",
 }
 INERT = ("user", "safety_identifier", "prompt_cache_key", "metadata")
@@ -88,6 +98,8 @@ LIMITS = (
     ("characters of all stop strings together", f"{translate.MAX_STOP_CHARS_IN_ALL:,}"),
     ("choices of a request (prompts times `n`)", f"{translate.MAX_CHOICES:,}"),
     ("messages", f"{translate.MAX_MESSAGES:,}"),
+    ("characters of a schema or grammar", f"{MAX_GRAMMAR_CHARS:,}"),
+    ("time to compile a grammar", f"{structured_output.COMPILE_S:g} s"),
     ("parts of one message", f"{openai_schema.MAX_PARTS:,}"),
     ("body", f"{CoordinatorConfig().max_body_mib:g} MiB (`--max-body-mib` of the coordinator)"),
     (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from baton.core.errors import DuplicateRequest, InvalidRequest, InvariantError, Unavailable
 from baton.core.events import StageStamps
 from baton.core.request import SamplingParams, TokenLogprob
-from baton.core.step import StepOutcome
+from baton.core.step import StepOutcome, without_unsampled
 from prefill.scheduler import AGEING_TOKENS_PER_S, MAX_SCORED_TOKENS, PrefillResult, PrefillScheduler, Progress
 from tests.support.builders import EOS, make_outcome, make_prefill, make_request
 
@@ -340,3 +340,31 @@ def test_prompt_whose_log_probabilities_are_wanted_is_computed_whole_and_cached(
     scheduler.submit(request, 0.0, hand_over=False)
     plan = scheduler.begin_step(0.0)
     assert plan is not None and (plan.rows[0].start, len(plan.rows[0].scored)) == (0, 8)
+
+
+def test_a_first_token_whose_mask_was_late_is_sampled_in_the_next_step() -> None:
+    scheduler = make_prefill(step_tokens=16)
+    scheduler.submit(make_request("a", 6), 0.0, hand_over=True)
+    a = make_request("a").sequence_id
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None
+    late = scheduler.finish_step(without_unsampled(plan, make_outcome(plan), {a: ""}), 0.0)
+    assert late == PrefillResult()
+    again = scheduler.begin_step(0.0)
+    assert again is not None and (again.rows[0].start, again.rows[0].end, again.rows[0].num_sampled) == (5, 6, 1)
+    assert scheduler.finish_step(make_outcome(again, 7), 0.0).progress == (Progress(a, 6, first_token=7),)
+    scheduler.check()
+
+
+def test_a_grammar_that_cannot_begin_ends_its_request_with_the_reason() -> None:
+    scheduler = make_prefill(step_tokens=16)
+    scheduler.submit(make_request("a", 6), 0.0, hand_over=True)
+    a = make_request("a").sequence_id
+    plan = scheduler.begin_step(0.0)
+    assert plan is not None
+    result = scheduler.finish_step(without_unsampled(plan, make_outcome(plan), {a: "no tokenizer"}), 0.0)
+    (ended,) = result.ended
+    assert (ended.sequence, ended.code) == (a, "grammar_failed") and not result.progress
+    scheduler.release_send(a)
+    scheduler.check()
+    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks

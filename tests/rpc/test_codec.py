@@ -97,7 +97,7 @@ def test_every_core_field_is_on_the_wire_under_its_name(core: type) -> None:
 
 # Wire fields that later versions serve; every other one has its core twin.
 LATER = {
-    "SamplingParams": {"ignore_eos", "grammar"},
+    "SamplingParams": {"ignore_eos"},
     "SequenceRequest": {"sequence"},  # its parts are fields of the core's request
     "LayerLayout": {"latent_size"},
     "TokenEvent": {"stamps"},
@@ -120,7 +120,7 @@ def test_a_seed_is_a_64_bit_pattern(seed: int) -> None:
     assert codec.from_message(codec.to_message(value)).sampling.seed == seed
 
 
-UNSERVED: dict[str, Any] = {"ignore_eos": False, "grammar": "root"}
+UNSERVED: dict[str, Any] = {"ignore_eos": False}
 
 
 def test_the_list_of_unserved_sampling_fields_is_whole() -> None:

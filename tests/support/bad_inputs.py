@@ -6,10 +6,46 @@ tokens in its tokenizer.
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.support.bad_bodies import UNREADABLE
 from tests.support.requests_kit import CHAT, COMPLETIONS, DROP, GOOD, Bad, chat, user
 
 N = (0, -1, 129, 2**31, 2**63, True, "1", 1.0, [1])
+
+FORMAT, SCHEMA_OF = "response_format", "response_format.json_schema"
+STRUCTURED: list[tuple[dict[str, Any], str, str | None]] = [
+    ({FORMAT: "text"}, FORMAT, "invalid_value"),
+    ({FORMAT: {}}, f"{FORMAT}.type", "missing_required_parameter"),
+    ({FORMAT: {"type": "json"}}, f"{FORMAT}.type", "invalid_value"),
+    ({FORMAT: {"type": "text", "x": 1}}, f"{FORMAT}.x", "unknown_parameter"),
+    ({FORMAT: {"type": "json_schema"}}, SCHEMA_OF, "invalid_value"),
+    ({FORMAT: {"type": "json_object", "json_schema": {"name": "a"}}}, SCHEMA_OF, "invalid_value"),
+    ({FORMAT: {"type": "json_schema", "json_schema": {}}}, f"{SCHEMA_OF}.name", "missing_required_parameter"),
+    (
+        {FORMAT: {"type": "json_schema", "json_schema": {"name": "a", "schema": []}}},
+        f"{SCHEMA_OF}.schema",
+        "invalid_value",
+    ),
+    (
+        {FORMAT: {"type": "json_schema", "json_schema": {"name": "a", "shcema": {}}}},
+        f"{SCHEMA_OF}.shcema",
+        "unknown_parameter",
+    ),
+    ({"structured_outputs": {}}, "structured_outputs", "invalid_value"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs", "invalid_value"),
+    ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp", "unknown_parameter"),
+    ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "invalid_value"),
+    ({"structured_outputs": {"regex": "a" * 300_000}}, "structured_outputs.regex", "invalid_value"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs.regex", "invalid_value"),
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "invalid_value"),
+    ({"structured_outputs": {"choice": ["a"] * 5_000}}, "structured_outputs.choice", "invalid_value"),
+    ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice[0]", "invalid_value"),
+    ({"guided_json": 1}, "guided_json", "invalid_value"),
+    ({"guided_regex": ["a"]}, "guided_regex", "invalid_value"),
+    ({"guided_regex": "a", FORMAT: {"type": "json_object"}}, "guided_regex", "invalid_value"),
+    ({"guided_regex": "a", "ignore_eos": True}, "guided_regex", "invalid_value"),
+]
 
 TABLE: list[Bad] = [
     *UNREADABLE,
@@ -61,12 +97,16 @@ TABLE: list[Bad] = [
             "lora_path",
             "temprature",
             "Prompt",
-            "guided_json",
             "__proto__",
             "a\nb",
             "",
         )
         for value in ("x", [], 0)
+    ),
+    *(
+        Bad(f"structured output {number} {path}", fields, param, code=code, path=path)
+        for path in (COMPLETIONS, CHAT)
+        for number, (fields, param, code) in enumerate(STRUCTURED)
     ),
     Bad("B-14 prompt in chat", {"prompt": "x"}, "prompt", code="unknown_parameter", path=CHAT),
     Bad("B-14 messages in completions", {"messages": []}, "messages", code="unknown_parameter"),
@@ -78,8 +118,6 @@ TABLE: list[Bad] = [
                 {
                     "suffix": ["", "x"],
                     "priority": [1, -1, "0"],
-                    "response_format": [{"type": "json_object"}, {"type": "text", "x": 1}, {}, "text"],
-                    "structured_outputs": [{}, {"regex": "(a+)+$"}],
                     "truncate_prompt_tokens": [1],
                     "skip_special_tokens": [False],
                 },

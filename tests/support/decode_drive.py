@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from baton.core.errors import Unavailable
 from baton.core.events import SpeculationCounters
 from baton.core.request import GenerateRequest, TokenLogprob
-from baton.core.step import Row, StepPlan
+from baton.core.step import History, Row, StepPlan
 from baton.engine.runner import Runner
 from baton.rpc.step_thread import Launcher
 from decode.scheduler import DecodeScheduler
@@ -103,8 +103,11 @@ def _hand_over(scheduler: DecodeScheduler, target: Runner, request: GenerateRequ
     except Unavailable as error:
         assert error.code == "no_free_blocks"
         return False
-    row = Row(request.sequence_id, 0, request.prompt, blocks, request.sampling, 1, 0)
+    history = History(request.prompt, (), request.end_token_ids) if request.sampling.grammar else None
+    row = Row(request.sequence_id, 0, request.prompt, blocks, request.sampling, 1, 0, history)
     made = target.step(StepPlan(0, (row,)))
+    while made.unsampled:
+        made = target.step(StepPlan(0, (row,)))
     first = made.sampled[0][0]
     run.outputs[request.request_id].append(first)
     logprobs = made.logprobs_of(0)

@@ -1,0 +1,123 @@
+"""`response_format` as OpenAI has it, `structured_outputs` and the older `guided_*` as vLLM has them: all of them name
+what the output has to match, and a request has one of them at most."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import Field, PlainValidator
+from pydantic_core import PydanticCustomError
+
+from baton.core.errors import InvalidRequest
+from baton.core.sampling_limits import MAX_GRAMMAR_CHARS, check_count
+from coordinator.openai.strict import Strict
+from coordinator.structured_output import Constraint
+
+MAX_ALTERNATIVES = 4_096
+_ANY_OBJECT = '{"type":"object"}'
+_Schema = dict[str, Any]
+
+
+def _object_or_text(value: Any) -> Any:
+    if not isinstance(value, dict | str):
+        raise PydanticCustomError("schema", "must be an object or a string")
+    return value
+
+
+SchemaOrText = Annotated[_Schema | str, PlainValidator(_object_or_text, json_schema_input_type=_Schema | str)]
+
+
+class JsonSchema(Strict):
+    name: str
+    schema_: _Schema = Field(default_factory=dict, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Strict):
+    json_: SchemaOrText | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+
+
+def constraint_of(
+    response_format: ResponseFormat | None,
+    structured: StructuredOutputs | None,
+    guided: dict[str, Any],
+    whitespace_pattern: str | None,
+) -> Constraint | None:
+    """What a request asks for; `guided` are its fields of vLLM's older names, without those that are None.
+
+    Raises:
+        InvalidRequest: two of them at once, or none of the alternatives of one.
+    """
+    found: list[Constraint] = []
+    if response_format is not None and (wanted := _of_response_format(response_format)) is not None:
+        found.append(wanted)
+    if structured is not None:
+        named = {name: value for name, value in structured if value is not None}
+        pattern = named.pop("whitespace_pattern", None)
+        compact = bool(named.pop("disable_any_whitespace", False))
+        mine = [_of_vllm(name.rstrip("_"), value, "structured_outputs.") for name, value in named.items()]
+        mine = [constraint for constraint in mine if constraint is not None]
+        if not mine:
+            what = "structured_outputs needs one of json, json_object, regex, choice and grammar"
+            raise InvalidRequest(what, param="structured_outputs")
+        found += [_with_whitespace(constraint, "" if compact else pattern) for constraint in mine if constraint]
+    for name, value in guided.items():
+        if (wanted := _of_vllm(name.removeprefix("guided_"), value, "guided_")) is not None:
+            found.append(_with_whitespace(wanted, whitespace_pattern))
+    if len(found) > 1:
+        what = f"{found[0].param} and {found[1].param} exclude each other: the output can match one"
+        raise InvalidRequest(what, param=found[1].param)
+    return found[0] if found else None
+
+
+def _of_response_format(wanted: ResponseFormat) -> Constraint | None:
+    if (wanted.type == "json_schema") != (wanted.json_schema is not None):
+        what = "response_format.json_schema goes with 'type': 'json_schema', and with no other"
+        raise InvalidRequest(what, param="response_format.json_schema")
+    if wanted.json_schema is not None:
+        schema, lenient = wanted.json_schema.schema_, not wanted.json_schema.strict
+        return _json(schema, "response_format.json_schema.schema", lenient=lenient)
+    return None if wanted.type == "text" else _json(_ANY_OBJECT, "response_format")
+
+
+def _of_vllm(name: str, value: Any, prefix: str) -> Constraint | None:
+    param = prefix + name
+    if name == "json":
+        return _json(value, param)
+    if name == "json_object":
+        return _json(_ANY_OBJECT, param) if value else None
+    if name == "choice":
+        check_count(param, len(value), MAX_ALTERNATIVES)
+        return _measured(Constraint("choice", orjson.dumps(value).decode(), param))
+    return _measured(Constraint("regex" if name == "regex" else "lark", value, param))
+
+
+def _json(schema: _Schema | str, param: str, *, lenient: bool = False) -> Constraint:
+    text = schema if isinstance(schema, str) else orjson.dumps(schema).decode()
+    return _measured(Constraint("json_schema", text, param, lenient=lenient))
+
+
+def _measured(constraint: Constraint) -> Constraint:
+    check_count(constraint.param, len(constraint.value), MAX_GRAMMAR_CHARS, "characters")
+    if constraint.value in ("", "[]"):
+        raise InvalidRequest(f"{constraint.param} is empty", param=constraint.param)
+    return constraint
+
+
+def _with_whitespace(constraint: Constraint, pattern: str | None) -> Constraint:
+    if pattern is None or constraint.kind != "json_schema":
+        return constraint
+    return Constraint("json_schema", constraint.value, constraint.param, constraint.lenient, pattern)

@@ -1,0 +1,282 @@
+"""Outputs that match a grammar: masks against a plain automaton, rows whose mask is late or whose grammar fails, and
+whole generations with and without draft tokens."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+
+from baton.core.request import GenerateRequest, SamplingParams, SequenceId
+from baton.core.step import DraftRow, History, Row, StepPlan
+from baton.engine import grammars
+from baton.engine.grammars import NO_TOKENIZER, Automaton, GrammarError, Grammars, load_tokenizer
+from baton.engine.processors import Drafted, Draw, SeenTables, process
+from baton.engine.runner import Runner
+from baton.model_source import builtin_directory
+from coordinator.structured_output import Constraint, to_grammar
+from decode.speculation.drafts import ModelDrafts, NgramDrafts
+from decode.speculation.engine import SpeculativeEngine
+from decode.speculation.policy import Speculation
+from tests.engine.driver import tiny_runner
+from tests.support.decode_drive import decode_all
+
+VOCAB = 4096
+END = 1
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "bc"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+GRAMMAR = to_grammar(Constraint("json_schema", json.dumps(SCHEMA), "", whitespace=""))
+LETTERS = to_grammar(Constraint("regex", "[ab]{2,5}", ""))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> LLTokenizer:
+    found = load_tokenizer(builtin_directory("target"), VOCAB)
+    assert found is not None
+    return found
+
+
+def ids_of(bits: np.ndarray[Any, Any] | None) -> set[int]:
+    assert bits is not None
+    return set(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
+
+
+def plain(tokenizer: LLTokenizer, grammar: str, output: tuple[int, ...], ends: tuple[int, ...]) -> set[int]:
+    """What may follow an output, from a matcher made for it alone."""
+    matcher = LLMatcher(tokenizer, grammar)
+    assert matcher.consume_tokens(list(output))
+    allowed = ids_of(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)) - set(tokenizer.eos_tokens)
+    return allowed | (set(ends) if matcher.is_accepting() else set())
+
+
+def walk(tokenizer: LLTokenizer, grammar: str, seed: int, length: int) -> tuple[int, ...]:
+    """A random beginning of what matches."""
+    chosen, output = random.Random(seed), ()
+    while len(output) < length:
+        allowed = plain(tokenizer, grammar, output, ())
+        if not allowed:
+            break
+        output += (chosen.choice(sorted(allowed)),)
+    return output
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 50),
+    steps=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 12), st.integers(0, 4)), min_size=1, max_size=6),
+)
+def test_masks_equal_a_plain_automatons_whatever_was_asked_before(
+    tokenizer: LLTokenizer, seed: int, steps: list[tuple[int, int, int]]
+) -> None:
+    """Outputs that go on, go back and go another way, as those of a resumed sequence and of rejected drafts do."""
+    automaton = Automaton(tokenizer, GRAMMAR)
+    for other, length, drafted in steps:
+        known = walk(tokenizer, GRAMMAR, seed + other % 3, length + drafted)
+        output, drafts = known[:length], known[length:]
+        found = automaton.masks(output, drafts, (END, 7))
+        assert len(found) == 1 + len(drafts)
+        for count, bits in enumerate(found):
+            assert ids_of(bits) == plain(tokenizer, GRAMMAR, output + drafts[:count], (END, 7))
+
+
+def test_behind_a_wrong_draft_token_nothing_is_masked(tokenizer: LLTokenizer) -> None:
+    a, b, z = (tokenizer.tokenize_str(text)[0] for text in "abz")
+    automaton = Automaton(tokenizer, LETTERS)
+    masks = automaton.masks((a,), (b, z, a), (END,))
+    assert [bits is None for bits in masks] == [False, False, True, True]
+    assert ids_of(masks[1]) >= {a, b, END} and z not in ids_of(masks[1])
+    assert ids_of(automaton.masks((a,), (), (END,))[0]) == ids_of(masks[0])  # the drafts left nothing behind
+
+
+def test_an_end_comes_only_where_the_grammar_is_satisfied(tokenizer: LLTokenizer) -> None:
+    a = tokenizer.tokenize_str("a")[0]
+    automaton = Automaton(tokenizer, LETTERS)
+    assert not {END, 9} & ids_of(automaton.masks((a,), (), (END, 9))[0])
+    assert {END, 9} <= ids_of(automaton.masks((a, a), (), (END, 9))[0])
+    assert ids_of(automaton.masks((a,) * 5, (), (END, 9))[0]) == {END, 9}
+    with pytest.raises(GrammarError, match="allows no token"):
+        automaton.masks((a,) * 5, (), ())
+
+
+def test_an_output_that_breaks_the_grammar_and_a_grammar_that_is_none_say_so(tokenizer: LLTokenizer) -> None:
+    z = tokenizer.tokenize_str("z")[0]
+    with pytest.raises(GrammarError, match=r".{5}"):
+        Automaton(tokenizer, LETTERS).masks((z,), (), (END,))
+    with pytest.raises(GrammarError, match="unknown name"):
+        Automaton(tokenizer, "start: b")
+
+
+def draw_of(
+    grammar: str = LETTERS, output: tuple[int, ...] = (), name: str = "r", ends: tuple[int, ...] = (END,), **params: Any
+) -> Draw:
+    sampling = SamplingParams(temperature=0.0, grammar=grammar, **params)
+    return Draw(sampling, 0, len(output), History((5,), output, ends), (), SequenceId(name))
+
+
+def patient(tokenizer: LLTokenizer | None) -> SeenTables:
+    return SeenTables(grammars=Grammars(tokenizer, wait_s=30.0))
+
+
+def test_other_masks_hold_too_unless_they_would_leave_nothing(tokenizer: LLTokenizer) -> None:
+    a, b, ab = (tokenizer.tokenize_str(text)[0] for text in ("a", "b", "ab"))
+    logits, tables = torch.zeros(1, VOCAB), patient(tokenizer)
+
+    def left(draw: Draw) -> set[int]:
+        return set(torch.isfinite(process(logits, [draw], tables)[0]).nonzero().flatten().tolist())
+
+    assert left(draw_of(name="1")) >= {a, b, ab}
+    assert left(draw_of(name="2", bad_words=((ab,),))) == left(draw_of(name="1")) - {ab}
+    assert left(draw_of(name="3", allowed_token_ids=(a, END, 99))) == {a}
+    assert left(draw_of(name="4", allowed_token_ids=(99,))) == left(draw_of(name="1"))
+    assert left(draw_of(name="5", output=(a,) * 5, min_tokens=9)) == {END}
+    assert left(draw_of(name="6", output=(a,) * 2, min_tokens=9)) == left(draw_of(name="7", output=(a,) * 2)) - {END}
+    assert not tables.grammars.unsampled
+
+
+def test_a_late_mask_holds_up_its_own_row_alone(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, compute = threading.Event(), grammars._compute
+
+    def slow(*args: Any) -> Any:
+        assert args[2] == LETTERS or go.wait(30)
+        return compute(*args)
+
+    monkeypatch.setattr(grammars, "_compute", slow)
+    tables, logits = patient(tokenizer), torch.zeros(3, VOCAB)
+    draws = [draw_of(name="quick"), draw_of(GRAMMAR, name="late"), Draw(SamplingParams(), 0, 0)]
+    tables.grammars.mask(draws[0], tables.grammars.deadline())
+    tables.grammars._wait_s = 0.05
+    processed = process(logits, draws, tables)
+    assert torch.isinf(processed[0]).any() and not torch.isinf(processed[1:]).any()
+    assert tables.grammars.take_unsampled() == {SequenceId("late"): ""} and not tables.grammars.unsampled
+    again = process(logits, draws, tables)  # still late: the same mask is waited for, not another one begun
+    assert not torch.isinf(again[1]).any() and tables.grammars.take_unsampled() == {SequenceId("late"): ""}
+    go.set()
+    tables.grammars._wait_s = 30.0
+    assert torch.isinf(process(logits, draws, tables)[1]).any() and not tables.grammars.unsampled
+
+
+def test_a_worker_without_a_tokenizer_and_a_grammar_that_fails_name_the_reason(tokenizer: LLTokenizer) -> None:
+    tables = patient(None)
+    process(torch.zeros(1, VOCAB), [draw_of()], tables)
+    assert tables.grammars.take_unsampled() == {SequenceId("r"): NO_TOKENIZER}
+    tables = patient(tokenizer)
+    process(torch.zeros(2, VOCAB), [draw_of("start: b", name="bad"), draw_of()], tables)
+    (failed,) = tables.grammars.take_unsampled().items()
+    assert failed[0] == SequenceId("bad") and "unknown name" in failed[1]
+
+
+def test_an_automaton_is_kept_as_long_as_its_sequence(tokenizer: LLTokenizer) -> None:
+    tables, draw = patient(tokenizer), draw_of()
+    process(torch.zeros(1, VOCAB), [draw], tables)
+    assert list(tables.grammars._followed) == [SequenceId("r")]
+    del draw
+    gc.collect()
+    assert not tables.grammars._followed
+
+
+def test_draft_tokens_that_only_a_device_knows_are_refused(tokenizer: LLTokenizer) -> None:
+    drafted = Drafted(torch.zeros((1, 1), dtype=torch.int64), [1])
+    with pytest.raises(Exception, match="draft tokens that the host knows"):
+        process(torch.zeros(1, VOCAB), [draw_of()], patient(tokenizer), drafted)
+
+
+@pytest.fixture(scope="module")
+def target() -> Runner:
+    return tiny_runner(builtin_directory("target"), exact=True, kv_memory_bytes=64 << 20)
+
+
+@pytest.fixture(scope="module")
+def draft() -> Runner:
+    return tiny_runner(builtin_directory("draft"), exact=True, kv_memory_bytes=32 << 20)
+
+
+def requests(count: int) -> list[GenerateRequest]:
+    """Schemas, greedy and with noise and penalties, beside requests without a grammar."""
+    made = []
+    for index in range(count):
+        sampling = SamplingParams(temperature=0.0 if index % 3 == 0 else 0.9, seed=index, grammar=GRAMMAR)
+        if index % 4 == 1:
+            sampling = replace(sampling, presence_penalty=0.6, logprobs=1)
+        if index % 5 == 4:
+            sampling = replace(sampling, grammar="")
+        prompt = tuple(random.Random(index).choices(range(6, VOCAB), k=5 + index))
+        made.append(GenerateRequest(f"r{index}", prompt, 60, sampling, eos_token_ids=(END,)))
+    return made
+
+
+def valid(tokenizer: LLTokenizer, tokens: list[int]) -> bool:
+    assert tokens[-1] == END
+    jsonschema.validate(json.loads(tokenizer.decode_str(tokens[:-1])), SCHEMA)
+    return True
+
+
+@pytest.fixture(scope="module")
+def undrafted(target: Runner) -> Iterator[dict[str, list[int]]]:
+    yield decode_all(target, requests(15), batch=6).outputs
+
+
+def test_outputs_match_their_schema(undrafted: dict[str, list[int]], tokenizer: LLTokenizer) -> None:
+    assert all(valid(tokenizer, undrafted[f"r{i}"]) for i in range(15) if i % 5 != 4)
+    assert any(len(undrafted[f"r{i}"]) == 60 for i in range(15) if i % 5 == 4)
+
+
+@pytest.mark.parametrize("source", ["ngram", "model"])
+@pytest.mark.parametrize("length", [2, 5])
+def test_draft_tokens_change_no_output(
+    target: Runner, draft: Runner, undrafted: dict[str, list[int]], source: str, length: int
+) -> None:
+    drafts = NgramDrafts() if source == "ngram" else ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len)
+    run = decode_all(target, requests(15), speculation=Speculation(drafts, fixed_length=length), draft=draft, batch=6)
+    assert run.outputs == undrafted
+    assert run.counters.accepted_tokens > (60 if source == "model" else 10)
+
+
+def test_a_draft_model_drafts_what_the_grammar_allows(target: Runner, draft: Runner, tokenizer: LLTokenizer) -> None:
+    """So its draft tokens are seldom rejected where the grammar leaves one choice."""
+    choice = to_grammar(Constraint("choice", json.dumps(["unconditionally agreed", "nonetheless refused"]), ""))
+    sampling, history = SamplingParams(temperature=0.0, grammar=choice), History((9, 10), (), (END,))
+    row = Row(SequenceId("r"), 1, (10,), (0,), sampling, 1, 0, history)
+    plan = StepPlan(1, (row,), (DraftRow(SequenceId("r"), 0, (9, 10), (0,), 3, 0),))
+    target.step(StepPlan(0, (Row(SequenceId("r"), 0, (9,), (0,), SamplingParams()),)))
+    outcome = SpeculativeEngine(target, draft).step(plan)
+    while outcome.unsampled:
+        outcome = SpeculativeEngine(target, draft).step(plan)
+    (drafted,) = outcome.draft_tokens
+    text = tokenizer.decode_str(list(drafted))
+    assert len(drafted) == 3 and ("unconditionally agreed".startswith(text) or "nonetheless refused".startswith(text))
+
+
+def test_a_resumed_attempt_goes_on_in_its_grammar(
+    target: Runner, undrafted: dict[str, list[int]], tokenizer: LLTokenizer
+) -> None:
+    request = requests(1)[0]
+    whole = undrafted["r0"]
+    for cut in (1, len(whole) // 2, len(whole) - 1):
+        history = History(request.prompt, tuple(whole[:cut]), (END,))
+        tokens = (*request.prompt, *whole[:cut])
+        sampling = replace(request.sampling)  # a worker that has never seen the sequence
+        row = Row(SequenceId("r0", 0, 2), 0, tokens, tuple(range(8)), sampling, 1, cut, history)
+        outcome = target.step(StepPlan(0, (row,)))
+        while outcome.unsampled:
+            outcome = target.step(StepPlan(0, (row,)))
+        assert outcome.sampled == ((whole[cut],),)
