@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -37,9 +38,11 @@ TOGETHER = 8  # bodies of 1 MB that are sent at the same time
 KINDS = ("plain", "allowed_token_ids")
 
 
-async def gaps(url: str, rows: int, kind: str) -> list[float]:
-    """Seconds between events of a plain stream while `rows` others of a kind run."""
-    extra = {} if kind == "plain" else {"allowed_token_ids": list(range(1000, VOCABULARY))}
+EXTRA: dict[str, Any] = {"plain": {}, "allowed_token_ids": {"allowed_token_ids": list(range(1000, VOCABULARY))}}
+
+
+async def gaps(url: str, rows: int, extra: dict[str, Any]) -> list[float]:
+    """Seconds between events of a plain stream while `rows` others, with `extra` in their bodies, run."""
     body = {"prompt": [300, 301, 302], "max_tokens": 4000, "ignore_eos": True, "stream": True}
     large = json.dumps(body | extra).encode()
     headers = {"content-type": "application/json"}
@@ -104,7 +107,7 @@ def main() -> None:
             url = ready_url(cluster, Path(directory) / "run" / "cluster.json")
             for turn in range(arguments.turns):
                 for kind in KINDS if turn % 2 == 0 else reversed(KINDS):
-                    found[kind].append(asyncio.run(gaps(url, arguments.rows, kind)))
+                    found[kind].append(asyncio.run(gaps(url, arguments.rows, EXTRA[kind])))
                     print(turn, kind, f"{statistics.median(found[kind][-1]) * 1e3:.1f} ms", flush=True)
         finally:
             cluster.send_signal(signal.SIGINT)

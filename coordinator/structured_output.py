@@ -218,7 +218,7 @@ def to_grammar(constraint: Constraint) -> str:
             return LLMatcher.grammar_from_regex(constraint.value)
         case "choice":
             choices = " | ".join(_lark_string(choice) for choice in orjson.loads(constraint.value))
-            return LLMatcher.grammar_from_lark(f"start: {choices}")
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")  # one lexeme, however many
         case "lark":
             return LLMatcher.grammar_from_lark(constraint.value)
         case "llguidance":

@@ -50,7 +50,8 @@ from coordinator.policy.pool import Prefix
 from coordinator.policy.workers import WorkerTable
 
 MAX_DEATHS = 2
-MAX_TIMES_PARKED = 30  # from the second time on, targets are named a tick later
+MAX_TIMES_PARKED = 30
+OFFER_AGAIN_S = 0.1, 1.0  # after the second refusal, doubled with each up to the second
 _MAX_ATTEMPT = 1 << 30  # an int32 on the wire
 # The decode worker has begun, yet prefill saw the hand-over fail and has told it to end the sequence.
 _LOST_ACK = "the link to its decode worker broke before the last acknowledgement"
@@ -145,7 +146,7 @@ class Request:
     """One choice of a request. Times are seconds on the caller's monotonic clock; 0.0 where something has not happened.
 
     `targets` are the decode workers named under the present attempt: each may hold the sequence. `refused`: all targets
-    refused before the first token was known. `deaths` are the workers lost while they ran it, with the reason.
+    refused before the first token was known; parked KV is offered again from `offer_at` on. `deaths` are the workers lost while they ran it, with the reason.
     `prefixes` names the full blocks of its prompt by block size: for later choices, which have the same prompt.
     `unservable_since` is when the last worker that could serve it went, `unservable` why, with an error code.
     """
@@ -161,6 +162,7 @@ class Request:
     targets: tuple[Target, ...] = ()
     refused: bool = False
     times_parked: int = 0
+    offer_at: float = 0.0
     recomputed: bool = False
     deaths: list[str] = field(default_factory=list)
     unservable: tuple[str, str] | None = None
@@ -358,7 +360,7 @@ class Requests:
             elif r.unservable is not None and now - r.unservable_since >= self._hold_s:
                 what, code = r.unservable
                 actions += self._fail(r, Unavailable(what, code=code, retry_after_s=2), now)
-            elif r.stage is Stage.PARKED:
+            elif r.stage is Stage.PARKED and now >= r.offer_at:
                 actions += self._assign(r, now)
         return actions + self._place(now)
 
@@ -454,6 +456,8 @@ class Requests:
         if r.stage is Stage.DECODE:
             return actions + self._reschedule(r, _LOST_ACK, now)
         r.times_parked += 1
+        first, most = OFFER_AGAIN_S
+        r.offer_at = now if r.times_parked == 1 else now + min(first * 2 ** (r.times_parked - 2), most)
         if r.times_parked > MAX_TIMES_PARKED:
             what = f"KV could not be handed over in {MAX_TIMES_PARKED} tries: {parked.reason}"
             return actions + self._fail(r, HandoffError(what, retry_after_s=1), now)
@@ -462,7 +466,7 @@ class Requests:
             return actions
         self._move(r, Stage.PARKED)
         if r.journal.attempt == r.request.attempt:
-            actions += self._assign(r, now)  # later times wait for a tick: who refused just now would refuse again
+            actions += self._assign(r, now)  # later times wait for `offer_at`: who refused just now would refuse again
         return actions
 
     def _on_ended(self, worker: str, ended: SequenceEnded, now: float) -> list[Action]:

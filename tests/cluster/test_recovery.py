@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,8 +22,9 @@ from tests.support.fault_cluster import FaultCluster, fault_cluster
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 LENGTH = 160
-PROMPTS = [[7 + (n * 31 + i) % 200 for i in range(400 + 13 * n)] for n in range(6)]
-# Every kind of state that has to go on: noise by index, penalties over the output, stop strings, offsets of logprobs.
+PROMPTS = [[7 + (n * 31 + i) % 200 for i in range(400 + 13 * n)] for n in range(7)]
+# Every kind of state that has to go on: noise by index, penalties over the output, stop strings, offsets of logprobs, a
+# grammar's automaton.
 KINDS: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0, "seed": 5},
@@ -30,6 +32,7 @@ KINDS: list[dict[str, Any]] = [
     {"logprobs": 2},
     {"stop": ["zzqx"], "temperature": 1.0, "seed": 9, "min_tokens": LENGTH // 2},
     {"n": 2, "temperature": 1.0, "seed": 11},
+    {"structured_outputs": {"regex": "([a-f]{3},){38,39}"}, "temperature": 1.0, "seed": 12, "ignore_eos": False},
 ]
 
 
@@ -92,7 +95,7 @@ async def wave(client: Client, streams: int, first: int = 0) -> AsyncIterator[li
 @pytest.mark.parametrize(
     ("draft", "cache", "streams", "waves"),
     [
-        ("ngram", False, 6, 1),
+        ("ngram", False, 7, 1),
         pytest.param("none", True, 12, 2, marks=pytest.mark.long),
         pytest.param("ngram", False, 12, 2, marks=pytest.mark.long),
     ],
@@ -116,6 +119,7 @@ async def test_kill_9_of_each_worker_in_turn_and_at_random(
             async with wave(client, len(KINDS)) as undisturbed:
                 pass
             expected = [stream.answer() for stream in undisturbed]
+            assert re.fullmatch("([a-f]{3},){38,39}", undisturbed[-1].text[0])
             for victim in victims:
                 async with wave(client, streams) as made:
                     await running.until(lambda v=victim, m=made: in_the_middle(running, v, m), f"{victim} at work")

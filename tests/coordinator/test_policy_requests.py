@@ -448,16 +448,20 @@ def test_parked_kv_waits_for_its_first_token_and_is_offered_under_the_next_attem
     assert d.requests.stale_events == 1
 
 
-def test_who_refused_just_now_is_asked_again_a_tick_later_and_not_for_ever() -> None:
+def test_who_refused_just_now_is_asked_again_ever_later_and_not_for_ever() -> None:
     d = Drive("p0", "d0")
     r, s = d.at(Stage.HANDOVER)
     d.park("p0", s)
     assert len(d.take(AssignTargets)) == 1
+    waited = []
     for _ in range(MAX_TIMES_PARKED - 1):
         d.park("p0", r.sequence)
         assert not d.take(AssignTargets)
-        d.tick()
-        assert len(d.take(AssignTargets)) == 1
+        began = d.now
+        while not d.take(AssignTargets):
+            d.tick(0.01)
+        waited.append(round(d.now - began, 1))
+    assert waited[:5] == [0.1, 0.2, 0.4, 0.8, 1.0] and 20 < sum(waited) < 30  # as long as a request is held
     d.park("p0", r.sequence)
     error = d.error(r)
     assert isinstance(error, HandoffError) and "30 tries" in error.message

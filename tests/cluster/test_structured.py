@@ -1,0 +1,115 @@
+"""Structured output through a running cluster: every answer fits its schema, streamed or whole, with and without draft
+tokens, and what is refused costs the workers nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import grpc
+import grpc.aio
+import jsonschema
+import openai
+import pytest
+
+from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2
+from tests.support.cluster import Cluster, cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 10},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+SHAPE = {
+    "$defs": {"point": {"type": "array", "items": {"type": "integer", "minimum": -9, "maximum": 9}, "minItems": 2}},
+    "type": "object",
+    "properties": {
+        "kind": {"const": "line"},
+        "from": {"$ref": "#/$defs/point", "maxItems": 2},
+        "closed": {"type": "boolean"},
+        "note": {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[a-z]{2,6}$"}]},
+    },
+    "required": ["kind", "closed", "note"],
+    "additionalProperties": False,
+}
+SCHEMAS = (PERSON, SHAPE)
+
+
+def asked(number: int) -> dict[str, Any]:
+    schema = SCHEMAS[number % 2]
+    return {
+        "model": "builtin",
+        "messages": [{"role": "user", "content": f"Number {number}: write one, please."}],
+        "max_tokens": 300,
+        "temperature": (0.0, 0.7, 1.0)[number % 3],
+        "seed": number,
+        "stream": number % 4 == 1,
+        "extra_body": {"structured_outputs": {"json": schema, "disable_any_whitespace": True}},
+    }
+
+
+async def one(official: openai.AsyncOpenAI, number: int) -> str:
+    answer: Any = await official.chat.completions.create(**asked(number))
+    if number % 4 == 1:
+        pieces = [event.choices[0].delta.content or "" async for event in answer]
+        return "".join(pieces)
+    assert answer.choices[0].finish_reason == "stop", answer
+    return str(answer.choices[0].message.content)
+
+
+async def all_of(running: Cluster, count: int) -> list[str]:
+    official = openai.AsyncOpenAI(api_key="none", base_url=running.url + "/v1", max_retries=0, timeout=300)
+    async with official:
+        return list(await asyncio.gather(*(one(official, number) for number in range(count))))
+
+
+def counted(running: Cluster) -> int:
+    return int(sum(row["prompt_tokens_computed"] for row in running.workers().values()))
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.long)])
+async def test_every_answer_fits_its_schema_and_drafts_change_none(count: int) -> None:
+    found: dict[str, list[str]] = {}
+    for draft in ("none", "auto"):
+        with cluster("builtin", exact=True, draft=draft) as running:
+            found[draft] = await all_of(running, count)
+            if draft == "auto":
+                await refusals_cost_nothing(running)
+                await over_grpc(running)
+    for number, text in enumerate(found["none"]):
+        jsonschema.validate(json.loads(text), SCHEMAS[number % 2])
+    assert found["auto"] == found["none"]
+    assert len(set(found["none"])) > count // 4, "answers differ"
+
+
+async def refusals_cost_nothing(running: Cluster) -> None:
+    official = openai.AsyncOpenAI(api_key="none", base_url=running.url + "/v1", max_retries=0)
+    before = counted(running)
+    chain = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(4000)) + '\nr4000: "a"'
+    async with official:
+        for wanted in ({"json": {"type": "banana"}}, {"regex": "a("}, {"grammar": chain}, {"grammar": "start: b"}):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await official.chat.completions.create(**asked(0) | {"extra_body": {"structured_outputs": wanted}})
+            body: Any = refused.value.body
+            assert body["code"] == "invalid_grammar" and body["param"].startswith("structured_outputs.")
+    assert counted(running) == before
+
+
+async def over_grpc(running: Cluster) -> None:
+    choice = random.Random(1).choice(["yes", "no"])
+    async with grpc.aio.insecure_channel(running.grpc) as channel:
+        stub = serving_pb2_grpc.ServingStub(channel)
+        request = serving_pb2.GenerateRequest(
+            text="Well?", max_tokens=8, sampling=types_pb2.SamplingParams(grammar=f'start: "{choice}"')
+        )
+        text = "".join([m.delta.text async for m in stub.Generate(request) if m.HasField("delta")])
+    assert text == choice
