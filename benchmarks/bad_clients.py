@@ -361,7 +361,7 @@ def run(seconds: float, directory: Path) -> Found:
             asyncio.run(good_streams(url, 3.0, 1, found.failed))
             found.before, _ = until_back(url, coordinator, grown(state(url, coordinator)) | {"requests": 0})
             with attackers(ports, {}):
-                time.sleep(WARM_UP_S)
+                time.sleep(max(WARM_UP_S, min(seconds / 10, 60.0)))
             after, _ = until_back(url, coordinator, grown(found.before))
             found.before |= {name: after[name] for name in GROW_ONCE}
             found.calm = asyncio.run(good_streams(url, min(CALM_S, seconds), 2, found.failed))

@@ -2,8 +2,9 @@
 
     python benchmarks/structured.py [--rows 7] [--turns 5] [--shape 152k]
 
-First the masks of some grammars, each followed for 300 random tokens, with a vocabulary of 151,936 made-up words. Then a cluster with a checkpoint of that vocabulary: gaps of a plain stream beside rows that are plain, or have
-to match a JSON schema, in turns. Writes `benchmarks/results/structured.md`.
+First the masks of some grammars, each followed for 300 random tokens, with a vocabulary of 151,936 made-up words. Then
+a cluster with a checkpoint of that vocabulary: gaps of a plain stream beside rows that are plain, or have to match a
+JSON schema, in turns. Writes `benchmarks/results/structured.md`.
 """
 
 from __future__ import annotations

@@ -131,7 +131,8 @@ class Pipeline:
             self._cluster.end(in_flight, reason)
 
     def _text(self, submission: Submission) -> TextStream:
-        return TextStream(self._vocabulary, submission.stop, submission.sampling.min_tokens)
+        shown = submission.shown_token_ids
+        return TextStream(self._vocabulary, submission.stop, submission.sampling.min_tokens, shown)
 
     async def _wait(self, in_flight: InFlight, read: int) -> None:
         """Until there is something new, or the deadline. The first time also for the prompt's log-probabilities, if

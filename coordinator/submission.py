@@ -16,7 +16,7 @@ class Submission:
 
     `stop` are strings that end the text before them; `eos_token_ids` is empty under ignore_eos. `deadline_s` is the
     time the whole request may take, in seconds. `n` choices are generated, each with its own noise. Requests share
-    cached KV only where their `cache_salt` is the same.
+    cached KV only where their `cache_salt` is the same. `shown_token_ids` are special tokens that the text spells out.
     """
 
     request_id: str
@@ -30,6 +30,7 @@ class Submission:
     priority: int = 0
     n: int = 1
     cache_salt: str = ""
+    shown_token_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.request import SamplingParams, TokenBias
@@ -102,12 +102,18 @@ class Translator:
         return await self._submission(request_id, prompt, options, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
 
     async def from_messages(
-        self, request_id: str, messages: Sequence[ChatMessage], options: Options, *, deadline_s: float | None = None
+        self,
+        request_id: str,
+        messages: Sequence[ChatMessage],
+        options: Options,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        deadline_s: float | None = None,
     ) -> Submission:
-        """A turn of a conversation."""
+        """A turn of a conversation, in which `tools` may be called."""
         self._checked(options)
         check_messages(messages)
-        ids = await self.text.encode_chat_soon(messages)
+        ids = await self.text.encode_chat_soon(messages, tools=tools)
         return await self._submission(request_id, ids, options, self.text.max_model_len, "messages", deadline_s)
 
     def check_token_ids(self, ids: Sequence[int], *, param: str = "prompt") -> None:

@@ -137,6 +137,11 @@ class CoordinatorOptions:
     metrics_compat: str = option(
         "none", "more names in /metrics, for dashboards made for them", choices=("none", "vllm")
     )
+    tool_parser: str = option(
+        "auto",
+        "how the model writes tool calls; auto: as its chat template does",
+        choices=("auto", "hermes", "llama3", "mistral", "harmony"),
+    )
     slow_request_s: float = option(0.0, "requests that take longer are logged as warnings; 0: none are", low=0)
     log_level: str = option("info", "least severe message logged", choices=("debug", "info", "warning", "error"))
 

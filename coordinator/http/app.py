@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from coordinator.openai.render import ChatRender, CompletionRender, Head, Render
 from coordinator.openai.strict import Strict
 from coordinator.submission import Generator, Submission
 from coordinator.text.model import TextModel
+from coordinator.text.tool_calls import make_parser
 from coordinator.translate import Translator, check_messages
 
 _T = TypeVar("_T", bound=Strict)
@@ -128,13 +129,38 @@ class _Front:
         echos = None
         if body.echo:
             echos = tuple([p if isinstance(p, str) else await self._text.decode_soon(p) for p in body.prompt])
-        return self._generate(request_id, submissions, body, CompletionRender, echos)
+        return self._generate(request_id, submissions, body, CompletionRender, echos=echos)
 
     async def chat_completions(self, request: Request) -> Response:
         body = await self._body(request, schema.parse_chat)
         self._check_model(body.model)
-        submission = await self._translator.from_messages(request.scope[REQUEST_ID], body.chat(), body.options())
-        return self._generate(submission.request_id, [submission], body, ChatRender)
+        text, tools, options = self._text, body.tooling(), body.options()
+        if tools.may_be_called:
+            if text.tool_format is None:
+                raise InvalidRequest("this model's chat template knows no tools", param="tools")
+            constraint = tools.constraint(text.tool_format, text.marker_ids, options.constraint)
+            options = replace(options, constraint=constraint)
+        offered = tools.template_values()
+        submission = await self._translator.from_messages(
+            request.scope[REQUEST_ID], body.chat(), options, tools=offered
+        )
+        new_parser = partial(
+            make_parser,
+            text.tool_format,
+            calls=tools.may_be_called,
+            thinks=text.thinks,
+            thinking=options.constraint is None and text.thinks_already(submission.prompt),
+        )
+        if new_parser() is not None:
+            submission = replace(submission, shown_token_ids=frozenset(text.marker_ids.values()))
+        return self._generate(
+            submission.request_id,
+            [submission],
+            body,
+            ChatRender,
+            new_parser=new_parser,
+            named_tool=bool(tools.named),
+        )
 
     async def models(self) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
@@ -208,8 +234,9 @@ class _Front:
         submissions: Sequence[Submission],
         body: schema.GenerationBody,
         render: type[Render],
-        echos: tuple[str, ...] | None = None,
+        **more: Any,
     ) -> Response:
+        """`more` is what the head has besides."""
         wanted, submission = body.stream_options, submissions[0]
         head = Head(
             request_id=request_id,
@@ -224,7 +251,7 @@ class _Front:
             token_ids=bool(body.return_token_ids),
             logprobs=submission.sampling.logprobs is not None,
             prompt_logprobs=body.prompt_logprobs is not None,
-            echos=echos,
+            **more,
         )
         return GenerationResponse(
             self._generator,

@@ -65,17 +65,13 @@ CHAT: Neutral = _BOTH | {
     "functions": ([],),
     "modalities": (["text"],),
     "moderation": (),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "web_search_options": (),
 }
 MESSAGE: Neutral = {
     "function_call": (),
     "partial": (False,),  # elsewhere: go on with this message
     "prefix": (False,),
-    "tool_calls": ([],),
 }
 NOTHING: Neutral = {}
 

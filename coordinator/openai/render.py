@@ -6,16 +6,18 @@ of building and dumping an object per token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import orjson
+import xxhash
 
 from coordinator.off_loop import is_large
 from coordinator.openai.logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
 from coordinator.submission import Delta, Timeline, Usage
 from coordinator.text.stream import Vocabulary
+from coordinator.text.tool_calls import Arguments, CallBegun, Event, Parser, Reasoning, Text
 
 DONE = b"data: [DONE]\n\n"
 _LINE_BREAKS = {c.encode(): f"\\u{ord(c):04x}".encode() for c in ("\x85", "\u2028", "\u2029")}
@@ -25,7 +27,8 @@ _LINE_BREAKS = {c.encode(): f"\\u{ord(c):04x}".encode() for c in ("\x85", "\u202
 class Head:
     """What is the same in every part of one answer. `logprobs` and `prompt_logprobs` say that the client wants them,
     `prompts` are the ids of each prompt, with `n` choices each in their order, and `echos` their texts where it wants
-    them in front."""
+    them in front. `new_parser` makes what finds tool calls and reasoning in the text of a choice; `named_tool` says
+    that the client chose the tool."""
 
     request_id: str
     model: str
@@ -40,6 +43,8 @@ class Head:
     logprobs: bool = False
     prompt_logprobs: bool = False
     echos: tuple[str, ...] | None = None
+    new_parser: Callable[[], Parser | None] = field(default=lambda: None)
+    named_tool: bool = False
 
 
 class Render:
@@ -66,7 +71,7 @@ class Render:
     def whole(self, answers: Sequence[Delta], usage: Usage) -> bytes:
         """The one object of an answer that is not streamed, from all deltas of each choice in one; the first has what
         is to be said of the prompt."""
-        choices = [self._whole_choice(answer) | _end(answer) for answer in answers]
+        choices = [_end(answer) | self._whole_choice(answer) for answer in answers]
         value = self._base(self.whole_object) | {"choices": choices, "usage": usage_object(usage)}
         if self._head.token_ids:
             for choice, answer in zip(choices, answers, strict=True):
@@ -181,12 +186,19 @@ class CompletionRender(Render):
 
 
 class ChatRender(Render):
+    """State: the parser of each choice, and the choices that have called a tool."""
+
     id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     before_text = b'"delta":{"content":'
     after_text = b"}"
     scores_in_choice = False
+
+    def __init__(self, head: Head) -> None:
+        super().__init__(head)
+        self._parsers: dict[int, Parser | None] = {}
+        self._called: set[int] = set()
 
     def opening(self, delta: Delta, usage: Usage) -> bytes:
         choice = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
@@ -198,7 +210,90 @@ class ChatRender(Render):
     def _whole_choice(self, answer: Delta) -> dict[str, Any]:
         message = {"role": "assistant", "content": answer.text, "refusal": None}
         scores = self._logprobs(answer) if self._head.logprobs else None
-        return {"index": answer.choice, "message": message, "logprobs": scores}
+        choice = {"index": answer.choice, "message": message, "logprobs": scores}
+        parser = self._head.new_parser()
+        if parser is None:
+            return choice
+        events = parser.push(answer.text) + parser.finish()
+        message |= self._message_of(events, answer.choice)
+        return choice | {"finish_reason": self._finish(answer, calls="tool_calls" in message)}
+
+    # With a parser: text becomes content, reasoning and calls.
+
+    def text(self, delta: Delta, usage: Usage) -> bytes:
+        parser = self._parser(delta.choice)
+        if parser is None:
+            return super().text(delta, usage)
+        return self._parsed(delta, parser.push(delta.text), usage)
+
+    def last(self, delta: Delta, usage: Usage) -> bytes:
+        parser = self._parser(delta.choice)
+        if parser is None:
+            return super().last(delta, usage)
+        found = self._parsed(delta, parser.push(delta.text) + parser.finish(), usage)
+        end = _end(delta) | {"finish_reason": self._finish(delta, calls=delta.choice in self._called)}
+        choice = b'{"index":%d,"delta":{},"logprobs":null,' % delta.choice + orjson.dumps(end)[1:]
+        return found + self._prefix + choice + self._tail(usage)
+
+    def _parser(self, choice: int) -> Parser | None:
+        if choice not in self._parsers:
+            self._parsers[choice] = self._head.new_parser()
+        return self._parsers[choice]
+
+    def _parsed(self, delta: Delta, events: list[Event], usage: Usage) -> bytes:
+        """The events of a stream for what a delta has brought; its ids and scores are with the first."""
+        parts = [self._part(event, delta.choice) for event in events]
+        if not parts and delta.token_ids and (self._head.token_ids or self._head.logprobs):
+            parts = [{}]
+        found = b""
+        for number, part in enumerate(parts):
+            ids, scores = (self._ids(delta), self._scores(delta)) if number == 0 else (b"", b"null")
+            choice = b'{"index":%d,"delta":' % delta.choice + _json(part) + ids + b',"logprobs":' + scores
+            found += self._prefix + choice + b',"finish_reason":null}' + self._tail(usage)
+        return found
+
+    def _part(self, event: Event, choice: int) -> dict[str, Any]:
+        match event:
+            case Text(text):
+                return {"content": text}
+            case Reasoning(text):
+                return {"reasoning_content": text}
+            case CallBegun(index, name):
+                self._called.add(choice)
+                function = {"name": name, "arguments": ""}
+                called = {"index": index, "id": self._call_id(choice, index), "type": "function", "function": function}
+                return {"tool_calls": [called]}
+            case Arguments(index, text):
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+    def _message_of(self, events: list[Event], choice: int) -> dict[str, Any]:
+        text = "".join(event.text for event in events if isinstance(event, Text))
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+        calls = [
+            {
+                "id": self._call_id(choice, begun.index),
+                "type": "function",
+                "function": {
+                    "name": begun.name,
+                    "arguments": "".join(e.text for e in events if isinstance(e, Arguments) and e.index == begun.index),
+                },
+            }
+            for begun in events
+            if isinstance(begun, CallBegun)
+        ]
+        found: dict[str, Any] = {"content": text if text.strip() or not calls else None}
+        found |= {"reasoning_content": reasoning} if reasoning else {}
+        return found | ({"tool_calls": calls} if calls else {})
+
+    def _finish(self, delta: Delta, *, calls: bool) -> str | None:
+        """As OpenAI has it: a call that the client chose itself ends with `stop`."""
+        if calls and delta.finish_reason == "stop" and not self._head.named_tool:
+            return "tool_calls"
+        return delta.finish_reason
+
+    def _call_id(self, choice: int, index: int) -> str:
+        """Nine letters and digits: Mistral's templates take no other."""
+        return xxhash.xxh3_64_hexdigest(f"{self._head.request_id}/{choice}/{index}".encode())[:9]
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

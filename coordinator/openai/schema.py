@@ -29,6 +29,7 @@ from coordinator.openai import fields
 from coordinator.openai.json_body import parse_object
 from coordinator.openai.strict import Strict
 from coordinator.openai.structured import JsonSchema, ResponseFormat, SchemaOrText, StructuredOutputs, constraint_of
+from coordinator.openai.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, Tools
 from coordinator.text.chat import ChatMessage
 from coordinator.translate import MAX_BAD_WORDS, MAX_CHOICES, MAX_MESSAGES, MAX_STOPS, Options
 
@@ -226,13 +227,26 @@ class MessageBody(Strict):
     content: _Content
     name: _Name | None = None
     tool_call_id: _Name | None = None
+    tool_calls: Annotated[list[ToolCall], _at_most(MAX_TOOLS)] | None = None
 
 
 _Messages = Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES), _at_most(MAX_MESSAGES)]
 
 
 def _chat(messages: list[MessageBody]) -> list[ChatMessage]:
-    return [ChatMessage(m.role, m.content, m.name, m.tool_call_id) for m in messages]
+    return [
+        ChatMessage(
+            m.role,
+            m.content,
+            m.name,
+            m.tool_call_id,
+            tuple(
+                call.as_template_value(f"messages[{number}].tool_calls[{place}]")
+                for place, call in enumerate(m.tool_calls or ())
+            ),
+        )
+        for number, m in enumerate(messages)
+    ]
 
 
 class ChatBody(GenerationBody):
@@ -240,6 +254,9 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: Annotated[list[Tool], _at_most(MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
     def options(self) -> Options:
         """As for completions; `max_completion_tokens` goes before its older name."""
@@ -251,6 +268,13 @@ class ChatBody(GenerationBody):
 
     def chat(self) -> list[ChatMessage]:
         return _chat(self.messages)
+
+    def tooling(self) -> Tools:
+        return Tools(
+            tools=self.tools or [],
+            choice="auto" if self.tool_choice is None else self.tool_choice,
+            parallel=self.parallel_tool_calls is not False,
+        )
 
 
 class TokenizeBody(Strict):
@@ -322,8 +346,10 @@ def _generation(model: type[_Gen], raw: Mapping[str, Any], neutral: fields.Neutr
         raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     if isinstance(parsed, CompletionBody) and parsed.best_of not in (None, 1 if parsed.n is None else parsed.n):
         raise InvalidRequest("best_of must be n: no choice is thrown away", param="best_of")
-    if isinstance(parsed, ChatBody) and parsed.top_logprobs and not parsed.logprobs:
-        raise InvalidRequest("top_logprobs needs 'logprobs': true", param="top_logprobs")
+    if isinstance(parsed, ChatBody):
+        if parsed.top_logprobs and not parsed.logprobs:
+            raise InvalidRequest("top_logprobs needs 'logprobs': true", param="top_logprobs")
+        parsed.tooling().check()
     return parsed
 
 

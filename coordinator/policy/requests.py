@@ -146,7 +146,8 @@ class Request:
     """One choice of a request. Times are seconds on the caller's monotonic clock; 0.0 where something has not happened.
 
     `targets` are the decode workers named under the present attempt: each may hold the sequence. `refused`: all targets
-    refused before the first token was known; parked KV is offered again from `offer_at` on. `deaths` are the workers lost while they ran it, with the reason.
+    refused before the first token was known; parked KV is offered again from `offer_at` on. `deaths` are the workers
+    lost while they ran it, with the reason.
     `prefixes` names the full blocks of its prompt by block size: for later choices, which have the same prompt.
     `unservable_since` is when the last worker that could serve it went, `unservable` why, with an error code.
     """

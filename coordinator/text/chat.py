@@ -11,7 +11,7 @@ noncharacters, which exist for internal use; text that contains them is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +28,14 @@ _RESERVED = re.compile(f"[{_ALIAS}{_MARK}]")
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message, its content as one text. `role` is system, developer, user, assistant or tool."""
+    """One message, its content as one text. `role` is system, developer, user, assistant or tool; `tool_calls` are as
+    chat templates expect them."""
 
     role: str
     content: str
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
 
 
 class ChatEncoder:
@@ -49,27 +51,54 @@ class ChatEncoder:
         self._controls = ControlTokens(tokenizer, parts or orjson.loads(tokenizer.to_str()), controls)
 
     def render(
-        self, messages: Sequence[ChatMessage], *, guard: bool = False, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        guard: bool = False,
+        add_generation_prompt: bool = True,
     ) -> str:
         """The prompt as text; with `guard` what spells control tokens carries marks."""
         clean = self._controls.guard if guard else str
         values: list[dict[str, Any]] = []
         for index, message in enumerate(messages):
             role = "system" if message.role == "developer" and self._maps_developer else message.role
-            value = {"role": role, "content": message.content}
+            value: dict[str, Any] = {"role": role, "content": message.content}
             value |= {k: v for k in ("name", "tool_call_id") if (v := getattr(message, k)) is not None}
-            for key, text in value.items():
-                if _RESERVED.search(text):
-                    raise InvalidRequest(
-                        "U+FDD0 and U+FDD1 are noncharacters and not accepted", param=f"messages[{index}].{key}"
-                    )
-            values.append({key: text if key == "role" else clean(text) for key, text in value.items()})
-        return self.template.render(values, add_generation_prompt=add_generation_prompt)
+            if message.tool_calls:
+                value["tool_calls"] = list(message.tool_calls)
+            values.append(
+                {
+                    key: text if key == "role" else _cleaned(text, clean, f"messages[{index}].{key}")
+                    for key, text in value.items()
+                }
+            )
+        offered = _cleaned(list(tools), clean, "tools")
+        return self.template.render(values, tools=offered or None, add_generation_prompt=add_generation_prompt)
 
-    def encode(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> list[int]:
+    def encode(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
         """The prompt as ids. Blocks: call it from a thread."""
-        rendered = self.render(messages, guard=True, add_generation_prompt=add_generation_prompt)
+        rendered = self.render(messages, tools=tools, guard=True, add_generation_prompt=add_generation_prompt)
         return self._controls.encode(rendered)
+
+
+def _cleaned(value: Any, clean: Callable[[str], str], param: str) -> Any:
+    """A JSON value with every text in it cleaned. Raises InvalidRequest for the noncharacters that serve as marks."""
+    if isinstance(value, str):
+        if _RESERVED.search(value):
+            raise InvalidRequest("U+FDD0 and U+FDD1 are noncharacters and not accepted", param=param)
+        return clean(value)
+    if isinstance(value, Mapping):
+        return {_cleaned(key, clean, param): _cleaned(inner, clean, param) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_cleaned(inner, clean, param) for inner in value]
+    return value
 
 
 class ControlTokens:

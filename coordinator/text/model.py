@@ -30,6 +30,7 @@ from baton.core.model_config import ModelConfig
 from coordinator.text.chat import ChatEncoder, ChatMessage
 from coordinator.text.files import TextFiles, read_text_files
 from coordinator.text.stream import TextStream, Vocabulary
+from coordinator.text.tool_calls import FORMATS, THINK, detect_format
 
 INLINE_CHARS = 2_000
 _T = TypeVar("_T")
@@ -45,9 +46,11 @@ class SamplingDefaults:
 
 
 class TextModel:
-    """The text side of a model. Nothing in it changes after construction but the threads it uses."""
+    """The text side of a model. Nothing in it changes after construction but the threads it uses. `tool_format` is how
+    it writes calls, None where its template knows none, `thinks` whether it may begin with reasoning, and `marker_ids`
+    are the special tokens that these are written with."""
 
-    def __init__(self, files: TextFiles, *, max_model_len: int | None = None) -> None:
+    def __init__(self, files: TextFiles, *, max_model_len: int | None = None, tool_parser: str = "auto") -> None:
         self.tokenizer: Tokenizer = files.tokenizer
         self.vocabulary = Vocabulary(files.tokenizer, files.parts)
         self.vocab_size = files.config.vocab_size
@@ -68,12 +71,24 @@ class TextModel:
         self._chat = (
             None if files.chat_template is None else ChatEncoder(files.chat_template, files.tokenizer, files.parts)
         )
+        template = "" if files.chat_template is None else files.chat_template.source
+        self.tool_format = detect_format(template) if tool_parser == "auto" else tool_parser
+        self.template_has_tools = "tools" in template
+        self.thinks = THINK[1] in template
+        self.marker_ids = _special_markers(files.tokenizer, self.tool_format, self.thinks)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     @classmethod
-    def load(cls, directory: Path, config: ModelConfig | None = None, *, max_model_len: int | None = None) -> TextModel:
+    def load(
+        cls,
+        directory: Path,
+        config: ModelConfig | None = None,
+        *,
+        max_model_len: int | None = None,
+        tool_parser: str = "auto",
+    ) -> TextModel:
         """Reads a model directory. Raises StartupError with one line that names the file."""
-        return cls(read_text_files(directory, config), max_model_len=max_model_len)
+        return cls(read_text_files(directory, config), max_model_len=max_model_len, tool_parser=tool_parser)
 
     @property
     def has_chat(self) -> bool:
@@ -86,7 +101,13 @@ class TextModel:
             return ids[1:]
         return ids
 
-    def encode_chat(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
         """The ids of a conversation through the model's template.
 
         Raises:
@@ -94,7 +115,7 @@ class TextModel:
         """
         if self._chat is None:
             raise InvalidRequest("this model has no chat template: use /v1/completions", param="messages")
-        return self._chat.encode(messages, add_generation_prompt=add_generation_prompt)
+        return self._chat.encode(messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
     def bad_word(self, text: str) -> list[tuple[int, ...]]:
         """The token sequences that write a word: at the beginning of a line, and after a space. None is empty."""
@@ -110,11 +131,21 @@ class TextModel:
         return await self._off_loop(lambda: self.encode(text, add_special_tokens=add_special_tokens))
 
     async def encode_chat_soon(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """`encode_chat` without holding up the event loop. Raises also ContextLengthExceeded."""
         self.check_bytes(*(message.content for message in messages), param="messages")
-        return await self._off_loop(lambda: self.encode_chat(messages, add_generation_prompt=add_generation_prompt))
+        return await self._off_loop(
+            lambda: self.encode_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        )
+
+    def thinks_already(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends within the model's reasoning: some templates begin it."""
+        return self.thinks and self.decode(prompt[-8:], skip_special_tokens=False).rstrip().endswith(THINK[0])
 
     def check_bytes(self, *texts: str, param: str) -> None:
         """Refuses texts of which the length alone shows that they do not fit the context."""
@@ -144,6 +175,12 @@ class TextModel:
 
     async def _off_loop(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _special_markers(tokenizer: Tokenizer, form: str | None, thinks: bool) -> dict[str, int]:
+    special = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    markers = FORMATS.get(form or "", ()) + (THINK if thinks else ())
+    return {marker: special[marker] for marker in markers if marker in special}
 
 
 def _utf8_length(text: str) -> int:

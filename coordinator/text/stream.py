@@ -106,10 +106,17 @@ class TextPiece:
 
 class TextStream:
     """The text of one choice. Modified by `push` and `finish`; after a stop string it takes nothing more. In the text
-    of the first `min_tokens` ids no stop string is looked for."""
+    of the first `min_tokens` ids no stop string is looked for. Special tokens are left out, but for `shown_ids`."""
 
-    def __init__(self, vocabulary: Vocabulary, stop: Iterable[str] = (), min_tokens: int = 0) -> None:
-        self._decoder = vocabulary.decoder()
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        stop: Iterable[str] = (),
+        min_tokens: int = 0,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        decoder = vocabulary.decoder()
+        self._decoder = _Showing(vocabulary, decoder, shown_ids) if shown_ids else decoder
         self._unchecked = min_tokens
         self._stop = tuple(dict.fromkeys(stop))
         self._held = ""
@@ -165,6 +172,21 @@ def _longest_tail(text: str, stops: tuple[str, ...]) -> int:
                 best = length
                 break
     return best
+
+
+class _Showing:
+    """Another decoder, and some special tokens spelled out."""
+
+    def __init__(self, vocabulary: Vocabulary, decoder: Decoder, shown_ids: frozenset[int]) -> None:
+        self._vocabulary, self._decoder, self._shown_ids = vocabulary, decoder, shown_ids
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._shown_ids:
+            return self._decoder.flush() + self._vocabulary.spelling(token_id)[0]
+        return self._decoder.push(token_id)
+
+    def flush(self) -> str:
+        return self._decoder.flush()
 
 
 class _ByteLevel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +43,7 @@ class ChatTemplate:
         self,
         messages: list[dict[str, Any]],
         *,
+        tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         time_limit_s: float = TIME_LIMIT_S,
     ) -> str:
@@ -51,10 +53,12 @@ class ChatTemplate:
             InvalidRequest: the template refused the messages, failed, or went over a limit.
         """
         limits = self._sandbox.limits
-        limits.start(time_limit_s, MAX_EXTRA_CHARS + 4 * sum(len(message["content"]) for message in messages))
+        given = sum(len(message["content"]) for message in messages) + len(json.dumps(tools or []))
+        given += sum(len(json.dumps(message["tool_calls"])) for message in messages if "tool_calls" in message)
+        limits.start(time_limit_s, MAX_EXTRA_CHARS + 4 * given)
         variables = self._special_tokens | {
             "messages": messages,
-            "tools": None,
+            "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }

@@ -80,11 +80,12 @@ def counted(running: Cluster) -> int:
 async def test_every_answer_fits_its_schema_and_drafts_change_none(count: int) -> None:
     found: dict[str, list[str]] = {}
     for draft in ("none", "auto"):
-        with cluster("builtin", exact=True, draft=draft) as running:
+        with cluster("builtin", exact=True, draft=draft, tool_parser="hermes") as running:
             found[draft] = await all_of(running, count)
             if draft == "auto":
                 await refusals_cost_nothing(running)
                 await over_grpc(running)
+                await forced_calls(running)
     for number, text in enumerate(found["none"]):
         jsonschema.validate(json.loads(text), SCHEMAS[number % 2])
     assert found["auto"] == found["none"]
@@ -102,6 +103,31 @@ async def refusals_cost_nothing(running: Cluster) -> None:
             body: Any = refused.value.body
             assert body["code"] == "invalid_grammar" and body["param"].startswith("structured_outputs.")
     assert counted(running) == before
+
+
+async def forced_calls(running: Cluster) -> None:
+    official = openai.AsyncOpenAI(api_key="none", base_url=running.url + "/v1", max_retries=0, timeout=300)
+    tools: list[Any] = [
+        {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}}
+        for name, schema in (("person", PERSON), ("shape", SHAPE))
+    ]
+    by_name = {"type": "function", "function": {"name": "shape"}}
+    async with official:
+        for seed, choice in ((1, "required"), (2, by_name), (3, by_name)):
+            options: Any = {"tools": tools, "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 400}
+            messages: Any = [{"role": "user", "content": "Call one."}]
+            answer = await official.chat.completions.create(model="builtin", messages=messages, seed=seed, **options)
+            (call,) = answer.choices[0].message.tool_calls or []
+            assert call.type == "function" and call.function.name in ("person", "shape")
+            assert choice == "required" or call.function.name == "shape"
+            jsonschema.validate(
+                json.loads(call.function.arguments), PERSON if call.function.name == "person" else SHAPE
+            )
+            async with official.chat.completions.stream(
+                model="builtin", messages=messages, seed=seed, **options
+            ) as stream:
+                (same,) = (await stream.get_final_completion()).choices[0].message.tool_calls or []
+            assert same.function.arguments == call.function.arguments
 
 
 async def over_grpc(running: Cluster) -> None:

@@ -78,6 +78,9 @@ MEANINGS = {
     " [prefix reuse](prefix-reuse.md)",
     "ignore_eos": "generate on past the end-of-sequence token",
     "return_token_ids": "adds `token_ids` to each choice or event",
+    "tools": "up to 128 functions that the model may call: see [tools](#tools)",
+    "tool_choice": "`none`, `auto`, `required`, or a function by name",
+    "parallel_tool_calls": "`false`: a forced answer has one call",
     "stream": "server-sent events, ended by `data: [DONE]`",
     "response_format": "`text`, `json_object`, or `json_schema` with `json_schema.schema`: see"
     " [structured output](#structured-output)",

@@ -14,6 +14,56 @@ from tests.support.requests_kit import CHAT, COMPLETIONS, DROP, GOOD, Bad, chat,
 N = (0, -1, 129, 2**31, 2**63, True, "1", 1.0, [1])
 
 FORMAT, SCHEMA_OF = "response_format", "response_format.json_schema"
+F: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
+CALL: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def called(**changes: Any) -> dict[str, Any]:
+    """A history with a call that is wrong somewhere."""
+    message = {"role": "assistant", "content": None, "tool_calls": [CALL | changes]}
+    return {"messages": [{"role": "user", "content": "a"}, message]}
+
+
+TOOLS: list[tuple[dict[str, Any], str, str | None]] = [
+    ({"tools": {}}, "tools", "invalid_value"),
+    ({"tools": ["f"]}, "tools[0]", "invalid_value"),
+    ({"tools": [{}]}, "tools[0].type", "missing_required_parameter"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
+    ({"tools": [{"type": "web_search"} | F | {"type": "web_search"}]}, "tools[0].type", "invalid_value"),
+    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing_required_parameter"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "invalid_value"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+        "tools[0].function.parameters",
+        "invalid_value",
+    ),
+    ({"tools": [F, F]}, "tools", "invalid_value"),
+    ({"tools": [F] * 200}, "tools", "invalid_value"),
+    ({"tools": [F]}, "tools", "invalid_value"),  # the model's template knows none
+    ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
+    ({"tool_choice": F}, "tool_choice", "invalid_value"),
+    ({"tools": [F], "tool_choice": "any"}, "tool_choice", "invalid_value"),
+    ({"tools": [F], "tool_choice": {"type": "function"}}, "tool_choice", "invalid_value"),
+    (
+        {"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        "invalid_value",
+    ),
+    ({"parallel_tool_calls": "yes"}, "parallel_tool_calls", "invalid_value"),
+    (called(id=1), "messages[1].tool_calls[0].id", "invalid_value"),
+    (called(type="x"), "messages[1].tool_calls[0].type", "invalid_value"),
+    (called(function={"name": "f"}), "messages[1].tool_calls[0].function.arguments", "missing_required_parameter"),
+    (
+        called(function={"name": "f", "arguments": "[1]"}),
+        "messages[1].tool_calls[0].function.arguments",
+        "invalid_value",
+    ),
+    (
+        called(function={"name": "f", "arguments": '{"a'}),
+        "messages[1].tool_calls[0].function.arguments",
+        "invalid_value",
+    ),
+]
 STRUCTURED: list[tuple[dict[str, Any], str, str | None]] = [
     ({FORMAT: "text"}, FORMAT, "invalid_value"),
     ({FORMAT: {}}, f"{FORMAT}.type", "missing_required_parameter"),
@@ -108,6 +158,10 @@ TABLE: list[Bad] = [
         for path in (COMPLETIONS, CHAT)
         for number, (fields, param, code) in enumerate(STRUCTURED)
     ),
+    *(
+        Bad(f"tools {number}", fields, param, code=code, path=CHAT)
+        for number, (fields, param, code) in enumerate(TOOLS)
+    ),
     Bad("B-14 prompt in chat", {"prompt": "x"}, "prompt", code="unknown_parameter", path=CHAT),
     Bad("B-14 messages in completions", {"messages": []}, "messages", code="unknown_parameter"),
     *(
@@ -125,11 +179,8 @@ TABLE: list[Bad] = [
             (
                 CHAT,
                 {
-                    "tools": [[{"type": "function", "function": {"name": "f"}}]],
-                    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
                     "functions": [[{"name": "f"}]],
                     "function_call": [{"name": "f"}],
-                    "parallel_tool_calls": ["yes"],
                     "modalities": [["audio"], ["text", "audio"], []],
                     "audio": [{"voice": "alloy", "format": "wav"}],
                     "prediction": [{"type": "content", "content": "x"}],
@@ -193,7 +244,7 @@ TABLE: list[Bad] = [
             ]
         )
     ),
-    Bad("B-15 tool calls", user("a", tool_calls=[{"id": "x"}]), "messages[0].tool_calls", path=CHAT),
+    Bad("B-15 tool calls", user("a", tool_calls=[{"id": "x"}]), "messages[0].tool_calls[0].function", path=CHAT),
     Bad("B-15 null content of a user", chat([{"role": "user", "content": None}]), "messages[0].content", path=CHAT),
     Bad("B-15 no content of a tool", chat([{"role": "tool", "content": None}]), "messages[0].content", path=CHAT),
     Bad("B-15 name with a space", user("a", name="a b"), "messages[0].name", path=CHAT),

@@ -1,0 +1,188 @@
+"""Tools of a chat request: which functions the model may call, which it must, and the grammar of calls it must make."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import PlainValidator, StringConstraints, ValidationError
+from pydantic_core import PydanticCustomError
+
+from baton.core.errors import InvalidRequest
+from coordinator.openai.strict import Strict
+from coordinator.structured_output import Constraint
+
+MAX_TOOLS = 128
+MAX_CALLS = 16
+"""Of one answer, where calls are forced."""
+NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+Name = Annotated[str, StringConstraints(pattern=NAME)]
+
+
+class Function(Strict):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Strict):
+    name: Name
+
+
+class ChosenTool(Strict):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+def _choice(value: Any) -> str | ChosenTool:
+    if isinstance(value, str) and value in ("none", "auto", "required"):
+        return value
+    with contextlib.suppress(ValidationError):
+        return ChosenTool.model_validate(value)
+    what = "must be 'none', 'auto', 'required' or an object with 'type': 'function' and a 'function' with its 'name'"
+    raise PydanticCustomError("tool_choice", what)
+
+
+ToolChoice = Annotated[
+    str | ChosenTool,
+    PlainValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | ChosenTool),
+]
+
+
+class CalledFunction(Strict):
+    name: Name
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call in the history. Its arguments are a JSON object as text."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def as_template_value(self, param: str) -> dict[str, Any]:
+        """What chat templates expect: the arguments as an object. Raises InvalidRequest where they are none."""
+        try:
+            arguments = orjson.loads(self.function.arguments or "{}")
+        except orjson.JSONDecodeError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            name = f"{param}.function.arguments"
+            raise InvalidRequest(f"'{name}': must be a JSON object as a string", param=name)
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What a request says of tools, checked as a whole. `forced` are the functions of which the model must call one."""
+
+    tools: Sequence[Tool] = ()
+    choice: str | ChosenTool = "auto"
+    parallel: bool = True
+
+    def check(self) -> None:
+        """Raises InvalidRequest for a choice that these tools do not have, or a name that comes twice."""
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise InvalidRequest("two tools have the same name", param="tools")
+        if not names and self.choice not in ("none", "auto"):
+            raise InvalidRequest("tool_choice needs tools", param="tool_choice")
+        if self.named and self.named not in names:
+            raise InvalidRequest(f"tool_choice names {self.named}, which is not among the tools", param="tool_choice")
+
+    @property
+    def named(self) -> str:
+        return self.choice.function.name if isinstance(self.choice, ChosenTool) else ""
+
+    @property
+    def forced(self) -> list[Function]:
+        functions = [tool.function for tool in self.tools]
+        if self.named:
+            return [function for function in functions if function.name == self.named]
+        return functions if self.choice == "required" else []
+
+    def template_values(self) -> list[dict[str, Any]]:
+        """The tools as chat templates get them; none where none may be called."""
+        if not self.may_be_called:
+            return []
+        return [{"type": "function", "function": _without_none(tool.function)} for tool in self.tools]
+
+    @property
+    def may_be_called(self) -> bool:
+        return bool(self.tools) and self.choice != "none"
+
+    def constraint(self, form: str, token_ids: Mapping[str, int], output: Constraint | None) -> Constraint | None:
+        """What the output has to match: `output`, calls where they are forced, or either. `token_ids` are the form's
+        markers that are special tokens.
+
+        Raises:
+            InvalidRequest: the request asks for both, or for what cannot be combined with calls.
+        """
+        if not self.may_be_called or (output is None and not self.forced):
+            return output
+        if output is not None and (self.forced or output.kind != "json_schema"):
+            raise InvalidRequest(f"{output.param} does not go with tools that are called", param=output.param)
+        functions = self.forced or [tool.function for tool in self.tools]
+        one = bool(self.named) or not self.parallel
+        lines = calls_grammar(form, functions, token_ids, 1 if one else MAX_CALLS)
+        if output is None:
+            return Constraint("lark", "\n".join(lines), "tools")
+        schema = _schema(orjson.loads(output.value), lenient=output.lenient)
+        return Constraint(
+            "lark", "\n".join(["start: calls | content", *lines[1:], f"content: %json {schema}"]), "tools"
+        )
+
+
+def calls_grammar(form: str, functions: Sequence[Function], token_ids: Mapping[str, int], most: int) -> list[str]:
+    """Lines of a Lark grammar of 1 to `most` calls, the first of them its start."""
+
+    def marker(text: str) -> str:
+        return f"<[{token_ids[text]}]>" if text in token_ids else _quoted(text)
+
+    key = "parameters" if form == "llama3" else "arguments"
+    before, between, after, end = {
+        "hermes": (f'{marker("<tool_call>")} "\\n"', '"\\n"', f'"\\n" {marker("</tool_call>")}', ""),
+        "llama3": ("", '"; "', "", ""),
+        "mistral": ("", '", "', "", '"]"'),
+        "harmony": ("", "", "", ""),
+    }[form]
+    begin = f'{marker("[TOOL_CALLS]")} "["' if form == "mistral" else ""
+    more = f"({between} call){{0,{most - 1}}}" if most > 1 and form != "harmony" else ""
+    lines = ["start: calls", f"calls: {begin} call {more} {end}"]
+    lines.append(f"call: {before} ({' | '.join(f'call_{i}' for i in range(len(functions)))}) {after}")
+    for number, function in enumerate(functions):
+        schema = _schema(function.parameters or _NO_ARGUMENTS, lenient=not function.strict)
+        if form == "harmony":
+            head = f"{marker('<|channel|>')} {_quoted(f'commentary to=functions.{function.name} ')}"
+            head += f' {marker("<|constrain|>")} "json" {marker("<|message|>")}'
+            lines.append(f"call_{number}: {head} arguments_{number}")
+        else:
+            head = _quoted('{"name": "' + function.name + f'", "{key}": ')
+            lines.append(f'call_{number}: {head} arguments_{number} "}}"')
+        lines.append(f"arguments_{number}: %json {schema}")
+    return lines
+
+
+def _schema(schema: dict[str, Any], *, lenient: bool) -> str:
+    options = {"lenient": lenient, "whitespace_flexible": True, "whitespace_pattern": "[ \\t\\r\\n]{1,32}"}
+    return orjson.dumps(schema | {"x-guidance": options}).decode()
+
+
+def _quoted(text: str) -> str:
+    return orjson.dumps(text).decode()
+
+
+def _without_none(function: Function) -> dict[str, Any]:
+    return {name: value for name, value in function if value is not None}

@@ -1,0 +1,517 @@
+"""Tool calls and reasoning in what a model writes: found in the text as it comes, whatever the pieces.
+
+Each family of models writes calls in its own form, which its chat template teaches it:
+
+    hermes    <tool_call>{"name": "f", "arguments": {...}}</tool_call>     Qwen 2.5 and 3, Hermes
+    llama3    {"name": "f", "parameters": {...}}; {...}                    Llama 3.1 and later
+    mistral   [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...], newer: [TOOL_CALLS]f[ARGS]{...}
+    harmony   <|channel|>commentary to=functions.f<|message|>{...}<|call|>  gpt-oss
+
+Reasoning stands between <think> and </think>, in harmony in the analysis channel. What is no call after all, because it
+breaks off or is no JSON, is text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """Calls are numbered from 0."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The next part of a call's arguments, which are JSON as the model wrote it."""
+
+    index: int
+    text: str
+
+
+Event = Text | Reasoning | CallBegun | Arguments
+
+
+class Parser(Protocol):
+    """Takes the text of one choice piece by piece. Modified by both methods."""
+
+    def push(self, text: str) -> list[Event]: ...
+
+    def finish(self) -> list[Event]:
+        """What is left at the end of the text."""
+        ...
+
+
+FORMATS: dict[str, tuple[str, ...]] = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "llama3": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    "harmony": ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
+}
+"""The forms by name, with their markers: where these are special tokens, they are kept in the text."""
+THINK = ("<think>", "</think>")
+
+
+def detect_format(template: str) -> str | None:
+    """The form that a chat template teaches, None where it knows no tools."""
+    if "tools" not in template:
+        return None
+    if "<|channel|>" in template and "<|start|>" in template:
+        return "harmony"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<tool_call>" in template:
+        return "hermes"
+    if "<|python_tag|>" in template or ("<|start_header_id|>" in template and "parameters" in template):
+        return "llama3"
+    return None
+
+
+def make_parser(form: str | None, *, calls: bool, thinks: bool, thinking: bool = False) -> Parser | None:
+    """A parser of calls in this form, if they are wanted, and of reasoning where the model `thinks`; `thinking`: the
+    prompt ends within its reasoning. None where nothing is to be found."""
+    if form == "harmony":
+        return HarmonyParser(calls=calls)
+    parser: Parser | None = None
+    if calls and form is not None:
+        parser = {"hermes": HermesParser, "llama3": LlamaParser, "mistral": MistralParser}[form]()
+    return ThinkParser(parser, thinking) if thinks else parser
+
+
+class _Object:
+    """Reads a JSON object that is a call, character by character: an object of names and values with a "name" and
+    "arguments" or "parameters". State: the key and value that are being read, and what is known of the call."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self.state = "reading"  # done, failed
+        self._raw_arguments = ""
+        self._key = ""
+        self._value = ""
+        self._place = "begin"  # key, colon, value, next
+        self._depth = 0
+        self._string = _String()
+
+    @property
+    def arguments(self) -> str:
+        """As far as they are known; they may be written as a string that holds them."""
+        raw = self._raw_arguments.strip()
+        if self._place != "value" and raw.startswith('"'):
+            return str(json.loads(raw))
+        return raw if raw.startswith("{") or self._place != "value" else ""
+
+    def feed(self, text: str) -> int:
+        """Takes characters until the object ends or turns out to be no call; returns how many."""
+        for count, character in enumerate(text):
+            if self.state != "reading":
+                return count
+            try:
+                self._take(character)
+            except ValueError:
+                self.state = "failed"
+                return count
+        return len(text)
+
+    def _take(self, c: str) -> None:
+        if self._place == "value":
+            self._take_value(c)
+        elif self._string.open:
+            self._value += c
+            if not self._string.take(c):
+                self._key, self._place = str(json.loads(self._value)), "colon"
+        elif c.isspace():
+            return
+        elif self._place == "key" and c == '"':
+            self._value = c
+            self._string.take(c)
+        elif (self._place, c) == ("colon", ":"):
+            self._value, self._place = "", "value"
+        elif (self._place, c) in (("begin", "{"), ("next", ",")):
+            self._place = "key"
+        else:
+            raise ValueError
+
+    def _take_value(self, c: str) -> None:
+        if self._string.open or c not in ",}" or self._depth > 0:
+            if not self._string.take(c):
+                self._depth += (c in "{[") - (c in "}]")
+            self._value += c
+            if self._key in ("arguments", "parameters"):
+                self._raw_arguments += c
+            return
+        value = json.loads(self._value)
+        if self._key == "name":
+            if not isinstance(value, str) or not value:
+                raise ValueError
+            self.name = value
+        self._place = "next" if c == "}" else "key"
+        if c == "}":
+            self.state = "failed" if self.name is None else "done"
+
+
+class _String:
+    """Whether JSON text is within a string."""
+
+    def __init__(self) -> None:
+        self.open = self._escaped = False
+
+    def take(self, c: str) -> bool:
+        """Takes a character: whether the text behind it is within a string."""
+        if self.open:
+            self.open = self._escaped or c != '"'
+            self._escaped = c == "\\" and not self._escaped
+        else:
+            self.open = c == '"'
+        return self.open
+
+
+class _Braces:
+    """Reads any JSON object; only where it ends is of interest."""
+
+    def __init__(self) -> None:
+        self.state = "reading"
+        self._depth = 0
+        self._string = _String()
+
+    def feed(self, text: str) -> int:
+        for count, c in enumerate(text):
+            if self._depth == 0 and c != "{":
+                self.state = "failed"
+                return count
+            if not self._string.take(c):
+                self._depth += (c in "{[") - (c in "}]")
+            if self._depth == 0:
+                self.state = "done"
+                return count + 1
+        return len(text)
+
+
+class _Machine:
+    """What the parsers share. State: text that is not understood yet, events that are to go out, the number of the last
+    call, and `_state`, which goes on by a piece and returns False when it needs more text."""
+
+    def __init__(self) -> None:
+        self._pending = ""
+        self._events: list[Event] = []
+        self._index = -1
+        self._state: Callable[[], bool] = self._as_text
+
+    def push(self, text: str) -> list[Event]:
+        self._pending += text
+        while self._state():
+            pass
+        return self._taken()
+
+    def finish(self) -> list[Event]:
+        self._say(self._pending)
+        self._pending = ""
+        return self._taken()
+
+    def _taken(self) -> list[Event]:
+        taken, self._events = self._events, []
+        return taken
+
+    def _as_text(self) -> bool:
+        self._say(self._pending)
+        self._pending = ""
+        return False
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._events.append(Text(text))
+
+    def _begin_call(self, name: str) -> None:
+        self._index += 1
+        self._events.append(CallBegun(self._index, name))
+
+    def _argue(self, text: str) -> None:
+        if text:
+            self._events.append(Arguments(self._index, text))
+
+    def _up_to(self, *markers: str) -> tuple[str, str]:
+        """Takes the pending text up to the first of the markers, and the marker; without one, up to what may begin one,
+        and an empty marker."""
+        found = [(at, marker) for marker in markers if (at := self._pending.find(marker)) >= 0]
+        if found:
+            at, marker = min(found)
+            text, self._pending = self._pending[:at], self._pending[at + len(marker) :]
+            return text, marker
+        keep = max((n for m in markers for n in range(1, len(m)) if self._pending.endswith(m[:n])), default=0)
+        at = len(self._pending) - keep
+        text, self._pending = self._pending[:at], self._pending[at:]
+        return text, ""
+
+    def _skip(self, characters: str = " \t\r\n") -> bool:
+        """Whether there is a character behind these, which are dropped."""
+        self._pending = self._pending.lstrip(characters)
+        return bool(self._pending)
+
+
+class _ObjectParser(_Machine):
+    """Calls that are objects. State: the one that is being read, its text, and how much of its arguments is out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._object = _Object()
+        self._raw, self._given = "", 0
+        self._behind: Callable[[], bool] = self._as_text
+
+    def _open(self, raw: str, behind: Callable[[], bool]) -> bool:
+        """Begins to read an object; `raw` is what to say before it where it is none, `behind` what follows it."""
+        self._object, self._raw, self._given = _Object(), raw, 0
+        self._state, self._behind = self._read, behind
+        return True
+
+    def _read(self) -> bool:
+        found, begun = self._object, self._object.name is not None
+        taken = found.feed(self._pending)
+        self._raw += self._pending[:taken]
+        self._pending = self._pending[taken:]
+        if found.name is not None:
+            if not begun:
+                self._begin_call(found.name)
+            arguments = found.arguments or ("{}" if found.state == "done" else "")
+            self._argue(arguments[self._given :])
+            self._given = len(arguments)
+        if found.state == "failed":
+            if found.name is None:
+                self._say(self._raw)
+            self._state = self._as_text
+        elif found.state == "done":
+            self._state = self._behind
+        return found.state != "reading"
+
+    def finish(self) -> list[Event]:
+        if self._state == self._read and self._object.name is None:
+            self._say(self._raw)
+        return super().finish()
+
+
+class HermesParser(_ObjectParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = self._outside
+
+    def _outside(self) -> bool:
+        if self._index >= 0 and not self._skip():
+            return False  # blanks behind a call, before another one or the end
+        text, marker = self._up_to("<tool_call>")
+        self._say(text)
+        return bool(marker) and self._open(marker, self._inside)
+
+    def _inside(self) -> bool:
+        _, marker = self._up_to("</tool_call>")
+        if marker:
+            self._state = self._outside
+        return bool(marker)
+
+    def finish(self) -> list[Event]:
+        if self._state == self._inside:
+            self._pending = ""
+        return super().finish()
+
+
+class LlamaParser(_ObjectParser):
+    """A call is the whole text, or stands behind <|python_tag|>."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = self._begin
+
+    def _begin(self) -> bool:
+        text = self._pending.lstrip()
+        if not text:
+            return False
+        if text[0] == "{":
+            raw = self._pending[: len(self._pending) - len(text)]
+            self._pending = text
+            return self._open(raw, self._between)
+        self._state = self._outside
+        return True
+
+    def _outside(self) -> bool:
+        text, marker = self._up_to("<|python_tag|>")
+        self._say(text)
+        if marker:
+            self._state = self._between
+        return bool(marker)
+
+    def _between(self) -> bool:
+        if not self._skip(" \t\r\n;"):
+            return False
+        if self._pending[0] == "{":
+            return self._open("", self._between)
+        self._state = self._outside
+        return True
+
+
+class MistralParser(_ObjectParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self._state = self._outside
+        self._braces = _Braces()
+
+    def _outside(self) -> bool:
+        text, marker = self._up_to("[TOOL_CALLS]")
+        self._say(text)
+        if marker:
+            self._state = self._inside
+        return bool(marker)
+
+    def _inside(self) -> bool:
+        """An array of objects, or a name and its arguments."""
+        if not self._skip():
+            return False
+        if self._pending[0] == "[":
+            self._pending = self._pending[1:]
+            self._state = self._between
+        else:
+            self._state = self._named
+        return True
+
+    def _between(self) -> bool:
+        if not self._skip(" \t\r\n,"):
+            return False
+        if self._pending[0] == "{":
+            return self._open("", self._between)
+        self._pending = self._pending.removeprefix("]")
+        self._state = self._outside
+        return True
+
+    def _named(self) -> bool:
+        at = self._pending.find("{")
+        if at < 0:
+            return False
+        name, self._pending = self._pending[:at], self._pending[at:]
+        name = name.split("[CALL_ID]")[0].removesuffix("[ARGS]").strip()
+        if not name:
+            self._state = self._as_text
+            return True
+        self._begin_call(name)
+        self._braces, self._state = _Braces(), self._arguments
+        return True
+
+    def _arguments(self) -> bool:
+        taken = self._braces.feed(self._pending)
+        self._argue(self._pending[:taken])
+        self._pending = self._pending[taken:]
+        if self._braces.state != "reading":
+            self._state = self._outside
+        return self._braces.state != "reading"
+
+
+class HarmonyParser(_Machine):
+    """Messages one after the other: a head, which names the channel and perhaps a tool, and a body. State: what to do
+    with the body that is being read."""
+
+    def __init__(self, *, calls: bool) -> None:
+        super().__init__()
+        self._calls = calls
+        self._give: Callable[[str], None] = self._say
+        self._state = self._between
+
+    def _between(self) -> bool:
+        _, marker = self._up_to("<|channel|>", "<|start|>")
+        if not marker:
+            return False
+        self._state = self._head
+        return True
+
+    def _head(self) -> bool:
+        if "<|message|>" not in self._pending:
+            return False
+        head, _ = self._up_to("<|message|>")
+        head = head.replace("<|channel|>", " ").replace("<|constrain|>", " ")
+        to = next((word.removeprefix("to=") for word in head.split() if word.startswith("to=")), "")
+        if to and self._calls:
+            self._begin_call(to.removeprefix("functions."))
+            self._give = self._argue
+        else:
+            self._give = self._think if "analysis" in head.split() else self._say
+        self._state = self._body
+        return True
+
+    def _body(self) -> bool:
+        text, marker = self._up_to("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+        self._give(text)
+        if marker:
+            self._state = self._head if marker == "<|start|>" else self._between
+        return bool(marker)
+
+    def _think(self, text: str) -> None:
+        if text:
+            self._events.append(Reasoning(text))
+
+    def finish(self) -> list[Event]:
+        if self._state == self._body:
+            self._give(self._pending)
+            self._pending = ""
+        return super().finish()
+
+
+class ThinkParser(_Machine):
+    """Splits the reasoning off, and leaves the rest to another parser."""
+
+    def __init__(self, behind: Parser | None, thinking: bool) -> None:
+        super().__init__()
+        self._parser = behind
+        self._state = self._thinks if thinking else self._begin
+
+    def _begin(self) -> bool:
+        text = self._pending.lstrip()
+        if "<think>".startswith(text[:7]) and len(text) < 7:
+            return False
+        thinks = text.startswith("<think>")
+        if thinks:
+            self._pending = text.removeprefix("<think>")
+        self._state = self._thinks if thinks else self._outside
+        return True
+
+    def _thinks(self) -> bool:
+        text, marker = self._up_to("</think>")
+        if text:
+            self._events.append(Reasoning(text))
+        if marker:
+            self._state = self._behind_think
+        return bool(marker)
+
+    def _behind_think(self) -> bool:
+        """The blank lines that stand between."""
+        if self._skip():
+            self._state = self._outside
+        return bool(self._pending)
+
+    def _outside(self) -> bool:
+        text, self._pending = self._pending, ""
+        if self._parser is None:
+            self._say(text)
+        else:
+            self._events += self._parser.push(text)
+        return False
+
+    def finish(self) -> list[Event]:
+        text, self._pending = self._pending, ""
+        if self._state == self._thinks and text:
+            self._events.append(Reasoning(text))
+        elif self._state != self._thinks:
+            self._pending = text
+            self._outside()
+        if self._parser is not None:
+            self._events += self._parser.finish()
+        return self._taken()

@@ -1,0 +1,138 @@
+"""Tool calls and reasoning found in texts of four families, whatever the pieces in which they come."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.text.tool_calls import (
+    FORMATS,
+    Arguments,
+    CallBegun,
+    Event,
+    Reasoning,
+    Text,
+    detect_format,
+    make_parser,
+)
+from tests.support.model_dirs import CHATML
+from tests.support.tool_templates import ARGUMENTS, TEMPLATES, WRITERS, Written, written
+
+Found = tuple[str, str, list[tuple[str, str]]]
+
+
+def parse(form: str | None, pieces: Iterable[str], *, thinks: bool = False, thinking: bool = False) -> Found:
+    """Content, reasoning, and calls with their arguments as text. Events come in order: a call begins before its
+    arguments, and the next one behind them."""
+    parser = make_parser(form, calls=form is not None, thinks=thinks, thinking=thinking)
+    assert parser is not None
+    events: list[Event] = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
+    calls: list[tuple[str, str]] = []
+    for event in events:
+        if isinstance(event, CallBegun):
+            assert event.index == len(calls)
+            calls.append((event.name, ""))
+        elif isinstance(event, Arguments):
+            assert event.text and event.index == len(calls) - 1
+            calls[-1] = (calls[-1][0], calls[-1][1] + event.text)
+    content = "".join(event.text for event in events if isinstance(event, Text))
+    return content, "".join(event.text for event in events if isinstance(event, Reasoning)), calls
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_sixty_texts_of_each_family_cut_anywhere(form: str) -> None:
+    for row in written(form, 60):
+        whole = parse(form, [row.text])
+        check(row, whole)
+        assert parse(form, row.text) == whole, "character by character"
+        cuts = range(len(row.text)) if len(row.text) < 400 else random.Random(0).sample(range(len(row.text)), 200)
+        for cut in cuts:
+            assert parse(form, [row.text[:cut], row.text[cut:]]) == whole, (row.text, cut)
+
+
+def check(row: Written, found: Found) -> None:
+    content, reasoning, calls = found
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == list(row.calls), row.text
+    assert (content.strip(), reasoning) == (row.content.strip(), row.reasoning)
+
+
+NO_CALLS = {
+    "hermes": ["plain", "a <tool_ call> b", '<tool_call>\n{"nam": 1}\n</tool_call> c', "<tool_call>hello", "<tool_cal"],
+    "llama3": ["plain", '{"a": 1} is JSON', "{not json", '{"name": 3}', "  { }", '["name"]', 'x {"name": "f"}'],
+    "mistral": ["plain", "[TOOL_ CALLS]", "[1, 2]", "[TOOL_CALL"],
+    "harmony": [],
+}
+
+
+@pytest.mark.parametrize(("form", "text"), [(form, text) for form, texts in NO_CALLS.items() for text in texts])
+def test_what_is_no_call_is_text(form: str, text: str) -> None:
+    for pieces in ([text], text):
+        content, _, calls = parse(form, pieces)
+        assert not calls and content == text
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_call_that_breaks_off_keeps_its_name_and_what_there_is(form: str) -> None:
+    row = WRITERS[form]("", [("f", ARGUMENTS[9])], json.dumps, 0)
+    cut = row.text.index("word word")
+    content, _, calls = parse(form, [row.text[:cut]])
+    assert [name for name, _ in calls] == [row.calls[0][0]] and content.strip() == row.content.strip()
+    assert calls[0][1].startswith("{") and "list" in calls[0][1]
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    parser = make_parser("hermes", calls=True, thinks=False)
+    assert parser is not None
+    seen = [parser.push(c) for c in '<tool_call>{"name": "f", "arguments": {"a": "xyz']
+    assert sum(len(events) for events in seen) >= 8
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    form=st.sampled_from([*FORMATS]), text=st.text(alphabet='{}[]"\\:,<>/|name tool_call', max_size=60), cut=st.data()
+)
+def test_any_text_is_read_the_same_in_any_pieces_and_never_fails(form: str, text: str, cut: st.DataObject) -> None:
+    at = cut.draw(st.integers(0, len(text)))
+    for lead in ("", *FORMATS[form], '{"name": "f", '):
+        whole = parse(form, [lead + text])
+        assert parse(form, [lead + text[:at], text[at:]]) == whole
+        assert parse(form, lead + text) == whole
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "expected"),
+    [
+        ("<think>\nhm\n</think>\n\nyes", False, ("yes", "\nhm\n")),
+        ("hm</think>yes", True, ("yes", "hm")),
+        ("yes", False, ("yes", "")),
+        ("  <thin", False, ("  <thin", "")),
+        ("<think>hm", False, ("", "hm")),
+        ("hm </thi", True, ("", "hm </thi")),
+        ("a <think> b </think>", False, ("a <think> b </think>", "")),
+        ("<think></think>", False, ("", "")),
+    ],
+)
+def test_reasoning_is_split_off(text: str, thinking: bool, expected: tuple[str, str]) -> None:
+    for pieces in ([text], text):
+        assert parse(None, pieces, thinks=True, thinking=thinking)[:2] == expected
+
+
+def test_reasoning_goes_before_calls() -> None:
+    text = '<think>a <tool_call> b</think>\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    assert parse("hermes", text, thinks=True) == ("", "a <tool_call> b", [("f", "{}")])
+
+
+def test_the_form_is_that_of_the_template() -> None:
+    assert {form: detect_format(template) for form, template in TEMPLATES.items()} == {form: form for form in FORMATS}
+    assert detect_format(CHATML) is None and detect_format("") is None
+    assert detect_format("{{ tools }}") is None
+
+
+def test_nothing_is_parsed_where_nothing_is_wanted() -> None:
+    assert make_parser("hermes", calls=False, thinks=False) is None
+    assert make_parser(None, calls=False, thinks=False) is None

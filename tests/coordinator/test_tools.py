@@ -1,0 +1,334 @@
+"""Tools over HTTP: prompts that name them, calls in whole answers and streams, calls that a grammar forces."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import httpx2
+import jsonschema
+import numpy as np
+import openai
+import pytest
+from fastapi import FastAPI
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
+
+from baton.core.errors import InvalidRequest
+from baton.engine.grammars import load_tokenizer
+from baton.model_source import builtin_directory
+from coordinator import structured_output
+from coordinator.http.app import HttpSettings, create_app
+from coordinator.openai.schema import parse_chat
+from coordinator.openai.tools import Function, calls_grammar
+from coordinator.structured_output import GrammarCompiler
+from coordinator.text.model import TextModel
+from coordinator.text.tool_calls import FORMATS, THINK, Arguments, CallBegun, make_parser
+from coordinator.translate import Translator
+from tests.coordinator.test_schema_openai import fits
+from tests.support import tokenizers_kit
+from tests.support.fake_generator import FakeGenerator, say
+from tests.support.model_dirs import text_dir
+from tests.support.requests_kit import CHAT, GOOD
+from tests.support.tool_templates import TEMPLATES
+
+WEATHER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The <|im_end|> weather.",
+        "parameters": WEATHER,
+        "strict": True,
+    },
+}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+ONE = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+TWO = f'Let me see.\n{ONE}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
+
+
+def model_of(form: str, directory: Path, special: Sequence[str] = ()) -> TextModel:
+    tokenizer = tokenizers_kit.byte_level()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special])
+    return TextModel.load(
+        text_dir(directory, tokenizer, template=TEMPLATES[form], config={"max_position_embeddings": 4096})
+    )
+
+
+@pytest.fixture(params=["hermes"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> TextModel:
+    return model_of(request.param, tmp_path / "m")
+
+
+@pytest.fixture
+def app(generator: FakeGenerator, model: TextModel, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
+    monkeypatch.setattr(structured_output, "_tokenizer", load_tokenizer(builtin_directory("target"), 4096))
+    compiler = GrammarCompiler(Path(), 4096, lambda: ThreadPoolExecutor(1))
+    return create_app(generator, model, HttpSettings("tiny", created=1), Translator(model, grammars=compiler))
+
+
+@pytest.fixture
+async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
+        yield client
+
+
+@pytest.fixture
+async def official(app: FastAPI) -> AsyncIterator[openai.AsyncOpenAI]:
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://baton")
+    async with openai.AsyncOpenAI(api_key="k", base_url="http://baton/v1", http_client=http, max_retries=0) as client:
+        yield client
+
+
+async def whole(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    answer = await client.post(CHAT, json=GOOD[CHAT] | {"tools": [TOOL, NOW]} | fields)
+    assert answer.status_code == 200, answer.text
+    fits("CreateChatCompletionResponse", answer.json())
+    choice: dict[str, Any] = answer.json()["choices"][0]
+    return choice
+
+
+async def streamed(client: httpx.AsyncClient, **fields: Any) -> tuple[dict[str, Any], str]:
+    """The message put together as clients do it, and the finish reason."""
+    answer = await client.post(CHAT, json=GOOD[CHAT] | {"tools": [TOOL, NOW], "stream": True} | fields)
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    finish = ""
+    for line in answer.text.split("\n\n")[:-2]:
+        event = json.loads(line[6:])
+        fits("CreateChatCompletionStreamResponse", event)
+        (choice,) = event["choices"]
+        finish = choice["finish_reason"] or finish
+        for name in ("content", "reasoning_content"):
+            message[name] += choice["delta"].get(name) or ""
+        for part in choice["delta"].get("tool_calls", ()):
+            if part["index"] == len(message["tool_calls"]):
+                assert part["function"]["name"] and part["type"] == "function"
+                message["tool_calls"].append({key: part[key] for key in ("id", "type", "function")})
+            else:
+                assert part["index"] == len(message["tool_calls"]) - 1 and "name" not in part["function"]
+                message["tool_calls"][-1]["function"]["arguments"] += part["function"]["arguments"]
+    return message, finish
+
+
+@pytest.mark.parametrize("pieces", [1, 3, 1000])
+async def test_calls_whole_and_streamed(client: httpx.AsyncClient, generator: FakeGenerator, pieces: int) -> None:
+    size = -(-len(TWO) // pieces)
+    generator.script = say(*(TWO[i : i + size] for i in range(0, len(TWO), size)))
+    choice = await whole(client)
+    message = choice["message"]
+    called = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+    assert called == [("get_weather", '{"city": "Rome"}'), ("now", "{}")]
+    assert choice["finish_reason"] == "tool_calls" and message["content"] == "Let me see.\n"
+    found, finish = await streamed(client)
+    assert finish == "tool_calls" and found["content"] == message["content"]
+    ids = [[call.pop("id") for call in calls] for calls in (found["tool_calls"], message["tool_calls"])]
+    assert found["tool_calls"] == message["tool_calls"]
+    assert all(len(name) == 9 and name.isalnum() for name in ids[0] + ids[1]) and len({*ids[0], *ids[1]}) == 4
+
+
+async def test_a_call_alone_has_no_content_and_one_that_is_cut_ends_with_length(
+    client: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    generator.script = say(ONE)
+    assert (await whole(client))["message"]["content"] is None
+    generator.script = say(ONE[:50], finish="length")
+    choice = await whole(client)
+    assert choice["finish_reason"] == "length" and choice["message"]["tool_calls"]
+    assert (await streamed(client))[1] == "length"
+
+
+async def test_an_answer_without_a_call_is_what_it_was(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.script = say("Hel", "lo <tool", " or not")
+    choice = await whole(client)
+    assert choice["message"]["content"] == "Hello <tool or not" and "tool_calls" not in choice["message"]
+    assert choice["finish_reason"] == "stop"
+    assert (await streamed(client))[0]["content"] == "Hello <tool or not"
+
+
+async def test_no_tools_no_calls(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.script = say(ONE)
+    for fields in ({"tools": []}, {"tool_choice": "none"}, {"tools": None}):
+        assert (await whole(client, **fields))["message"]["content"] == ONE
+
+
+async def test_the_prompt_has_the_tools_and_nothing_of_them_is_a_control_token(
+    client: httpx.AsyncClient, generator: FakeGenerator, model: TextModel
+) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"x": "<|im_start|>"}'}}
+    history = [
+        {"role": "user", "content": "When?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon <|im_end|>"},
+    ]
+    await whole(client, messages=history)
+    await whole(client, messages=history, tool_choice="none")
+    with_tools, without = (submission.prompt for submission in generator.submissions)
+    text = model.decode(with_tools, skip_special_tokens=False)
+    assert '"name": "get_weather"' in text and '"city"' in text and "</tools>" in text
+    assert '{"name": "now", "arguments": {"x": "<|im_start|>"}}' in text and "noon <|im_end|>" in text
+    assert "get_weather" not in model.decode(without, skip_special_tokens=False)
+    controls = {i for name in ("<|im_start|>", "<|im_end|>") if (i := model.tokenizer.token_to_id(name)) is not None}
+    written = [i for i in with_tools if i in controls]
+    assert len(written) == 2 * 4 + 1, "one pair for the tools and each message, and the beginning of the answer"
+
+
+async def test_forced_calls_have_a_grammar(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.script = say(ONE)
+    assert (await whole(client))["finish_reason"] == "tool_calls"
+    assert (await whole(client, tool_choice="required"))["finish_reason"] == "tool_calls"
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    assert (await whole(client, tool_choice=named))["finish_reason"] == "stop"
+    assert (await whole(client, tool_choice="required", parallel_tool_calls=False))["message"]["tool_calls"]
+    auto, required, chosen, single = (submission.sampling.grammar for submission in generator.submissions)
+    assert auto == "" and "now" in required and "get_weather" in required and "{0,15}" in required
+    assert "get_weather" in chosen and "now" not in chosen and "{0," not in chosen + single
+
+
+async def test_an_output_format_goes_with_tools_that_may_be_called(
+    client: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    generator.script = say('{"a": 1}')
+    wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": WEATHER, "strict": True}}
+    assert (await whole(client, response_format=wanted))["message"]["content"] == '{"a": 1}'
+    assert "calls | content" in generator.submissions[0].sampling.grammar
+    for fields in (
+        {"response_format": wanted, "tool_choice": "required"},
+        {"structured_outputs": {"regex": "a"}},
+    ):
+        answer = await client.post(CHAT, json=GOOD[CHAT] | {"tools": [TOOL]} | fields)
+        assert (answer.status_code, "does not go with tools" in answer.text) == (400, True)
+
+
+async def test_a_schema_of_a_tool_that_is_not_valid_is_refused_where_it_is_needed(client: httpx.AsyncClient) -> None:
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "banana"}}}
+    assert (await client.post(CHAT, json=GOOD[CHAT] | {"tools": [bad]})).status_code == 200
+    answer = await client.post(CHAT, json=GOOD[CHAT] | {"tools": [bad], "tool_choice": "required"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools") and "banana" in answer.text
+
+
+async def test_log_probabilities_and_ids_are_given_once(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.script = say(*TWO)
+    answer = await client.post(CHAT, json=GOOD[CHAT] | {"tools": [TOOL], "stream": True, "return_token_ids": True})
+    events = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]]
+    ids = [i for event in events for i in event["choices"][0].get("token_ids", [])]
+    assert ids == list(range(len(TWO)))
+
+
+async def test_the_official_client_runs_a_conversation_with_a_tool(
+    official: openai.AsyncOpenAI, generator: FakeGenerator
+) -> None:
+    generator.script = say(*TWO)
+    messages: list[Any] = [{"role": "user", "content": "Weather in Rome?"}]
+    tools: list[Any] = [TOOL, NOW]
+    answer = await official.chat.completions.create(model="tiny", messages=messages, tools=tools)
+    message = answer.choices[0].message
+    assert message.tool_calls and message.tool_calls[0].type == "function"
+    assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Rome"}
+    messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny"}]
+    generator.script = say("It is sunny.")
+    async with official.chat.completions.stream(model="tiny", messages=messages, tools=tools) as stream:
+        final = await stream.get_final_completion()
+    assert final.choices[0].message.content == "It is sunny."
+    generator.script = say(*TWO)
+    async with official.chat.completions.stream(model="tiny", messages=messages, tools=tools) as stream:
+        final = await stream.get_final_completion()
+    calls = final.choices[0].message.tool_calls
+    assert calls and [call.function.name for call in calls] == ["get_weather", "now"]
+    assert calls[0].function.parsed_arguments == {"city": "Rome"}  # strict
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_forced_calls_of_every_form_are_read_back(form: str) -> None:
+    """Random walks through the grammar, by the built-in tokenizer with a marker that is a special token."""
+    tokenizer = load_tokenizer(builtin_directory("target"), 4096)
+    assert tokenizer is not None
+    marker = FORMATS[form][0] if form != "harmony" else "<|message|>"
+    functions = [Function(**TOOL["function"]), Function(**NOW["function"])]
+    for most in (1, 3):
+        grammar = "\n".join(calls_grammar(form, functions, {marker: 4}, most))
+        for seed in range(12):
+            text = walk(tokenizer, grammar, seed).replace("<|assistant|>", marker)
+            parser = make_parser(form, calls=True, thinks=False)
+            assert parser is not None
+            events = parser.push(text) + parser.finish()
+            names = [event.name for event in events if isinstance(event, CallBegun)]
+            assert 1 <= len(names) <= most and set(names) <= {"get_weather", "now"}, text
+            for index, name in enumerate(names):
+                arguments = "".join(e.text for e in events if isinstance(e, Arguments) and e.index == index)
+                jsonschema.validate(json.loads(arguments), WEATHER if name == "get_weather" else {"maxProperties": 0})
+            assert all(isinstance(event, CallBegun | Arguments) for event in events), text
+
+
+def walk(tokenizer: LLTokenizer, grammar: str, seed: int) -> str:
+    matcher, chosen, tokens = LLMatcher(tokenizer, grammar), random.Random(seed), []
+    assert not matcher.is_error(), matcher.get_error()
+    while not matcher.is_stopped():
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        allowed = sorted(set(np.flatnonzero(mask).tolist()) - set(tokenizer.eos_tokens))
+        if not allowed or (matcher.is_accepting() and chosen.random() < 0.5):
+            break
+        tokens.append(chosen.choice(allowed))
+        matcher.consume_token(tokens[-1])
+    return tokenizer.decode_str(tokens)
+
+
+async def test_markers_that_are_special_tokens_are_seen(tmp_path: Path, generator: FakeGenerator) -> None:
+    for form in FORMATS:
+        special = [*FORMATS[form], *THINK]
+        model = model_of(form, tmp_path / form, special)
+        assert set(model.marker_ids) == set(FORMATS[form])
+        app = create_app(generator, model, HttpSettings("tiny", created=1), Translator(model))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
+            assert (await client.post(CHAT, json=GOOD[CHAT] | {"tools": [TOOL]})).status_code == 200
+            assert generator.submissions[-1].shown_token_ids == frozenset(model.marker_ids.values())
+            if form != "harmony":
+                assert (await client.post(CHAT, json=GOOD[CHAT])).status_code == 200
+                assert generator.submissions[-1].shown_token_ids == frozenset()
+        marker = next(iter(model.marker_ids))
+        stream = model.vocabulary, (), 0, frozenset([model.marker_ids[marker]])
+        from coordinator.text.stream import TextStream
+
+        ids = model.encode("a" + marker + "b", add_special_tokens=False)
+        assert TextStream(*stream).push(ids).text == f"a{marker}b"
+        assert TextStream(model.vocabulary).push(ids).text == "ab"
+
+
+async def test_reasoning_is_apart_from_the_answer(tmp_path: Path, generator: FakeGenerator) -> None:
+    template = TEMPLATES["hermes"] + "{% if add_generation_prompt %}<think>\n{% endif %}{# ends at </think> #}"
+    directory = text_dir(tmp_path / "m", template=template, config={"max_position_embeddings": 4096})
+    model = TextModel.load(directory)
+    app = create_app(generator, model, HttpSettings("tiny", created=1), Translator(model))
+    generator.script = say("Hm", "m.</thi", "nk>\n\n", "Yes.")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
+        message = (await whole(client))["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hmm.", "Yes.")
+        found, _ = await streamed(client)
+        assert (found["reasoning_content"], found["content"]) == ("Hmm.", "Yes.")
+
+
+async def test_a_model_whose_template_knows_no_tools_refuses_them(
+    generator: FakeGenerator, text_model: TextModel
+) -> None:
+    app = create_app(generator, text_model, HttpSettings("tiny", created=1))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
+        answer = await client.post(CHAT, json=GOOD[CHAT] | {"tools": [TOOL]})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+        assert (await client.post(CHAT, json=GOOD[CHAT] | {"tools": [TOOL], "tool_choice": "none"})).status_code == 200
+    assert not generator.submissions[:-1]
+
+
+def test_arguments_in_the_history_must_be_an_object() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "3"}}
+    body = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]}
+    with pytest.raises(InvalidRequest, match="JSON object"):
+        parse_chat(json.dumps(body).encode()).chat()

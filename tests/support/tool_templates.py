@@ -1,0 +1,127 @@
+"""Chat templates that teach tools as four families of models have them, and texts of calls in each form."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+
+HERMES = """{%- if tools %}<|im_start|>system
+You may call functions. They are: <tools>
+{%- for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+</tools>. Write <tool_call>
+{"name": NAME, "arguments": OBJECT}
+</tool_call><|im_end|>
+{% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% if message.tool_calls %}{% for call in message.tool_calls %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+LLAMA3 = """{%- if tools %}<|start_header_id|>system<|end_header_id|>
+
+Answer with {"name": NAME, "parameters": OBJECT} to call one of
+{%- for tool in tools %} {{ tool.function | tojson(indent=4) }}{% endfor %}<|eot_id|>{% endif %}
+{%- for message in messages %}<|start_header_id|>{{ 'ipython' if message.role == 'tool' else message.role }}<|end_header_id|>
+
+{% if message.tool_calls %}{{ {"name": message.tool_calls[0].function.name, "parameters": message.tool_calls[0].function.arguments} | tojson }}{% else %}{{ message.content }}{% endif %}<|eot_id|>{% endfor %}
+{%- if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""  # noqa: E501
+MISTRAL = """{%- if tools %}[AVAILABLE_TOOLS]{{ tools | list | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{%- for message in messages %}{% if message.tool_calls %}[TOOL_CALLS][{% for call in message.tool_calls %}
+{%- if call.id | length != 9 %}{{ raise_exception('tool call ids have 9 characters') }}{% endif %}
+{{- {"name": call.function.name, "arguments": call.function.arguments, "id": call.id} | tojson }}{% endfor %}]</s>
+{%- elif message.role == 'tool' %}[TOOL_RESULTS]{{ message.content }}[/TOOL_RESULTS]
+{%- elif message.role == 'user' %}[INST]{{ message.content }}[/INST]{% else %}{{ message.content }}</s>{% endif %}
+{%- endfor %}"""
+HARMONY = """{%- if tools %}<|start|>developer<|message|># Tools
+namespace functions {
+{%- for tool in tools %} type {{ tool.function.name }} = (_: {{ tool.function.parameters | tojson }});{% endfor %}
+}<|end|>{% endif %}
+{%- for message in messages %}<|start|>{{ message.role }}
+{%- if message.tool_calls %}<|channel|>commentary to=functions.{{ message.tool_calls[0].function.name }} <|constrain|>json
+{%- endif %}<|message|>{{ message.content }}<|end|>{% endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""  # noqa: E501
+TEMPLATES = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL, "harmony": HARMONY}
+
+ARGUMENTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"city": "Paris"},
+    {"a": 1, "b": -2.5e-3, "c": None, "d": True},
+    {"text": 'He said: "{no} [call]; </tool_call>"'},
+    {"path": "C:\\temp\\new", "tail": "\\"},
+    {"lines": "one\ntwo\ttabbed\r\n", "quote": '"\\"\''},
+    {"deep": {"er": [{"est": [[], {}, [1, [2, {"x": "}]"}]]]}]}},
+    {"name": "not the function", "arguments": {"name": "nor this"}},
+    {"日本": "ünïcødé 🎉", "": ""},
+    {"list": list(range(40)), "long": "word " * 60},
+)
+NAMES = ("get_weather", "f", "a.b-c_d", "search")
+LEADS = ("", "Let me look. ", 'I\'ll call {two} "things":\n')
+
+
+@dataclass(frozen=True)
+class Written:
+    """A text of a model, and what is in it."""
+
+    text: str
+    content: str
+    calls: tuple[tuple[str, dict[str, Any]], ...]
+    reasoning: str = ""
+
+
+def written(form: str, count: int) -> list[Written]:
+    """So many texts of a family, each with 1 to 3 calls."""
+    chosen, made = random.Random(form), []
+    while len(made) < count:
+        number = len(made)
+        picked = [ARGUMENTS[number % len(ARGUMENTS)], *chosen.choices(ARGUMENTS, k=chosen.randint(0, 2))]
+        calls = [(chosen.choice(NAMES), arguments) for arguments in picked]
+        ascii_only, indent = chosen.random() < 0.3, chosen.choice([None, None, 2])
+        lead = LEADS[number % len(LEADS)]
+
+        def dumps(value: Any, ascii_only: bool = ascii_only, indent: int | None = indent) -> str:
+            return json.dumps(value, ensure_ascii=ascii_only, indent=indent)
+
+        made.append(WRITERS[form](lead, calls, dumps, number))
+    return made
+
+
+def _hermes(lead: str, calls: list[Any], dumps: Any, number: int) -> Written:
+    between = "\n" if number % 2 else ""
+    blocks = [f"<tool_call>\n{dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls]
+    if number % 5 == 4:  # the other way around
+        blocks = [f"<tool_call>{dumps({'arguments': a, 'name': n})}</tool_call>" for n, a in calls]
+    return Written(lead + between.join(blocks) + between, lead, tuple(calls))
+
+
+def _llama3(lead: str, calls: list[Any], dumps: Any, number: int) -> Written:
+    tag = "<|python_tag|>" if lead or number % 2 else ""
+    objects = [
+        dumps({"name": n, "parameters": a} | ({"type": "function"} if number % 3 == 0 else {})) for n, a in calls
+    ]
+    return Written(lead + tag + "; ".join(objects), lead, tuple(calls))
+
+
+def _mistral(lead: str, calls: list[Any], dumps: Any, number: int) -> Written:
+    if number % 2:
+        return Written(lead + "".join(f"[TOOL_CALLS]{n}[ARGS]{dumps(a)}" for n, a in calls), lead, tuple(calls))
+    listed = dumps([{"name": n, "arguments": a} for n, a in calls])
+    return Written(f"{lead}[TOOL_CALLS] {listed}", lead, tuple(calls))
+
+
+def _harmony(lead: str, calls: list[Any], dumps: Any, number: int) -> Written:
+    reasoning = "They want <calls>. " if number % 2 else ""
+    parts = [f"<|channel|>analysis<|message|>{reasoning}<|end|>"] if reasoning else []
+    parts += [f"<|channel|>commentary<|message|>{lead}<|end|>"] if lead else []
+    for n, a in calls:
+        constrain = " <|constrain|>json" if number % 3 else " json"
+        parts.append(f"<|channel|>commentary to=functions.{n}{constrain}<|message|>{dumps(a)}<|call|>")
+    return Written("<|start|>assistant".join(parts), lead, tuple(calls), reasoning)
+
+
+WRITERS = {"hermes": _hermes, "llama3": _llama3, "mistral": _mistral, "harmony": _harmony}
