@@ -23,13 +23,15 @@ from baton.rpc.status import printable
 from coordinator.api_keys import ApiKeys
 from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import HttpProblem, error_response, json_response
-from coordinator.http.generation import GenerationResponse
+from coordinator.http.generation import GenerationResponse, Renderer
 from coordinator.http.guard import IGNORED, REQUEST_ID, Guard
 from coordinator.http.openapi import describe
 from coordinator.metrics import CONTENT_TYPE
 from coordinator.openai import schema
 from coordinator.openai.render import ChatRender, CompletionRender, Head, Render
-from coordinator.openai.strict import Strict
+from coordinator.openai.responses import ResponsesBody, parse_responses
+from coordinator.openai.responses_render import ResponsesRender
+from coordinator.openai.validation import Strict
 from coordinator.submission import Generator, Submission
 from coordinator.text.model import TextModel
 from coordinator.text.tool_calls import make_parser
@@ -64,6 +66,7 @@ def create_app(
     for method, path, endpoint in (
         ("POST", "/v1/completions", front.completions),
         ("POST", "/v1/chat/completions", front.chat_completions),
+        ("POST", "/v1/responses", front.responses),
         ("GET", "/v1/models", front.models),
         ("GET", "/v1/models/{model_id:path}", front.model),
         ("POST", "/tokenize", front.tokenize),
@@ -134,6 +137,20 @@ class _Front:
     async def chat_completions(self, request: Request) -> Response:
         body = await self._body(request, schema.parse_chat)
         self._check_model(body.model)
+        submission, more = await self._conversation(request.scope[REQUEST_ID], body)
+        return self._generate(submission.request_id, [submission], body, ChatRender, **more)
+
+    async def responses(self, request: Request) -> Response:
+        body = await self._body(request, parse_responses)
+        self._check_model(body.model)
+        submission, more = await self._conversation(request.scope[REQUEST_ID], body)
+        head = self._head(submission.request_id, [submission], **more)
+        return self._answer([submission], ResponsesRender(head, body), stream=bool(body.stream))
+
+    async def _conversation(
+        self, request_id: str, body: schema.ChatBody | ResponsesBody
+    ) -> tuple[Submission, dict[str, Any]]:
+        """The submission, and what the head says of calls and reasoning in its text."""
         text, tools, options = self._text, body.tooling(), body.options()
         if tools.may_be_called:
             if text.tool_format is None:
@@ -141,9 +158,7 @@ class _Front:
             constraint = tools.constraint(text.tool_format, text.marker_ids, options.constraint)
             options = replace(options, constraint=constraint)
         offered = tools.template_values()
-        submission = await self._translator.from_messages(
-            request.scope[REQUEST_ID], body.chat(), options, tools=offered
-        )
+        submission = await self._translator.from_messages(request_id, body.chat(), options, tools=offered)
         new_parser = partial(
             make_parser,
             text.tool_format,
@@ -153,14 +168,7 @@ class _Front:
         )
         if new_parser() is not None:
             submission = replace(submission, shown_token_ids=frozenset(text.marker_ids.values()))
-        return self._generate(
-            submission.request_id,
-            [submission],
-            body,
-            ChatRender,
-            new_parser=new_parser,
-            named_tool=bool(tools.named),
-        )
+        return submission, {"new_parser": new_parser, "named_tool": bool(tools.named)}
 
     async def models(self) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
@@ -237,26 +245,32 @@ class _Front:
         **more: Any,
     ) -> Response:
         """`more` is what the head has besides."""
-        wanted, submission = body.stream_options, submissions[0]
-        head = Head(
+        wanted = body.stream_options
+        head = self._head(
+            request_id,
+            submissions,
+            include_usage=bool(wanted and wanted.include_usage),
+            continuous_usage=bool(wanted and wanted.continuous_usage_stats),
+            token_ids=bool(body.return_token_ids),
+            logprobs=submissions[0].sampling.logprobs is not None,
+            prompt_logprobs=body.prompt_logprobs is not None,
+            **more,
+        )
+        return self._answer(submissions, render(head), stream=bool(body.stream))
+
+    def _head(self, request_id: str, submissions: Sequence[Submission], **more: Any) -> Head:
+        return Head(
             request_id=request_id,
             model=self._settings.model_name,
             created=int(time.time()),
             fingerprint=self._fingerprint,
-            include_usage=bool(wanted and wanted.include_usage),
-            continuous_usage=bool(wanted and wanted.continuous_usage_stats),
             vocabulary=self._text.vocabulary,
             prompts=tuple(each.prompt for each in submissions),
-            n=submission.n,
-            token_ids=bool(body.return_token_ids),
-            logprobs=submission.sampling.logprobs is not None,
-            prompt_logprobs=body.prompt_logprobs is not None,
+            n=submissions[0].n,
             **more,
         )
+
+    def _answer(self, submissions: Sequence[Submission], render: Renderer, *, stream: bool) -> Response:
         return GenerationResponse(
-            self._generator,
-            submissions,
-            render(head),
-            stream=bool(body.stream),
-            send_timeout_s=self._settings.send_timeout_s,
+            self._generator, submissions, render, stream=stream, send_timeout_s=self._settings.send_timeout_s
         )

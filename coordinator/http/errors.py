@@ -16,7 +16,10 @@ from baton.rpc import status
 
 log = logging.getLogger("baton.http")
 
-_REASONS = {404: ("not_found", "no such path"), 405: ("method_not_allowed", "this path does not take that method")}
+_REASONS = {
+    404: ("not_found", "no such path: of OpenAI's API completions, chat completions, responses and models are served"),
+    405: ("method_not_allowed", "this path does not take that method"),
+}
 
 
 class HttpProblem(Exception):
@@ -48,12 +51,6 @@ def error_response(error: BaseException) -> Response:
         return json_response(body, http=error.status_code, headers=error.headers)
     note(error)
     return json_response(status.http_body(error), http=status.http_status(error), headers=status.http_headers(error))
-
-
-def error_frame(error: BaseException) -> bytes:
-    """The same in the middle of a stream, as the last event but `[DONE]`."""
-    note(error)
-    return b"data: " + orjson.dumps(status.http_body(error)) + b"\n\n"
 
 
 def note(error: BaseException) -> None:

@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import chain
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -24,9 +25,9 @@ from starlette.types import Receive, Scope, Send
 from baton.core.errors import Cancelled, InvariantError
 from baton.core.events import SpeculationCounters
 from coordinator import off_loop
-from coordinator.http.errors import error_frame, error_response
+from coordinator.http.errors import error_response, note
 from coordinator.merged import merged
-from coordinator.openai.render import DONE, Render, server_timing
+from coordinator.openai.render import server_timing
 from coordinator.submission import Delta, Generator, Submission, Usage
 
 ABORT = "baton.abort"
@@ -40,6 +41,33 @@ _SSE_HEADERS = {
 }
 
 log = logging.getLogger("baton.http")
+
+
+class Renderer(Protocol):
+    """What makes bytes of the deltas of one answer."""
+
+    @property
+    def continuous_usage(self) -> bool: ...
+
+    @property
+    def has_large_opening(self) -> bool: ...
+
+    @property
+    def end(self) -> bytes: ...
+
+    def tells(self, delta: Delta) -> bool: ...
+
+    def whole(self, answers: Sequence[Delta], usage: Usage) -> bytes: ...
+
+    def opening(self, delta: Delta, usage: Usage) -> bytes: ...
+
+    def text(self, delta: Delta, usage: Usage) -> bytes: ...
+
+    def last(self, delta: Delta, usage: Usage) -> bytes: ...
+
+    def closing(self, usage: Usage) -> bytes: ...
+
+    def failed(self, error: BaseException) -> bytes: ...
 
 
 class _Counted:
@@ -78,7 +106,7 @@ class GenerationResponse(Response):
         self,
         generator: Generator,
         submissions: Sequence[Submission],
-        render: Render,
+        render: Renderer,
         *,
         stream: bool,
         send_timeout_s: float,
@@ -200,9 +228,10 @@ class GenerationResponse(Response):
                     body = b""
                 if more:
                     delta = await self._next(deltas)
-            body += render.closing(counted.usage) + DONE
+            body += render.closing(counted.usage) + render.end
         except Exception as error:
-            body += error_frame(error) + DONE
+            note(error)
+            body += render.failed(error)
         await self._write(send, body, more=False)
 
     async def _next(self, deltas: AsyncGenerator[Delta, None]) -> Delta:

@@ -13,10 +13,12 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from coordinator.openai import schema
+from coordinator.openai.responses import ResponsesBody
 
 BODIES: dict[str, type[BaseModel]] = {
     "/v1/completions": schema.CompletionBody,
     "/v1/chat/completions": schema.ChatBody,
+    "/v1/responses": ResponsesBody,
     "/tokenize": schema.TokenizeBody,
     "/detokenize": schema.DetokenizeBody,
 }

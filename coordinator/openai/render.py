@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 import xxhash
 
+from baton.rpc import status
 from coordinator.off_loop import is_large
 from coordinator.openai.logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
 from coordinator.submission import Delta, Timeline, Usage
@@ -56,6 +57,7 @@ class Render:
     before_text: bytes  # behind the index
     after_text: bytes
     scores_in_choice: bool
+    end = DONE
 
     def __init__(self, head: Head) -> None:
         self._head = head
@@ -107,6 +109,10 @@ class Render:
         if not self._head.include_usage:
             return b""
         return self._prefix + b'],"usage":' + orjson.dumps(usage_object(usage)) + b"}\n\n"
+
+    def failed(self, error: BaseException) -> bytes:
+        """The last event of a stream that breaks off, and its end."""
+        return b"data: " + orjson.dumps(status.http_body(error)) + b"\n\n" + self.end
 
     def _before(self, delta: Delta) -> bytes:
         return b'{"index":%d,' % delta.choice + self.before_text

@@ -7,9 +7,8 @@ A body is bytes until here: parse_object -> sift (unknown, not served) -> types 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -19,7 +18,6 @@ from pydantic import (
     Field,
     PlainValidator,
     StringConstraints,
-    ValidationError,
 )
 from pydantic_core import PydanticCustomError
 
@@ -27,9 +25,9 @@ from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import MAX_BIASES, MAX_STOP_TOKENS
 from coordinator.openai import fields
 from coordinator.openai.json_body import parse_object
-from coordinator.openai.strict import Strict
 from coordinator.openai.structured import JsonSchema, ResponseFormat, SchemaOrText, StructuredOutputs, constraint_of
 from coordinator.openai.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, Tools
+from coordinator.openai.validation import Strict, at_most, counted, validate
 from coordinator.text.chat import ChatMessage
 from coordinator.translate import MAX_BAD_WORDS, MAX_CHOICES, MAX_MESSAGES, MAX_STOPS, Options
 
@@ -46,7 +44,7 @@ def _prompt(value: Any) -> list[str | list[int]]:
     kinds = set(map(type, value))
     if kinds <= {int}:
         return [value]
-    _counted(MAX_CHOICES, value)
+    counted(MAX_CHOICES, value)
     if kinds == {str}:
         return value
     if kinds == {list} and all(set(map(type, ids)) <= {int} for ids in value):
@@ -73,21 +71,10 @@ def _content(value: Any) -> str:
     return "\n".join(texts)
 
 
-def _counted(most: int, value: Any) -> Any:
-    """The same value, counted before an entry is looked at: a body has room for a million."""
-    if isinstance(value, list | dict) and len(value) > most:
-        raise PydanticCustomError("too_many", f"at most {most} entries, not {len(value)}")
-    return value
-
-
-def _at_most(most: int) -> BeforeValidator:
-    return BeforeValidator(partial(_counted, most))
-
-
 def _one_or_many(value: Any) -> Any:
     if not isinstance(value, str | list):
         raise PydanticCustomError("stop", "must be a string or an array of strings")
-    return [value] if isinstance(value, str) else _counted(MAX_STOPS, value)
+    return [value] if isinstance(value, str) else counted(MAX_STOPS, value)
 
 
 def _metadata(value: dict[str, str]) -> dict[str, str]:
@@ -105,7 +92,7 @@ def _biases(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         raise PydanticCustomError("logit_bias", "must be an object of token ids and numbers")
     found: dict[int, float] = {}
-    for key, bias in _counted(MAX_BIASES, value).items():
+    for key, bias in counted(MAX_BIASES, value).items():
         if not _TOKEN_ID.fullmatch(key):
             raise PydanticCustomError("logit_bias", "a key must be a token id in decimal digits")
         if type(bias) not in (int, float):
@@ -156,8 +143,8 @@ class GenerationBody(Strict):
     presence_penalty: float | None = None
     logit_bias: _Biases | None = None
     min_tokens: int | None = None
-    stop_token_ids: Annotated[list[int], _at_most(MAX_STOP_TOKENS)] | None = None
-    bad_words: Annotated[list[str], _at_most(MAX_BAD_WORDS)] | None = None
+    stop_token_ids: Annotated[list[int], at_most(MAX_STOP_TOKENS)] | None = None
+    bad_words: Annotated[list[str], at_most(MAX_BAD_WORDS)] | None = None
     allowed_token_ids: _Ids | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
@@ -174,7 +161,7 @@ class GenerationBody(Strict):
     user: _Label | None = None
     safety_identifier: _Label | None = None
     prompt_cache_key: _Label | None = None
-    metadata: Annotated[dict[str, str], AfterValidator(_metadata), _at_most(MAX_METADATA)] | None = None
+    metadata: Annotated[dict[str, str], AfterValidator(_metadata), at_most(MAX_METADATA)] | None = None
 
     def options(self) -> Options:
         return Options(
@@ -227,10 +214,10 @@ class MessageBody(Strict):
     content: _Content
     name: _Name | None = None
     tool_call_id: _Name | None = None
-    tool_calls: Annotated[list[ToolCall], _at_most(MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], at_most(MAX_TOOLS)] | None = None
 
 
-_Messages = Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES), _at_most(MAX_MESSAGES)]
+_Messages = Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES), at_most(MAX_MESSAGES)]
 
 
 def _chat(messages: list[MessageBody]) -> list[ChatMessage]:
@@ -254,7 +241,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Annotated[list[Tool], _at_most(MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], at_most(MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
@@ -296,9 +283,6 @@ class DetokenizeBody(Strict):
     tokens: _Ids
 
 
-_Body = TypeVar("_Body", bound=Strict)
-
-
 def parse_completion(body: bytes) -> CompletionBody:
     """Raises InvalidRequest that names the field, as the other parse functions do."""
     return _generation(CompletionBody, parse_object(body), fields.COMPLETION)
@@ -311,7 +295,7 @@ def parse_chat(body: bytes) -> ChatBody:
 def parse_tokenize(body: bytes) -> TokenizeBody:
     ignored: set[str] = set()
     given = fields.sift(parse_object(body), TokenizeBody.model_fields.keys(), fields.NOTHING)
-    parsed = _validate(TokenizeBody, _sift_messages(given, ignored), ignored)
+    parsed = validate(TokenizeBody, _sift_messages(given, ignored), ignored)
     if (parsed.prompt is None) == (parsed.messages is None):
         raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")
     return parsed
@@ -319,7 +303,7 @@ def parse_tokenize(body: bytes) -> TokenizeBody:
 
 def parse_detokenize(body: bytes) -> DetokenizeBody:
     given = fields.sift(parse_object(body), DetokenizeBody.model_fields.keys(), fields.NOTHING)
-    return _validate(DetokenizeBody, given)
+    return validate(DetokenizeBody, given)
 
 
 _Gen = TypeVar("_Gen", bound=GenerationBody)
@@ -339,7 +323,7 @@ def _generation(model: type[_Gen], raw: Mapping[str, Any], neutral: fields.Neutr
     for name, part in _PARTS.items():
         if isinstance(value := given.get(name), dict):
             given[name] = _sift_part(value, part, f"{name}.")
-    parsed = _validate(model, given, ignored)
+    parsed = validate(model, given, ignored)
     if parsed.stream_options is not None and not parsed.stream:
         raise InvalidRequest("stream_options needs 'stream': true", param="stream_options")
     if parsed.prompt_logprobs is not None and parsed.stream:
@@ -383,36 +367,3 @@ def _sift_message(message: dict[str, Any], index: int, ignored: set[str]) -> dic
     if kept.get("role") == "assistant" and kept.get("content") is None:
         kept["content"] = ""  # as it is where an assistant called tools
     return kept
-
-
-def _validate(model: type[_Body], given: dict[str, Any], ignored: Iterable[str] = ()) -> _Body:
-    try:
-        body = model.model_validate(given)
-    except ValidationError as error:
-        raise _refusal(error) from None
-    body._ignored = frozenset(ignored)
-    return body
-
-
-_MUST_BE = {
-    "bool_type": "must be true or false",
-    "dict_type": "must be an object",
-    "finite_number": "must be a finite number",
-    "float_type": "must be a number",
-    "int_type": "must be an integer",
-    "list_type": "must be an array",
-    "model_type": "must be an object",
-    "string_type": "must be a string",
-}
-
-
-def _refusal(error: ValidationError) -> InvalidRequest:
-    """The first thing at fault, without a word of the input."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    param = ""
-    for part in first["loc"]:
-        param += f"[{part}]" if isinstance(part, int) else f".{part[:64]}" if param else part[:64]
-    if first["type"] == "missing":
-        return InvalidRequest(f"'{param}' is required", code="missing_required_parameter", param=param)
-    message = _MUST_BE.get(first["type"]) or first["msg"][:200]
-    return InvalidRequest(f"'{param}': {message}", param=param)

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import MAX_GRAMMAR_CHARS, check_count
-from coordinator.openai.strict import Strict
+from coordinator.openai.validation import Strict
 from coordinator.structured_output import Constraint
 
 MAX_ALTERNATIVES = 4_096

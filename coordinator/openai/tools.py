@@ -12,7 +12,7 @@ from pydantic import PlainValidator, StringConstraints, ValidationError
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
-from coordinator.openai.strict import Strict
+from coordinator.openai.validation import Strict
 from coordinator.structured_output import Constraint
 
 MAX_TOOLS = 128

@@ -23,6 +23,7 @@ from baton.core.errors import InvalidRequest, Unavailable
 from coordinator.http import body as http_body
 from coordinator.http.body import INLINE_BYTES, BodyParser
 from coordinator.openai import schema as openai_schema
+from coordinator.openai import validation
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 
 HANG_S = 10.0
@@ -77,8 +78,8 @@ def test_the_first_of_many_wrong_ids_is_the_last_one_looked_at(
     parse: Callable[[bytes], Any], field: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = []
-    refusal = openai_schema._refusal
-    monkeypatch.setattr(openai_schema, "_refusal", lambda e: counts.append(e.error_count()) or refusal(e))
+    refusal = validation._refusal
+    monkeypatch.setattr(validation, "_refusal", lambda e, path: counts.append(e.error_count()) or refusal(e, path))
     with pytest.raises(InvalidRequest, match="must be an integer") as refused:
         parse(json.dumps({field: ["a"] * 100, **extra}).encode())
     assert (counts, refused.value.param) == ([1], f"{field}[0]")

@@ -36,6 +36,7 @@ ROOT = Path(__file__).parents[2]
 ENDPOINTS = {
     "POST /v1/completions": "a prompt as text or token ids; streamed or whole",
     "POST /v1/chat/completions": "messages through the model's chat template; streamed or whole",
+    "POST /v1/responses": "items through the chat template; streamed or whole, nothing is stored",
     "GET /v1/models": "the one model, with `max_model_len`",
     "GET /v1/models/{model_id}": "the same entry; 404 for any other name",
     "POST /tokenize": "`prompt` or `messages` to token ids",

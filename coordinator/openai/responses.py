@@ -1,0 +1,251 @@
+"""The body of `/v1/responses`, OpenAI's newer form of a chat: items in, items out. Nothing is stored: the client sends
+the whole conversation, and `previous_response_id` is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import Field, PlainValidator
+from pydantic_core import PydanticCustomError
+
+from baton.core.errors import InvalidRequest
+from coordinator.openai import fields
+from coordinator.openai.json_body import parse_object
+from coordinator.openai.structured import JsonSchema, ResponseFormat, constraint_of
+from coordinator.openai.tools import (
+    MAX_TOOLS,
+    CalledFunction,
+    ChosenFunction,
+    ChosenTool,
+    Function,
+    Name,
+    Tool,
+    ToolCall,
+    Tools,
+)
+from coordinator.openai.validation import Strict, at_most, validate
+from coordinator.text.chat import ChatMessage
+from coordinator.translate import MAX_MESSAGES, Options
+
+INERT = fields.INERT | {"include", "max_tool_calls", "reasoning", "truncation"}
+NEUTRAL: fields.Neutral = {
+    "background": (False,),
+    "conversation": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "stream_options": ({},),
+}
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+class Message(Strict):
+    type: Literal["message"] = "message"
+    role: str
+    content: str
+
+    def messages(self, param: str) -> list[ChatMessage]:
+        return [ChatMessage(self.role, self.content)]
+
+
+class FunctionCall(Strict):
+    type: Literal["function_call"]
+    call_id: str
+    name: Name
+    arguments: str
+
+    def messages(self, param: str) -> list[ChatMessage]:
+        call = ToolCall(id=self.call_id, function=CalledFunction(name=self.name, arguments=self.arguments))
+        return [ChatMessage("assistant", "", tool_calls=(call.as_template_value(param),))]
+
+
+class FunctionCallOutput(Strict):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str
+
+    def messages(self, param: str) -> list[ChatMessage]:
+        return [ChatMessage("tool", self.output, tool_call_id=self.call_id)]
+
+
+Item = Message | FunctionCall | FunctionCallOutput
+_ITEMS: dict[str, type[Item]] = {
+    "message": Message,
+    "function_call": FunctionCall,
+    "function_call_output": FunctionCallOutput,
+}
+
+
+def _choice(value: Any) -> str | ChosenTool:
+    if isinstance(value, str) and value in ("none", "auto", "required"):
+        return value
+    if isinstance(value, dict) and value.get("type") == "function" and isinstance(value.get("name"), str):
+        return ChosenTool(type="function", function=ChosenFunction(name=value["name"]))
+    what = "must be 'none', 'auto', 'required' or an object with 'type': 'function' and a 'name'"
+    raise PydanticCustomError("tool_choice", what)
+
+
+_Choice = Annotated[str | ChosenTool, PlainValidator(_choice, json_schema_input_type=str | dict[str, Any])]
+
+
+class ResponseTool(Strict):
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponsesBody(Strict):
+    input: Annotated[list[Item], PlainValidator(lambda value: value, json_schema_input_type=str | list[dict[str, Any]])]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    text: TextOptions | None = None
+    tools: Annotated[list[ResponseTool], at_most(MAX_TOOLS)] | None = None
+    tool_choice: _Choice | None = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+
+    def options(self) -> Options:
+        wanted = self.text.format if self.text is not None else None
+        response_format = None
+        if wanted is not None:
+            schema = None
+            if wanted.type == "json_schema":
+                if wanted.schema_ is None:
+                    raise InvalidRequest("'text.format.schema' is required", param="text.format.schema")
+                schema = JsonSchema(name=wanted.name or "", schema=wanted.schema_, strict=wanted.strict)
+            response_format = ResponseFormat(type=wanted.type, json_schema=schema)
+        constraint = constraint_of(response_format, None, {}, None)
+        return Options(
+            max_tokens=self.max_output_tokens,
+            max_tokens_param="max_output_tokens",
+            temperature=self.temperature,
+            top_p=self.top_p,
+            constraint=None if constraint is None else replace(constraint, param="text.format"),
+        )
+
+    def chat(self) -> list[ChatMessage]:
+        """The conversation; calls that follow each other are one message of the assistant, with what it said before."""
+        found = [ChatMessage("system", self.instructions)] if self.instructions else []
+        for number, item in enumerate(self.input):
+            for message in item.messages(f"input[{number}]"):
+                last = found[-1] if found else None
+                if message.tool_calls and last is not None and last.role == "assistant":
+                    found[-1] = ChatMessage("assistant", last.content, tool_calls=last.tool_calls + message.tool_calls)
+                else:
+                    found.append(message)
+        return found
+
+    def tooling(self) -> Tools:
+        tools = [
+            Tool(
+                type="function",
+                function=Function(name=t.name, description=t.description, parameters=t.parameters, strict=t.strict),
+            )
+            for t in self.tools or ()
+        ]
+        choice = "auto" if self.tool_choice is None else self.tool_choice
+        return Tools(tools=tools, choice=choice, parallel=self.parallel_tool_calls is not False)
+
+
+def parse_responses(body: bytes) -> ResponsesBody:
+    """Raises InvalidRequest that names the field."""
+    ignored: set[str] = set()
+    served = ResponsesBody.model_fields.keys()
+    given = fields.sift(parse_object(body), served, NEUTRAL, inert=INERT, ignored=ignored)
+    if "input" not in given or given["input"] is None:
+        raise InvalidRequest("'input' is required", code="missing_required_parameter", param="input")
+    given["input"] = _items(given["input"], ignored)
+    parsed = validate(ResponsesBody, given, ignored)
+    if parsed.top_logprobs:
+        raise InvalidRequest("'top_logprobs' is not served by /v1/responses", param="top_logprobs")
+    parsed.options()
+    parsed.tooling().check()
+    return parsed
+
+
+def _items(value: Any, ignored: set[str]) -> list[Item]:
+    if isinstance(value, str):
+        return [Message(role="user", content=value)]
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest("'input': must be a string or an array of items", param="input")
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequest(f"'input': at most {MAX_MESSAGES} items, not {len(value)}", param="input")
+    found = []
+    for number, given in enumerate(value):
+        param = f"input[{number}]"
+        if not isinstance(given, dict):
+            raise InvalidRequest(f"'{param}': must be an object", param=param)
+        kind = given.get("type") or "message"
+        if kind == "reasoning":
+            ignored.add("input.reasoning")
+            continue
+        model = _ITEMS.get(kind) if isinstance(kind, str) else None
+        if model is None:
+            known = ", ".join(_ITEMS)
+            raise InvalidRequest(f"'{param}.type': must be one of {known}", param=f"{param}.type")
+        # Items of an earlier answer come back as they were, with ids and states.
+        names: set[str] = set()
+        kept = fields.sift(given, model.model_fields.keys(), {}, path=f"{param}.", any_name=True, ignored=names)
+        ignored.update(f"input.{name}" for name in names - {"id", "status"})
+        for name in ("content", "output"):
+            if isinstance(kept.get(name), list):
+                kept[name] = _text_of(kept[name], f"{param}.{name}")
+        found.append(validate(model, {"type": kind} | kept, path=param))
+    return found
+
+
+def _text_of(parts: list[Any], param: str) -> str:
+    texts = []
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            what = f"'{param}[{number}]': only text is supported: {', '.join(_TEXT_PARTS)}, with a string 'text'"
+            raise InvalidRequest(what, param=f"{param}[{number}]")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def shown_tools(tools: Tools) -> list[dict[str, Any]]:
+    """The tools as an answer repeats them."""
+    return [
+        {
+            "type": "function",
+            "name": tool.function.name,
+            "description": tool.function.description,
+            "parameters": tool.function.parameters,
+            "strict": bool(tool.function.strict),
+        }
+        for tool in tools.tools
+    ]
+
+
+def shown_format(body: ResponsesBody) -> dict[str, Any]:
+    wanted = body.text.format if body.text is not None else None
+    if wanted is None:
+        return {"type": "text"}
+    shown: dict[str, Any] = {"type": wanted.type}
+    if wanted.type == "json_schema":
+        shown |= {"name": wanted.name or "", "schema": wanted.schema_, "strict": bool(wanted.strict)}
+    return orjson.loads(orjson.dumps(shown))  # type: ignore[no-any-return]

@@ -1,0 +1,201 @@
+"""`/v1/responses`: items in and out, whole and streamed, by OpenAI's own types and client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import httpx2
+import openai
+import pytest
+from fastapi import FastAPI
+from openai.types.responses import Response as OfficialResponse
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from baton.core.errors import WorkerLost
+from baton.engine.grammars import load_tokenizer
+from baton.model_source import builtin_directory
+from coordinator import structured_output
+from coordinator.http.app import HttpSettings, create_app
+from coordinator.openai.responses import parse_responses
+from coordinator.structured_output import GrammarCompiler
+from coordinator.text.chat import ChatMessage
+from coordinator.text.model import TextModel
+from coordinator.translate import Translator
+from tests.coordinator.test_tools import TWO, WEATHER
+from tests.support.fake_generator import FakeGenerator, say
+from tests.support.model_dirs import text_dir
+from tests.support.tool_templates import TEMPLATES
+
+PATH = "/v1/responses"
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER, "strict": True}
+THINKS = TEMPLATES["hermes"] + "{# </think> #}"
+
+
+@pytest.fixture
+def app(generator: FakeGenerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
+    model = TextModel.load(text_dir(tmp_path / "m", template=THINKS, config={"max_position_embeddings": 4096}))
+    monkeypatch.setattr(structured_output, "_tokenizer", load_tokenizer(builtin_directory("target"), 4096))
+    compiler = GrammarCompiler(Path(), 4096, lambda: ThreadPoolExecutor(1))
+    return create_app(generator, model, HttpSettings("tiny", created=1), Translator(model, grammars=compiler))
+
+
+@pytest.fixture
+async def official(app: FastAPI) -> AsyncIterator[openai.AsyncOpenAI]:
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://baton")
+    async with openai.AsyncOpenAI(api_key="k", base_url="http://baton/v1", http_client=http, max_retries=0) as client:
+        yield client
+
+
+async def events_of(client: httpx.AsyncClient, **fields: Any) -> list[dict[str, Any]]:
+    answer = await client.post(PATH, json={"input": "Hi", "stream": True} | fields)
+    assert answer.status_code == 200, answer.text
+    found = []
+    for block in answer.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        EVENT.validate_python(event)
+        found.append(event)
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+async def test_a_text_whole(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    answer = (await client.post(PATH, json={"input": "Hi", "instructions": "Be brief.", "temperature": 0})).json()
+    OfficialResponse.model_validate(answer)
+    (item,) = answer["output"]
+    assert item["content"][0]["text"] == "Hello world" and item["role"] == "assistant"
+    assert answer["status"] == "completed" and answer["usage"]["output_tokens"] == 2
+    generator.script = say("Hel", finish="length")
+    answer = (await client.post(PATH, json={"input": "Hi", "max_output_tokens": 1})).json()
+    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert answer["output"][0]["status"] == "incomplete" and generator.submissions[-1].max_tokens == 1
+
+
+async def test_a_stream_builds_what_the_whole_answer_is(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.script = say("<think>", "Hm.", "</think>", "\n", *TWO)
+    whole = (await client.post(PATH, json={"input": "Hi", "tools": [TOOL]})).json()
+    OfficialResponse.model_validate(whole)
+    assert [item["type"] for item in whole["output"]] == ["reasoning", "message", "function_call", "function_call"]
+    assert whole["output"][2]["arguments"] == '{"city": "Rome"}'
+    events = await events_of(client, tools=[TOOL])
+    final = events[-1]["response"]
+    assert events[-1]["type"] == "response.completed" and events[0]["type"] == "response.created"
+
+    def without_ids(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in items]
+
+    assert without_ids(final["output"]) == without_ids(whole["output"])
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == final["output"] and final["usage"] == whole["usage"]
+    for index, item in enumerate(final["output"]):
+        parts = [e["delta"] for e in events if e["type"].endswith(".delta") and e["output_index"] == index]
+        text = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        assert "".join(parts) == text and len(parts) > 1 - (item["type"] == "reasoning")
+
+
+async def test_a_stream_that_breaks_off_says_so(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.script = [*say("a", "b")[:1], WorkerLost("both died")]
+    last = (await events_of(client))[-1]
+    assert (last["type"], last["code"]) == ("error", "worker_lost") and "both died" in last["message"]
+
+
+async def test_the_official_client(official: openai.AsyncOpenAI, generator: FakeGenerator) -> None:
+    answer = await official.responses.create(model="tiny", input="Hi")
+    assert answer.output_text == "Hello world"
+    async with official.responses.stream(model="tiny", input=[{"role": "user", "content": "Hi"}]) as stream:
+        kinds = [event.type async for event in stream]
+        assert (await stream.get_final_response()).output_text == "Hello world"
+    assert kinds.count("response.output_text.delta") == 2
+    generator.script = say(*TWO)
+    tools: Any = [TOOL]
+    answer = await official.responses.create(model="tiny", input="Weather?", tools=tools)
+    call = answer.output[1]
+    assert call.type == "function_call" and json.loads(call.arguments) == {"city": "Rome"}
+    history: Any = [{"role": "user", "content": "Weather?"}, *[item.model_dump() for item in answer.output]]
+    history.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
+    generator.script = say("Sunny.")
+    assert (await official.responses.create(model="tiny", input=history, tools=tools)).output_text == "Sunny."
+
+
+def test_items_are_messages() -> None:
+    call = {"type": "function_call", "id": "fc", "status": "completed", "name": "f"}
+    body = {
+        "instructions": "Be brief.",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+            {"type": "reasoning", "id": "rs", "summary": []},
+            {"type": "message", "id": "msg", "role": "assistant", "content": [{"type": "output_text", "text": "c"}]},
+            call | {"call_id": "1", "arguments": '{"x": 1}'},
+            call | {"call_id": "2", "arguments": ""},
+            {"type": "function_call_output", "call_id": "1", "output": "d"},
+        ],
+    }
+    parsed = parse_responses(json.dumps(body).encode())
+    system, user, assistant, tool = parsed.chat()
+    assert system == ChatMessage("system", "Be brief.") and user == ChatMessage("user", "a\nb")
+    assert assistant.content == "c" and [c["function"]["arguments"] for c in assistant.tool_calls] == [{"x": 1}, {}]
+    assert tool == ChatMessage("tool", "d", tool_call_id="1")
+    assert parsed.ignored == {"input.reasoning"}
+
+
+async def test_formats_and_choices(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    wanted = {"format": {"type": "json_schema", "name": "w", "schema": WEATHER, "strict": True}}
+    answer = (await client.post(PATH, json={"input": "Hi", "text": wanted})).json()
+    assert "city" in generator.submissions[-1].sampling.grammar
+    assert answer["text"]["format"]["schema"] == WEATHER
+    chosen = {"type": "function", "name": "get_weather"}
+    answer = (await client.post(PATH, json={"input": "Hi", "tools": [TOOL], "tool_choice": chosen})).json()
+    assert answer["tool_choice"] == chosen and "get_weather" in generator.submissions[-1].sampling.grammar
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"input": None}, "input"),
+    ({"input": []}, "input"),
+    ({"input": 3}, "input"),
+    ({"input": ["a"]}, "input[0]"),
+    ({"input": [{"role": "user"}]}, "input[0].content"),
+    ({"input": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+    ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+    (
+        {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "x"}]},
+        "input[0].function.arguments",
+    ),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"conversation": "c"}, "conversation"),
+    ({"background": True}, "background"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"temperature": 3}, "temperature"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [TOOL, TOOL]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "file_search"}}, "tool_choice"),
+    ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "banana"}}}}, "text.format"),
+    ({"inputs": "a"}, "inputs"),
+    ({"model": "other"}, "model"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=[json.dumps(f)[:50] for f, _ in REFUSED])
+async def test_refused(client: httpx.AsyncClient, generator: FakeGenerator, fields: dict[str, Any], param: str) -> None:
+    answer = await client.post(PATH, json={"input": "Hi"} | fields)
+    assert answer.status_code in (400, 404), answer.text
+    assert answer.json()["error"]["param"] == param, answer.text
+    assert not generator.submissions
+
+
+async def test_what_changes_nothing_is_accepted_and_named(client: httpx.AsyncClient) -> None:
+    inert = {"store": True, "reasoning": {"effort": "low"}, "include": [], "truncation": "auto", "metadata": {"a": "b"}}
+    answer = await client.post(PATH, json={"input": "Hi"} | inert)
+    assert answer.status_code == 200 and answer.json()["metadata"] == {"a": "b"}
+    assert answer.headers["x-ignored-fields"] == "include, metadata, reasoning, store, truncation"
