@@ -131,8 +131,8 @@ class Pipeline:
             self._cluster.end(in_flight, reason)
 
     def _text(self, submission: Submission) -> TextStream:
-        shown = submission.shown_token_ids
-        return TextStream(self._vocabulary, submission.stop, submission.sampling.min_tokens, shown)
+        s = submission
+        return TextStream(self._vocabulary, s.stop, s.sampling.min_tokens, s.shown_token_ids, s.include_stop)
 
     async def _wait(self, in_flight: InFlight, read: int) -> None:
         """Until there is something new, or the deadline. The first time also for the prompt's log-probabilities, if

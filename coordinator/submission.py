@@ -16,7 +16,8 @@ class Submission:
 
     `stop` are strings that end the text before them; `eos_token_ids` is empty under ignore_eos. `deadline_s` is the
     time the whole request may take, in seconds. `n` choices are generated, each with its own noise. Requests share
-    cached KV only where their `cache_salt` is the same. `shown_token_ids` are special tokens that the text spells out.
+    cached KV only where their `cache_salt` is the same. `shown_token_ids` are special tokens that the text spells out;
+    with `include_stop` the text ends with its stop string.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class Submission:
     n: int = 1
     cache_salt: str = ""
     shown_token_ids: frozenset[int] = frozenset()
+    include_stop: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +76,7 @@ class Delta:
     choice: int = 0
 
 
-class Generator(Protocol):
-    """What a front end needs of the pipeline."""
-
+class Generates(Protocol):
     def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
         """Yields at least one delta per choice, in any order of choices, the last of each with a finish reason. Nothing
         is yielded before the first token, so a front end can still answer with a status code.
@@ -87,6 +87,10 @@ class Generator(Protocol):
         Closing the generator (aclose, or cancelling the task) aborts the request on both pools.
         """
         ...
+
+
+class Generator(Generates, Protocol):
+    """What a front end needs of the pipeline."""
 
     def ready(self) -> tuple[bool, str]:
         """Whether a request would find both pools, and one line that says why not."""

@@ -12,14 +12,14 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.request import SamplingParams, TokenBias
 from baton.core.sampling_limits import MAX_BIASES, MAX_STOP_TOKENS, check_count, check_range, check_sampling, shown
 from coordinator.structured_output import Constraint, GrammarCompiler
 from coordinator.submission import Submission
-from coordinator.text.chat import ChatMessage
+from coordinator.text.chat import PLAIN, ChatMessage, Rendering
 from coordinator.text.model import TextModel
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -68,6 +68,9 @@ class Options:
     n: int | None = None
     cache_salt: str | None = None
     constraint: Constraint | None = None
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
     each_choice_has_prompt: bool = False
     prompts: int = 1
     max_tokens_param: str = "max_tokens"
@@ -97,7 +100,8 @@ class Translator:
     ) -> Submission:
         """A completion of token ids, taken as they are: nothing is put in front."""
         self._checked(options)
-        self._check_room(len(prompt), "prompt")  # before ids are looked at: there may be a million
+        if options.truncate_prompt_tokens is None:
+            self._check_room(len(prompt), "prompt")  # before ids are looked at: there may be a million
         self.check_token_ids(prompt)
         return await self._submission(request_id, prompt, options, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
 
@@ -107,13 +111,13 @@ class Translator:
         messages: Sequence[ChatMessage],
         options: Options,
         *,
-        tools: Sequence[Mapping[str, Any]] = (),
+        how: Rendering = PLAIN,
         deadline_s: float | None = None,
     ) -> Submission:
-        """A turn of a conversation, in which `tools` may be called."""
+        """A turn of a conversation."""
         self._checked(options)
         check_messages(messages)
-        ids = await self.text.encode_chat_soon(messages, tools=tools)
+        ids = await self.text.encode_chat_soon(messages, how)
         return await self._submission(request_id, ids, options, self.text.max_model_len, "messages", deadline_s)
 
     def check_token_ids(self, ids: Sequence[int], *, param: str = "prompt") -> None:
@@ -134,6 +138,8 @@ class Translator:
         param: str,
         deadline_s: float | None,
     ) -> Submission:
+        if options.truncate_prompt_tokens is not None:
+            prompt = prompt[-options.truncate_prompt_tokens :]
         if not prompt:
             raise InvalidRequest("the prompt has no tokens", param=param)
         context = self.text.max_model_len
@@ -157,6 +163,8 @@ class Translator:
             stop=options.stop,
             n=_or(options.n, 1),
             cache_salt=options.cache_salt or "",
+            include_stop=options.include_stop,
+            shown_token_ids=frozenset() if options.skip_special_tokens else self.text.vocabulary.special_ids,
             deadline_s=self._deadline_s if deadline_s is None else min(deadline_s, self._deadline_s),
         )
 
@@ -225,6 +233,7 @@ def check_options(options: Options) -> None:
     check_range("top_k", options.top_k, -1, (1 << 31) - 1)
     check_range("seed", options.seed, -(1 << 63), (1 << 63) - 1)
     check_range("n", options.n, 1, MAX_CHOICES)
+    check_range("truncate_prompt_tokens", options.truncate_prompt_tokens, 1, (1 << 31) - 1)
     if _choices(options) > MAX_CHOICES:
         what = (
             f"a request has at most {MAX_CHOICES} choices, not {options.prompts} prompts with {_or(options.n, 1)} each"

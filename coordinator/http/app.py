@@ -7,6 +7,7 @@ wrong with it is raised on the way and becomes an answer in one place, `error_re
 from __future__ import annotations
 
 import importlib.metadata
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from baton.rpc.status import printable
 from coordinator.api_keys import ApiKeys
 from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import HttpProblem, error_response, json_response
-from coordinator.http.generation import GenerationResponse, Renderer
+from coordinator.http.generation import EchoOnly, GenerationResponse, Renderer
 from coordinator.http.guard import IGNORED, REQUEST_ID, Guard
 from coordinator.http.openapi import describe
 from coordinator.metrics import CONTENT_TYPE
@@ -32,7 +33,8 @@ from coordinator.openai.render import ChatRender, CompletionRender, Head, Render
 from coordinator.openai.responses import ResponsesBody, parse_responses
 from coordinator.openai.responses_render import ResponsesRender
 from coordinator.openai.validation import Strict
-from coordinator.submission import Generator, Submission
+from coordinator.submission import Generates, Generator, Submission
+from coordinator.text.chat import Rendering
 from coordinator.text.model import TextModel
 from coordinator.text.tool_calls import make_parser
 from coordinator.translate import Translator, check_messages
@@ -71,7 +73,8 @@ def create_app(
         ("GET", "/v1/models/{model_id:path}", front.model),
         ("POST", "/tokenize", front.tokenize),
         ("POST", "/detokenize", front.detokenize),
-        ("GET", "/health", front.health),
+        ("GET", "/live", front.live),
+        ("GET", "/health", front.ready),
         ("GET", "/ready", front.ready),
         ("GET", "/workers", front.workers),
         ("GET", "/version", front.version),
@@ -123,7 +126,7 @@ class _Front:
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, schema.parse_completion)
         self._check_model(body.model)
-        options, request_id = body.options(), request.scope[REQUEST_ID]
+        options, request_id = body.options(), _unique_id(request)
         submissions = []
         for number, prompt in enumerate(body.prompt):
             name = request_id if len(body.prompt) == 1 else f"{request_id}-{number}"
@@ -132,19 +135,21 @@ class _Front:
         echos = None
         if body.echo:
             echos = tuple([p if isinstance(p, str) else await self._text.decode_soon(p) for p in body.prompt])
-        return self._generate(request_id, submissions, body, CompletionRender, echos=echos)
+        generator = EchoOnly(self._generator) if body.echo_only else self._generator
+        name = request.scope[REQUEST_ID]
+        return self._generate(name, submissions, body, CompletionRender, generator, echos=echos)
 
     async def chat_completions(self, request: Request) -> Response:
         body = await self._body(request, schema.parse_chat)
         self._check_model(body.model)
-        submission, more = await self._conversation(request.scope[REQUEST_ID], body)
-        return self._generate(submission.request_id, [submission], body, ChatRender, **more)
+        submission, more = await self._conversation(_unique_id(request), body)
+        return self._generate(request.scope[REQUEST_ID], [submission], body, ChatRender, **more)
 
     async def responses(self, request: Request) -> Response:
         body = await self._body(request, parse_responses)
         self._check_model(body.model)
-        submission, more = await self._conversation(request.scope[REQUEST_ID], body)
-        head = self._head(submission.request_id, [submission], **more)
+        submission, more = await self._conversation(_unique_id(request), body)
+        head = self._head(request.scope[REQUEST_ID], [submission], **more)
         return self._answer([submission], ResponsesRender(head, body), stream=bool(body.stream))
 
     async def _conversation(
@@ -157,8 +162,7 @@ class _Front:
                 raise InvalidRequest("this model's chat template knows no tools", param="tools")
             constraint = tools.constraint(text.tool_format, text.marker_ids, options.constraint)
             options = replace(options, constraint=constraint)
-        offered = tools.template_values()
-        submission = await self._translator.from_messages(request_id, body.chat(), options, tools=offered)
+        submission = await self._translator.from_messages(request_id, body.chat(), options, how=body.rendering())
         new_parser = partial(
             make_parser,
             text.tool_format,
@@ -167,7 +171,8 @@ class _Front:
             thinking=options.constraint is None and text.thinks_already(submission.prompt),
         )
         if new_parser() is not None:
-            submission = replace(submission, shown_token_ids=frozenset(text.marker_ids.values()))
+            shown = submission.shown_token_ids.union(text.marker_ids.values())
+            submission = replace(submission, shown_token_ids=shown)
         return submission, {"new_parser": new_parser, "named_tool": bool(tools.named)}
 
     async def models(self) -> Response:
@@ -185,7 +190,8 @@ class _Front:
         else:
             messages = body.chat()
             check_messages(messages)
-            ids = await self._text.encode_chat_soon(messages, add_generation_prompt=body.add_generation_prompt)
+            how = Rendering(add_generation_prompt=body.add_generation_prompt)
+            ids = await self._text.encode_chat_soon(messages, how)
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": self._text.max_model_len, "tokens": ids}
         names = [self._text.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
         return json_response(answer | {"token_strs": names})
@@ -199,7 +205,7 @@ class _Front:
             self._translator.check_token_ids(body.tokens, param="tokens")
         return json_response({"prompt": await self._text.decode_soon(body.tokens, skip_special_tokens=False)})
 
-    async def health(self) -> Response:
+    async def live(self) -> Response:
         return json_response({"status": "ok"})
 
     async def ready(self) -> Response:
@@ -242,6 +248,7 @@ class _Front:
         submissions: Sequence[Submission],
         body: schema.GenerationBody,
         render: type[Render],
+        generator: Generates | None = None,
         **more: Any,
     ) -> Response:
         """`more` is what the head has besides."""
@@ -256,7 +263,7 @@ class _Front:
             prompt_logprobs=body.prompt_logprobs is not None,
             **more,
         )
-        return self._answer(submissions, render(head), stream=bool(body.stream))
+        return self._answer(submissions, render(head), stream=bool(body.stream), generator=generator)
 
     def _head(self, request_id: str, submissions: Sequence[Submission], **more: Any) -> Head:
         return Head(
@@ -270,7 +277,20 @@ class _Front:
             **more,
         )
 
-    def _answer(self, submissions: Sequence[Submission], render: Renderer, *, stream: bool) -> Response:
+    def _answer(
+        self, submissions: Sequence[Submission], render: Renderer, *, stream: bool, generator: Generates | None = None
+    ) -> Response:
         return GenerationResponse(
-            self._generator, submissions, render, stream=stream, send_timeout_s=self._settings.send_timeout_s
+            generator or self._generator,
+            submissions,
+            render,
+            stream=stream,
+            send_timeout_s=self._settings.send_timeout_s,
         )
+
+
+def _unique_id(request: Request) -> str:
+    """What the request is called inside. A client's own id need not be the only one of its kind: gateways repeat it in
+    a retry, while the first try is still ending."""
+    name: str = request.scope[REQUEST_ID]
+    return f"{name}-{secrets.token_hex(4)}" if "x-request-id" in request.headers else name

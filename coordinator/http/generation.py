@@ -28,7 +28,7 @@ from coordinator import off_loop
 from coordinator.http.errors import error_response, note
 from coordinator.merged import merged
 from coordinator.openai.render import server_timing
-from coordinator.submission import Delta, Generator, Submission, Usage
+from coordinator.submission import Delta, Generates, Submission, Usage
 
 ABORT = "baton.abort"
 SLICE_BYTES = 256 * 1024
@@ -70,6 +70,23 @@ class Renderer(Protocol):
     def failed(self, error: BaseException) -> bytes: ...
 
 
+class EchoOnly:
+    """A generator whose answers end with their prompt: of `echo` with no tokens to generate. One is generated all the
+    same, since the prompt's log-probabilities come with it, and thrown away."""
+
+    def __init__(self, generator: Generates) -> None:
+        self._generator = generator
+
+    async def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
+        async with aclosing(self._generator.generate(submission)) as deltas:
+            async for delta in deltas:
+                usage = None if delta.usage is None else replace(delta.usage, completion_tokens=0)
+                finish = delta.finish_reason and "length"
+                yield replace(
+                    delta, text="", token_ids=(), logprobs=(), finish_reason=finish, stop_reason=None, usage=usage
+                )
+
+
 class _Counted:
     """What an answer has used so far. A prompt counts once; each choice has the last word about its own tokens."""
 
@@ -104,7 +121,7 @@ class GenerationResponse(Response):
 
     def __init__(
         self,
-        generator: Generator,
+        generator: Generates,
         submissions: Sequence[Submission],
         render: Renderer,
         *,

@@ -22,7 +22,7 @@ MAX_HEADER_BYTES = 8 * 1024
 MAX_HEAD_BYTES = 16 * 1024
 MAX_TARGET_BYTES = 8 * 1024
 MAX_ID_CHARS = 128
-OPEN_PATHS = ("/health", "/ready", "/metrics", "/version", "/workers")  # polled, without a key
+OPEN_PATHS = ("/live", "/health", "/ready", "/metrics", "/version", "/workers")  # polled, without a key
 REQUEST_ID = "baton.request_id"
 IGNORED = "baton.ignored"
 """Where a route leaves the names of fields that it ignores, for the header."""

@@ -37,15 +37,12 @@ MAX_NAMED = 20  # in the header; a body has room for half a million
 
 _BOTH: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "logits_processors": (),
     "priority": (0,),
     "request_id": (),
     "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
 COMPLETION: Neutral = _BOTH | {
@@ -53,12 +50,9 @@ COMPLETION: Neutral = _BOTH | {
     "suffix": (),
 }
 CHAT: Neutral = _BOTH | {
-    "add_generation_prompt": (True,),
     "add_special_tokens": (False,),
     "audio": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
     "documents": (),
     "echo": (False,),
     "function_call": ("none", "auto"),

@@ -26,7 +26,7 @@ from coordinator.openai.tools import (
     Tools,
 )
 from coordinator.openai.validation import Strict, at_most, validate
-from coordinator.text.chat import ChatMessage
+from coordinator.text.chat import ChatMessage, Rendering
 from coordinator.translate import MAX_MESSAGES, Options
 
 INERT = fields.INERT | {"include", "max_tool_calls", "reasoning", "truncation"}
@@ -156,6 +156,9 @@ class ResponsesBody(Strict):
                 else:
                     found.append(message)
         return found
+
+    def rendering(self) -> Rendering:
+        return Rendering(tools=self.tooling().template_values())
 
     def tooling(self) -> Tools:
         tools = [

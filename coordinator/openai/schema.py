@@ -28,7 +28,7 @@ from coordinator.openai.json_body import parse_object
 from coordinator.openai.structured import JsonSchema, ResponseFormat, SchemaOrText, StructuredOutputs, constraint_of
 from coordinator.openai.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, Tools
 from coordinator.openai.validation import Strict, at_most, counted, validate
-from coordinator.text.chat import ChatMessage
+from coordinator.text.chat import RESERVED_VARIABLES, ChatMessage, Rendering
 from coordinator.translate import MAX_BAD_WORDS, MAX_CHOICES, MAX_MESSAGES, MAX_STOPS, Options
 
 MAX_PARTS = 1_024
@@ -148,6 +148,9 @@ class GenerationBody(Strict):
     allowed_token_ids: _Ids | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -184,6 +187,9 @@ class GenerationBody(Strict):
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             prompt_logprobs=self.prompt_logprobs,
             cache_salt=self.cache_salt,
+            include_stop=bool(self.include_stop_str_in_output),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
             constraint=constraint_of(
                 self.response_format, self.structured_outputs, self._guided(), self.guided_whitespace_pattern
             ),
@@ -200,12 +206,19 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = None
     echo: bool | None = None
 
+    @property
+    def echo_only(self) -> bool:
+        """Whether nothing is to be generated: evaluations score a text like that."""
+        return bool(self.echo) and self.max_tokens == 0
+
     def options(self) -> Options:
         """As for chat; echoed tokens are scored like the output."""
         prompt_logprobs = self.prompt_logprobs
         if prompt_logprobs is None and self.echo:
             prompt_logprobs = self.logprobs
         options = replace(super().options(), logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
+        if self.echo_only:
+            options = replace(options, max_tokens=1)
         return replace(options, each_choice_has_prompt=True, prompts=len(self.prompt))
 
 
@@ -244,6 +257,9 @@ class ChatBody(GenerationBody):
     tools: Annotated[list[Tool], at_most(MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def options(self) -> Options:
         """As for completions; `max_completion_tokens` goes before its older name."""
@@ -255,6 +271,22 @@ class ChatBody(GenerationBody):
 
     def chat(self) -> list[ChatMessage]:
         return _chat(self.messages)
+
+    def rendering(self) -> Rendering:
+        """Raises InvalidRequest for what cannot go together."""
+        goes_on = bool(self.continue_final_message)
+        if goes_on and self.add_generation_prompt:
+            what = "add_generation_prompt and continue_final_message exclude each other"
+            raise InvalidRequest(what, param="continue_final_message")
+        variables = self.chat_template_kwargs or {}
+        if taken := sorted(variables.keys() & RESERVED_VARIABLES):
+            raise InvalidRequest(f"chat_template_kwargs cannot set {taken[0]}", param="chat_template_kwargs")
+        return Rendering(
+            tools=self.tooling().template_values(),
+            add_generation_prompt=not goes_on and self.add_generation_prompt is not False,
+            continue_final_message=goes_on,
+            variables=variables,
+        )
 
     def tooling(self) -> Tools:
         return Tools(
@@ -334,6 +366,7 @@ def _generation(model: type[_Gen], raw: Mapping[str, Any], neutral: fields.Neutr
         if parsed.top_logprobs and not parsed.logprobs:
             raise InvalidRequest("top_logprobs needs 'logprobs': true", param="top_logprobs")
         parsed.tooling().check()
+        parsed.rendering()
     return parsed
 
 

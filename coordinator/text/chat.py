@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -38,6 +38,21 @@ class ChatMessage:
     tool_calls: tuple[Mapping[str, Any], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """How messages become a prompt: the `tools` the template gets, whether the beginning of an answer is put behind the
+    messages, or the last message is left open for the model to go on with, and further `variables` of the template."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+PLAIN = Rendering()
+RESERVED_VARIABLES = frozenset(["add_generation_prompt", "documents", "messages", "tools"])
+
+
 class ChatEncoder:
     """A chat template with its tokenizer. Control tokens are the special ones and those the template can write.
     `parts` is the tokenizer's JSON, where the caller has it parsed."""
@@ -50,15 +65,12 @@ class ChatEncoder:
         controls = [t.content for t in added if t.special or t.content in literals]
         self._controls = ControlTokens(tokenizer, parts or orjson.loads(tokenizer.to_str()), controls)
 
-    def render(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        guard: bool = False,
-        add_generation_prompt: bool = True,
-    ) -> str:
-        """The prompt as text; with `guard` what spells control tokens carries marks."""
+    def render(self, messages: Sequence[ChatMessage], how: Rendering = PLAIN, *, guard: bool = False) -> str:
+        """The prompt as text; with `guard` what spells control tokens carries marks.
+
+        Raises:
+            InvalidRequest: the template refused, or the last message cannot be gone on with.
+        """
         clean = self._controls.guard if guard else str
         values: list[dict[str, Any]] = []
         for index, message in enumerate(messages):
@@ -73,19 +85,24 @@ class ChatEncoder:
                     for key, text in value.items()
                 }
             )
-        offered = _cleaned(list(tools), clean, "tools")
-        return self.template.render(values, tools=offered or None, add_generation_prompt=add_generation_prompt)
+        rendered = self.template.render(
+            values,
+            tools=_cleaned(list(how.tools), clean, "tools") or None,
+            add_generation_prompt=how.add_generation_prompt,
+            variables=_cleaned(how.variables, clean, "chat_template_kwargs"),
+        )
+        if not how.continue_final_message:
+            return rendered
+        final = values[-1]["content"].strip()
+        at = rendered.rfind(final)
+        if not final or at < 0:
+            what = "continue_final_message: the chat template does not show the last message as it is"
+            raise InvalidRequest(what, param="continue_final_message")
+        return rendered[: at + len(final)]
 
-    def encode(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool = True,
-    ) -> list[int]:
+    def encode(self, messages: Sequence[ChatMessage], how: Rendering = PLAIN) -> list[int]:
         """The prompt as ids. Blocks: call it from a thread."""
-        rendered = self.render(messages, tools=tools, guard=True, add_generation_prompt=add_generation_prompt)
-        return self._controls.encode(rendered)
+        return self._controls.encode(self.render(messages, how, guard=True))
 
 
 def _cleaned(value: Any, clean: Callable[[str], str], param: str) -> Any:

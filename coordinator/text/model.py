@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest, StartupError
 from baton.core.model_config import ModelConfig
-from coordinator.text.chat import ChatEncoder, ChatMessage
+from coordinator.text.chat import PLAIN, ChatEncoder, ChatMessage, Rendering
 from coordinator.text.files import TextFiles, read_text_files
 from coordinator.text.stream import TextStream, Vocabulary
 from coordinator.text.tool_calls import FORMATS, THINK, detect_format
@@ -101,13 +101,7 @@ class TextModel:
             return ids[1:]
         return ids
 
-    def encode_chat(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool = True,
-    ) -> list[int]:
+    def encode_chat(self, messages: Sequence[ChatMessage], how: Rendering = PLAIN) -> list[int]:
         """The ids of a conversation through the model's template.
 
         Raises:
@@ -115,7 +109,7 @@ class TextModel:
         """
         if self._chat is None:
             raise InvalidRequest("this model has no chat template: use /v1/completions", param="messages")
-        return self._chat.encode(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        return self._chat.encode(messages, how)
 
     def bad_word(self, text: str) -> list[tuple[int, ...]]:
         """The token sequences that write a word: at the beginning of a line, and after a space. None is empty."""
@@ -130,18 +124,10 @@ class TextModel:
             return self.encode(text, add_special_tokens=add_special_tokens)
         return await self._off_loop(lambda: self.encode(text, add_special_tokens=add_special_tokens))
 
-    async def encode_chat_soon(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool = True,
-    ) -> list[int]:
+    async def encode_chat_soon(self, messages: Sequence[ChatMessage], how: Rendering = PLAIN) -> list[int]:
         """`encode_chat` without holding up the event loop. Raises also ContextLengthExceeded."""
         self.check_bytes(*(message.content for message in messages), param="messages")
-        return await self._off_loop(
-            lambda: self.encode_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt)
-        )
+        return await self._off_loop(lambda: self.encode_chat(messages, how))
 
     def thinks_already(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends within the model's reasoning: some templates begin it."""

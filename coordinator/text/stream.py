@@ -44,7 +44,8 @@ class Vocabulary:
         self.tokenizer = tokenizer
         self.tokens: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
         self.size = 1 + max(self.tokens.values(), default=-1)
-        self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
         if parts is None:
             parts = json.loads(tokenizer.to_str())
         kinds = _decoder_kinds(parts.get("decoder") or {})
@@ -55,7 +56,7 @@ class Vocabulary:
 
     def token(self, token_id: int) -> str | None:
         """The token as the decoder sees it, None if it decodes to nothing: special, or past the vocabulary."""
-        if token_id >= self.size or token_id < 0 or token_id in self._special:
+        if token_id >= self.size or token_id < 0 or token_id in self.special_ids:
             return None
         token: str | None = self.tokenizer.id_to_token(token_id)
         return token
@@ -80,7 +81,7 @@ class Vocabulary:
         token: str | None = self.tokenizer.id_to_token(token_id)
         if token is None:
             return "", b""
-        if token_id in self._special:
+        if token_id in self.special_ids:
             raw = token.encode()
         elif self.byte_level:
             raw = self.token_bytes(token_id)
@@ -106,7 +107,8 @@ class TextPiece:
 
 class TextStream:
     """The text of one choice. Modified by `push` and `finish`; after a stop string it takes nothing more. In the text
-    of the first `min_tokens` ids no stop string is looked for. Special tokens are left out, but for `shown_ids`."""
+    of the first `min_tokens` ids no stop string is looked for. Special tokens are left out, but for `shown_ids`, and so
+    is the stop string, unless it is to be included."""
 
     def __init__(
         self,
@@ -114,11 +116,13 @@ class TextStream:
         stop: Iterable[str] = (),
         min_tokens: int = 0,
         shown_ids: frozenset[int] = frozenset(),
+        include_stop: bool = False,
     ) -> None:
         decoder = vocabulary.decoder()
         self._decoder = _Showing(vocabulary, decoder, shown_ids) if shown_ids else decoder
         self._unchecked = min_tokens
         self._stop = tuple(dict.fromkeys(stop))
+        self._include_stop = include_stop
         self._held = ""
         self.stopped: str | None = None
 
@@ -157,7 +161,7 @@ class TextStream:
         if found:
             at, _, self.stopped = min(found)
             self._held = ""
-            return text[:at]
+            return text[: at + len(self.stopped) * self._include_stop]
         keep = _longest_tail(text, self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -45,6 +45,7 @@ class ChatTemplate:
         *,
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
         time_limit_s: float = TIME_LIMIT_S,
     ) -> str:
         """The prompt. Blocks its thread for about `time_limit_s` at most.
@@ -56,15 +57,19 @@ class ChatTemplate:
         given = sum(len(message["content"]) for message in messages) + len(json.dumps(tools or []))
         given += sum(len(json.dumps(message["tool_calls"])) for message in messages if "tool_calls" in message)
         limits.start(time_limit_s, MAX_EXTRA_CHARS + 4 * given)
-        variables = self._special_tokens | {
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        known = (
+            dict(variables or {})
+            | self._special_tokens
+            | {
+                "messages": messages,
+                "tools": tools,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
         pieces: list[str] = []
         try:
-            for piece in self._template.generate(variables):
+            for piece in self._template.generate(known):
                 limits.write(len(piece))
                 pieces.append(piece)
         except TemplateError as error:

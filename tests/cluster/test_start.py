@@ -101,8 +101,8 @@ def test_without_workers_every_request_is_503_at_once(tmp_path: Path) -> None:
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "no_prefill_worker"
         assert int(answer.headers["retry-after"]) >= 1
-        assert httpx.get(url + "/health").status_code == 200
-        assert httpx.get(url + "/ready").status_code == 503
+        assert httpx.get(url + "/live").status_code == 200
+        assert httpx.get(url + "/ready").status_code == httpx.get(url + "/health").status_code == 503
         modules = Path(f"/proc/{process.pid}/maps").read_text()
         assert "libtorch" not in modules, "the coordinator loaded torch"
     finally:

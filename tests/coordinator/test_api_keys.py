@@ -108,7 +108,7 @@ async def test_http_wants_a_key(guarded: httpx.AsyncClient, path: str) -> None:
 
 
 async def test_what_is_polled_needs_none(guarded: httpx.AsyncClient) -> None:
-    for path in ("/health", "/ready", "/metrics", "/version", "/workers"):
+    for path in ("/live", "/health", "/ready", "/metrics", "/version", "/workers"):
         assert (await guarded.get(path)).status_code == 200
     for path in ("/v1/models", "/v1/models/tiny", "/openapi.json", "/nowhere", "/v1/../health"):
         assert (await guarded.get(path)).status_code in (200, 401)

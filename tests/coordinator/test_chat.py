@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import InvalidRequest, StartupError
-from coordinator.text.chat import ChatEncoder, ChatMessage
+from coordinator.text.chat import ChatEncoder, ChatMessage, Rendering
 from coordinator.text.model import TextModel
 from coordinator.text.template import ChatTemplate
 from tests.support import tokenizers_kit as kit
@@ -62,7 +62,7 @@ def test_ids_equal_transformers(tmp_path: Path, template: str, make: Any) -> Non
         for prompt in (True, False):
             expected = oracle.apply_chat_template(talk, add_generation_prompt=prompt, return_dict=False)
             messages = [ChatMessage(m["role"], m["content"], m.get("name")) for m in talk]
-            assert model.encode_chat(messages, add_generation_prompt=prompt) == list(expected)
+            assert model.encode_chat(messages, Rendering(add_generation_prompt=prompt)) == list(expected)
     model.close()
 
 

@@ -186,15 +186,17 @@ async def test_tokenize_and_back(client: httpx.AsyncClient) -> None:
 
 
 async def test_state_endpoints(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
-    assert (await client.get("/health")).json() == {"status": "ok"}
-    assert (await client.get("/ready")).json() == {"ready": True}
+    assert (await client.get("/live")).json() == {"status": "ok"}
+    for path in ("/ready", "/health"):
+        assert (await client.get(path)).json() == {"ready": True}
     assert (await client.get("/version")).json() == {"version": "1.2"}
     assert (await client.get("/workers")).json()["workers"][0]["id"] == "prefill-0"
     generator.not_ready = "no prefill worker"
-    response = await client.get("/ready")
-    assert response.status_code == 503 and response.json() == {"ready": False, "reason": "no prefill worker"}
-    assert response.headers["retry-after"] == "1"
-    assert (await client.get("/health")).status_code == 200
+    for path in ("/ready", "/health"):
+        response = await client.get(path)
+        assert response.status_code == 503 and response.json() == {"ready": False, "reason": "no prefill worker"}
+        assert response.headers["retry-after"] == "1"
+    assert (await client.get("/live")).status_code == 200
 
 
 async def test_openapi_describes_paths_and_bodies(client: httpx.AsyncClient) -> None:
