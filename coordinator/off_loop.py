@@ -1,4 +1,4 @@
-"""What takes so long to put together that it is not for the event loop: messages with many log-probabilities.
+"""What takes so long to put together that it is not for the event loop: many log-probabilities, long texts.
 
 A thread is no faster, but gives way to the loop within the switch interval (baton.process.SWITCH_INTERVAL_S).
 """
@@ -18,7 +18,7 @@ LARGE_ENTRIES = 4096
 def is_large(deltas: Sequence[Delta]) -> bool:
     entries = 0
     for delta in deltas:
-        entries += len(delta.token_ids)
+        entries += len(delta.token_ids) + len(delta.text) // 8  # calls are read character by character
         for scored in (delta.logprobs, delta.prompt_logprobs):
             if scored:
                 entries += len(scored) * (len(scored[0].top_ids) + 1)

@@ -8,16 +8,15 @@ started anew. Verdicts are kept, so the same schema is compiled once. Workers th
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
+import logging
 import os
 import random
 import resource
-import signal
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +26,16 @@ import orjson
 
 from baton.core.errors import InvalidRequest, InvariantError, Unavailable
 from baton.core.sampling_limits import MAX_GRAMMAR_CHARS
-from baton.engine.grammars import GrammarError, compile_grammar, first_line, load_tokenizer
-from baton.process import die_with_parent
+from baton.engine.grammars import NICE, STACK_BYTES, GrammarError, compile_grammar, first_line, load_tokenizer
+from coordinator.child import kill_child, start_child
+
+log = logging.getLogger("baton.grammars")
 
 COMPILE_S = 5.0
 START_S = 60.0
 WAIT_S = 20.0
 MAX_WAITING = 64
 CHILD_BYTES = 4 << 30
-STACK_BYTES = 4 << 20  # half of what a worker's threads have
 KEPT_CHARS = 16 << 20
 _TRIAL_TOKENS = 16
 _TRIAL_S = 0.25  # of processor time for one mask
@@ -58,20 +58,25 @@ class Constraint:
     lenient: bool = False
     whitespace: str = _WHITESPACE
 
+    def json_options(self) -> dict[str, Any]:
+        """As llguidance's compiler of JSON schemas takes them."""
+        options = {"lenient": self.lenient, "whitespace_flexible": bool(self.whitespace)}
+        return options | ({"whitespace_pattern": self.whitespace} if self.whitespace else {})
+
 
 class GrammarCompiler:
-    """State: the child, once a grammar has come; verdicts, least recently used first; and who waits for the child."""
+    """State: the child, once a grammar has come; grammars that are asked for; verdicts, least recently used first."""
 
     def __init__(self, model_dir: Path, vocab_size: int, start: Callable[[], Executor] | None = None) -> None:
-        self._start = start or (lambda: _child(model_dir, vocab_size))
+        self._start = start or (lambda: start_child(_begin, model_dir, vocab_size))
         self._executor: Executor | None = None
         self._one_at_a_time = asyncio.Lock()
-        self._waiting = 0
+        self._asked: dict[Constraint, asyncio.Task[str]] = {}
         self._verdicts: OrderedDict[Constraint, str | InvalidRequest] = OrderedDict()
         self._kept_chars = 0
 
     async def compile(self, constraint: Constraint) -> str:
-        """The grammar that workers apply.
+        """The grammar that workers apply. Who leaves meanwhile stops nothing: others may ask for the same.
 
         Raises:
             InvalidRequest: it is not valid, or too complex; says why.
@@ -79,63 +84,70 @@ class GrammarCompiler:
         """
         verdict = self._verdicts.get(constraint)
         if verdict is None:
-            verdict = await self._ask(constraint)
-            self._keep(constraint, verdict)
-        else:
-            self._verdicts.move_to_end(constraint)
+            if (task := self._asked.get(constraint)) is None:
+                if len(self._asked) > MAX_WAITING:
+                    raise Unavailable("too many grammars wait to be compiled", retry_after_s=1)
+                task = self._asked[constraint] = asyncio.create_task(self._decide(constraint), name="grammar")
+                task.add_done_callback(lambda _: self._asked.pop(constraint, None))
+            return await asyncio.shield(task)
+        self._verdicts.move_to_end(constraint)
         if isinstance(verdict, InvalidRequest):
-            raise InvalidRequest(verdict.message, code=verdict.code, param=constraint.param)
+            raise InvalidRequest(verdict.message, code=verdict.code, param=verdict.param)
         return verdict
 
     def close(self) -> None:
         """Kills the child, whatever it does."""
         executor, self._executor = self._executor, None
         if executor is not None:
-            processes = list((getattr(executor, "_processes", None) or {}).values())
-            executor.shutdown(wait=False)
-            for process in processes:
-                process.kill()
+            kill_child(executor)
 
-    async def _ask(self, constraint: Constraint) -> str | InvalidRequest:
-        if self._waiting >= MAX_WAITING:
-            raise Unavailable("too many grammars wait to be compiled", retry_after_s=1)
-        self._waiting += 1
+    async def _decide(self, constraint: Constraint) -> str:
         try:
             async with asyncio.timeout(WAIT_S):
                 await self._one_at_a_time.acquire()
         except TimeoutError:
             raise Unavailable("other grammars take long to compile", retry_after_s=1) from None
-        finally:
-            self._waiting -= 1
         try:
-            return await self._compile(constraint)
+            # A child may have been killed while it had nothing to do: who kills two is at fault.
+            verdict: str | InvalidRequest = (
+                await self._compile(constraint)
+                or await self._compile(constraint)
+                or (_refused(constraint, "compiling it needs too much memory or stack"))
+            )
+        except GrammarError as error:
+            verdict = _refused(constraint, str(error))
         finally:
             self._one_at_a_time.release()
+        self._keep(constraint, verdict)
+        if isinstance(verdict, InvalidRequest):
+            raise verdict
+        return verdict
 
-    async def _compile(self, constraint: Constraint) -> str | InvalidRequest:
-        loop = asyncio.get_running_loop()
-        if self._executor is None:
-            self._executor = self._start()
-            try:
-                async with asyncio.timeout(START_S):
-                    await loop.run_in_executor(self._executor, _ready)
-            except (BrokenProcessPool, TimeoutError):
-                self.close()
-                raise InvariantError("the process that compiles grammars did not start") from None
+    async def _compile(self, constraint: Constraint) -> str:
+        """Empty where the child has died. Raises GrammarError, and InvalidRequest for what takes too long: on a busy
+        machine that may be anything, so it is not kept."""
+        executor, loop = self._executor or await self._started(), asyncio.get_running_loop()
         try:
             async with asyncio.timeout(COMPILE_S):
-                return await loop.run_in_executor(self._executor, compile_here, constraint)
+                return await loop.run_in_executor(executor, compile_here, constraint)
         except BrokenProcessPool:
             self.close()
-            return _refused(constraint, "compiling it needs too much memory or stack")
+            log.warning("the process that compiles grammars has died; it starts again with the next one")
+            return ""
         except TimeoutError:
             self.close()
-            return _refused(constraint, f"compiling it takes over {COMPILE_S:g} s")
-        except asyncio.CancelledError:
-            self.close()  # the client left: what it asked for must not hold up others
-            raise
-        except GrammarError as error:
-            return _refused(constraint, str(error))
+            raise _refused(constraint, f"compiling it takes over {COMPILE_S:g} s") from None
+
+    async def _started(self) -> Executor:
+        executor = self._start()
+        try:
+            async with asyncio.timeout(START_S):
+                await asyncio.get_running_loop().run_in_executor(executor, _ready)
+        except (BrokenProcessPool, TimeoutError):
+            kill_child(executor)
+            raise InvariantError("the process that compiles grammars did not start") from None
+        self._executor = executor
+        return executor
 
     def _keep(self, constraint: Constraint, verdict: str | InvalidRequest) -> None:
         self._verdicts[constraint] = verdict
@@ -155,21 +167,19 @@ def _refused(constraint: Constraint, why: str) -> InvalidRequest:
 # In the child.
 
 _tokenizer: Any = None
+_no_tokenizer = ""
 
 
-def _child(model_dir: Path, vocab_size: int) -> Executor:
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, context, initializer=_begin, initargs=(os.getpid(), model_dir, vocab_size))
-
-
-def _begin(coordinator: int, model_dir: Path, vocab_size: int) -> None:
-    global _tokenizer
-    die_with_parent(coordinator)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _begin(model_dir: Path, vocab_size: int) -> None:
+    global _tokenizer, _no_tokenizer
     resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    threading.stack_size(STACK_BYTES)
-    _tokenizer = load_tokenizer(model_dir, vocab_size)
+    threading.stack_size(STACK_BYTES // 2)
+    os.nice(NICE)
+    try:
+        _tokenizer = load_tokenizer(model_dir, vocab_size)
+    except GrammarError as error:
+        _no_tokenizer = str(error)
 
 
 def _ready() -> None:
@@ -182,6 +192,8 @@ def compile_here(constraint: Constraint) -> str:
     Raises:
         GrammarError: it is not valid, or too complex.
     """
+    if _tokenizer is None:
+        raise GrammarError(_no_tokenizer)
     grammar = to_grammar(constraint)
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise GrammarError(f"a grammar has at most {MAX_GRAMMAR_CHARS} characters, not {len(grammar)}")
@@ -207,9 +219,7 @@ def to_grammar(constraint: Constraint) -> str:
 
     match constraint.kind:
         case "json_schema":
-            overrides: Any = {"lenient": constraint.lenient, "whitespace_flexible": bool(constraint.whitespace)}
-            if constraint.whitespace:
-                overrides["whitespace_pattern"] = constraint.whitespace
+            overrides: Any = constraint.json_options()
             try:
                 return LLMatcher.grammar_from_json_schema(constraint.value, overrides=overrides)
             except ValueError as error:
@@ -217,7 +227,7 @@ def to_grammar(constraint: Constraint) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(constraint.value)
         case "choice":
-            choices = " | ".join(_lark_string(choice) for choice in orjson.loads(constraint.value))
+            choices = " | ".join(lark_string(choice) for choice in orjson.loads(constraint.value))
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")  # one lexeme, however many
         case "lark":
             return LLMatcher.grammar_from_lark(constraint.value)
@@ -225,8 +235,17 @@ def to_grammar(constraint: Constraint) -> str:
             return constraint.value
 
 
-def _lark_string(text: str) -> str:
-    return orjson.dumps(text).decode()
+def lark_string(text: str) -> str:
+    """A text as Lark writes it."""
+    return orjson.dumps(text).decode().replace("\x7f", "\\u007f")
+
+
+def json_text(value: Any, param: str) -> str:
+    """A value of a client as JSON. Raises InvalidRequest for one that is nested too deeply."""
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError:
+        raise InvalidRequest(f"'{param}' is nested too deeply", param=param) from None
 
 
 def _try_out(grammar: str) -> None:

@@ -218,7 +218,8 @@ class PrefillScheduler:
             entry = self._entries[row.sequence_id]
             sequence = entry.sequence
             sequence.step_id = None
-            sequence.num_computed = row.end
+            failed = outcome.unsampled.get(index)
+            sequence.num_computed = row.end - (failed is not None)  # then the last token is computed again
             self.prompt_tokens_computed += len(row.tokens)
             if not entry.distrusted:
                 entry.prefix.store()
@@ -229,8 +230,7 @@ class PrefillScheduler:
             if not row.num_sampled:
                 progress.append(Progress(sequence.id, row.end, cached=entry.prefix.cached))
                 continue
-            if (failed := outcome.unsampled.get(index)) is not None:
-                sequence.num_computed = row.end - 1  # the last token is computed again
+            if failed is not None:
                 if failed:
                     ended.append(grammar_failed(sequence.id, failed, self.stamps(sequence.id)))
                     self._leave(entry)

@@ -159,7 +159,7 @@ class PrefillWorker:
                 reached = (p.computed, p.first_token, plan.step_id, p.first_logprob, p.cached)
                 self.outgoing.advance(p.sequence_id, *reached)
         for sequence in ended:
-            self.outgoing.abort(sequence, "it ended with its first token")
+            self.outgoing.abort(sequence, "it has ended")
         cache_events = self.scheduler.cache.take_events() if self.main_loop.session.connected else None
         return StepEvents(plan.step_id, tuple(tokens), told, load=self.load(), kv_cache_events=cache_events)
 

@@ -150,7 +150,8 @@ def finish_reason(request: GenerateRequest, output_len: int, last_token: int) ->
 
     Workers and journal call the same function, so they cannot disagree about the end.
     """
-    if output_len > request.sampling.min_tokens and (
+    # Before min_tokens, only a grammar that allows nothing else leaves a token that ends.
+    if (output_len > request.sampling.min_tokens or request.sampling.grammar) and (
         last_token in request.eos_token_ids or last_token in request.sampling.stop_token_ids
     ):
         return "stop"

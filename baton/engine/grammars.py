@@ -13,9 +13,14 @@ step and is computed again in the next one; the other rows go on.
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotReady
 from pathlib import Path
@@ -24,7 +29,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.core.errors import StartupError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import History
 
@@ -33,9 +37,16 @@ if TYPE_CHECKING:
 
     from baton.engine.processors import Draw
 
+log = logging.getLogger("baton.grammars")
+
 WAIT_S = 0.02
-THREADS = 4
-NO_TOKENIZER = "this worker's model directory has no tokenizer.json, which structured output needs"
+THREADS = 2
+NICE = 10  # of these threads, beside the one that computes steps
+BUDGET_S = 2.0, 0.002  # of processor time for the masks of one sequence: in all, and for each token more
+COMPILED = 16  # grammars kept
+COMPILE_S = 60.0
+MAX_LEXER_STATES = 10_000  # of 1 to 2 KB each, in every sequence
+STACK_BYTES = 8 << 20  # of these threads; a grammar is tried out on half of it before a worker gets it
 Bits = NDArray[np.uint8]
 Masks = list[Bits | None]
 
@@ -44,28 +55,33 @@ class GrammarError(Exception):
     """A grammar is not valid, or cannot go on: one line for the client."""
 
 
-def load_tokenizer(directory: Path, vocab_size: int) -> LLTokenizer | None:
-    """The tokenizer of a model directory, None without tokenizer.json. Takes 1 s for 150,000 tokens.
+def load_tokenizer(directory: Path, vocab_size: int) -> LLTokenizer:
+    """The tokenizer of a model directory. Takes 1 s for 150,000 tokens.
 
     Raises:
-        StartupError: the file is damaged.
+        GrammarError: there is none, or none that llguidance can use.
     """
     from llguidance import LLTokenizer  # here: a process that serves no model need not load it
 
     path = directory / "tokenizer.json"
     if not path.exists():
-        return None
+        raise GrammarError("structured output needs a tokenizer.json, and the model directory has none")
     try:
-        return LLTokenizer(str(path), n_vocab=vocab_size)
-    except Exception as error:  # llguidance raises ValueError, and what its Rust code panics with
-        raise StartupError(f"{path.name}: llguidance cannot use it: {str(error)[:200]}") from None
+        try:
+            return LLTokenizer(str(path), n_vocab=vocab_size)
+        except ValueError:  # it knows no end of sequence by name: any will do, since `masks` is told which tokens end
+            special = [token["id"] for token in json.loads(path.read_bytes())["added_tokens"] if token["special"]]
+            return LLTokenizer(str(path), n_vocab=vocab_size, eos_token=special[0] if special else vocab_size - 1)
+    except Exception as error:  # what its Rust code panics with, too
+        raise GrammarError(f"structured output cannot be had with this tokenizer: {first_line(str(error))}") from None
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """Raises GrammarError."""
     from llguidance import LLMatcher, LLParserLimits
 
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+    limits = LLParserLimits(verbose_errors=False, max_lexer_states=MAX_LEXER_STATES)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise GrammarError(first_line(matcher.get_error()))
     return matcher
@@ -78,9 +94,8 @@ def first_line(message: str) -> str:
 class Automaton:
     """A grammar's state behind an output. State: the matcher, and the output that it has consumed."""
 
-    def __init__(self, tokenizer: LLTokenizer, grammar: str) -> None:
-        """Raises GrammarError."""
-        self._matcher = compile_grammar(tokenizer, grammar)
+    def __init__(self, tokenizer: LLTokenizer, matcher: LLMatcher) -> None:
+        self._matcher = matcher
         self._eos = tuple(tokenizer.eos_tokens)
         self._consumed: tuple[int, ...] = ()
 
@@ -130,6 +145,8 @@ class _Followed:
         self.output: tuple[int, ...] = ()
         self.drafts: tuple[int, ...] = ()
         self.masks: Future[Masks] | None = None
+        self.late = False  # whether it was waited for once
+        self.spent_s = 0.0  # of processor time
 
     def answers(self, output: tuple[int, ...], drafts: tuple[int, ...]) -> bool:
         """Whether the masks asked for have the one behind these tokens."""
@@ -140,20 +157,33 @@ class Grammars:
     """The automata of sequences, each kept as long as its sampling parameters exist, that is as its sequence.
 
     `unsampled` are the sequences whose mask was not there: with what is wrong with their grammar, or with an empty
-    text where it was only late."""
+    text where it was only late. Without a tokenizer all are, for the reason given."""
 
-    def __init__(self, tokenizer: LLTokenizer | None, wait_s: float = WAIT_S) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: LLTokenizer | None, reason: str = "", wait_s: float = WAIT_S) -> None:
+        self._tokenizer, self._reason = tokenizer, reason
         self._wait_s = wait_s
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar")
+        self._threads = None if tokenizer is None else _threads()
         self._followed: dict[SequenceId, _Followed] = {}
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._lock = threading.Lock()  # of `_compiled`, which the threads share
+        self._all_late = False
         self.unsampled: dict[SequenceId, str] = {}
 
-    def begin(self, draws: Iterable[Draw]) -> None:
-        """Starts computing the masks of draws; those of one sequence follow each other, with ever more drafts."""
+    @classmethod
+    def load(cls, directory: Path, vocab_size: int) -> Grammars:
+        """With the tokenizer of a model directory, or without one."""
+        try:
+            return cls(load_tokenizer(directory, vocab_size))
+        except GrammarError as error:
+            log.warning("%s", error)
+            return cls(None, str(error))
+
+    def begin(self, draws: Sequence[Draw]) -> None:
+        """Starts computing the masks of the draws of a step; those of one sequence follow each other, with ever more
+        drafts."""
         last = {_key(draw): draw for draw in draws if draw.sampling.grammar}
-        for draw in last.values():
-            self._ask(draw)
+        late = [self._ask(draw).late for draw in last.values()]
+        self._all_late = all(late) and all(draw.sampling.grammar for draw in draws)
 
     def deadline(self) -> float:
         """By when masks that are asked for now have to be there, in seconds of the monotonic clock."""
@@ -166,16 +196,18 @@ class Grammars:
         if key in self.unsampled:
             return None
         if self._tokenizer is None:
-            self.unsampled[key] = NO_TOKENIZER
+            self.unsampled[key] = self._reason or "no tokenizer was loaded"
             return None
         followed = self._ask(draw)
         if followed.masks is None or not followed.answers(_output(draw), draw.drafts):
             self.unsampled[key] = ""
             return None
+        # What was late once is not waited for again while others have something to do.
+        wait_s = 0.0 if followed.late and not self._all_late else max(0.0, deadline - time.monotonic())
         try:
-            return followed.masks.result(max(0.0, deadline - time.monotonic()))[len(draw.drafts)]
+            return followed.masks.result(wait_s)[len(draw.drafts)]
         except NotReady:
-            self.unsampled[key] = ""
+            followed.late, self.unsampled[key] = True, ""
         except GrammarError as error:
             self.unsampled[key] = str(error)
         return None
@@ -192,31 +224,75 @@ class Grammars:
             gone = weakref.ref(draw.sampling, lambda ref: self._forget(key, ref))
             followed = self._followed[key] = _Followed(gone)
         busy = followed.masks is not None and not followed.masks.done()
-        if self._tokenizer is not None and not busy and not followed.answers(output, draw.drafts):
+        if self._threads is None:
+            return followed
+        if not busy and not followed.answers(output, draw.drafts):
             ends = () if draw.history is None else draw.history.end_token_ids
-            followed.output, followed.drafts = output, draw.drafts
-            followed.masks = self._threads.submit(
-                _compute, self._tokenizer, followed, draw.sampling.grammar, output, draw.drafts, ends
-            )
+            followed.output, followed.drafts, followed.late = output, draw.drafts, False
+            grammar = draw.sampling.grammar
+            followed.masks = self._threads.submit(self._compute, followed, grammar, output, draw.drafts, ends)
         return followed
+
+    def _compute(
+        self,
+        followed: _Followed,
+        grammar: str,
+        output: tuple[int, ...],
+        drafts: tuple[int, ...],
+        ends: tuple[int, ...],
+    ) -> Masks:
+        """On a thread of `_threads`."""
+        began = time.thread_time()
+        try:
+            if followed.automaton is None:
+                followed.automaton = self._new_automaton(grammar)
+            return followed.automaton.masks(output, drafts, ends)
+        except GrammarError:
+            followed.automaton = None  # an error stays in it; a draft model's output may be another one next time
+            raise
+        finally:
+            followed.spent_s += time.thread_time() - began
+            in_all, each = BUDGET_S
+            if followed.spent_s > in_all + each * len(output):
+                raise GrammarError("it is too complex: what may come next takes too long to find out")
+
+    def _new_automaton(self, grammar: str) -> Automaton:
+        """Of a grammar that is compiled once, however many sequences have it."""
+        if self._tokenizer is None:
+            raise GrammarError(self._reason)
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+            mine = compiled is None
+            if compiled is None:
+                compiled = self._compiled[grammar] = Future()
+                while len(self._compiled) > COMPILED:
+                    self._compiled.popitem(last=False)
+        if mine:
+            try:
+                compiled.set_result(compile_grammar(self._tokenizer, grammar))
+            except BaseException as error:
+                compiled.set_exception(error)
+        return Automaton(self._tokenizer, compiled.result(COMPILE_S).deep_copy())
 
     def _forget(self, key: SequenceId, ref: weakref.ref[SamplingParams]) -> None:
         followed = self._followed.get(key)
         if followed is not None and followed.params is ref:
             del self._followed[key]
+            if followed.masks is not None:
+                followed.masks.cancel()  # unless it has begun
 
 
-def _compute(
-    tokenizer: LLTokenizer,
-    followed: _Followed,
-    grammar: str,
-    output: tuple[int, ...],
-    drafts: tuple[int, ...],
-    ends: tuple[int, ...],
-) -> Masks:
-    if followed.automaton is None:
-        followed.automaton = Automaton(tokenizer, grammar)
-    return followed.automaton.masks(output, drafts, ends)
+def _threads() -> ThreadPoolExecutor:
+    """Threads that all have their stack already."""
+    begun = threading.Barrier(THREADS)
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar", initializer=_yield_to_others)
+    usual = threading.stack_size(STACK_BYTES)
+    try:
+        for waiting in [pool.submit(begun.wait, 60.0) for _ in range(THREADS)]:
+            waiting.result()
+    finally:
+        threading.stack_size(usual)
+    return pool
 
 
 def _key(draw: Draw) -> SequenceId:
@@ -233,3 +309,7 @@ def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     if other[: len(one)] == one:
         return len(one)
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _yield_to_others() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # Linux: of this thread alone

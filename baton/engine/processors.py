@@ -222,7 +222,7 @@ def _mask(
                 raise InvariantError("a grammar needs draft tokens that the host knows")
             bits = tables.grammars.mask(draws[row], deadline)
             if bits is not None:
-                _apply_grammar(logits[row], bits, draws[row], tables)
+                _apply_grammar(logits[row], bits, draws[row])
             continue
         if allowed:
             tables.allowed(params, vocab, logits.device).apply(logits[row])
@@ -239,13 +239,15 @@ def _mask(
         _mask_behind(logits, draws, open_rows, tables, drafted)
 
 
-def _apply_grammar(row: Tensor, bits: Bits, draw: Draw, tables: SeenTables) -> None:
+def _apply_grammar(row: Tensor, bits: Bits, draw: Draw) -> None:
     """Masks the logits [vocab] of one draw as its grammar and its other masks say."""
     vocab, banned = len(row), banned_tokens(draw)
     if banned or draw.sampling.allowed_token_ids:
         left = np.unpackbits(bits, count=vocab, bitorder="little")
-        if draw.sampling.allowed_token_ids:
-            left[tables.allowed(draw.sampling, vocab, row.device).mask.cpu().numpy()] = 0
+        if allowed := list(draw.sampling.allowed_token_ids):
+            kept = np.zeros_like(left)
+            kept[allowed] = left[allowed]
+            left = kept
         left[list(banned)] = 0
         if left.any():
             bits = np.packbits(left, bitorder="little")

@@ -33,7 +33,7 @@ from baton.engine.computing import Computing, Propose, how_to_compute
 from baton.engine.device import choose_device, choose_dtype
 from baton.engine.draft_share import draft_share
 from baton.engine.draft_tokens_device import DeviceDraftTokens, Queued
-from baton.engine.grammars import Grammars, load_tokenizer
+from baton.engine.grammars import Grammars
 from baton.engine.kernels.native import choose_kernels, row_invariant
 from baton.engine.kv_pool import KVPool, default_budget, plan_blocks
 from baton.engine.launches import Launches
@@ -338,7 +338,7 @@ def load_runner(
         kv = KVPool(mine, num_blocks, device)
     grammars = None
     if group.leads and tensors is None:
-        grammars = Grammars(load_tokenizer(options.model_dir, config.vocab_size))
+        grammars = Grammars.load(options.model_dir, config.vocab_size)
     max_model_len = min(longest, kv.num_blocks * options.block_size)
     choose = None if kernels is None else chooser(kernels, options.threads)
     computing = how_to_compute(

@@ -163,12 +163,13 @@ class _Front:
             constraint = tools.constraint(text.tool_format, text.marker_ids, options.constraint)
             options = replace(options, constraint=constraint)
         submission = await self._translator.from_messages(request_id, body.chat(), options, how=body.rendering())
+        free = options.constraint is None  # what has to match a grammar has no reasoning before it
         new_parser = partial(
             make_parser,
             text.tool_format,
-            calls=tools.may_be_called,
-            thinks=text.thinks,
-            thinking=options.constraint is None and text.thinks_already(submission.prompt),
+            tools.functions,
+            thinks=free and text.thinks,
+            thinking=free and text.thinks_already(submission.prompt),
         )
         if new_parser() is not None:
             shown = submission.shown_token_ids.union(text.marker_ids.values())

@@ -4,19 +4,16 @@ without blocking the event loop."""
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
-import os
 import re
-import signal
 from collections.abc import Callable
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
 from baton.core.errors import Cancelled, Unavailable
-from baton.process import die_with_parent
+from coordinator.child import kill_child, start_child
 from coordinator.http.errors import HttpProblem
 
 INLINE_BYTES = 64 * 1024
@@ -106,7 +103,7 @@ class BodyParser:
         if self._bytes and self._bytes + len(body) > MAX_WAITING_BYTES:
             raise Unavailable("too many large bodies wait to be parsed", retry_after_s=1)
         if self._executor is None:
-            self._executor = (self._start or _child)()
+            self._executor = (self._start or start_child)()
         executor = self._executor
         self._bytes += len(body)
         try:
@@ -122,22 +119,8 @@ class BodyParser:
     def close(self) -> None:
         """Kills the child, whatever it does."""
         executor, self._executor = self._executor, None
-        if executor is None:
-            return
-        processes = list((getattr(executor, "_processes", None) or {}).values())
-        executor.shutdown(wait=False)  # what waits ends with BrokenProcessPool
-        for process in processes:
-            process.kill()
-
-
-def _child() -> Executor:
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(os.getpid(),))
-
-
-def _begin(coordinator: int) -> None:
-    """It ends with the coordinator, and Ctrl-C is the coordinator's."""
-    die_with_parent(coordinator)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if executor is not None:
+            kill_child(executor)
 
 
 def _too_large(max_bytes: int) -> HttpProblem:

@@ -26,7 +26,7 @@ from baton.core.sampling_limits import MAX_BIASES, MAX_STOP_TOKENS
 from coordinator.openai import fields
 from coordinator.openai.json_body import parse_object
 from coordinator.openai.structured import JsonSchema, ResponseFormat, SchemaOrText, StructuredOutputs, constraint_of
-from coordinator.openai.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, Tools
+from coordinator.openai.tools import MAX_TOOLS, CalledFunction, Tool, ToolCall, ToolChoice, Tools
 from coordinator.openai.validation import Strict, at_most, counted, validate
 from coordinator.text.chat import RESERVED_VARIABLES, ChatMessage, Rendering
 from coordinator.translate import MAX_BAD_WORDS, MAX_CHOICES, MAX_MESSAGES, MAX_STOPS, Options
@@ -388,6 +388,17 @@ def _sift_messages(given: dict[str, Any], ignored: set[str]) -> dict[str, Any]:
     return given
 
 
+def _sift_call(call: dict[str, Any], path: str, ignored: set[str]) -> dict[str, Any]:
+    """What streams add to calls (`index`) comes back with them."""
+    extra: set[str] = set()
+    kept = fields.sift(call, ToolCall.model_fields.keys(), fields.NOTHING, path=path, any_name=True, ignored=extra)
+    if isinstance(function := kept.get("function"), dict):
+        known = CalledFunction.model_fields.keys()
+        kept["function"] = fields.sift(function, known, fields.NOTHING, path=path, any_name=True, ignored=extra)
+    ignored.update(f"tool_calls.{name}" for name in extra)
+    return {name: value for name, value in kept.items() if value is not None}
+
+
 def _sift_message(message: dict[str, Any], index: int, ignored: set[str]) -> dict[str, Any]:
     kept = fields.sift(
         message,
@@ -397,6 +408,11 @@ def _sift_message(message: dict[str, Any], index: int, ignored: set[str]) -> dic
         any_name=True,
         ignored=ignored,
     )
+    if isinstance(calls := kept.get("tool_calls"), list) and len(calls) <= MAX_TOOLS:
+        kept["tool_calls"] = [
+            _sift_call(call, f"messages[{index}].tool_calls[{place}].", ignored) if isinstance(call, dict) else call
+            for place, call in enumerate(calls)
+        ]
     if kept.get("role") == "assistant" and kept.get("content") is None:
         kept["content"] = ""  # as it is where an assistant called tools
     return kept

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import MAX_GRAMMAR_CHARS, check_count
 from coordinator.openai.validation import Strict
-from coordinator.structured_output import Constraint
+from coordinator.structured_output import Constraint, json_text
 
 MAX_ALTERNATIVES = 4_096
 _ANY_OBJECT = '{"type":"object"}'
@@ -77,6 +77,8 @@ def constraint_of(
     for name, value in guided.items():
         if (wanted := _of_vllm(name.removeprefix("guided_"), value, "guided_")) is not None:
             found.append(_with_whitespace(wanted, whitespace_pattern))
+    if whitespace_pattern is not None and not guided:
+        raise InvalidRequest("guided_whitespace_pattern needs guided_json", param="guided_whitespace_pattern")
     if len(found) > 1:
         what = f"{found[0].param} and {found[1].param} exclude each other: the output can match one"
         raise InvalidRequest(what, param=found[1].param)
@@ -101,12 +103,19 @@ def _of_vllm(name: str, value: Any, prefix: str) -> Constraint | None:
         return _json(_ANY_OBJECT, param) if value else None
     if name == "choice":
         check_count(param, len(value), MAX_ALTERNATIVES)
-        return _measured(Constraint("choice", orjson.dumps(value).decode(), param))
+        return _measured(Constraint("choice", json_text(value, param), param))
     return _measured(Constraint("regex" if name == "regex" else "lark", value, param))
 
 
 def _json(schema: _Schema | str, param: str, *, lenient: bool = False) -> Constraint:
-    text = schema if isinstance(schema, str) else orjson.dumps(schema).decode()
+    text = schema if isinstance(schema, str) else json_text(schema, param)
+    if isinstance(schema, str):
+        try:
+            found = orjson.loads(schema)
+        except orjson.JSONDecodeError:
+            found = None
+        if not isinstance(found, dict):
+            raise InvalidRequest(f"'{param}': must be a JSON schema: an object", param=param)
     return _measured(Constraint("json_schema", text, param, lenient=lenient))
 
 
@@ -118,6 +127,8 @@ def _measured(constraint: Constraint) -> Constraint:
 
 
 def _with_whitespace(constraint: Constraint, pattern: str | None) -> Constraint:
-    if pattern is None or constraint.kind != "json_schema":
+    if pattern is None:
         return constraint
+    if constraint.kind != "json_schema":
+        raise InvalidRequest(f"{constraint.param} has no whitespace to choose", param=constraint.param)
     return Constraint("json_schema", constraint.value, constraint.param, constraint.lenient, pattern)

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
 from coordinator.openai.validation import Strict
-from coordinator.structured_output import Constraint
+from coordinator.structured_output import Constraint, json_text, lark_string
 
 MAX_TOOLS = 128
 MAX_CALLS = 16
@@ -61,7 +61,7 @@ ToolChoice = Annotated[
 
 
 class CalledFunction(Strict):
-    name: Name
+    name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     arguments: str
 
 
@@ -113,6 +113,11 @@ class Tools:
             return [function for function in functions if function.name == self.named]
         return functions if self.choice == "required" else []
 
+    @property
+    def functions(self) -> frozenset[str]:
+        """Names of those that may be called."""
+        return frozenset(tool.function.name for tool in self.tools if self.may_be_called)
+
     def template_values(self) -> list[dict[str, Any]]:
         """The tools as chat templates get them; none where none may be called."""
         if not self.may_be_called:
@@ -139,7 +144,7 @@ class Tools:
         lines = calls_grammar(form, functions, token_ids, 1 if one else MAX_CALLS)
         if output is None:
             return Constraint("lark", "\n".join(lines), "tools")
-        schema = _schema(orjson.loads(output.value), lenient=output.lenient)
+        schema = _schema(orjson.loads(output.value), output)
         return Constraint(
             "lark", "\n".join(["start: calls | content", *lines[1:], f"content: %json {schema}"]), "tools"
         )
@@ -149,7 +154,7 @@ def calls_grammar(form: str, functions: Sequence[Function], token_ids: Mapping[s
     """Lines of a Lark grammar of 1 to `most` calls, the first of them its start."""
 
     def marker(text: str) -> str:
-        return f"<[{token_ids[text]}]>" if text in token_ids else _quoted(text)
+        return f"<[{token_ids[text]}]>" if text in token_ids else lark_string(text)
 
     key = "parameters" if form == "llama3" else "arguments"
     before, between, after, end = {
@@ -163,25 +168,20 @@ def calls_grammar(form: str, functions: Sequence[Function], token_ids: Mapping[s
     lines = ["start: calls", f"calls: {begin} call {more} {end}"]
     lines.append(f"call: {before} ({' | '.join(f'call_{i}' for i in range(len(functions)))}) {after}")
     for number, function in enumerate(functions):
-        schema = _schema(function.parameters or _NO_ARGUMENTS, lenient=not function.strict)
+        schema = _schema(function.parameters or _NO_ARGUMENTS, Constraint("json_schema", "", "", not function.strict))
         if form == "harmony":
-            head = f"{marker('<|channel|>')} {_quoted(f'commentary to=functions.{function.name} ')}"
+            head = f"{marker('<|channel|>')} {lark_string(f'commentary to=functions.{function.name} ')}"
             head += f' {marker("<|constrain|>")} "json" {marker("<|message|>")}'
             lines.append(f"call_{number}: {head} arguments_{number}")
         else:
-            head = _quoted('{"name": "' + function.name + f'", "{key}": ')
+            head = lark_string('{"name": "' + function.name + f'", "{key}": ')
             lines.append(f'call_{number}: {head} arguments_{number} "}}"')
         lines.append(f"arguments_{number}: %json {schema}")
     return lines
 
 
-def _schema(schema: dict[str, Any], *, lenient: bool) -> str:
-    options = {"lenient": lenient, "whitespace_flexible": True, "whitespace_pattern": "[ \\t\\r\\n]{1,32}"}
-    return orjson.dumps(schema | {"x-guidance": options}).decode()
-
-
-def _quoted(text: str) -> str:
-    return orjson.dumps(text).decode()
+def _schema(schema: dict[str, Any], how: Constraint) -> str:
+    return json_text(schema | {"x-guidance": how.json_options()}, "tools")
 
 
 def _without_none(function: Function) -> dict[str, Any]:

@@ -23,6 +23,14 @@ from coordinator.text.template import ChatTemplate
 
 _ALIAS = "\ufdd0"
 _MARK = "\ufdd1"
+MAX_DEPTH = 100
+# Keys and constants of tools and calls. None of them is a control token, alone or with what JSON has beside it.
+_WORDS = frozenset(
+    [
+        *("type", "function", "name", "description", "parameters", "strict", "id", "arguments", "properties", "items"),
+        *("object", "array", "string", "number", "integer", "boolean", "null", "required", "enum", "anyOf", "default"),
+    ]
+)
 _RESERVED = re.compile(f"[{_ALIAS}{_MARK}]")
 
 
@@ -105,16 +113,25 @@ class ChatEncoder:
         return self._controls.encode(self.render(messages, how, guard=True))
 
 
-def _cleaned(value: Any, clean: Callable[[str], str], param: str) -> Any:
-    """A JSON value with every text in it cleaned. Raises InvalidRequest for the noncharacters that serve as marks."""
+def _cleaned(value: Any, clean: Callable[[str], str], param: str, depth: int = 0) -> Any:
+    """A JSON value with every text in it cleaned; within objects all but the words that templates compare with.
+
+    Raises:
+        InvalidRequest: a noncharacter that serves as a mark, or too deep a value.
+    """
+    if depth > MAX_DEPTH:
+        raise InvalidRequest(f"'{param}' is nested more than {MAX_DEPTH} deep", param=param)
     if isinstance(value, str):
         if _RESERVED.search(value):
             raise InvalidRequest("U+FDD0 and U+FDD1 are noncharacters and not accepted", param=param)
-        return clean(value)
+        return value if depth and value in _WORDS else clean(value)
     if isinstance(value, Mapping):
-        return {_cleaned(key, clean, param): _cleaned(inner, clean, param) for key, inner in value.items()}
+        return {
+            _cleaned(key, clean, param, depth + 1): _cleaned(inner, clean, param, depth + 1)
+            for key, inner in value.items()
+        }
     if isinstance(value, list | tuple):
-        return [_cleaned(inner, clean, param) for inner in value]
+        return [_cleaned(inner, clean, param, depth + 1) for inner in value]
     return value
 
 

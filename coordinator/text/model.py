@@ -74,7 +74,7 @@ class TextModel:
         template = "" if files.chat_template is None else files.chat_template.source
         self.tool_format = detect_format(template) if tool_parser == "auto" else tool_parser
         self.template_has_tools = "tools" in template
-        self.thinks = THINK[1] in template
+        self.thinks = THINK[1] in template or self.tool_format == "harmony"
         self.marker_ids = _special_markers(files.tokenizer, self.tool_format, self.thinks)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 

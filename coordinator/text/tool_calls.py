@@ -83,14 +83,19 @@ def detect_format(template: str) -> str | None:
     return None
 
 
-def make_parser(form: str | None, *, calls: bool, thinks: bool, thinking: bool = False) -> Parser | None:
-    """A parser of calls in this form, if they are wanted, and of reasoning where the model `thinks`; `thinking`: the
-    prompt ends within its reasoning. None where nothing is to be found."""
-    if form == "harmony":
-        return HarmonyParser(calls=calls)
+def make_parser(form: str | None, functions: frozenset[str], *, thinks: bool, thinking: bool = False) -> Parser | None:
+    """A parser of calls in this form, where there are functions to call, and of reasoning where the model `thinks`;
+    `thinking`: the prompt ends within its reasoning. None where nothing is to be found."""
     parser: Parser | None = None
-    if calls and form is not None:
-        parser = {"hermes": HermesParser, "llama3": LlamaParser, "mistral": MistralParser}[form]()
+    match form if functions else None:
+        case "hermes":
+            parser = HermesParser()
+        case "llama3":
+            parser = LlamaParser(functions)
+        case "mistral":
+            parser = MistralParser()
+    if form == "harmony":
+        return HarmonyParser(calls=bool(functions)) if thinks or functions else None
     return ThinkParser(parser, thinking) if thinks else parser
 
 
@@ -98,23 +103,26 @@ class _Object:
     """Reads a JSON object that is a call, character by character: an object of names and values with a "name" and
     "arguments" or "parameters". State: the key and value that are being read, and what is known of the call."""
 
-    def __init__(self) -> None:
+    def __init__(self, functions: frozenset[str] = frozenset()) -> None:
         self.name: str | None = None
         self.state = "reading"  # done, failed
-        self._raw_arguments = ""
+        self._functions = functions
+        self._arguments: list[str] | None = None
+        self._streams: bool | None = None  # whether they are an object, which may go out as it is written
         self._key = ""
-        self._value = ""
+        self._value: list[str] = []
         self._place = "begin"  # key, colon, value, next
         self._depth = 0
         self._string = _String()
 
-    @property
-    def arguments(self) -> str:
-        """As far as they are known; they may be written as a string that holds them."""
-        raw = self._raw_arguments.strip()
-        if self._place != "value" and raw.startswith('"'):
-            return str(json.loads(raw))
-        return raw if raw.startswith("{") or self._place != "value" else ""
+    def take_arguments(self) -> str:
+        """What is new of the arguments, once the name is known; at its end an object that has none has "{}"."""
+        if self.name is None:
+            return ""
+        if self._arguments is None:
+            return "{}" if self.state == "done" else ""
+        fresh, self._arguments = "".join(self._arguments), []
+        return fresh
 
     def feed(self, text: str) -> int:
         """Takes characters until the object ends or turns out to be no call; returns how many."""
@@ -132,32 +140,40 @@ class _Object:
         if self._place == "value":
             self._take_value(c)
         elif self._string.open:
-            self._value += c
+            self._value.append(c)
             if not self._string.take(c):
-                self._key, self._place = str(json.loads(self._value)), "colon"
+                self._key, self._place = str(json.loads("".join(self._value))), "colon"
         elif c.isspace():
             return
         elif self._place == "key" and c == '"':
-            self._value = c
+            self._value = [c]
             self._string.take(c)
         elif (self._place, c) == ("colon", ":"):
-            self._value, self._place = "", "value"
+            if self._key in ("arguments", "parameters") and self._arguments is not None:
+                raise ValueError
+            self._value, self._place = [], "value"
         elif (self._place, c) in (("begin", "{"), ("next", ",")):
             self._place = "key"
         else:
             raise ValueError
 
     def _take_value(self, c: str) -> None:
+        arguments = self._key in ("arguments", "parameters")
         if self._string.open or c not in ",}" or self._depth > 0:
+            if arguments and self._streams is None and not c.isspace():
+                self._streams, self._arguments = c == "{", []
+            if arguments and self._streams and (self._depth > 0 or c == "{") and self._arguments is not None:
+                self._arguments.append(c)
             if not self._string.take(c):
                 self._depth += (c in "{[") - (c in "}]")
-            self._value += c
-            if self._key in ("arguments", "parameters"):
-                self._raw_arguments += c
+            self._value.append(c)
             return
-        value = json.loads(self._value)
-        if self._key == "name":
-            if not isinstance(value, str) or not value:
+        text = "".join(self._value)
+        value = json.loads(text)
+        if arguments and not self._streams:  # a string that holds them, or what is no object
+            self._arguments = [value if isinstance(value, str) else text.strip()]
+        elif self._key == "name":
+            if not isinstance(value, str) or not value or (self._functions and value not in self._functions):
                 raise ValueError
             self.name = value
         self._place = "next" if c == "}" else "key"
@@ -264,31 +280,31 @@ class _Machine:
 
 
 class _ObjectParser(_Machine):
-    """Calls that are objects. State: the one that is being read, its text, and how much of its arguments is out."""
+    """Calls that are objects. State: the one that is being read, and its text until its name is known."""
 
     def __init__(self) -> None:
         super().__init__()
         self._object = _Object()
-        self._raw, self._given = "", 0
+        self._raw = ""
         self._behind: Callable[[], bool] = self._as_text
 
-    def _open(self, raw: str, behind: Callable[[], bool]) -> bool:
-        """Begins to read an object; `raw` is what to say before it where it is none, `behind` what follows it."""
-        self._object, self._raw, self._given = _Object(), raw, 0
+    def _open(self, raw: str, behind: Callable[[], bool], functions: frozenset[str] = frozenset()) -> bool:
+        """Begins to read an object; `raw` is what to say before it where it is no call, `behind` what follows it,
+        `functions` the only names that it may have, if there are any."""
+        self._object, self._raw = _Object(functions), raw
         self._state, self._behind = self._read, behind
         return True
 
     def _read(self) -> bool:
         found, begun = self._object, self._object.name is not None
         taken = found.feed(self._pending)
-        self._raw += self._pending[:taken]
+        if not begun:
+            self._raw += self._pending[:taken]
         self._pending = self._pending[taken:]
         if found.name is not None:
             if not begun:
                 self._begin_call(found.name)
-            arguments = found.arguments or ("{}" if found.state == "done" else "")
-            self._argue(arguments[self._given :])
-            self._given = len(arguments)
+            self._argue(found.take_arguments())
         if found.state == "failed":
             if found.name is None:
                 self._say(self._raw)
@@ -309,17 +325,23 @@ class HermesParser(_ObjectParser):
         self._state = self._outside
 
     def _outside(self) -> bool:
-        if self._index >= 0 and not self._skip():
-            return False  # blanks behind a call, before another one or the end
         text, marker = self._up_to("<tool_call>")
         self._say(text)
         return bool(marker) and self._open(marker, self._inside)
 
     def _inside(self) -> bool:
-        _, marker = self._up_to("</tool_call>")
+        _, marker = self._up_to("</tool_call>", "<tool_call>")
+        if marker == "<tool_call>":
+            return self._open(marker, self._inside)
         if marker:
-            self._state = self._outside
+            self._state = self._behind_call
         return bool(marker)
+
+    def _behind_call(self) -> bool:
+        """Blanks, before another call or the end."""
+        if self._skip():
+            self._state = self._outside
+        return bool(self._pending)
 
     def finish(self) -> list[Event]:
         if self._state == self._inside:
@@ -328,10 +350,12 @@ class HermesParser(_ObjectParser):
 
 
 class LlamaParser(_ObjectParser):
-    """A call is the whole text, or stands behind <|python_tag|>."""
+    """A call stands behind <|python_tag|>, or is the whole text: then it is one of the functions there are, since any
+    JSON with a name looks the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, functions: frozenset[str]) -> None:
         super().__init__()
+        self._functions = functions
         self._state = self._begin
 
     def _begin(self) -> bool:
@@ -341,7 +365,7 @@ class LlamaParser(_ObjectParser):
         if text[0] == "{":
             raw = self._pending[: len(self._pending) - len(text)]
             self._pending = text
-            return self._open(raw, self._between)
+            return self._open(raw, self._between, self._functions)
         self._state = self._outside
         return True
 
@@ -424,7 +448,20 @@ class HarmonyParser(_Machine):
         super().__init__()
         self._calls = calls
         self._give: Callable[[str], None] = self._say
-        self._state = self._between
+        self._state = self._begin
+
+    def _begin(self) -> bool:
+        """Messages, or text that a grammar has forced."""
+        if not self._pending:
+            return False
+        heads = ("<|channel|>", "<|start|>")
+        if any(head.startswith(self._pending[: len(head)]) for head in heads):
+            if not self._pending.startswith(heads):
+                return False
+            self._state = self._between
+        else:
+            self._state = self._as_text
+        return True
 
     def _between(self) -> bool:
         _, marker = self._up_to("<|channel|>", "<|start|>")

@@ -109,7 +109,7 @@ def propose_pass_by_pass(
         for (draft, row), sampled in zip(left, outcome.sampled, strict=True):
             if draft.num_draft_tokens:
                 draft_tokens = made[draft.row]
-                # Without a mask in time nothing is known to be likely: 0 stands in, and is rejected.
+                # Without a mask in time nothing is known to be likely: 0 stands in.
                 draft_tokens += sampled or (0,) * (draft.num_draft_tokens - len(draft_tokens))
                 if len(draft_tokens) < draft.num_draft_tokens:
                     going.append((draft, _next_row(row, sampled[0])))

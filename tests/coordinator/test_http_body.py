@@ -135,7 +135,7 @@ async def test_requests_are_answered_while_a_large_body_is_parsed(
         raise InvalidRequest("held", param="held")
 
     monkeypatch.setattr(openai_schema, name, parse)
-    monkeypatch.setattr(http_body, "_child", lambda: ThreadPoolExecutor(1))
+    monkeypatch.setattr(http_body, "start_child", lambda: ThreadPoolExecutor(1))
     large = asyncio.create_task(client.post(path, content=LARGE, headers=JSON))
     try:
         assert await asyncio.wait_for(asyncio.to_thread(begun.wait, HANG_S), HANG_S)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -152,13 +154,52 @@ def test_what_only_grows_while_it_is_used_is_found_by_trying_it_out(
     assert compile_here(Constraint("regex", "[a-z]{40}", "f"))
 
 
+async def test_a_child_that_died_with_nothing_to_do_costs_nobody_a_grammar(compiler: GrammarCompiler) -> None:
+    await compiler.compile(Constraint("regex", "a", "f"))
+    (child,) = compiler._executor._processes.values()  # type: ignore[union-attr]
+    os.kill(child.pid, signal.SIGKILL)
+    await asyncio.sleep(0.3)
+    assert await compiler.compile(Constraint("regex", "[0-9]{4}", "f"))
+
+
+async def test_what_took_too_long_once_is_tried_again(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = Constraint("regex", "[0-9]{4}", "f")
+    await compiler.compile(Constraint("regex", "a", "f"))
+    (child,) = compiler._executor._processes.values()  # type: ignore[union-attr]
+    monkeypatch.setattr(structured_output, "COMPILE_S", 0.5)
+    os.kill(child.pid, signal.SIGSTOP)
+    with pytest.raises(InvalidRequest, match="takes over"):
+        await compiler.compile(wanted)
+    monkeypatch.setattr(structured_output, "COMPILE_S", 30.0)
+    assert await compiler.compile(wanted)
+
+
+async def test_who_leaves_stops_no_other_and_one_grammar_is_compiled_once(
+    monkeypatch: pytest.MonkeyPatch, model_dir: Path
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(structured_output, "compile_here", lambda c: asked.append(c.value) or time.sleep(0.3) or "g")
+    compiler = GrammarCompiler(model_dir, 4096, lambda: ThreadPoolExecutor(1))
+    same = [asyncio.create_task(compiler.compile(Constraint("regex", "a", "f"))) for _ in range(8)]
+    await asyncio.sleep(0.1)
+    for task in same[:4]:
+        task.cancel()
+    found = await asyncio.gather(*same, return_exceptions=True)
+    assert found[4:] == ["g"] * 4 and asked == ["a"]
+    assert all(isinstance(one, asyncio.CancelledError) for one in found[:4])
+    await asyncio.sleep(0)
+    assert not compiler._asked and compiler._kept_chars == structured_output._size(Constraint("regex", "a", "f"), "g")
+
+
 async def test_who_waits_for_others_is_told_so(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> None:
     monkeypatch.setattr(structured_output, "MAX_WAITING", 2)
     monkeypatch.setattr(structured_output, "compile_here", lambda constraint: time.sleep(0.5) or constraint.value)
     compiler = GrammarCompiler(model_dir, 4096, lambda: ThreadPoolExecutor(1))
     asked = [compiler.compile(Constraint("regex", str(i), "f")) for i in range(5)]
     found = await asyncio.gather(*asked, return_exceptions=True)
-    assert sorted(type(answer).__name__ for answer in found) == ["Unavailable"] * 2 + ["str"] * 3
+    assert sorted(type(answer).__name__ for answer in found) == ["Unavailable"] * 2 + ["str"] * 3  # one is compiled
     assert isinstance(next(f for f in found if not isinstance(f, str)), Unavailable)
 
 
@@ -185,8 +226,7 @@ def test_choices_are_taken_literally(model_dir: Path) -> None:
     from baton.engine.grammars import load_tokenizer
 
     tokenizer = load_tokenizer(model_dir, 4096)
-    assert tokenizer is not None
-    choices = ['say "hi"\n', "a|b", "back\\slash", "Ünïcødé 日本", "tab\t\u0001", "/x/i"]
+    choices = ['say "hi"\n', "a|b", "back\\slash", "Ünïcødé 日本", "tab\t\u0001\x7f", "/x/i"]
     grammar = to_grammar(Constraint("choice", json.dumps(choices), "f"))
     for choice in choices:
         matcher = LLMatcher(tokenizer, grammar)

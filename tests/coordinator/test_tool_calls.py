@@ -21,15 +21,17 @@ from coordinator.text.tool_calls import (
     make_parser,
 )
 from tests.support.model_dirs import CHATML
-from tests.support.tool_templates import ARGUMENTS, TEMPLATES, WRITERS, Written, written
+from tests.support.tool_templates import ARGUMENTS, NAMES, TEMPLATES, WRITERS, Written, written
 
+FUNCTIONS = frozenset([*NAMES, "f"])
+ONE_CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 Found = tuple[str, str, list[tuple[str, str]]]
 
 
 def parse(form: str | None, pieces: Iterable[str], *, thinks: bool = False, thinking: bool = False) -> Found:
     """Content, reasoning, and calls with their arguments as text. Events come in order: a call begins before its
     arguments, and the next one behind them."""
-    parser = make_parser(form, calls=form is not None, thinks=thinks, thinking=thinking)
+    parser = make_parser(form, FUNCTIONS, thinks=thinks, thinking=thinking)
     assert parser is not None
     events: list[Event] = [event for piece in pieces for event in parser.push(piece)] + parser.finish()
     calls: list[tuple[str, str]] = []
@@ -86,7 +88,7 @@ def test_a_call_that_breaks_off_keeps_its_name_and_what_there_is(form: str) -> N
 
 
 def test_arguments_come_while_they_are_written() -> None:
-    parser = make_parser("hermes", calls=True, thinks=False)
+    parser = make_parser("hermes", FUNCTIONS, thinks=False)
     assert parser is not None
     seen = [parser.push(c) for c in '<tool_call>{"name": "f", "arguments": {"a": "xyz']
     assert sum(len(events) for events in seen) >= 8
@@ -134,5 +136,29 @@ def test_the_form_is_that_of_the_template() -> None:
 
 
 def test_nothing_is_parsed_where_nothing_is_wanted() -> None:
-    assert make_parser("hermes", calls=False, thinks=False) is None
-    assert make_parser(None, calls=False, thinks=False) is None
+    for form in (*FORMATS, None):
+        assert make_parser(form, frozenset(), thinks=False) is None
+    assert make_parser(None, FUNCTIONS, thinks=False) is None
+
+
+def test_text_behind_a_call_keeps_its_blanks() -> None:
+    for text in (ONE_CALL + "\n I will wait", ONE_CALL + " I" + " will" + " wait"):
+        for pieces in ([text], text, [ONE_CALL, " I", " will", " wait"]):
+            assert parse("hermes", pieces) == ("I will wait", "", [("f", "{}")])
+
+
+def test_a_call_without_its_end_does_not_swallow_the_next() -> None:
+    broken = ONE_CALL.removesuffix("</tool_call>")
+    assert parse("hermes", broken + "\n" + ONE_CALL) == ("", "", [("f", "{}"), ("f", "{}")])
+
+
+def test_json_with_a_name_is_no_call_of_llamas_unless_there_is_such_a_function() -> None:
+    text = '{"name": "Alice", "age": 30}'
+    for pieces in ([text], text):
+        assert parse("llama3", pieces) == (text, "", [])
+        assert parse("llama3", ['{"name": "f", ', '"parameters": {}}'])[2] == [("f", "{}")]
+
+
+def test_text_that_a_grammar_has_forced_is_content_in_harmony_too() -> None:
+    for pieces in (['{"a": 1}'], '{"a": 1}'):
+        assert parse("harmony", pieces) == ('{"a": 1}', "", [])

@@ -6,9 +6,13 @@ from __future__ import annotations
 import gc
 import json
 import random
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -19,10 +23,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
-from baton.core.request import GenerateRequest, SamplingParams, SequenceId
+from baton.core.request import GenerateRequest, SamplingParams, SequenceId, finish_reason
 from baton.core.step import DraftRow, History, Row, StepPlan
 from baton.engine import grammars
-from baton.engine.grammars import NO_TOKENIZER, Automaton, GrammarError, Grammars, load_tokenizer
+from baton.engine.grammars import Automaton, GrammarError, Grammars, compile_grammar, load_tokenizer
 from baton.engine.processors import Drafted, Draw, SeenTables, process
 from baton.engine.runner import Runner
 from baton.model_source import builtin_directory
@@ -51,9 +55,11 @@ LETTERS = to_grammar(Constraint("regex", "[ab]{2,5}", ""))
 
 @pytest.fixture(scope="module")
 def tokenizer() -> LLTokenizer:
-    found = load_tokenizer(builtin_directory("target"), VOCAB)
-    assert found is not None
-    return found
+    return load_tokenizer(builtin_directory("target"), VOCAB)
+
+
+def automaton_of(tokenizer: LLTokenizer, grammar: str) -> Automaton:
+    return Automaton(tokenizer, compile_grammar(tokenizer, grammar))
 
 
 def ids_of(bits: np.ndarray[Any, Any] | None) -> set[int]:
@@ -89,7 +95,7 @@ def test_masks_equal_a_plain_automatons_whatever_was_asked_before(
     tokenizer: LLTokenizer, seed: int, steps: list[tuple[int, int, int]]
 ) -> None:
     """Outputs that go on, go back and go another way, as those of a resumed sequence and of rejected drafts do."""
-    automaton = Automaton(tokenizer, GRAMMAR)
+    automaton = automaton_of(tokenizer, GRAMMAR)
     for other, length, drafted in steps:
         known = walk(tokenizer, GRAMMAR, seed + other % 3, length + drafted)
         output, drafts = known[:length], known[length:]
@@ -101,7 +107,7 @@ def test_masks_equal_a_plain_automatons_whatever_was_asked_before(
 
 def test_behind_a_wrong_draft_token_nothing_is_masked(tokenizer: LLTokenizer) -> None:
     a, b, z = (tokenizer.tokenize_str(text)[0] for text in "abz")
-    automaton = Automaton(tokenizer, LETTERS)
+    automaton = automaton_of(tokenizer, LETTERS)
     masks = automaton.masks((a,), (b, z, a), (END,))
     assert [bits is None for bits in masks] == [False, False, True, True]
     assert ids_of(masks[1]) >= {a, b, END} and z not in ids_of(masks[1])
@@ -110,7 +116,7 @@ def test_behind_a_wrong_draft_token_nothing_is_masked(tokenizer: LLTokenizer) ->
 
 def test_an_end_comes_only_where_the_grammar_is_satisfied(tokenizer: LLTokenizer) -> None:
     a = tokenizer.tokenize_str("a")[0]
-    automaton = Automaton(tokenizer, LETTERS)
+    automaton = automaton_of(tokenizer, LETTERS)
     assert not {END, 9} & ids_of(automaton.masks((a,), (), (END, 9))[0])
     assert {END, 9} <= ids_of(automaton.masks((a, a), (), (END, 9))[0])
     assert ids_of(automaton.masks((a,) * 5, (), (END, 9))[0]) == {END, 9}
@@ -121,9 +127,9 @@ def test_an_end_comes_only_where_the_grammar_is_satisfied(tokenizer: LLTokenizer
 def test_an_output_that_breaks_the_grammar_and_a_grammar_that_is_none_say_so(tokenizer: LLTokenizer) -> None:
     z = tokenizer.tokenize_str("z")[0]
     with pytest.raises(GrammarError, match=r".{5}"):
-        Automaton(tokenizer, LETTERS).masks((z,), (), (END,))
+        automaton_of(tokenizer, LETTERS).masks((z,), (), (END,))
     with pytest.raises(GrammarError, match="unknown name"):
-        Automaton(tokenizer, "start: b")
+        automaton_of(tokenizer, "start: b")
 
 
 def draw_of(
@@ -133,7 +139,7 @@ def draw_of(
     return Draw(sampling, 0, len(output), History((5,), output, ends), (), SequenceId(name))
 
 
-def patient(tokenizer: LLTokenizer | None) -> SeenTables:
+def patient(tokenizer: LLTokenizer) -> SeenTables:
     return SeenTables(grammars=Grammars(tokenizer, wait_s=30.0))
 
 
@@ -154,13 +160,13 @@ def test_other_masks_hold_too_unless_they_would_leave_nothing(tokenizer: LLToken
 
 
 def test_a_late_mask_holds_up_its_own_row_alone(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, compute = threading.Event(), grammars._compute
+    go, compute = threading.Event(), Grammars._compute
 
-    def slow(*args: Any) -> Any:
-        assert args[2] == LETTERS or go.wait(30)
-        return compute(*args)
+    def slow(self: Grammars, followed: Any, grammar: str, *rest: Any) -> Any:
+        assert grammar == LETTERS or go.wait(30)
+        return compute(self, followed, grammar, *rest)
 
-    monkeypatch.setattr(grammars, "_compute", slow)
+    monkeypatch.setattr(Grammars, "_compute", slow)
     tables, logits = patient(tokenizer), torch.zeros(3, VOCAB)
     draws = [draw_of(name="quick"), draw_of(GRAMMAR, name="late"), Draw(SamplingParams(), 0, 0)]
     tables.grammars.mask(draws[0], tables.grammars.deadline())
@@ -168,17 +174,23 @@ def test_a_late_mask_holds_up_its_own_row_alone(tokenizer: LLTokenizer, monkeypa
     processed = process(logits, draws, tables)
     assert torch.isinf(processed[0]).any() and not torch.isinf(processed[1:]).any()
     assert tables.grammars.take_unsampled() == {SequenceId("late"): ""} and not tables.grammars.unsampled
-    again = process(logits, draws, tables)  # still late: the same mask is waited for, not another one begun
+    # Still late: the same mask is asked for, not another one begun, and the others do not wait for it again.
+    tables.grammars._wait_s = 30.0
+    began = time.monotonic()
+    tables.grammars.begin(draws)
+    again = process(logits, draws, tables)
+    assert time.monotonic() - began < 10
     assert not torch.isinf(again[1]).any() and tables.grammars.take_unsampled() == {SequenceId("late"): ""}
     go.set()
+    tables.grammars.begin(draws[1:2])  # alone, it is waited for
     tables.grammars._wait_s = 30.0
     assert torch.isinf(process(logits, draws, tables)[1]).any() and not tables.grammars.unsampled
 
 
 def test_a_worker_without_a_tokenizer_and_a_grammar_that_fails_name_the_reason(tokenizer: LLTokenizer) -> None:
-    tables = patient(None)
+    tables = SeenTables(grammars=Grammars.load(Path("/nowhere"), VOCAB))
     process(torch.zeros(1, VOCAB), [draw_of()], tables)
-    assert tables.grammars.take_unsampled() == {SequenceId("r"): NO_TOKENIZER}
+    assert "tokenizer.json" in tables.grammars.take_unsampled()[SequenceId("r")]
     tables = patient(tokenizer)
     process(torch.zeros(2, VOCAB), [draw_of("start: b", name="bad"), draw_of()], tables)
     (failed,) = tables.grammars.take_unsampled().items()
@@ -280,3 +292,101 @@ def test_a_resumed_attempt_goes_on_in_its_grammar(
         while outcome.unsampled:
             outcome = target.step(StepPlan(0, (row,)))
         assert outcome.sampled == ((whole[cut],),)
+
+
+def test_a_step_that_is_launched_has_its_masks_too(target: Runner, undrafted: dict[str, list[int]]) -> None:
+    """As on a GPU: launched, then collected."""
+    request, whole = requests(1)[0], undrafted["r0"]
+    tokens: list[int] = []
+    while len(tokens) < 5:
+        history = History(request.prompt, tuple(tokens), (END,))
+        known = (*request.prompt, *tokens)
+        row = Row(request.sequence_id, 0, known, tuple(range(8)), request.sampling, 1, len(tokens), history)
+        target.launch(StepPlan(len(tokens) + 1, (row,)))
+        outcome = target.collect()
+        tokens += outcome.sampled[0]
+        assert outcome.sampled[0] or outcome.unsampled == {0: ""}
+    assert tokens == whole[:5]
+
+
+def test_draft_tokens_of_a_grammar_come_to_the_host(
+    target: Runner, draft: Runner, undrafted: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where draft tokens could stay on a device, rows with a grammar go the other way."""
+    monkeypatch.setattr(Runner, "draft_tokens_stay", property(lambda self: True))
+    monkeypatch.setattr(target, "launches_ahead", True)
+    monkeypatch.setattr(SpeculativeEngine, "_with_one_wait", lambda *_: pytest.fail("drafted on the device"))
+    drafts = ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len)
+    some = [request for request in requests(6) if request.sampling.grammar]
+    run = decode_all(target, some, speculation=Speculation(drafts, fixed_length=3), draft=draft, batch=1)
+    assert all(run.outputs[r.request_id] == undrafted[r.request_id] for r in some)
+    assert run.counters.accepted_tokens > 10
+
+
+def test_an_end_that_only_the_grammar_leaves_ends_before_min_tokens() -> None:
+    request = GenerateRequest("r", (5,), 60, SamplingParams(min_tokens=50, grammar=LETTERS), eos_token_ids=(END,))
+    assert finish_reason(request, 6, END) == "stop"
+    assert finish_reason(replace(request, sampling=SamplingParams(min_tokens=50)), 6, END) is None
+
+
+def test_an_automaton_that_failed_is_made_anew(tokenizer: LLTokenizer) -> None:
+    """A draft model may draft what no output has."""
+    tables, a, z = patient(tokenizer), tokenizer.tokenize_str("a")[0], tokenizer.tokenize_str("z")[0]
+    draw = draw_of()
+    for output, fails in (((a,), False), ((z,), True), ((a,), False), ((a, a), False)):
+        moved = Draw(draw.sampling, 0, len(output), History((5,), output, (END,)), (), SequenceId("r"))
+        process(torch.zeros(1, VOCAB), [moved], tables)
+        assert bool(tables.grammars.take_unsampled()) is fails
+
+
+def test_tokenizers_without_a_known_end_of_sequence_are_usable(tmp_path: Path) -> None:
+    parts = json.loads((builtin_directory("target") / "tokenizer.json").read_text())
+    for token in parts["added_tokens"]:
+        token["content"] = f"<|x{token['id']}|>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parts))
+    assert load_tokenizer(tmp_path, VOCAB + 10).vocab_size == VOCAB + 10
+    parts["decoder"] = None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parts))
+    with pytest.raises(GrammarError, match="this tokenizer"):
+        load_tokenizer(tmp_path, VOCAB)
+
+
+def test_a_grammar_is_compiled_once_for_all_choices(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(grammars, "compile_grammar", lambda t, g: made.append(g) or compile_grammar(t, g))
+    tables = patient(tokenizer)
+    process(torch.zeros(24, VOCAB), [draw_of(name=str(i)) for i in range(24)], tables)
+    assert made == [LETTERS] and not tables.grammars.unsampled
+    for number in range(grammars.COMPILED + 3):
+        process(torch.zeros(1, VOCAB), [draw_of(to_grammar(Constraint("regex", f"a{number}", "")), name="x")], tables)
+    assert len(tables.grammars._compiled) == grammars.COMPILED
+
+
+def test_a_sequence_has_a_budget_for_its_masks(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that is dear at every token ends its sequence, and not the worker's patience."""
+    monkeypatch.setattr(grammars, "BUDGET_S", (0.0, 1.0))
+    tables, a = patient(tokenizer), tokenizer.tokenize_str("a")[0]
+    process(torch.zeros(1, VOCAB), [draw_of(name="first")], tables)
+    assert "too complex" in tables.grammars.take_unsampled()[SequenceId("first")]
+    process(torch.zeros(1, VOCAB), [draw_of(name="later", output=(a,))], tables)
+    assert not tables.grammars.unsampled
+
+
+def test_threads_have_the_stack_that_grammars_were_tried_with() -> None:
+    """Whatever the limit of the process: a chain of rules that half of it can compile must not overflow them."""
+    script = (
+        "import resource, threading, pathlib\n"
+        "from baton.engine.grammars import *\n"
+        "from baton.model_source import builtin_directory\n"
+        "threading.stack_size(256 << 10)\n"  # as a process with another limit would have
+        "from baton.core.request import *\n"
+        "from baton.core.step import History\n"
+        "from baton.engine.processors import Draw\n"
+        "chain = 'start: r0\\n' + '\\n'.join(f'r{i}: r{i + 1}' for i in range(900)) + '\\nr900: \"a\"'\n"
+        "made = Grammars.load(builtin_directory('target'), 4096)\n"
+        "made._wait_s = 60.0\n"
+        "draw = Draw(SamplingParams(grammar=chain), 0, 0, History((1,), (), (1,)))\n"
+        "print(made.mask(draw, made.deadline()) is not None, threading.stack_size())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True 262144\n", (done.returncode, done.stderr)

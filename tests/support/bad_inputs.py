@@ -6,6 +6,7 @@ tokens in its tokenizer.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from tests.support.bad_bodies import UNREADABLE
@@ -14,6 +15,9 @@ from tests.support.requests_kit import CHAT, COMPLETIONS, DROP, GOOD, Bad, chat,
 N = (0, -1, 129, 2**31, 2**63, True, "1", 1.0, [1])
 
 FORMAT, SCHEMA_OF = "response_format", "response_format.json_schema"
+DEEP: Any = {}
+for _ in range(400):
+    DEEP = {"a": DEEP}
 F: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 CALL: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
@@ -49,6 +53,7 @@ TOOLS: list[tuple[dict[str, Any], str, str | None]] = [
         "tool_choice",
         "invalid_value",
     ),
+    (called(function={"name": "f", "arguments": json.dumps(DEEP)}), "messages[1].tool_calls", "invalid_value"),
     ({"parallel_tool_calls": "yes"}, "parallel_tool_calls", "invalid_value"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "invalid_value"),
     ({"truncate_prompt_tokens": "1"}, "truncate_prompt_tokens", "invalid_value"),
@@ -103,6 +108,16 @@ STRUCTURED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"structured_outputs": {"choice": ["a"] * 5_000}}, "structured_outputs.choice", "invalid_value"),
     ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice[0]", "invalid_value"),
     ({"guided_json": 1}, "guided_json", "invalid_value"),
+    ({"guided_json": "false"}, "guided_json", "invalid_value"),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "invalid_value"),
+    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "invalid_value"),
+    ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_regex", "invalid_value"),
+    (
+        {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+        "structured_outputs.regex",
+        "invalid_value",
+    ),
+    ({"guided_json": DEEP}, "guided_json", "invalid_value"),
     ({"guided_regex": ["a"]}, "guided_regex", "invalid_value"),
     ({"guided_regex": "a", FORMAT: {"type": "json_object"}}, "guided_regex", "invalid_value"),
     ({"guided_regex": "a", "ignore_eos": True}, "guided_regex", "invalid_value"),

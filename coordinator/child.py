@@ -1,0 +1,34 @@
+"""A child process for work that may hold the interpreter, crash or never end: it ends with the coordinator, or is
+killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import Executor, ProcessPoolExecutor
+from typing import Any
+
+from baton.process import die_with_parent
+
+
+def start_child(prepare: Callable[..., None] | None = None, *arguments: Any) -> Executor:
+    """An executor of one process, which calls `prepare(*arguments)` first."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, context, initializer=_begin, initargs=(os.getpid(), prepare, arguments))
+
+
+def kill_child(executor: Executor) -> None:
+    """Whatever it does. What waits for it ends with BrokenProcessPool."""
+    processes = list((getattr(executor, "_processes", None) or {}).values())
+    executor.shutdown(wait=False)
+    for process in processes:
+        process.kill()
+
+
+def _begin(coordinator: int, prepare: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
+    die_with_parent(coordinator)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's
+    if prepare is not None:
+        prepare(*arguments)
