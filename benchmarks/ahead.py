@@ -82,8 +82,8 @@ GUESSING_HEAD = ["| sequences | context | two waits | one wait | ratio | waits a
 
 def guessing(target: Runner, draft: Runner, batch: int, context: int, steps: int, rounds: int) -> list[float]:
     """Of steps in which each of `batch` sequences has DRAFT_TOKENS draft tokens: the median seconds with a wait for
-    draft tokens and
-    one for tokens, and with one for both, in turns; and how often the host waits in a step of the second kind."""
+    draft tokens and one for tokens, and with one for both, in turns; and how often the host waits in a step of the
+    second kind."""
     for runner in (target, draft):
         for pair in runner.kv.storage:
             for tensor in pair:

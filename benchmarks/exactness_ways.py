@@ -3,12 +3,11 @@
     python benchmarks/exactness_ways.py                      the built-in pair in bf16, 200 requests in every way
     python benchmarks/exactness_ways.py --requests 40 --dtype float32
 
-Each request is answered alone first, then in every way: with a draft model, n-grams or none, 1, 4, 8 draft tokens or
-as many
-as pay, in a batch of 32, in chunks, from caches, preempted. Where an answer first differs from the one alone, the two
-best noised logits there must have been closer than 0.5 (they are computed again, in one row), or one of the two tokens
-was cut by top_k, top_p or min_p: such places are counted apart. A larger gap is a bug and makes this program fail.
-Writes a report to `benchmarks/results/`.
+Each request is answered alone first, then in every way: with a draft model, n-grams or none, 1, 4, 8 draft tokens or as
+many as pay, in a batch of 32, in chunks, from caches, preempted. Where an answer first differs from the one alone, the
+two best noised logits there must have been closer than 0.5 (they are computed again, in one row), or one of the two
+tokens was cut by top_k, top_p or min_p: such places are counted apart. A larger gap is a bug and makes this program
+fail. Writes a report to `benchmarks/results/`.
 """
 
 from __future__ import annotations

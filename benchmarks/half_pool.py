@@ -3,10 +3,9 @@
     python benchmarks/half_pool.py [--streams 8 16 32] [--prompt 64] [--output 256] [--runs 3] [--clock cpu]
 
 The built-in target on one core, without draft tokens: the decode scheduler on a real engine, in one process. All
-streams
-begin at once with their prompts computed, first in a pool for all of them, then in half of it; the tokens must be the
-same. A silence is the time between two tokens of one stream. With `--clock cpu` time is the processor's, for scheduler,
-engine and figures alike: what a quiet machine's clock would say, whatever else runs on this one. Writes
+streams begin at once with their prompts computed, first in a pool for all of them, then in half of it; the tokens must
+be the same. A silence is the time between two tokens of one stream. With `--clock cpu` time is the processor's, for
+scheduler, engine and figures alike: what a quiet machine's clock would say, whatever else runs on this one. Writes
 `benchmarks/results/half-pool.md`.
 """
 

@@ -8,16 +8,12 @@ with and without draft tokens alternate; figures are medians of the compute thre
 processes on the machine disturb less than the clock. Writes a report to `benchmarks/results/`.
 
 Beside what is gained stands what could be: the ideal is the largest (1 + p + ... + p^k) * step without draft tokens /
-step
-with k. In each pair the same requests also run with a fixed number of draft tokens, for each k in turn. These runs
-give the
-cost of a step with k draft tokens for every row, whatever became of them (mean over steps in which all clients took
-part and
-no prompt was filled into the draft; a ratio to plain steps of the same pair, median over pairs): nothing of it is what
-the policy believes. p is right draft tokens / draft tokens whose turn came, in all runs of a line that draft; with
-forced
-acceptance it is the rate that was forced. What the draft's prompts cost is in the gain and not in the ideal. "Best
-fixed" is what the best of those k gained as a whole run, prompts and all, known afterwards.
+step with k. In each pair the same requests also run with a fixed number of draft tokens, for each k in turn. These runs
+give the cost of a step with k draft tokens for every row, whatever became of them (mean over steps in which all clients
+took part and no prompt was filled into the draft; a ratio to plain steps of the same pair, median over pairs): nothing
+of it is what the policy believes. p is right draft tokens / draft tokens whose turn came, in all runs of a line that
+draft; with forced acceptance it is the rate that was forced. What the draft's prompts cost is in the gain and not in
+the ideal. "Best fixed" is what the best of those k gained as a whole run, prompts and all, known afterwards.
 """
 
 from __future__ import annotations

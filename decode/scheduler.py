@@ -44,8 +44,7 @@ class DecodeResult:
 
 class DecodeScheduler:
     """Complete state: `_entries` by sequence, `blocks` and their `cache`, `speculation`, `_anti_starvation`, and the
-    steps that are
-    `_out`: one, or with `plan_ahead`, where nothing is ever drafted, up to two (`ahead.py`)."""
+    steps that are `_out`: one, or with `plan_ahead`, where nothing is ever drafted, up to two (`ahead.py`)."""
 
     def __init__(
         self,

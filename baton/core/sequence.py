@@ -90,8 +90,7 @@ class Sequence:
 
     def row(self, start: int, end: int, *, num_sampled: int, drafts: tuple[int, ...] = (), score: bool = False) -> Row:
         """The row that computes positions [start, end) and then `drafts`, draft tokens at the next tokens, and samples
-        at
-        the last `num_sampled` positions: at end - 1 and at each draft, or nowhere. With `score` it also reports the
+        at the last `num_sampled` positions: at end - 1 and at each draft, or nowhere. With `score` it also reports the
         prompt's log-probabilities that the request asks for."""
         return Row(
             self.id,

@@ -88,9 +88,8 @@ class StepPlan:
     """`drafts` are computed first; the rows are complete when their draft tokens are in (`with_draft_tokens`).
 
     A plan made while the step before it computes does not know the tokens of that one. `token_sources[i]` then says
-    whose sample
-    is the only token of row i, given as 0: that of row `token_sources[i]` of the step before; -1 where the tokens are
-    known. Empty where all are. Such a plan has no drafts.
+    whose sample is the only token of row i, given as 0: that of row `token_sources[i]` of the step before; -1 where the
+    tokens are known. Empty where all are. Such a plan has no drafts.
 
     Of row i the last `drafted[i]` tokens, given as 0, are draft tokens that only the leader's device knows
     (`to_verify`). Empty where there are none.
@@ -144,9 +143,8 @@ class StepOutcome:
     """`sampled[i]` holds the tokens sampled for `plan.rows[i]`, `num_sampled` of them, and `logprobs[i]` as many
     log-probabilities, or none where the row's sampling asks for none; `scored[i]` has one per token of its `scored`.
     Both are empty when no row asks. `draft_tokens[i]` is what a draft model put behind the row, empty where nothing
-    drafted.
-    `unsampled` are rows of which nothing was sampled, though tokens were asked for: their grammar's mask was not ready,
-    and the row's last token is to be computed again, or, where there is a message, the grammar cannot go on.
+    drafted. `unsampled` are rows of which nothing was sampled, though tokens were asked for: their grammar's mask was
+    not ready, and the row's last token is to be computed again, or, where there is a message, the grammar cannot go on.
     `elapsed_s` is wall time, `draft_s` the draft model's part of it. `corrected` are rows whose token is another than
     the one that a step launched behind this one was fed: what that step computes of them says nothing."""
 

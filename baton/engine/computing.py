@@ -29,9 +29,9 @@ ComputeInTwo = Callable[[Batch, int, Callable[[], None]], Tensor]
 @dataclass(frozen=True, slots=True)
 class Computing:
     """`compute` gives the logits [S, vocab] of a batch; `choose` tokens from them, `propose` a draft model's in one
-    call;
-    `compute_in_two` is `compute` that calls back when so many layers have written their KV. None where the plain way is
-    the only one. `prepare` is called once when all is loaded: it makes what must be there before the first request."""
+    call; `compute_in_two` is `compute` that calls back when so many layers have written their KV. None where the plain
+    way is the only one. `prepare` is called once when all is loaded: it makes what must be there before the first
+    request."""
 
     compute: Callable[[Batch], Tensor]
     choose: Choose | None

@@ -43,9 +43,8 @@ Decide = Callable[[Tensor, Sequence[Draw]], Tensor]
 @dataclass(frozen=True, slots=True, eq=False)
 class _Launched:
     """`host_token_ids` [S + G] and `lines` [those asked for, vocab] are in host memory once the device has come to
-    `ready`: the
-    tokens, -1 - the likeliest where undecided, and behind them the draft tokens. `tokens` [S], what the next step is
-    fed, and `logits` [S, vocab], processed, are on the device."""
+    `ready`: the tokens, -1 - the likeliest where undecided, and behind them the draft tokens. `tokens` [S], what the
+    next step is fed, and `logits` [S, vocab], processed, are on the device."""
 
     plan: StepPlan
     draws: tuple[Draw, ...]

@@ -2,10 +2,9 @@
 
 Life of a channel. The followers dial the leader (baton.engine.rank_peer). From then on one TCP connection per follower
 carries frames (baton.rpc.frames) in order: plans and orders down, reports up, a heartbeat each second both ways. One
-control thread per process reads them.
-A connection that ends, or is silent for longer than a peer may be, is a lost rank: `on_lost` hears of it once, from the
-control thread, and the process is to end, for a worker with a rank missing can compute nothing more. A drained leader
-sends `Stop` first: then the ends of connections mean nothing.
+control thread per process reads them. A connection that ends, or is silent for longer than a peer may be, is a lost
+rank: `on_lost` hears of it once, from the control thread, and the process is to end, for a worker with a rank missing
+can compute nothing more. A drained leader sends `Stop` first: then the ends of connections mean nothing.
 
 A follower's control thread hands plans to the compute thread (`follow`). Any other frame is an order (`take_orders`):
 at once on the control thread, or, if it has an attribute `after_step` and that step is not computed yet, on the compute

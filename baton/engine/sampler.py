@@ -1,5 +1,5 @@
-"""Choosing tokens: a pure function of (logits, parameters, seed, choice, output index, the tokens before it) (design,
-section 1.4). The whole order of processing, for users too: docs/numerics.md.
+"""Choosing tokens: a pure function of (logits, parameters, seed, choice, output index, the tokens before it).
+The whole order of processing, for users too: docs/numerics.md.
 
 First the logits are changed as processors.py says: bias, masks, penalties. Then
 token = argmax over surviving candidates of (logit + T * g), ties to the lowest id, in float64. That is a draw from

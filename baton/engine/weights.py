@@ -132,8 +132,8 @@ class WeightReader:
     """Reads one rank's share of a verified checkpoint in the dtype and on the device it is computed in.
 
     With `int8` linear layers come quantised (quantize.py). `bytes_read` is what it has given out so far; `replicated`
-    how much of that is beyond an even share, by tensor.
-    Raises StartupError for sizes that cannot be divided over the ranks, with the numbers.
+    how much of that is beyond an even share, by tensor. Raises StartupError for sizes that cannot be divided over the
+    ranks, with the numbers.
     """
 
     def __init__(

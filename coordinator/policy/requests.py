@@ -147,9 +147,9 @@ class Request:
 
     `targets` are the decode workers named under the present attempt: each may hold the sequence. `refused`: all targets
     refused before the first token was known; parked KV is offered again from `offer_at` on. `deaths` are the workers
-    lost while they ran it, with the reason.
-    `prefixes` names the full blocks of its prompt by block size: for later choices, which have the same prompt.
-    `unservable_since` is when the last worker that could serve it went, `unservable` why, with an error code.
+    lost while they ran it, with the reason. `prefixes` names the full blocks of its prompt by block size: for later
+    choices, which have the same prompt. `unservable_since` is when the last worker that could serve it went,
+    `unservable` why, with an error code.
     """
 
     journal: Journal

@@ -1,8 +1,7 @@
 """Which draft tokens of a draft stand: pure.
 
 The target's own tokens at each position were sampled as if the draft tokens before it were output, with the same noise
-as
-without any draft (docs/numerics.md). So while draft and own token are equal, the own token is exactly what plain
+as without any draft (docs/numerics.md). So while draft and own token are equal, the own token is exactly what plain
 decoding would have sampled; the first own token that differs still is, and nothing behind it is.
 """
 

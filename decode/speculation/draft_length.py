@@ -1,10 +1,9 @@
 """How many tokens to draft for each sequence in the next step: pure.
 
 A draft pays while the tokens it is expected to win take longer to make without it. With probability p that a draft
-token is
-right when all before it were, the d-th draft of a sequence wins p^d tokens. What it costs is one token more in the
-target's step and its part of a draft step. `choose_lengths` takes the surest sequences, 1, 2, 4, ... of them, deepens
-their draft tokens while tokens per second rise, and keeps the fastest of all that.
+token is right when all before it were, the d-th draft of a sequence wins p^d tokens. What it costs is one token more in
+the target's step and its part of a draft step. `choose_lengths` takes the surest sequences, 1, 2, 4, ... of them,
+deepens their draft tokens while tokens per second rise, and keeps the fastest of all that.
 
 p is measured for each sequence, and the less was seen of it lately the more it is taken to be like all others. So while
 nothing is drafted for a sequence its p goes back to the worker's: what was seen grows old, and text turns easy again.

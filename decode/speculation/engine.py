@@ -4,9 +4,8 @@ Between the passes nothing goes back to the event loop. The target's plan is an 
 that tensor-parallel followers replay it like any other; the draft runs on the leader alone.
 
 On a GPU the draft tokens do not come to the host before they are verified: all passes of both models are launched, and
-then
-there is one wait, for draft tokens and tokens together (decision 0041). On CPU a pass is computed when it is launched,
-and its draft tokens are in the plan.
+then there is one wait, for draft tokens and tokens together (decision 0041). On CPU a pass is computed when it is
+launched, and its draft tokens are in the plan.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from baton.engine.runner import Runner
 
 
 class SpeculativeEngine:
-    """`draft` is None where no model drafts. It belongs to the compute thread and holds no sequence state.
-    Complete
+    """`draft` is None where no model drafts. It belongs to the compute thread and holds no sequence state. Complete
     state: how many fills of drafts were waited for. Where steps are launched (`Runner.launches_ahead`), `waits` counts
     how often the host waited for the device: once in each, and once more where a draw was undecided."""
 

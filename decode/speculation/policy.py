@@ -39,10 +39,9 @@ Room = Callable[[Sequence, int], int]
 
 class Speculation:
     """Complete state: `model`, the source of draft tokens, the book of how they fare, each sequence with its
-    acceptance,
-    those whose draft is wanted, `trials`, how long answers are (`_usual_tokens`), whose turn it is to be looked at
-    (`_looked_at`, at which of the `_steps`), how many of these chose nothing (`_skipped`), and `counters`. Without
-    `drafts` nothing is ever drafted.
+    acceptance, those whose draft is wanted, `trials`, how long answers are (`_usual_tokens`), whose turn it is to be
+    looked at (`_looked_at`, at which of the `_steps`), how many of these chose nothing (`_skipped`), and `counters`.
+    Without `drafts` nothing is ever drafted.
 
     `fixed_length` draft tokens every time that many (0: as many as pay). `forced_rate` is for benchmarks alone: draft
     tokens count as right with that probability, and the output is not real.

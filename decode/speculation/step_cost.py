@@ -100,10 +100,9 @@ class StepCost:
 
 class StepModel:
     """What steps of this worker cost, and how much of a step long rows may take. Steps with and without long rows have
-    curves of their own, and so have a draft's long rows, its first pass of draft tokens by their tokens
-    (`draft_first`) and
-    those behind it (`draft_next`), both by default like the long rows. Complete state: these, `more`, how much
-    more a draft token to be verified costs than was measured, and `fixed_s`, what surrounds the two models' passes."""
+    curves of their own, and so have a draft's long rows, its first pass of draft tokens by their tokens (`draft_first`)
+    and those behind it (`draft_next`), both by default like the long rows. Complete state: these, `more`, how much more
+    a draft token to be verified costs than was measured, and `fixed_s`, what surrounds the two models' passes."""
 
     def __init__(
         self,

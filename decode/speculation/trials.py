@@ -2,12 +2,10 @@
 
 They cost time and seldom win any, so they have an allowance: a two-hundredth of the time of steps. A trial is a few
 draft tokens in a row for one sequence, one in each step, since its draft may first have to compute what it has missed.
-It
-begins when the allowance pays for all that it is expected to lose; so what trials can cost is bounded whatever a draft
-token
-costs, and however many sequences run. The first trial needs none, and while the worker is new (FIRST draft tokens,
-FIRST_STEPS) no trial of a sequence alone does: what is believed then is from nowhere, and a draft that is better than
-that would go unused for thousands of steps. Beside others a trial costs all of them.
+It begins when the allowance pays for all that it is expected to lose; so what trials can cost is bounded whatever a
+draft token costs, and however many sequences run. The first trial needs none, and while the worker is new (FIRST draft
+tokens, FIRST_STEPS) no trial of a sequence alone does: what is believed then is from nowhere, and a draft that is
+better than that would go unused for thousands of steps. Beside others a trial costs all of them.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ T_REQUESTS, T_DISPATCH, T_WORKERS, T_JOURNAL, T_HELD, T_PICK = (
     f"tests/coordinator/test_policy_{name}.py"
     for name in ("requests", "dispatch", "workers", "journal", "held", "pick")
 )
+T_GRAMMARS = "tests/engine/test_grammars.py"
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,8 @@ FAULTS = (
     ),
     Fault(
         "baton/core/request.py",
-        "if output_len > request.sampling.min_tokens and (",
-        "if output_len >= request.sampling.min_tokens and (",
+        "if (output_len > request.sampling.min_tokens or",
+        "if (output_len >= request.sampling.min_tokens or",
         "tests/core tests/coordinator/test_policy_journal.py",
     ),
     # KV blocks and the right to them.
@@ -155,5 +156,46 @@ FAULTS = (
         "if waiting or not self._take_blocks(entry, leave=here):",
         "if not self._take_blocks(entry, leave=here):",
         "tests/decode/test_scheduler.py tests/decode/test_scheduler_machine.py tests/decode/test_preemption.py",
+    ),
+    # Grammars and tools.
+    Fault(
+        "decode/scheduler.py",
+        "                sequence.num_computed = row.end - row.num_sampled\n                if failed:",
+        "                sequence.num_computed = row.end\n                if failed:",
+        "tests/decode/test_scheduler.py",
+    ),
+    Fault(
+        "prefill/scheduler.py",
+        "sequence.num_computed = row.end - (failed is not None)",
+        "sequence.num_computed = row.end",
+        "tests/prefill/test_scheduler.py",
+    ),
+    Fault("baton/core/request.py", " or request.sampling.grammar)", ")", T_GRAMMARS),
+    Fault(
+        "baton/engine/grammars.py",
+        "            if matcher.try_consume_tokens([token]) != 1:\n                break\n",
+        "            matcher.try_consume_tokens([token])\n",
+        T_GRAMMARS,
+    ),
+    Fault(
+        "baton/engine/grammars.py",
+        "        if len(found) > 1:\n            matcher.rollback(len(found) - 1)\n",
+        "",
+        T_GRAMMARS,
+    ),
+    Fault("baton/engine/grammars.py", "0.0 if followed.late and not self._all_late else ", "", T_GRAMMARS),
+    Fault("baton/engine/grammars.py", "            followed.automaton = None", "            pass", T_GRAMMARS),
+    Fault(REQUESTS, " and now >= r.offer_at:", ":", T_REQUESTS),
+    Fault(
+        "coordinator/structured_output.py",
+        "        self._keep(constraint, verdict)\n",
+        "",
+        "tests/coordinator/test_structured_output.py",
+    ),
+    Fault(
+        "coordinator/text/tool_calls.py",
+        'self._up_to("</tool_call>", "<tool_call>")',
+        'self._up_to("</tool_call>")',
+        "tests/coordinator/test_tool_calls.py",
     ),
 )

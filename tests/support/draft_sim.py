@@ -1,6 +1,6 @@
 """Guessing in virtual time: the decode scheduler with a draft model, on an engine that knows which draft tokens are
-right
-and what steps take. What the scheduler is told is noisy; what a run is judged by is the price without the noise."""
+right and what steps take. What the scheduler is told is noisy; what a run is judged by is the price without the
+noise."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ _RIGHT, _WRONG = 7, 8
 class Prices:
     """Seconds of what a step consists of. A target pass takes `target_s`, `sequence_s` for each row and `token_s` for
     each draft token in it; draft tokens take `first_s`, `next_s` for each further pass, both `row_s` more for each row
-    beyond the
-    first; `behind_s` for each token that the draft computes before it can draft; `around_s` is what surrounds a step,
-    `around_draft_tokens_s` what draft tokens add to that.
+    beyond the first; `behind_s` for each token that the draft computes before it can draft; `around_s` is what
+    surrounds a step, `around_draft_tokens_s` what draft tokens add to that.
 
     Of each part `noise` is the deviation of its logarithm; one in `one_in` takes `stall_s` longer. `load(now)`
     multiplies everything."""
@@ -85,10 +84,9 @@ class Prices:
 
 @dataclass
 class Found:
-    """Of one run: tokens, the seconds that they took without noise, steps, steps with draft tokens, draft tokens and
-    of these
-    right ones, tokens that the draft computed without drafting behind them, trials begun, and how often each number of
-    draft tokens was made."""
+    """Of one run: tokens, the seconds that they took without noise, steps, steps with draft tokens, draft tokens and of
+    these right ones, tokens that the draft computed without drafting behind them, trials begun, and how often each
+    number of draft tokens was made."""
 
     tokens: int = 0
     seconds: float = 0.0
