@@ -50,7 +50,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     longest = config.max_model_len or None
     text = TextModel.load(model_dir, own_model.config, max_model_len=longest, tool_parser=config.tool_parser)
     if config.tool_parser != "auto" and not text.template_has_tools:
-        log.warning("the chat template does not mention tools, so the model is not told of them")
+        log.warning("the chat template does not mention tools, so prompts do not contain them")
     if text.ignored_defaults:
         log.warning("generation_config asks for what is not served, so it is ignored: %s", text.ignored_defaults)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # one line per malformed request is for its sender

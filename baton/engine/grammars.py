@@ -69,7 +69,7 @@ def load_tokenizer(directory: Path, vocab_size: int) -> LLTokenizer:
     try:
         try:
             return LLTokenizer(str(path), n_vocab=vocab_size)
-        except ValueError:  # it knows no end of sequence by name: any will do, since `masks` is told which tokens end
+        except ValueError:  # it knows no end of sequence by name: any will do, since `masks` gets the ids that end
             special = [token["id"] for token in json.loads(path.read_bytes())["added_tokens"] if token["special"]]
             return LLTokenizer(str(path), n_vocab=vocab_size, eos_token=special[0] if special else vocab_size - 1)
     except Exception as error:  # what its Rust code panics with, too

@@ -364,7 +364,7 @@ def test_a_grammar_is_compiled_once_for_all_choices(tokenizer: LLTokenizer, monk
 
 
 def test_a_sequence_has_a_budget_for_its_masks(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grammar that is dear at every token ends its sequence, and not the worker's patience."""
+    """A grammar that is costly at every token ends its sequence."""
     monkeypatch.setattr(grammars, "BUDGET_S", (0.0, 1.0))
     tables, a = patient(tokenizer), tokenizer.tokenize_str("a")[0]
     process(torch.zeros(1, VOCAB), [draw_of(name="first")], tables)
