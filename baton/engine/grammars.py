@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import threading
 import time
 import weakref
@@ -312,4 +313,5 @@ def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def _yield_to_others() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # Linux: of this thread alone
+    if sys.platform == "linux":  # elsewhere it is the whole process's
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
