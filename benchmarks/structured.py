@@ -28,7 +28,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from baton.engine.grammars import Automaton, compile_grammar, load_tokenizer
-from benchmarks.large_vocabulary import VOCABULARY, gaps
+from benchmarks.large_vocabulary import gaps
 from benchmarks.serving import BATON, ROOT, commit, machine, ready_url
 from coordinator.structured_output import Constraint, to_grammar
 from launch.bench.stats import percentile
@@ -58,8 +58,9 @@ GRAMMARS = {
 def masks(model: Path) -> list[str]:
     """Rows of a table: seconds of masks by grammar."""
     began = time.perf_counter()
-    tokenizer = load_tokenizer(model, VOCABULARY)
-    lines = [f"Loading the tokenizer took {time.perf_counter() - began:.2f} s.", ""]
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    tokenizer = load_tokenizer(model, vocabulary)
+    lines = [f"{vocabulary:,} ids. Loading the tokenizer took {time.perf_counter() - began:.2f} s.", ""]
     lines += ["| grammar | first | p50 | p90 | p99 | mean |", "|---|---|---|---|---|---|"]
     chosen = random.Random(0)
     for name, constraint in GRAMMARS.items():
@@ -122,7 +123,7 @@ def main() -> None:
         f"    python benchmarks/structured.py --rows {arguments.rows} --turns {arguments.turns}"
         f" --shape {arguments.shape}",
         "",
-        f"Commit {commit()}, {datetime.date.today()}. {machine()}. {VOCABULARY:,} ids.",
+        f"Commit {commit()}, {datetime.date.today()}. {machine()}. shape {arguments.shape}.",
         "",
         "## Masks",
         "",
