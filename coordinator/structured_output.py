@@ -88,7 +88,7 @@ class GrammarCompiler:
                 if len(self._asked) > MAX_WAITING:
                     raise Unavailable("too many grammars wait to be compiled", retry_after_s=1)
                 task = self._asked[constraint] = asyncio.create_task(self._decide(constraint), name="grammar")
-                task.add_done_callback(lambda _: self._asked.pop(constraint, None))
+                task.add_done_callback(lambda done: self._decided(constraint, done))
             return await asyncio.shield(task)
         self._verdicts.move_to_end(constraint)
         if isinstance(verdict, InvalidRequest):
@@ -101,6 +101,11 @@ class GrammarCompiler:
         if executor is not None:
             kill_child(executor)
 
+    def _decided(self, constraint: Constraint, task: asyncio.Task[str]) -> None:
+        self._asked.pop(constraint, None)
+        if not task.cancelled():
+            task.exception()  # nobody may be left to take it
+
     async def _decide(self, constraint: Constraint) -> str:
         try:
             async with asyncio.timeout(WAIT_S):
@@ -112,7 +117,7 @@ class GrammarCompiler:
             verdict: str | InvalidRequest = (
                 await self._compile(constraint)
                 or await self._compile(constraint)
-                or (_refused(constraint, "compiling it needs too much memory or stack"))
+                or _refused(constraint, "compiling it needs too much memory or stack")
             )
         except GrammarError as error:
             verdict = _refused(constraint, str(error))
