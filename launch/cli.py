@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -56,19 +57,28 @@ def doctor_command(config: DoctorConfig) -> int:
 @baton.command("ps")
 @click.argument("url", default=DEFAULT_URL)
 @click.option("--json", "as_json", is_flag=True, help="the whole of GET /workers, as JSON")
-def ps_command(url: str, as_json: bool) -> int:
+@click.option(
+    "--watch",
+    "every_s",
+    type=NumberRange(min=0.1, max=3600.0),
+    metavar="SECONDS",
+    help="again and again, with tokens and steps per second",
+)
+def ps_command(url: str, as_json: bool, every_s: float | None) -> int:
     """Show the workers of the cluster at URL."""
     from launch.cluster_api import get_cluster
-    from launch.ps import print_workers
+    from launch.ps import print_cluster, watch
 
     try:
-        cluster = get_cluster(url)
+        if as_json:
+            click.echo(json.dumps(get_cluster(url).document, indent=2))
+        elif every_s is not None:
+            with contextlib.suppress(KeyboardInterrupt):
+                watch(lambda: get_cluster(url), every_s)
+        else:
+            print_cluster(get_cluster(url))
     except OSError as error:
         raise StartupError(f"no cluster answers at {url}: {error}") from None
-    if as_json:
-        click.echo(json.dumps(cluster.document, indent=2))
-    else:
-        print_workers(cluster.workers)
     return 0
 
 

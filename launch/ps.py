@@ -1,40 +1,85 @@
-"""GET /workers as a table."""
+"""GET /workers as a table, once or again and again, with rates between two looks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rich.console import Console
 
-from launch.cluster_api import WorkerView
+from launch.cluster_api import ClusterView, WorkerView
 from launch.tables import make_table, show
 
 _COLORS = {"ready": "green", "joining": "yellow", "draining": "yellow", "lost": "red"}
 _STEPS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
+_TOKENS = {"prefill": "prompt_tokens_computed", "decode": "tokens_generated"}
 
 
-def print_workers(workers: Sequence[WorkerView], console: Console | None = None) -> None:
-    """`since` is how long each worker has been in its state."""
-    if not workers:
-        (console or Console()).print("no workers have joined")
+def print_cluster(
+    cluster: ClusterView, before: ClusterView | None = None, between_s: float = 0.0, console: Console | None = None
+) -> None:
+    """`since` is how long each worker has been in its state. Rates are of the time since `before`, `between_s` ago: of
+    prompt tokens at prefill, of generated ones at decode."""
+    console = console or Console()
+    counts = cluster.document.get("coordinator")
+    if isinstance(counts, Mapping):
+        oldest = f" (the oldest for {counts.get('oldest_queued_s', '?')} s)" if counts.get("queued") else ""
+        console.print(f"{counts.get('requests', '?')} requests, {counts.get('queued', '?')} queued{oldest}")
+    if not cluster.workers:
+        console.print("no workers have joined")
         return
-    numbers = ("incarnation", "blocks free", "running", "waiting", "since")
+    earlier = {} if before is None else {worker.id: worker for worker in before.workers}
+    numbers = ("blocks free", "running", "waiting", *(("tokens/s", "steps/s") if before is not None else ()), "since")
     table = make_table(("worker", "role", "tp", "host", "state", *numbers), right=("tp", *numbers))
-    for worker in workers:
+    for worker in cluster.workers:
         fields = worker.fields
+        rates: tuple[str, ...] = ()
+        if before is not None:
+            names = (_TOKENS.get(worker.role, ""), "steps")
+            rates = tuple(_rate(worker, earlier.get(worker.id), name, between_s) for name in names)
         table.add_row(
             worker.id,
             worker.role,
             str(fields.get("tensor_parallel", "?")),
             str(fields.get("host", "?")),
             f"[{_COLORS.get(worker.state, 'default')}]{worker.state}[/]",
-            str(fields.get("incarnation", "?")),
             f"{fields.get('blocks_free', '?')}/{fields.get('blocks_total', '?')}",
             str(fields.get("running", "?")),
             str(fields.get("waiting", "?")),
+            *rates,
             since(fields.get("since_s")),
         )
-    show(table, console or Console())
+    show(table, console)
+
+
+def watch(
+    look: Callable[[], ClusterView], every_s: float, console: Console | None = None, looks: int | None = None
+) -> None:
+    """Prints the table every so many seconds, until Ctrl-C, or `looks` times.
+
+    Raises:
+        OSError: the coordinator does not answer.
+    """
+    console = console or Console()
+    before, looked_at = look(), time.monotonic()
+    while looks is None or looks > 0:
+        time.sleep(every_s)
+        cluster, now = look(), time.monotonic()
+        console.print(time.strftime("\n%H:%M:%S"))
+        print_cluster(cluster, before, now - looked_at, console)
+        before, looked_at = cluster, now
+        looks = None if looks is None else looks - 1
+
+
+def _rate(worker: WorkerView, before: WorkerView | None, name: str, between_s: float) -> str:
+    """How fast a count rises; `-` where it is not one, or that of another start of the worker."""
+    old: Any = None if before is None else before.fields.get(name)
+    new: Any = worker.fields.get(name)
+    same = before is not None and before.fields.get("incarnation") == worker.fields.get("incarnation")
+    if not same or not isinstance(old, int) or not isinstance(new, int) or between_s <= 0:
+        return "-"
+    return f"{(new - old) / between_s:.0f}"
 
 
 def since(seconds: object) -> str:

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from launch.cluster_api import WorkerView
-from launch.ps import print_workers, since
+from launch.cluster_api import ClusterView, WorkerView
+from launch.ps import print_cluster, since, watch
 
 WORKER: dict[str, Any] = {
     "id": "prefill-0",
@@ -30,20 +30,50 @@ WORKER: dict[str, Any] = {
 }
 
 
-def test_one_line_for_each_worker() -> None:
+def view(coordinator: dict[str, Any] | None = None, **changes: Any) -> ClusterView:
+    fields = WORKER | changes
+    worker = WorkerView(str(fields["id"]), str(fields["role"]), str(fields["state"]), (11, 12), fields)
+    return ClusterView((worker,), "", {"workers": [fields]} | ({"coordinator": coordinator} if coordinator else {}))
+
+
+def shown(cluster: ClusterView, *more: Any, width: int = 100) -> list[str]:
     out = io.StringIO()
-    print_workers([WorkerView("prefill-0", "prefill", "ready", (11, 12), WORKER)], Console(file=out, width=100))
-    head, line = out.getvalue().splitlines()
-    assert " ".join(head.split()) == "worker role tp host state incarnation blocks free running waiting since"
-    assert line.split() == ["prefill-0", "prefill", "2", "10.0.0.2", "ready", "3", "40/64", "5", "1", "4m10s"]
+    print_cluster(cluster, *more, console=Console(file=out, width=width))
+    return out.getvalue().splitlines()
+
+
+def test_one_line_for_each_worker() -> None:
+    head, line = shown(view())
+    assert " ".join(head.split()) == "worker role tp host state blocks free running waiting since"
+    assert line.split() == ["prefill-0", "prefill", "2", "10.0.0.2", "ready", "40/64", "5", "1", "4m10s"]
+
+
+def test_the_queue_stands_above() -> None:
+    assert shown(view({"requests": 3, "queued": 0, "oldest_queued_s": 0.0}))[0] == "3 requests, 0 queued"
+    first = shown(view({"requests": 9, "queued": 4, "oldest_queued_s": 1.25}))[0]
+    assert first == "9 requests, 4 queued (the oldest for 1.25 s)"
+
+
+def test_rates_are_those_since_the_last_look_and_of_the_same_start() -> None:
+    before = view(prompt_tokens_computed=1000, steps=10, tokens_generated=7)
+    now = view(prompt_tokens_computed=5000, steps=30, tokens_generated=9)
+    head, line = shown(now, before, 2.0)
+    assert " ".join(head.split()).endswith("waiting tokens/s steps/s since")
+    assert line.split()[-3:] == ["2000", "10", "4m10s"]
+    assert shown(view(role="decode", tokens_generated=107, steps=20), before, 2.0)[1].split()[-3:-1] == ["50", "5"]
+    for other in (view(incarnation=4, steps=2), view(id="other"), view()):
+        assert shown(other, before, 2.0)[1].split()[-3:-1] == ["-", "-"]
+
+
+def test_watching_looks_again_and_again() -> None:
+    out, looks = io.StringIO(), iter([view(steps=1), view(steps=2), view(steps=3)])
+    watch(lambda: next(looks), 0.01, Console(file=out, width=100), looks=2)
+    assert out.getvalue().count("prefill-0") == 2 and next(looks, None) is None
 
 
 def test_nothing_is_cut_in_a_narrow_terminal() -> None:
-    out = io.StringIO()
-    worker = {**WORKER, "incarnation": 1795214507000000000}
-    print_workers([WorkerView("prefill-0", "prefill", "ready", (11, 12), worker)], Console(file=out, width=60))
-    _, line = out.getvalue().splitlines()
-    assert line.split()[5:7] == ["1795214507000000000", "40/64"]
+    _, line = shown(view(host="a-host-with-a-name-that-is-long.example.org"), width=60)
+    assert "a-host-with-a-name-that-is-long.example.org" in line
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0s"), (59, "59s"), (3600, "1h0m"), (90061, "1d1h"), (None, "?")])
