@@ -58,8 +58,8 @@ class TokenEvent:
 
     Two come with the first token that a prefill worker samples: `prompt_logprobs`, if asked for (entry i is that of
     prompt token i + 1; the first has none), and `cached_tokens`, how many tokens before it were not computed. Decode
-    says the latter too: it may be heard first. `speculation` is the sequence's so far, where something was drafted for
-    it."""
+    says the latter too: its event may arrive first. `speculation` is the sequence's so far, where something was drafted
+    for it."""
 
     sequence: SequenceId
     first_index: int

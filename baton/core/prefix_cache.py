@@ -22,7 +22,7 @@ MAX_EVENTS = 4096  # hints in one message
 
 class PrefixCache:
     """Complete state: the block stored under each key and the key of each stored block; for the events, which hints
-    have been told and which may have changed since. With `enabled` false nobody takes from it or leaves anything there
+    have been sent and which may have changed since. With `enabled` false nobody takes from it or leaves anything there
     (baton.core.prefix_use)."""
 
     def __init__(self, blocks: BlockTable, block_size: int, model_digest: str = "", *, enabled: bool = True) -> None:

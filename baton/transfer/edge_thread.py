@@ -3,7 +3,7 @@
 Life: `EdgeWorker(spec)` starts nothing. The first call starts the thread, which makes the edge and then runs jobs in
 order: connect, send, receive, and `run` for the packing, scattering and hashing that must not happen in the loop. So at
 most one operation is in flight; a call made while another is under way waits its turn, since the peer may act on the
-end of an operation before the event loop here has heard of it. The first failed edge operation, an overdue one, or
+end of an operation before the event loop here knows of it. The first failed edge operation, an overdue one, or
 `abort` makes the worker dead: every waiter gets the same HandoffError at once, the edge is aborted, and the thread
 closes the edge and ends when the backend lets go of it. A dead worker is replaced by a new one with the next
 generation's spec. `close` ends a living one in order.

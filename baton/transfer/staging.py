@@ -5,8 +5,8 @@ A chunk is tokens [start, end) of one sequence for a run of layers: for each lay
 appear in it, so the two ends may page as they like.
 
 A layer is a pair (K, V), each [num_blocks, block_size, num_kv_heads, head_dim], on one device: contiguous, or a run of
-the heads of such a cache (`cache[:, :, a:b]`). Token position p lives in slot `block_ids[p // block_size] * block_size
-+ p % block_size`.
+the heads of such a cache (`cache[:, :, a:b]`). Token position p is in slot
+`block_ids[p // block_size] * block_size + p % block_size`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-import orjson
 from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
@@ -16,18 +15,17 @@ from coordinator.openai.json_body import parse_object
 from coordinator.openai.structured import JsonSchema, ResponseFormat, constraint_of
 from coordinator.openai.tools import (
     MAX_TOOLS,
-    CalledFunction,
     ChosenFunction,
     ChosenTool,
     Function,
     Name,
     Tool,
-    ToolCall,
     Tools,
+    template_call,
 )
 from coordinator.openai.validation import Strict, at_most, validate
 from coordinator.text.chat import ChatMessage, Rendering
-from coordinator.translate import MAX_MESSAGES, Options
+from coordinator.translate import MAX_MESSAGES, ROLES, Options
 
 INERT = fields.INERT | {"include", "max_tool_calls", "reasoning", "truncation"}
 NEUTRAL: fields.Neutral = {
@@ -45,8 +43,8 @@ class Message(Strict):
     role: str
     content: str
 
-    def messages(self, param: str) -> list[ChatMessage]:
-        return [ChatMessage(self.role, self.content)]
+    def message(self, param: str) -> ChatMessage:
+        return ChatMessage(self.role, self.content)
 
 
 class FunctionCall(Strict):
@@ -55,9 +53,9 @@ class FunctionCall(Strict):
     name: Name
     arguments: str
 
-    def messages(self, param: str) -> list[ChatMessage]:
-        call = ToolCall(id=self.call_id, function=CalledFunction(name=self.name, arguments=self.arguments))
-        return [ChatMessage("assistant", "", tool_calls=(call.as_template_value(param),))]
+    def message(self, param: str) -> ChatMessage:
+        call = template_call(self.call_id, self.name, self.arguments, f"{param}.arguments")
+        return ChatMessage("assistant", "", tool_calls=(call,))
 
 
 class FunctionCallOutput(Strict):
@@ -65,8 +63,8 @@ class FunctionCallOutput(Strict):
     call_id: str
     output: str
 
-    def messages(self, param: str) -> list[ChatMessage]:
-        return [ChatMessage("tool", self.output, tool_call_id=self.call_id)]
+    def message(self, param: str) -> ChatMessage:
+        return ChatMessage("tool", self.output, tool_call_id=self.call_id)
 
 
 Item = Message | FunctionCall | FunctionCallOutput
@@ -149,12 +147,11 @@ class ResponsesBody(Strict):
         """The conversation; calls that follow each other are one message of the assistant, with what it said before."""
         found = [ChatMessage("system", self.instructions)] if self.instructions else []
         for number, item in enumerate(self.input):
-            for message in item.messages(f"input[{number}]"):
-                last = found[-1] if found else None
-                if message.tool_calls and last is not None and last.role == "assistant":
-                    found[-1] = ChatMessage("assistant", last.content, tool_calls=last.tool_calls + message.tool_calls)
-                else:
-                    found.append(message)
+            message, last = item.message(f"input[{number}]"), found[-1] if found else None
+            if message.tool_calls and last is not None and last.role == "assistant":
+                found[-1] = ChatMessage("assistant", last.content, tool_calls=last.tool_calls + message.tool_calls)
+            else:
+                found.append(message)
         return found
 
     def rendering(self) -> Rendering:
@@ -215,7 +212,11 @@ def _items(value: Any, ignored: set[str]) -> list[Item]:
         for name in ("content", "output"):
             if isinstance(kept.get(name), list):
                 kept[name] = _text_of(kept[name], f"{param}.{name}")
-        found.append(validate(model, {"type": kind} | kept, path=param))
+        item = validate(model, {"type": kind} | kept, path=param)
+        if isinstance(item, Message) and item.role not in ROLES:
+            known = ", ".join(sorted(ROLES))
+            raise InvalidRequest(f"'{param}.role': must be one of {known}", param=f"{param}.role")
+        found.append(item)
     return found
 
 
@@ -251,4 +252,4 @@ def shown_format(body: ResponsesBody) -> dict[str, Any]:
     shown: dict[str, Any] = {"type": wanted.type}
     if wanted.type == "json_schema":
         shown |= {"name": wanted.name or "", "schema": wanted.schema_, "strict": bool(wanted.strict)}
-    return orjson.loads(orjson.dumps(shown))  # type: ignore[no-any-return]
+    return shown

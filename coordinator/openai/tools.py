@@ -73,15 +73,20 @@ class ToolCall(Strict):
     function: CalledFunction
 
     def as_template_value(self, param: str) -> dict[str, Any]:
-        """What chat templates expect: the arguments as an object. Raises InvalidRequest where they are none."""
-        try:
-            arguments = orjson.loads(self.function.arguments or "{}")
-        except orjson.JSONDecodeError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            name = f"{param}.function.arguments"
-            raise InvalidRequest(f"'{name}': must be a JSON object as a string", param=name)
-        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+        """Raises as `template_call`."""
+        called = self.function
+        return template_call(self.id, called.name, called.arguments, f"{param}.function.arguments")
+
+
+def template_call(name: str, function: str, arguments: str, param: str) -> dict[str, Any]:
+    """A call as chat templates expect it: the arguments as an object. Raises InvalidRequest where they are none."""
+    try:
+        found = orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"'{param}': must be a JSON object as a string", param=param)
+    return {"id": name, "type": "function", "function": {"name": function, "arguments": found}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ class _Object:
         self._streams: bool | None = None  # whether they are an object, which may go out as it is written
         self._key = ""
         self._value: list[str] = []
-        self._place = "begin"  # key, colon, value, next
+        self._place = "begin"  # key, colon, value
         self._depth = 0
         self._string = _String()
 
@@ -152,7 +152,7 @@ class _Object:
             if self._key in ("arguments", "parameters") and self._arguments is not None:
                 raise ValueError
             self._value, self._place = [], "value"
-        elif (self._place, c) in (("begin", "{"), ("next", ",")):
+        elif (self._place, c) == ("begin", "{"):
             self._place = "key"
         else:
             raise ValueError
@@ -176,7 +176,7 @@ class _Object:
             if not isinstance(value, str) or not value or (self._functions and value not in self._functions):
                 raise ValueError
             self.name = value
-        self._place = "next" if c == "}" else "key"
+        self._place = "key"
         if c == "}":
             self.state = "failed" if self.name is None else "done"
 

@@ -1,5 +1,5 @@
 """Guessing in virtual time: the decode scheduler with a draft model, on an engine that knows which draft tokens are
-right and what steps take. What the scheduler is told is noisy; what a run is judged by is the price without the
+right and what steps take. What the scheduler observes is noisy; what a run is judged by is the price without the
 noise."""
 
 from __future__ import annotations
