@@ -269,6 +269,7 @@ class _Front:
     def _head(self, request_id: str, submissions: Sequence[Submission], **more: Any) -> Head:
         return Head(
             request_id=request_id,
+            unique_id=submissions[0].request_id,
             model=self._settings.model_name,
             created=int(time.time()),
             fingerprint=self._fingerprint,

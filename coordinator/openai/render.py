@@ -26,12 +26,13 @@ _LINE_BREAKS = {c.encode(): f"\\u{ord(c):04x}".encode() for c in ("\x85", "\u202
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is the same in every part of one answer. `logprobs` and `prompt_logprobs` say that the client wants them,
-    `prompts` are the ids of each prompt, with `n` choices each in their order, and `echos` their texts where it wants
-    them in front. `new_parser` makes what finds tool calls and reasoning in the text of a choice; `named_tool` says
-    that the client chose the tool."""
+    """What is the same in every part of one answer. `request_id` may be the client's, `unique_id` is nobody else's.
+    `logprobs` and `prompt_logprobs` say that the client wants them, `prompts` are the ids of each prompt, with `n`
+    choices each in their order, and `echos` their texts where it wants them in front. `new_parser` makes what finds
+    tool calls and reasoning in the text of a choice; `named_tool` says that the client chose the tool."""
 
     request_id: str
+    unique_id: str
     model: str
     created: int
     fingerprint: str
@@ -299,7 +300,7 @@ class ChatRender(Render):
 
     def _call_id(self, choice: int, index: int) -> str:
         """Nine letters and digits: Mistral's templates take no other."""
-        return xxhash.xxh3_64_hexdigest(f"{self._head.request_id}/{choice}/{index}".encode())[:9]
+        return xxhash.xxh3_64_hexdigest(f"{self._head.unique_id}/{choice}/{index}".encode())[:9]
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

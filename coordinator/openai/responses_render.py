@@ -92,7 +92,7 @@ class ResponsesRender:
         item: dict[str, Any] = {"id": f"{prefix}_{self._head.request_id}_{index}", "type": kind}
         if kind == "function_call":
             item |= {
-                "call_id": f"call_{self._head.request_id}_{index}",
+                "call_id": f"call_{self._head.unique_id}_{index}",
                 "arguments": "",
                 "status": "in_progress",
             } | more

@@ -3,6 +3,7 @@ what the output has to match, and a request has one of them at most."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -68,12 +69,12 @@ def constraint_of(
         named = {name: value for name, value in structured if value is not None}
         pattern = named.pop("whitespace_pattern", None)
         compact = bool(named.pop("disable_any_whitespace", False))
-        mine = [_of_vllm(name.rstrip("_"), value, "structured_outputs.") for name, value in named.items()]
-        mine = [constraint for constraint in mine if constraint is not None]
+        asked = (_of_vllm(name.rstrip("_"), value, "structured_outputs.") for name, value in named.items())
+        mine = [constraint for constraint in asked if constraint is not None]
         if not mine:
             what = "structured_outputs needs one of json, json_object, regex, choice and grammar"
             raise InvalidRequest(what, param="structured_outputs")
-        found += [_with_whitespace(constraint, "" if compact else pattern) for constraint in mine if constraint]
+        found += [_with_whitespace(constraint, "" if compact else pattern) for constraint in mine]
     for name, value in guided.items():
         if (wanted := _of_vllm(name.removeprefix("guided_"), value, "guided_")) is not None:
             found.append(_with_whitespace(wanted, whitespace_pattern))
@@ -131,4 +132,4 @@ def _with_whitespace(constraint: Constraint, pattern: str | None) -> Constraint:
         return constraint
     if constraint.kind != "json_schema":
         raise InvalidRequest(f"{constraint.param} has no whitespace to choose", param=constraint.param)
-    return Constraint("json_schema", constraint.value, constraint.param, constraint.lenient, pattern)
+    return replace(constraint, whitespace=pattern)

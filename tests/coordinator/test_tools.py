@@ -136,6 +136,16 @@ async def test_calls_whole_and_streamed(client: httpx.AsyncClient, generator: Fa
     assert all(len(name) == 9 and name.isalnum() for name in ids[0] + ids[1]) and len({*ids[0], *ids[1]}) == 4
 
 
+async def test_calls_of_requests_with_one_id_have_ids_of_their_own(
+    client: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    generator.script = say(ONE)
+    headers, body = {"x-request-id": "mine"}, GOOD[CHAT] | {"tools": [TOOL]}
+    answers = [(await client.post(CHAT, json=body, headers=headers)).json() for _ in range(2)]
+    assert {answer["id"] for answer in answers} == {"chatcmpl-mine"}
+    assert len({answer["choices"][0]["message"]["tool_calls"][0]["id"] for answer in answers}) == 2
+
+
 async def test_a_call_alone_has_no_content_and_one_that_is_cut_ends_with_length(
     client: httpx.AsyncClient, generator: FakeGenerator
 ) -> None:
