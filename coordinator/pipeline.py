@@ -28,6 +28,8 @@ from coordinator.cluster import Cluster, InFlight
 from coordinator.merged import merged
 from coordinator.metrics import Metrics
 from coordinator.policy.requests import Request, Stage
+from coordinator.policy.timeline import spans
+from coordinator.recent import RecentRequests, Record
 from coordinator.submission import Delta, Submission, Timeline, Usage
 from coordinator.text.stream import TextStream, Vocabulary
 
@@ -47,6 +49,7 @@ class Pipeline:
         self._vocabulary = vocabulary
         self._tasks = 0, -1.0
         self._metrics = metrics or Metrics()
+        self._recent = RecentRequests()
 
     async def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
         """Yields deltas; see Generator."""
@@ -129,6 +132,7 @@ class Pipeline:
         finally:
             timer.cancel()
             self._cluster.end(in_flight, reason)
+            self._recent.ended(request, _outcome(request, reason), time.monotonic())
 
     def _text(self, submission: Submission) -> TextStream:
         s = submission
@@ -148,6 +152,12 @@ class Pipeline:
                 raise request.late()
             in_flight.changed.clear()
             await in_flight.changed.wait()  # `_choice` has it set at the deadline
+
+    def requests(self, limit: int) -> list[Record]:
+        return self._recent.latest(self._cluster.requests, limit, time.monotonic())
+
+    def request(self, request_id: str) -> list[Record]:
+        return self._recent.named(self._cluster.requests, request_id, time.monotonic())
 
     def ready(self) -> tuple[bool, str]:
         if self._cluster.requests.draining:
@@ -227,4 +237,14 @@ def _timeline(r: Request) -> Timeline:
         first_token_s=r.first_token_at - r.started_at if r.first_token_at else 0.0,
         prefill_worker=r.prefill_worker,
         decode_worker=r.decode_worker,
+        spans=spans(r, time.monotonic()),
     )
+
+
+def _outcome(request: Request, reason: str) -> str:
+    """How a choice ended, in a word: `reason` is why its reader stopped."""
+    if request.error is not None:
+        return request.error.code
+    if reason == "done":
+        return request.journal.finish or "stop"
+    return "deadline_exceeded" if reason == "deadline" else reason

@@ -8,6 +8,8 @@ from typing import Protocol
 
 from baton.core.events import SpeculationCounters
 from baton.core.request import FinishReason, SamplingParams, TokenLogprob
+from coordinator.policy.timeline import Span
+from coordinator.recent import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Seconds a request spent in each stage; 0 where a stage did not happen."""
+    """Seconds a request spent in each stage as workers measured them, which overlap; 0 where a stage did not happen.
+    `spans` add up to the whole (policy.timeline)."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -56,6 +59,7 @@ class Timeline:
     first_token_s: float = 0.0
     prefill_worker: str = ""
     decode_worker: str = ""
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +102,14 @@ class Generator(Generates, Protocol):
 
     def workers(self) -> dict[str, object]:
         """The `/workers` document."""
+        ...
+
+    def requests(self, limit: int) -> list[Record]:
+        """At most `limit` requests: those that run, and those that ended last."""
+        ...
+
+    def request(self, request_id: str) -> list[Record]:
+        """The choices of a request; none where it is not known any more."""
         ...
 
     async def metrics(self) -> bytes:

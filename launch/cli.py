@@ -82,6 +82,40 @@ def ps_command(url: str, as_json: bool, every_s: float | None) -> int:
     return 0
 
 
+@baton.command("explain")
+@click.argument("request_id", metavar="ID")
+@click.argument("url", default=DEFAULT_URL)
+@click.option("--json", "as_json", is_flag=True, help="GET /requests/ID, as JSON")
+def explain_command(request_id: str, url: str, as_json: bool) -> int:
+    """Show where the time of a request went: one that runs at URL, or one of the last thousand. ID is its x-request-id
+    or the id in its answer."""
+    from launch.timelines import get_requests, print_request
+
+    rows = get_requests(url, request_id)
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+    else:
+        print_request(rows)
+    return 0
+
+
+@baton.command("trace")
+@click.argument("url", default=DEFAULT_URL)
+@click.option("--out", default="baton-trace.json", show_default=True, help="file for ui.perfetto.dev")
+def trace_command(url: str, out: str) -> int:
+    """Write the last requests of the cluster at URL as a trace: a track for each worker, and arrows from prefill to
+    decode."""
+    from launch.timelines import chrome_trace, get_requests
+
+    rows = get_requests(url)
+    try:
+        Path(out).write_text(json.dumps(chrome_trace(rows)), encoding="utf-8")
+    except OSError as error:
+        raise StartupError(f"--out {out} cannot be written: {error.strerror or error}") from None
+    click.echo(f"{len(rows)} requests in {out}: open it at https://ui.perfetto.dev")
+    return 0
+
+
 @baton.command("drain")
 @click.argument("worker")
 @click.argument("url", default=DEFAULT_URL)

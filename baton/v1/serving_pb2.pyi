@@ -92,7 +92,7 @@ class TokenDelta(_message.Message):
     def __init__(self, choice: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("choice", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "stages", "first_token_s", "prefill_worker", "decode_worker", "speculation")
+    __slots__ = ("choice", "finish_reason", "stop_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "stages", "first_token_s", "prefill_worker", "decode_worker", "speculation", "spans")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,7 @@ class Finished(_message.Message):
     PREFILL_WORKER_FIELD_NUMBER: _ClassVar[int]
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
     choice: int
     finish_reason: str
     stop_reason: str
@@ -115,7 +116,20 @@ class Finished(_message.Message):
     prefill_worker: str
     decode_worker: str
     speculation: _types_pb2.SpeculationCounters
-    def __init__(self, choice: _Optional[int] = ..., finish_reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., stages: _Optional[_Union[_types_pb2.StageStamps, _Mapping]] = ..., first_token_s: _Optional[float] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ...) -> None: ...
+    spans: _containers.RepeatedCompositeFieldContainer[Span]
+    def __init__(self, choice: _Optional[int] = ..., finish_reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., stages: _Optional[_Union[_types_pb2.StageStamps, _Mapping]] = ..., first_token_s: _Optional[float] = ..., prefill_worker: _Optional[str] = ..., decode_worker: _Optional[str] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., spans: _Optional[_Iterable[_Union[Span, _Mapping]]] = ...) -> None: ...
+
+class Span(_message.Message):
+    __slots__ = ("name", "start_s", "end_s", "worker")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    START_S_FIELD_NUMBER: _ClassVar[int]
+    END_S_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    start_s: float
+    end_s: float
+    worker: str
+    def __init__(self, name: _Optional[str] = ..., start_s: _Optional[float] = ..., end_s: _Optional[float] = ..., worker: _Optional[str] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
     __slots__ = ()

@@ -21,6 +21,7 @@ from starlette.responses import Response
 
 from baton.core.errors import BatonError, InvalidRequest, NotFound
 from baton.rpc.status import printable
+from coordinator import off_loop
 from coordinator.api_keys import ApiKeys
 from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import HttpProblem, error_response, json_response
@@ -33,6 +34,7 @@ from coordinator.openai.render import ChatRender, CompletionRender, Head, Render
 from coordinator.openai.responses import ResponsesBody, parse_responses
 from coordinator.openai.responses_render import ResponsesRender
 from coordinator.openai.validation import Strict
+from coordinator.recent import KEPT, Record
 from coordinator.submission import Generates, Generator, Submission
 from coordinator.text.chat import Rendering
 from coordinator.text.model import TextModel
@@ -44,7 +46,8 @@ _T = TypeVar("_T", bound=Strict)
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
-    """`model_name` is what clients call the model; `created` when it was made known, in Unix seconds."""
+    """`model_name` is what clients call the model; `created` when it was made known, in Unix seconds.
+    `admin`: what operators ask of requests is answered here."""
 
     model_name: str
     version: str = field(default_factory=lambda: _installed_version())
@@ -55,6 +58,7 @@ class HttpSettings:
     send_timeout_s: float = 30.0
     allowed_origins: tuple[str, ...] = ()
     api_keys: ApiKeys = field(default_factory=ApiKeys)
+    admin: bool = True
 
 
 def create_app(
@@ -81,6 +85,9 @@ def create_app(
         ("GET", "/metrics", front.metrics),
     ):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    if settings.admin:
+        app.add_api_route("/requests", front.requests, methods=["GET"], response_model=None)
+        app.add_api_route("/requests/{request_id:path}", front.request, methods=["GET"], response_model=None)
     for error in (BatonError, HttpProblem, HTTPException):
         app.add_exception_handler(error, _answer_error)
     app.add_middleware(Guard, answered=generator.answered, keys=settings.api_keys)
@@ -218,6 +225,19 @@ class _Front:
     async def workers(self) -> Response:
         return json_response(self._generator.workers())
 
+    async def requests(self, request: Request) -> Response:
+        text = request.query_params.get("limit", "100")
+        if not (text.isascii() and text.isdigit() and 0 < (limit := int(text[:9])) <= KEPT):
+            raise InvalidRequest(f"limit must be a number from 1 to {KEPT}", param="limit")
+        return json_response(await off_loop.make(limit > 50, _as_json, self._generator.requests(limit)))
+
+    async def request(self, request_id: str) -> Response:
+        found = self._generator.request(request_id)
+        if not found:
+            what = f"no request {printable(request_id, 100)!r} among those that run and the last {KEPT}"
+            raise NotFound(what, code="request_not_found", param="request_id")
+        return json_response(_as_json(found))
+
     async def metrics(self) -> Response:
         return Response(await self._generator.metrics(), headers={"content-type": CONTENT_TYPE})
 
@@ -260,6 +280,7 @@ class _Front:
             include_usage=bool(wanted and wanted.include_usage),
             continuous_usage=bool(wanted and wanted.continuous_usage_stats),
             token_ids=bool(body.return_token_ids),
+            timeline=bool(body.return_timeline),
             logprobs=submissions[0].sampling.logprobs is not None,
             prompt_logprobs=body.prompt_logprobs is not None,
             **more,
@@ -289,6 +310,10 @@ class _Front:
             stream=stream,
             send_timeout_s=self._settings.send_timeout_s,
         )
+
+
+def _as_json(records: Sequence[Record]) -> dict[str, Any]:
+    return {"requests": [record.as_json() for record in records]}
 
 
 def _unique_id(request: Request) -> str:

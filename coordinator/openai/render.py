@@ -16,6 +16,7 @@ import xxhash
 from baton.rpc import status
 from coordinator.off_loop import is_large
 from coordinator.openai.logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
+from coordinator.recent import timeline_object
 from coordinator.submission import Delta, Timeline, Usage
 from coordinator.text.stream import Vocabulary
 from coordinator.text.tool_calls import Arguments, CallBegun, Event, Parser, Reasoning, Text
@@ -27,9 +28,10 @@ _LINE_BREAKS = {c.encode(): f"\\u{ord(c):04x}".encode() for c in ("\x85", "\u202
 @dataclass(frozen=True, slots=True)
 class Head:
     """What is the same in every part of one answer. `request_id` may be the client's, `unique_id` is nobody else's.
-    `logprobs` and `prompt_logprobs` say that the client wants them, `prompts` are the ids of each prompt, with `n`
-    choices each in their order, and `echos` their texts where it wants them in front. `new_parser` makes what finds
-    tool calls and reasoning in the text of a choice; `named_tool` says that the client chose the tool."""
+    `logprobs`, `prompt_logprobs`, `token_ids` and `timeline` say that the client wants them, `prompts` are the ids of
+    each prompt, with `n` choices each in their order, and `echos` their texts where it wants them in front.
+    `new_parser` makes what finds tool calls and reasoning in the text of a choice; `named_tool` says that the client
+    chose the tool."""
 
     request_id: str
     unique_id: str
@@ -42,6 +44,7 @@ class Head:
     include_usage: bool = False
     continuous_usage: bool = False
     token_ids: bool = False
+    timeline: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
     echos: tuple[str, ...] | None = None
@@ -74,7 +77,7 @@ class Render:
     def whole(self, answers: Sequence[Delta], usage: Usage) -> bytes:
         """The one object of an answer that is not streamed, from all deltas of each choice in one; the first has what
         is to be said of the prompt."""
-        choices = [_end(answer) | self._whole_choice(answer) for answer in answers]
+        choices = [self._end(answer) | self._whole_choice(answer) for answer in answers]
         value = self._base(self.whole_object) | {"choices": choices, "usage": usage_object(usage)}
         if self._head.token_ids:
             for choice, answer in zip(choices, answers, strict=True):
@@ -102,7 +105,7 @@ class Render:
     def last(self, delta: Delta, usage: Usage) -> bytes:
         """The event with a choice's finish reason and what text is left of it."""
         choice = self._before(delta) + _json_text(delta.text) + self.after_text + self._ids(delta)
-        end = b',"logprobs":' + self._scores(delta) + b"," + orjson.dumps(_end(delta))[1:]
+        end = b',"logprobs":' + self._scores(delta) + b"," + orjson.dumps(self._end(delta))[1:]
         return self._prefix + choice + end + self._tail(usage)
 
     def closing(self, usage: Usage) -> bytes:
@@ -114,6 +117,12 @@ class Render:
     def failed(self, error: BaseException) -> bytes:
         """The last event of a stream that breaks off, and its end."""
         return b"data: " + orjson.dumps(status.http_body(error)) + b"\n\n" + self.end
+
+    def _end(self, delta: Delta) -> dict[str, Any]:
+        end = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        if (t := delta.timeline) is None or not self._head.timeline:
+            return end
+        return end | {"timeline": timeline_object(t.spans, t.first_token_s, t.prefill_worker, t.decode_worker)}
 
     def _before(self, delta: Delta) -> bytes:
         return b'{"index":%d,' % delta.choice + self.before_text
@@ -238,7 +247,7 @@ class ChatRender(Render):
         if parser is None:
             return super().last(delta, usage)
         found = self._parsed(delta, parser.push(delta.text) + parser.finish(), usage)
-        end = _end(delta) | {"finish_reason": self._finish(delta, calls=delta.choice in self._called)}
+        end = self._end(delta) | {"finish_reason": self._finish(delta, calls=delta.choice in self._called)}
         choice = b'{"index":%d,"delta":{},"logprobs":null,' % delta.choice + orjson.dumps(end)[1:]
         return found + self._prefix + choice + self._tail(usage)
 
@@ -323,10 +332,6 @@ def server_timing(timeline: Timeline | None) -> dict[str, str]:
         return {}
     stages = ("queue", "prefill", "reserve", "transfer", "decode_queue", "decode")
     return {"server-timing": ", ".join(f"{s};dur={getattr(timeline, s + '_s') * 1000:.3f}" for s in stages)}
-
-
-def _end(delta: Delta) -> dict[str, Any]:
-    return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
 
 
 def _json_text(text: str) -> bytes:

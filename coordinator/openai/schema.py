@@ -148,6 +148,7 @@ class GenerationBody(Strict):
     allowed_token_ids: _Ids | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    return_timeline: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None

@@ -136,6 +136,14 @@ class Log:
 Action = StartPrefill | AssignTargets | Send | Notify | Log
 
 
+class Entered(NamedTuple):
+    """From `at` on a request was in `stage`, at `worker` where the stage has one."""
+
+    stage: Stage
+    at: float
+    worker: str = ""
+
+
 class Target(NamedTuple):
     worker: str
     incarnation: int
@@ -147,9 +155,10 @@ class Request:
 
     `targets` are the decode workers named under the present attempt: each may hold the sequence. `refused`: all targets
     refused before the first token was known; parked KV is offered again from `offer_at` on. `deaths` are the workers
-    lost while they ran it, with the reason. `prefixes` names the full blocks of its prompt by block size: for later
-    choices, which have the same prompt. `unservable_since` is when the last worker that could serve it went,
-    `unservable` why, with an error code.
+    lost while they ran it, with the reason. `history` has the stages it went through; `stamps` are what workers
+    measured of them since it was queued last, `earlier_stamps` each time before. `prefixes` names the full blocks of
+    its prompt by block size: for later choices, which have the same prompt. `unservable_since` is when the last worker
+    that could serve it went, `unservable` why, with an error code.
     """
 
     journal: Journal
@@ -174,13 +183,15 @@ class Request:
     cached_tokens: int = 0
     prefixes: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
     stamps: StageStamps = field(default_factory=StageStamps)
-    earlier_stamps: StageStamps = field(default_factory=StageStamps)
+    earlier_stamps: list[StageStamps] = field(default_factory=list)
+    history: list[Entered] = field(default_factory=list)
     speculation: SpeculationCounters | None = None
     earlier_speculation: SpeculationCounters | None = None
     name: ChoiceId = field(init=False)
 
     def __post_init__(self) -> None:
         self.name = self.journal.request.choice_id
+        self.history.append(Entered(self.stage, self.started_at))
 
     @property
     def request(self) -> GenerateRequest:
@@ -211,7 +222,7 @@ class Request:
 
     def all_stamps(self) -> StageStamps:
         """Seconds in each stage, over all attempts."""
-        return self.earlier_stamps + self.stamps
+        return sum(self.earlier_stamps, self.stamps)
 
 
 class Requests:
@@ -402,12 +413,12 @@ class Requests:
         if worker == r.prefill_worker:
             self.dispatcher.prefilled(r.name)
             if r.stage is Stage.PREFILL:
-                self._move(r, Stage.PARKED if r.refused else Stage.HANDOVER)
+                self._move(r, Stage.PARKED if r.refused else Stage.HANDOVER, now)
         else:
             if event.speculation is not None:
                 before = r.earlier_speculation
                 r.speculation = event.speculation if before is None else before + event.speculation
-            self._decoding(r, worker)
+            self._decoding(r, worker, now)
         if r.journal.finish is not None:
             if not self._awaits_prompt_logprobs(r):  # which come from prefill, perhaps later than decode's last token
                 actions += self._end(r, "its answer is complete" if was_parked else "", now)
@@ -424,7 +435,7 @@ class Requests:
         _add_stamps(r, over.stamps)
         if r.ended:
             return [Send(worker, Release((over.sequence,)))]
-        self._decoding(r, over.decode_worker)
+        self._decoding(r, over.decode_worker, now)
         taker = next((t.incarnation for t in r.targets if t.worker == over.decode_worker), None)
         if self.workers.has_left(over.decode_worker, taker):
             return self._reschedule(r, f"{over.decode_worker} took the KV and left", now)
@@ -433,13 +444,13 @@ class Requests:
             return self._reschedule(r, f"{over.decode_worker} was lost as it took the KV", now)
         return [Notify(r.name)]
 
-    def _decoding(self, r: Request, worker: str) -> None:
+    def _decoding(self, r: Request, worker: str, now: float) -> None:
         """A decode worker has all KV, whoever said so first."""
         if r.stage is Stage.DECODE and r.decode_worker == worker:
             return
         r.decode_worker = worker
         if r.stage is not Stage.DECODE:
-            self._move(r, Stage.DECODE)
+            self._move(r, Stage.DECODE, now)
         self.dispatcher.moved(r.name, worker)
         self.dispatcher.handed_over(r.name)
 
@@ -465,7 +476,7 @@ class Requests:
         if r.stage is Stage.PREFILL:
             r.refused = True  # the first token is still to come, under this attempt
             return actions
-        self._move(r, Stage.PARKED)
+        self._move(r, Stage.PARKED, now)
         if r.journal.attempt == r.request.attempt:
             actions += self._assign(r, now)  # later times wait for `offer_at`: who refused just now would refuse again
         return actions
@@ -512,9 +523,9 @@ class Requests:
             r = self._requests.get(placement.name)
             if r is None:
                 raise InvariantError(f"{placement.name} was placed and is not in flight")
-            self._move(r, Stage.PREFILL)
-            r.queued_s += now - r.queued_at
             self._name_workers(r, placement)
+            self._move(r, Stage.PREFILL, now)
+            r.queued_s += now - r.queued_at
             actions.append(self._start(r, now))
         return actions
 
@@ -547,8 +558,8 @@ class Requests:
         actions += [Send(worker, Release((old,))) for worker in sorted(r.workers())]
         r.journal.begin_attempt(self._next_attempt(r))
         r.refused = False
-        self._move(r, Stage.HANDOVER)
         self._name_workers(r, placement)
+        self._move(r, Stage.HANDOVER, now)
         self.reassigned += 1
         names = tuple(t.worker for t in r.targets)
         return [*actions, AssignTargets(r.prefill_worker, old, names, r.journal.attempt, r.deadline_at)]
@@ -564,12 +575,13 @@ class Requests:
             *self._withdraw(r, why, now),
         ]
         self.dispatcher.finish(r.name)
-        self._move(r, Stage.QUEUED)
+        self._move(r, Stage.QUEUED, now)
         r.journal.resume(self._next_attempt(r))
         r.prefill_worker = r.decode_worker = ""
         r.targets, r.refused, r.times_parked, r.queued_at = (), False, 0, now
         r.earlier_speculation = r.speculation
-        r.earlier_stamps, r.stamps = r.all_stamps(), StageStamps()
+        r.earlier_stamps.append(r.stamps)
+        r.stamps = StageStamps()
         self.rescheduled += 1
         self.dispatcher.resubmit(self._ticket(r))
         return actions
@@ -586,7 +598,7 @@ class Requests:
         if r.ended:
             return []
         actions = self._withdraw(r, reason, now)
-        self._move(r, Stage.ENDED)
+        self._move(r, Stage.ENDED, now)
         self.dispatcher.finish(r.name)
         return actions
 
@@ -614,11 +626,13 @@ class Requests:
     def _awaits_prompt_logprobs(self, r: Request) -> bool:
         return r.request.sampling.prompt_logprobs is not None and r.journal.prompt_logprobs is None
 
-    def _move(self, r: Request, stage: Stage) -> None:
+    def _move(self, r: Request, stage: Stage, now: float) -> None:
         """Raises InvariantError: the table does not allow it."""
         if stage not in LEGAL_MOVES[r.stage]:
             raise InvariantError(f"{r.sequence} cannot go from {r.stage.value} to {stage.value}")
         r.stage, r.unservable = stage, None
+        at_worker = r.decode_worker if stage is Stage.DECODE else r.prefill_worker if stage in AT_PREFILL else ""
+        r.history.append(Entered(stage, now, at_worker))
 
     def _ticket(self, r: Request) -> Ticket:
         return replace(self._size(r), prefix=self._prefix(r))

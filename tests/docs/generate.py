@@ -45,6 +45,9 @@ ENDPOINTS = {
     "GET /ready": "the same",
     "GET /live": "200 while the coordinator runs",
     "GET /metrics": "Prometheus metrics, see [operations](operations.md)",
+    "GET /requests": "the requests that run and the last 1,000, each with its timeline; `limit`, 100 unless given",
+    "GET /requests/{request_id}": "the choices of one, see"
+    " [where the time went](operations.md#where-the-time-of-a-request-went)",
     "GET /workers": "the table of workers, see [operations](operations.md)",
     "GET /version": "the version of Baton",
     "GET /openapi.json": "an OpenAPI description of the above",
@@ -80,6 +83,8 @@ MEANINGS = {
     " [prefix reuse](prefix-reuse.md)",
     "ignore_eos": "generate on past the end-of-sequence token",
     "return_token_ids": "adds `token_ids` to each choice or event",
+    "return_timeline": "adds `timeline` to each choice, in a stream to its last event: where its time went, see"
+    " [operations](operations.md#where-the-time-of-a-request-went)",
     "tools": "up to 128 functions that the model may call: see [tools](#tools)",
     "tool_choice": "`none`, `auto`, `required`, or a function by name",
     "parallel_tool_calls": "`false`: a forced answer has one call",

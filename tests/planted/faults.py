@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 REQUESTS, DISPATCH, WORKERS = (f"coordinator/policy/{name}.py" for name in ("requests", "dispatch", "workers"))
 POOL = "coordinator/policy/pool.py"
+TIMELINE, T_TIMELINE = "coordinator/policy/timeline.py", "tests/coordinator/test_policy_timeline.py"
 T_REQUESTS, T_DISPATCH, T_WORKERS, T_JOURNAL, T_HELD, T_PICK = (
     f"tests/coordinator/test_policy_{name}.py"
     for name in ("requests", "dispatch", "workers", "journal", "held", "pick")
@@ -35,9 +36,9 @@ FAULTS = (
     Fault(REQUESTS, "if ran and not drained:", "if ran:", T_REQUESTS),
     Fault(REQUESTS, "ran = r.stage is Stage.PREFILL", "ran = True", T_REQUESTS),
     Fault(REQUESTS, "        r.earlier_speculation = r.speculation\n", "", T_REQUESTS),
-    Fault(
-        REQUESTS, "r.earlier_stamps, r.stamps = r.all_stamps(), StageStamps()", "r.stamps = StageStamps()", T_REQUESTS
-    ),
+    Fault(REQUESTS, "        r.earlier_stamps.append(r.stamps)\n", "", T_REQUESTS),
+    Fault(TIMELINE, "stamps[run]", "stamps[0]", T_TIMELINE),
+    Fault(TIMELINE, 'yield "detokenise", whole', "return", T_TIMELINE),
     Fault(REQUESTS, "r.queued_s += now - r.queued_at", "r.queued_s = now - r.queued_at", T_REQUESTS),
     Fault(REQUESTS, "r.journal.next_index - len(r.request.output))", "r.journal.next_index)", T_REQUESTS),
     Fault(

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from baton.core.request import FinishReason
+from coordinator.recent import Record
 from coordinator.submission import Delta, Submission, Timeline, Usage
 
 Step = Delta | BaseException | float | asyncio.Event
@@ -41,6 +42,7 @@ class FakeGenerator:
         self.yielded = 0
         self.changed = asyncio.Event()
         self.statuses: list[int] = []
+        self.records: list[Record] = []
 
     async def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
         self.submissions.append(submission)
@@ -78,6 +80,12 @@ class FakeGenerator:
 
     def _note(self) -> None:
         self.changed.set()
+
+    def requests(self, limit: int) -> list[Record]:
+        return self.records[:limit]
+
+    def request(self, request_id: str) -> list[Record]:
+        return [record for record in self.records if record.request_id == request_id]
 
     async def metrics(self) -> bytes:
         return b"# nothing\n"

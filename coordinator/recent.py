@@ -1,0 +1,125 @@
+"""What became of the last requests, for operators: `GET /requests`, `baton explain`, `baton trace`, the page.
+
+Ids, counts, workers and times; nothing of what a client wrote or was answered.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from coordinator.policy.requests import Request, Stage
+from coordinator.policy.timeline import Span, spans
+
+KEPT = 1_000
+_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One choice of a request. `admitted_at` in Unix seconds; `outcome` is `running`, a finish reason, `client left`,
+    or an error's code. `attempts` counts how often it was dispatched anew; `error` is what the client was told."""
+
+    request_id: str
+    choice: int
+    admitted_at: float
+    outcome: str
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    attempts: int
+    first_token_s: float
+    prefill_worker: str
+    decode_worker: str
+    spans: tuple[Span, ...]
+    error: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "id": self.request_id,
+            "choice": self.choice,
+            "admitted_at": round(self.admitted_at, 6),
+            "outcome": self.outcome,
+            "error": self.error or None,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "generated_tokens": self.generated_tokens,
+            "attempts": self.attempts,
+            **timeline_object(self.spans, self.first_token_s, self.prefill_worker, self.decode_worker),
+        }
+
+
+def timeline_object(
+    found: Sequence[Span], first_token_s: float, prefill_worker: str, decode_worker: str
+) -> dict[str, Any]:
+    """A timeline as JSON, in milliseconds from the admission."""
+    return {
+        "total_ms": _ms(found[-1].end_s if found else 0.0),
+        "first_token_ms": _ms(first_token_s),
+        "prefill_worker": prefill_worker,
+        "decode_worker": decode_worker,
+        "spans": [
+            {"name": s.name, "start_ms": _ms(s.start_s), "ms": _ms(s.end_s - s.start_s), "worker": s.worker}
+            for s in found
+        ],
+    }
+
+
+class RecentRequests:
+    """Complete state: the last KEPT records, the oldest first."""
+
+    def __init__(self) -> None:
+        self._ended: deque[Record] = deque(maxlen=KEPT)
+
+    def ended(self, request: Request, outcome: str, now: float) -> None:
+        """`now` on the clock of `request`."""
+        self._ended.append(_record(request, outcome, now))
+
+    def latest(self, running: Iterable[Request], limit: int, now: float) -> list[Record]:
+        """At most `limit`: those that run, and those that ended last, the latest first."""
+        return list(islice(self._all(running, now), limit))
+
+    def named(self, running: Iterable[Request], request_id: str, now: float) -> list[Record]:
+        """The choices of a request by its id: the client's own, the one in an answer (`chatcmpl-...`), or the one in
+        the log."""
+        for prefix in _PREFIXES:
+            request_id = request_id.removeprefix(prefix)
+        here = (r for r in running if _matches(r.request.request_id, request_id))
+        found = [r for r in self._all(here, now) if _matches(r.request_id, request_id)]
+        return sorted(found, key=lambda r: (r.admitted_at, r.choice))
+
+    def _all(self, running: Iterable[Request], now: float) -> Iterator[Record]:
+        yield from (_record(r, "running", now) for r in running if r.stage is not Stage.ENDED)
+        yield from reversed(self._ended)
+
+
+def _matches(inner: str, asked: str) -> bool:
+    """Inside, a client's id has a suffix that makes it unique."""
+    return inner == asked or inner.startswith(f"{asked}-")
+
+
+def _record(request: Request, outcome: str, now: float) -> Record:
+    r = request
+    return Record(
+        request_id=r.request.request_id,
+        choice=r.request.choice,
+        admitted_at=time.time() - (now - r.started_at),
+        outcome=outcome,
+        prompt_tokens=len(r.request.prompt),
+        cached_tokens=min(r.cached_tokens, len(r.request.prompt)),
+        generated_tokens=r.journal.next_index,
+        attempts=1 + len(r.earlier_stamps),
+        first_token_s=r.first_token_at - r.started_at if r.first_token_at else 0.0,
+        prefill_worker=r.prefill_worker,
+        decode_worker=r.decode_worker,
+        spans=spans(r, now),
+        error="" if r.error is None else r.error.message,
+    )
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

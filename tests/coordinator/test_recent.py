@@ -1,0 +1,112 @@
+"""What operators can ask of requests: those that run and the last ones, by any of their names."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from coordinator.http.app import HttpSettings, create_app
+from coordinator.policy.requests import Stage
+from coordinator.policy.timeline import Span
+from coordinator.recent import KEPT, RecentRequests, Record
+from coordinator.submission import Delta, Timeline, Usage
+from coordinator.text.model import TextModel
+from tests.coordinator.test_http import events
+from tests.coordinator.test_policy_requests import Drive
+from tests.support.fake_generator import FakeGenerator
+from tests.support.fake_workers import begun, bench, run_out
+
+SPANS = (Span("queue", 0.0, 0.25), Span("prefill", 0.25, 1.0, "p0"))
+RECORD = Record("r-1", 0, 5.0, "stop", 3, 1, 2, 1, 0.5, "p0", "d0", SPANS)
+TIMELINE = {
+    "total_ms": 1000.0,
+    "first_token_ms": 500.0,
+    "prefill_worker": "p0",
+    "decode_worker": "d0",
+    "spans": [
+        {"name": "queue", "start_ms": 0.0, "ms": 250.0, "worker": ""},
+        {"name": "prefill", "start_ms": 250.0, "ms": 750.0, "worker": "p0"},
+    ],
+}
+TEXT = {"prompt": "a"}
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+
+
+def test_running_ones_come_first_then_the_latest() -> None:
+    d, recent = Drive("p0", "d0"), RecentRequests()
+    done, _ = d.at(Stage.HANDOVER, name="done")
+    d.now += 1.0
+    recent.ended(done, "stop", d.now)
+    running = d.submit("running")
+    found = recent.latest([running], 10, d.now)
+    assert [(r.request_id, r.outcome) for r in found] == [("running", "running"), ("done", "stop")]
+    assert recent.latest([running], 1, d.now)[0].request_id == "running"
+    assert found[1].admitted_at == pytest.approx(time.time() - 1.0, abs=0.5)
+    assert (found[1].generated_tokens, found[1].prompt_tokens, found[1].attempts) == (1, 3, 1)
+
+
+def test_only_so_many_are_kept() -> None:
+    d, recent = Drive("p0", "d0"), RecentRequests()
+    r = d.submit()
+    for _ in range(KEPT + 5):
+        recent.ended(r, "stop", d.now)
+    assert len(recent.latest([], 10**6, d.now)) == KEPT
+
+
+@pytest.mark.parametrize("asked", ["req-7", "cmpl-req-7", "chatcmpl-req-7", "req-7-00ff"])
+def test_a_request_is_found_by_each_of_its_names(asked: str) -> None:
+    d, recent = Drive("p0", "d0"), RecentRequests()
+    recent.ended(d.submit("req-7-00ff"), "stop", d.now)
+    recent.ended(d.submit("req-77"), "stop", d.now)
+    assert [r.request_id for r in recent.named([], asked, d.now)] == ["req-7-00ff"]
+
+
+async def test_the_pipeline_remembers_how_each_one_ended() -> None:
+    async with bench("p0", "d0") as b:
+        reader = b.submit(max_tokens=4)
+        p, d, s = await begun(b)
+        (row,) = b.pipeline.requests(10)
+        assert row.outcome == "running" and row.spans
+        run_out(p, d, s)
+        await reader.done()
+        (row,) = b.pipeline.request(s.request_id)
+        assert (row.outcome, row.generated_tokens, row.prefill_worker, row.decode_worker) == ("length", 4, "p0", "d0")
+        timeline = reader.deltas[-1].timeline
+        assert timeline is not None and timeline.spans
+        assert timeline.spans[0].start_s == 0.0 and timeline.spans[-1].name == "detokenise"
+
+
+async def test_the_timeline_is_in_the_last_message_where_asked_for(
+    client: httpx.AsyncClient, generator: FakeGenerator
+) -> None:
+    timeline = Timeline(first_token_s=0.5, prefill_worker="p0", decode_worker="d0", spans=SPANS)
+    generator.script = [Delta("a", (1,)), Delta("b", (2,), "stop", None, Usage(3, 2), timeline)]
+    wanted = {"return_timeline": True}
+    for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
+        assert (await client.post(path, json=body | wanted)).json()["choices"][0]["timeline"] == TIMELINE
+        chunks = events(await client.post(path, json=body | wanted | {"stream": True}))
+        assert [e["choices"][0].get("timeline") for e in chunks][-1] == TIMELINE
+        assert not any("timeline" in e["choices"][0] for e in chunks[:-1])
+        assert "timeline" not in (await client.post(path, json=body)).json()["choices"][0]
+
+
+async def test_requests_over_http(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    generator.records = [RECORD, RECORD]
+    rows = (await client.get("/requests?limit=1")).json()["requests"]
+    assert len(rows) == 1 and rows[0]["outcome"] == "stop" and rows[0]["spans"] == TIMELINE["spans"]
+    assert (await client.get("/requests/r-1")).json()["requests"][0]["attempts"] == 1
+    missing = await client.get("/requests/nobody")
+    assert missing.status_code == 404 and missing.json()["error"]["code"] == "request_not_found"
+    for limit in ("0", "x", "-1", "1001", "9" * 5000, "٣"):
+        answer = await client.get("/requests", params={"limit": limit})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "limit", limit
+
+
+async def test_requests_are_not_for_everybody(generator: FakeGenerator, text_model: TextModel) -> None:
+    app: FastAPI = create_app(generator, text_model, HttpSettings("tiny", admin=False))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
+        for path in ("/requests", "/requests/r-1"):
+            assert (await client.get(path)).status_code == 404

@@ -1,0 +1,70 @@
+"""A request explained, and a trace that Perfetto reads."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from baton.core.errors import StartupError
+from launch.timelines import chrome_trace, get_requests, print_request
+
+
+def row(name: str, admitted_at: float = 100.0, **more: Any) -> dict[str, Any]:
+    spans = [
+        {"name": "queue", "start_ms": 0.0, "ms": 10.0, "worker": ""},
+        {"name": "prefill", "start_ms": 10.0, "ms": 30.0, "worker": "prefill-0"},
+        {"name": "decode", "start_ms": 40.0, "ms": 60.0, "worker": "decode-0"},
+    ]
+    counts = {"prompt_tokens": 7, "cached_tokens": 2, "generated_tokens": 5, "attempts": 1, "first_token_ms": 40.0}
+    whole = {"id": name, "choice": 0, "admitted_at": admitted_at, "outcome": "stop", "error": None, "total_ms": 100.0}
+    return whole | counts | {"spans": spans} | more
+
+
+def test_each_span_has_its_line_and_its_share() -> None:
+    out = io.StringIO()
+    print_request([row("r", attempts=2, error="lost [bold]")], Console(file=out, width=120))
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("r, choice 0: stop, dispatched 2 times; 7 prompt tokens (2 cached), 5 generated")
+    assert "lost [bold]" in lines[1]
+    assert [line.split()[:5] for line in lines[3:6]] == [
+        ["queue", "coordinator", "0.0", "10.0", "10%"],
+        ["prefill", "prefill-0", "10.0", "30.0", "30%"],
+        ["decode", "decode-0", "40.0", "60.0", "60%"],
+    ]
+    assert lines[6].split() == ["all", "100.0", "100%"]
+
+
+def slices(trace: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    return (event for event in trace["traceEvents"] if event["ph"] == "X")
+
+
+def test_a_track_holds_one_request_at_a_time() -> None:
+    trace = chrome_trace([row("a"), row("b", 100.02), row("c", 100.2)])
+    names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
+    assert list(names.values()) == ["coordinator", "decode-0", "prefill-0"]
+    busy: dict[tuple[int, int], float] = {}
+    for event in sorted(slices(trace), key=lambda e: e["ts"]):
+        track = event["pid"], event["tid"]
+        assert event["ts"] >= busy.get(track, 0.0)
+        busy[track] = event["ts"] + event["dur"]
+    assert max(tid for _, tid in busy) == 1, "a and b overlap, c finds a free track"
+
+
+def test_an_arrow_leads_from_prefill_to_decode() -> None:
+    events = chrome_trace([row("a"), row("b", 100.02)])["traceEvents"]
+    starts = [e for e in events if e["ph"] == "s"]
+    ends = [e for e in events if e["ph"] == "f"]
+    assert len(starts) == len(ends) == 2 and len({e["id"] for e in starts}) == 2
+    for start, end in zip(starts, ends, strict=True):
+        assert start["id"] == end["id"] and start["ts"] < end["ts"] and start["pid"] != end["pid"]
+        inside = [e for e in slices({"traceEvents": events}) if e["pid"] == start["pid"] and e["tid"] == start["tid"]]
+        assert any(e["ts"] <= start["ts"] <= e["ts"] + e["dur"] for e in inside)
+
+
+def test_nobody_there_is_one_line() -> None:
+    with pytest.raises(StartupError, match="no cluster answers"):
+        get_requests("127.0.0.1:1")
