@@ -1,7 +1,11 @@
 """The keys that clients of the API present, where any are wanted.
 
-A file has one key a line, as it is or as `sha256:` and the digest in hex, which is all that is kept of it here. Empty
-lines and those that begin with `#` are left out.
+A file has one key a line, as it is or as `sha256:` and the digest in hex, which is all that is kept of it here. Behind
+it may stand what the key is called and what it may take:
+
+    sk-0123456789abcdef  name=search tenant=acme priority=5 requests_at_once=8 tokens_per_minute=60000
+
+Empty lines and those that begin with `#` are left out.
 """
 
 from __future__ import annotations
@@ -9,40 +13,49 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
+from collections.abc import Mapping
+from dataclasses import fields
 
+from baton.core.config import nearest
 from baton.core.errors import StartupError, Unauthenticated
 from baton.token_file import read_secret
+from coordinator.policy.quotas import ANYBODY, Client, Limits
 
 FLAG = "--api-key-file"
 MIN_CHARS = 16
+MAX_PRIORITY = 100
 _MAX_BYTES = 1 << 20
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_LIMITS = tuple(f.name for f in fields(Limits))
+_MOST = 10**12
 
 
 class ApiKeys:
-    """Complete state: the digests. Without any, every client is let in."""
+    """Complete state: the clients by the digest of their key. Without any, every client is let in."""
 
-    def __init__(self, digests: tuple[bytes, ...] = ()) -> None:
-        self._digests = digests
+    def __init__(self, clients: Mapping[bytes, Client] | None = None) -> None:
+        self._clients = dict(clients or {})
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self._clients)
 
-    def check(self, authorization: str) -> None:
-        """`authorization` is the value of that header, or of that metadata, empty where there is none.
+    def client(self, authorization: str) -> Client:
+        """Whose key it is. `authorization` is the value of that header, or of that metadata, empty where there is none.
 
         Raises:
             Unauthenticated: it is not `Bearer` and one of the keys.
         """
-        if not self._digests:
-            return
+        if not self._clients:
+            return ANYBODY
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthenticated("an API key is needed: `Authorization: Bearer KEY`", code="missing_api_key")
         digest = hashlib.sha256(key.strip().encode()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all, in constant time
-        if True not in matches:
+        found = [client for known, client in self._clients.items() if hmac.compare_digest(digest, known)]
+        if not found:  # all were compared, each in constant time
             raise Unauthenticated("this API key is not known")
+        return found[0]
 
 
 def read_api_keys(path: str) -> ApiKeys:
@@ -60,17 +73,57 @@ def read_api_keys(path: str) -> ApiKeys:
         lines = data.decode("ascii").splitlines()
     except UnicodeDecodeError:
         raise StartupError(f"{FLAG} {path}: keys are ASCII") from None
-    digests = []
+    clients: dict[bytes, Client] = {}
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line.startswith("#"):
             continue
-        if found := _DIGEST.fullmatch(line):
-            digests.append(bytes.fromhex(found[1]))
-        elif len(line) < MIN_CHARS or " " in line or line.startswith("sha256:"):
-            what = f"a key of at least {MIN_CHARS} characters without spaces, or sha256: and 64 hex digits"
-            raise StartupError(f"{FLAG} {path}, line {number}: not {what}")
-        else:
-            digests.append(hashlib.sha256(line.encode()).digest())
-    if not digests:
+        where = f"{FLAG} {path}, line {number}"
+        key, *words = line.split()
+        digest = _digest(key, where)
+        if digest in clients:
+            raise StartupError(f"{where}: the same key again")
+        client = clients[digest] = _client(words, digest, where)
+        if sum(other.key == client.key for other in clients.values()) > 1:
+            raise StartupError(f"{where}: another key is called {client.key!r} already")
+    if not clients:
         raise StartupError(f"{FLAG} {path}: it holds no key")
-    return ApiKeys(tuple(digests))
+    return ApiKeys(clients)
+
+
+def _digest(key: str, where: str) -> bytes:
+    if found := _DIGEST.fullmatch(key):
+        return bytes.fromhex(found[1])
+    if len(key) < MIN_CHARS or key.startswith("sha256:"):
+        what = f"a key of at least {MIN_CHARS} characters, or sha256: and 64 hex digits"
+        raise StartupError(f"{where}: not {what}")
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _client(words: list[str], digest: bytes, where: str) -> Client:
+    """From `option=value` words. A key without a name is called by its digest: a few digits of it give nothing away."""
+    given: dict[str, str] = {}
+    for word in words:
+        name, _, value = word.partition("=")
+        known = ("name", "tenant", "priority", *_LIMITS)
+        if name not in known:
+            raise StartupError(f"{where}: unknown option {name[:64]!r}{nearest(name, known)}")
+        if name in given:
+            raise StartupError(f"{where}: {name} is given twice")
+        given[name] = value
+    for name in ("name", "tenant"):
+        if name in given and not _NAME.fullmatch(given[name]):
+            raise StartupError(f"{where}: {name} is 1 to 64 letters, digits, dots, dashes and underscores")
+    limits = Limits(**{name: _number(given[name], name, 1, _MOST, where) for name in _LIMITS if name in given})
+    key = given.get("name") or digest.hex()[:8]
+    priority = _number(given.get("priority", "0"), "priority", -MAX_PRIORITY, MAX_PRIORITY, where)
+    return Client(key, given.get("tenant", key), priority, limits)
+
+
+def _number(text: str, name: str, low: int, high: int, where: str) -> int:
+    try:
+        number = int(text) if len(text) <= 20 else high + 1
+    except ValueError:
+        number = high + 1
+    if not low <= number <= high:
+        raise StartupError(f"{where}: {name} is a whole number from {low} to {high}")
+    return number

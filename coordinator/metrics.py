@@ -168,6 +168,13 @@ class Observed:
                 metrics.drafted.inc(drafts.drafted_tokens)
                 metrics.accepted.inc(drafts.accepted_tokens)
 
+    @property
+    def tokens_used(self) -> int:
+        """What its client pays for: prompt tokens that no cache had, once the first token is there, and generated
+        ones."""
+        cached = max((usage.cached_tokens for usage in self._usages), default=0)
+        return self._tokens + (len(self._submission.prompt) - cached if self._first else 0)
+
     def end(self, error: BaseException | None) -> None:
         """The request is over: `error` is how, where it did not end well."""
         metrics, now = self._metrics, time.monotonic()
@@ -185,7 +192,8 @@ class Observed:
             per_choice = (self._tokens - len(self._last)) / len(self._last)
             metrics.per_token.observe((max(self._last.values()) - self._first) / per_choice)
         refused = error is not None and not self._tokens  # as many as somebody sends: no line for each
-        metrics.ended(f"{self._submission.request_id} {outcome}; {self._described(seconds)}", seconds, refused)
+        of = f" of {self._submission.client.key}" if self._submission.client.key else ""
+        metrics.ended(f"{self._submission.request_id}{of} {outcome}; {self._described(seconds)}", seconds, refused)
 
     def _described(self, seconds: float) -> str:
         cached = max((usage.cached_tokens for usage in self._usages), default=0)

@@ -27,6 +27,7 @@ from baton.loop_watch import LoopWatch
 from coordinator.cluster import Cluster, InFlight
 from coordinator.merged import merged
 from coordinator.metrics import Metrics
+from coordinator.policy.quotas import Quotas
 from coordinator.policy.requests import Request, Stage
 from coordinator.policy.timeline import spans
 from coordinator.recent import RecentRequests, Record
@@ -50,13 +51,17 @@ class Pipeline:
         self._tasks = 0, -1.0
         self._metrics = metrics or Metrics()
         self._recent = RecentRequests()
+        self._quotas = Quotas()
 
     async def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
         """Yields deltas; see Generator."""
         observed = self._metrics.request(submission)
         error: BaseException | None = None
         first: InFlight | None = None
+        client, counted = submission.client, False
         try:
+            self._quotas.admit(client, time.monotonic())
+            counted = True
             first = self._cluster.admit(_request(submission, 0), submission.n)
             if submission.n == 1:
                 deltas = self._choice(submission, first)
@@ -72,6 +77,8 @@ class Pipeline:
         finally:
             if first is not None:
                 self._cluster.forget(first)
+            if counted:
+                self._quotas.ended(client, observed.tokens_used, time.monotonic())
             observed.end(error)
 
     def _others(self, submission: Submission, first: InFlight) -> Iterator[AsyncGenerator[Delta, None]]:
@@ -206,7 +213,7 @@ def _request(submission: Submission, choice: int) -> GenerateRequest:
         sampling=replace(sampling, prompt_logprobs=None) if choice else sampling,
         eos_token_ids=submission.eos_token_ids,
         deadline_s=submission.deadline_s,
-        tenant=submission.tenant,
+        tenant=submission.client.tenant,
         priority=submission.priority,
         cache_salt=submission.cache_salt,
     )

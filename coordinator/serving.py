@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 from baton.core.cluster_token import check_listening
@@ -18,7 +19,7 @@ from baton.core.names import host_port
 from baton.loop_watch import LoopWatch
 from baton.model_source import resolve_model, served_name
 from baton.token_file import read_token
-from coordinator.api_keys import read_api_keys
+from coordinator.api_keys import ApiKeys, read_api_keys
 from coordinator.cluster import Cluster
 from coordinator.control import serve_control
 from coordinator.garbage import search_when_grown
@@ -64,20 +65,22 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     translator = Translator(text, deadline_s=config.request_timeout_s, grammars=grammars)
     max_body_bytes = round(config.max_body_mib * (1 << 20))
 
-    app = create_app(
-        pipeline,
-        text,
-        HttpSettings(
-            model_name=name,
-            request_timeout_s=config.request_timeout_s,
-            max_body_bytes=max_body_bytes,
-            api_keys=keys,
-            allowed_origins=tuple(filter(None, (origin.strip() for origin in config.allowed_origins.split(",")))),
-        ),
-        translator,
+    settings = HttpSettings(
+        model_name=name,
+        request_timeout_s=config.request_timeout_s,
+        max_body_bytes=max_body_bytes,
+        api_keys=keys,
+        allowed_origins=tuple(filter(None, (origin.strip() for origin in config.allowed_origins.split(",")))),
+        routes="api" if keys else "all",
     )
+    app = create_app(pipeline, text, settings, translator)
     allow_connections()
     http = serve(app, config.host, config.port, grace_s=2.0)
+    servers, apps = {"HTTP server": http}, [app]
+    if keys:  # what operators ask needs none of the clients' keys, and no client may ask it
+        own = replace(settings, api_keys=ApiKeys(), routes="admin")
+        apps.append(create_app(pipeline, text, own, translator))
+        servers["admin server"] = serve(apps[-1], config.control_host, config.admin_port, grace_s=2.0)
     public = PublicServer(pipeline, translator, name, max_body_bytes, keys)
     control, control_port = await serve_control(cluster, config.control_host, config.control_port)
     background: list[asyncio.Task[None]] = []
@@ -86,9 +89,9 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        serving = asyncio.create_task(http.serve(), name="HTTP server")
+        serving = {asyncio.create_task(server.serve(), name=what) for what, server in servers.items()}
         background += [
-            serving,
+            *serving,
             asyncio.create_task(cluster.tick(), name="cluster tick"),
             asyncio.create_task(loop_watch.run(), name="loop watch"),
             asyncio.create_task(public.watch_health(), name="gRPC health"),
@@ -101,6 +104,8 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
             "grpc": host_port(config.host, grpc_port),
             "control": host_port(config.control_host, control_port),
         }
+        if keys:
+            addresses["admin"] = host_port(config.control_host, servers["admin server"].address[1])
         log.info("serving %s: %s", name, addresses)
         if config.ready_file:
             try:
@@ -110,14 +115,16 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
 
         await stop.wait()  # until SIGTERM or SIGINT, or a background task fails
         await cluster.drain(config.drain_timeout_s)
-        http.shutdown()
-        await asyncio.wait({serving}, timeout=5.0)
+        for server in servers.values():
+            server.shutdown()
+        await asyncio.wait(serving, timeout=5.0)
     finally:
         await public.stop(grace_s=2.0)
         await control.stop(1.0)
         for task in background:
             task.cancel()
-        app.state.close()
+        for each in apps:
+            each.state.close()
         grammars.close()
         text.close()
     failed = [t for t in background if t.done() and not t.cancelled() and t.exception() is not None]

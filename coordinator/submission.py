@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from baton.core.events import SpeculationCounters
 from baton.core.request import FinishReason, SamplingParams, TokenLogprob
+from coordinator.policy.quotas import ANYBODY, Client
 from coordinator.policy.timeline import Span
 from coordinator.recent import Record
 
@@ -19,7 +20,7 @@ class Submission:
     `stop` are strings that end the text before them; `eos_token_ids` is empty under ignore_eos. `deadline_s` is the
     time the whole request may take, in seconds. `n` choices are generated, each with its own noise. Requests share
     cached KV only where their `cache_salt` is the same. `shown_token_ids` are special tokens that the text spells out;
-    with `include_stop` the text ends with its stop string.
+    with `include_stop` the text ends with its stop string. Lower `priority` goes first, wherever requests wait.
     """
 
     request_id: str
@@ -29,12 +30,16 @@ class Submission:
     eos_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     deadline_s: float = 600.0
-    tenant: str = ""
+    client: Client = ANYBODY
     priority: int = 0
     n: int = 1
     cache_salt: str = ""
     shown_token_ids: frozenset[int] = frozenset()
     include_stop: bool = False
+
+    def of(self, client: Client) -> Submission:
+        """The same, from this client: which may step back behind its own priority, not before it."""
+        return replace(self, client=client, priority=max(self.priority, client.priority))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import TypeVar
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.request import SamplingParams, TokenBias
 from baton.core.sampling_limits import MAX_BIASES, MAX_STOP_TOKENS, check_count, check_range, check_sampling, shown
+from coordinator.api_keys import MAX_PRIORITY
 from coordinator.structured_output import Constraint, GrammarCompiler
 from coordinator.submission import Submission
 from coordinator.text.chat import PLAIN, ChatMessage, Rendering
@@ -67,6 +68,7 @@ class Options:
     prompt_logprobs: int | None = None
     n: int | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     constraint: Constraint | None = None
     include_stop: bool = False
     skip_special_tokens: bool = True
@@ -163,6 +165,7 @@ class Translator:
             stop=options.stop,
             n=_or(options.n, 1),
             cache_salt=options.cache_salt or "",
+            priority=_or(options.priority, 0),
             include_stop=options.include_stop,
             shown_token_ids=frozenset() if options.skip_special_tokens else self.text.vocabulary.special_ids,
             deadline_s=self._deadline_s if deadline_s is None else min(deadline_s, self._deadline_s),
@@ -233,6 +236,7 @@ def check_options(options: Options) -> None:
     check_range("top_k", options.top_k, -1, (1 << 31) - 1)
     check_range("seed", options.seed, -(1 << 63), (1 << 63) - 1)
     check_range("n", options.n, 1, MAX_CHOICES)
+    check_range("priority", options.priority, -MAX_PRIORITY, MAX_PRIORITY)
     check_range("truncate_prompt_tokens", options.truncate_prompt_tokens, 1, (1 << 31) - 1)
     if _choices(options) > MAX_CHOICES:
         what = (

@@ -44,6 +44,8 @@ def get_cluster(url: str, timeout_s: float = TIMEOUT_S) -> ClusterView:
     """
     base = url if "//" in url else f"http://{url}"
     status, document = request_json("GET", "/".join((*base.split("/")[:3], "workers")), timeout_s)
+    if status in (401, 404):
+        raise OSError(f"GET /workers: status {status}; where clients need API keys, operators ask --admin-port (8103)")
     if status != 200:
         raise OSError(f"GET /workers: status {status}")
     try:

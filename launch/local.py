@@ -155,7 +155,7 @@ class LocalCluster:
         if not waiting and not self._elsewhere:
             return
         try:
-            views = {view.id: view for view in get_workers(self._bound().url)}
+            views = {view.id: view for view in get_workers(self._bound().admin_url)}
         except OSError:
             return
         for worker in waiting:
@@ -179,12 +179,15 @@ class LocalCluster:
         self._announced = True
         addresses = self._bound()
         known = {"http": addresses.http, "grpc": addresses.grpc, "control": addresses.control, "url": addresses.url}
+        known |= {"admin": addresses.admin_url} if addresses.admin else {}
         try:
             write_json(self._members.run_dir / CLUSTER, {**known, "pid": os.getpid()})
         except OSError as error:
             raise StartupError(f"run directory {self._members.run_dir} cannot be written: {reason(error)}") from None
+        if addresses.admin:
+            self._console.stage("ready", f"{addresses.admin_url}   for operators: baton ps {addresses.admin_url}")
         self._console.stage("ready", f"{addresses.url}   try:")
-        self._console.plain(example_curl(addresses.url, self._members.plan.served_name))
+        self._console.plain(example_curl(addresses.url, self._members.plan.served_name, key=bool(addresses.admin)))
 
     def _late(self) -> list[str]:
         late = [member.name for member in self._all if not member.joined and not member.left]
@@ -238,6 +241,7 @@ def write_json(path: Path, value: object) -> None:
     partial.replace(path)
 
 
-def example_curl(url: str, model: str) -> str:
+def example_curl(url: str, model: str, *, key: bool = False) -> str:
     body = json.dumps({"model": model, "prompt": "def read_lines(path):", "max_tokens": 64})
-    return f"curl -s {url}/v1/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+    header = " -H 'Authorization: Bearer YOUR-KEY'" if key else ""
+    return f"curl -s {url}/v1/completions{header} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

@@ -41,11 +41,21 @@ class Addresses:
     http: str
     grpc: str
     control: str
+    admin: str = ""
 
     @property
     def url(self) -> str:
         """Where a client on this machine reaches it."""
-        host, _, port = self.http.rpartition(":")
+        return self._here(self.http)
+
+    @property
+    def admin_url(self) -> str:
+        """Where an operator on this machine does."""
+        return self._here(self.admin or self.http)
+
+    @staticmethod
+    def _here(address: str) -> str:
+        host, _, port = address.rpartition(":")
         host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}.get(host, host)
         return f"http://{host}:{port}"
 
@@ -82,7 +92,7 @@ class Members:
     @property
     def addresses(self) -> Addresses:
         """Those of a coordinator on another host."""
-        return Addresses(self.plan.url.removeprefix("http://"), "", self.plan.control)
+        return Addresses(self.plan.url.removeprefix("http://"), "", self.plan.control, self.plan.admin)
 
     def coordinator(self, bound: Addresses | None = None) -> ChildSpec:
         """`bound` holds the ports of an earlier run, which the next one takes again."""

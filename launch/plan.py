@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from baton.core.commands import Role
+from baton.core.config import CoordinatorOptions
 from baton.core.errors import StartupError
 from baton.core.names import host_port
 from baton.options import flags_of
@@ -88,6 +89,15 @@ class Plan:
         place = self.topology.coordinator
         host = self.topology.node(place.node).address if place.host in ("0.0.0.0", "::") else place.host
         return f"http://{host_port(host, place.port)}"
+
+    @property
+    def admin(self) -> str:
+        """Where operators find it; empty where they ask HTTP as everybody does."""
+        place = self.topology.coordinator
+        if not place.options.get("api_key_file"):
+            return ""
+        port = place.options.get("admin_port", CoordinatorOptions.admin_port)
+        return host_port(self.topology.node(place.node).address, int(str(port)))
 
     def coordinator_command(self, ports: tuple[int, int, int] | None = None) -> tuple[str, ...]:
         """The flags of the coordinator; `ports` (HTTP, gRPC, control) are those of an earlier run."""

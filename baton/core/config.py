@@ -132,6 +132,9 @@ class CoordinatorOptions:
     hold_s: float = option(30.0, "longest accepted requests wait while no worker can serve them", low=0)
     drain_timeout_s: float = option(30.0, "longest running requests may take to finish at shutdown", low=0)
     max_body_mib: float = option(4.0, "largest request body", low=0.001)
+    admin_port: int = option(
+        8103, "port for operators, on --control-host, where clients need API keys; 0: any free one", low=0, high=65535
+    )
     api_key_file: str = option("", "file with the keys that clients must present, one a line; default: none is needed")
     allowed_origins: str = option("", "origins whose pages may call the API from a browser, comma-separated; `*`: any")
     metrics_compat: str = option(

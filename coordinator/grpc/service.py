@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -33,7 +33,19 @@ from coordinator.translate import MAX_MESSAGES, MAX_STOPS, Options, Translator
 log = logging.getLogger("baton.grpc")
 SERVICE = serving_pb2.DESCRIPTOR.services_by_name["Serving"].full_name
 SERVED = frozenset(
-    {"request_id", "model", "text", "token_ids", "messages", "max_tokens", "sampling", "stop", "n", "cache_salt"}
+    {
+        "request_id",
+        "model",
+        "text",
+        "token_ids",
+        "messages",
+        "max_tokens",
+        "sampling",
+        "stop",
+        "n",
+        "cache_salt",
+        "priority",
+    }
 )
 _SCALARS = tuple(
     f.name
@@ -45,7 +57,6 @@ SERVED_SAMPLING = frozenset(_SCALARS) | {
 }
 # Fields this version does not serve, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
-    "priority": (0,),
     "include_stop_str_in_output": (False,),
     "echo": (False,),
 }
@@ -77,8 +88,9 @@ def _parser(kind: type[Message]) -> Callable[[bytes], Message | Malformed]:
 
 
 class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
-    def __init__(self, generator: Generator, translator: Translator, model: str) -> None:
+    def __init__(self, generator: Generator, translator: Translator, model: str, keys: ApiKeys) -> None:
         self._generator = generator
+        self._keys = keys
         self._translator = translator
         self._model = model
 
@@ -88,7 +100,8 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
         try:
             if isinstance(request, Malformed):
                 raise request.refused()
-            submission = await self._submission(request, context.time_remaining())
+            client = self._keys.client(_authorization(context.invocation_metadata()))
+            submission = (await self._submission(request, context.time_remaining())).of(client)
             async with contextlib.aclosing(self._generator.generate(submission)) as deltas:
                 index: Counter[int] = Counter()
                 async for delta in deltas:
@@ -183,6 +196,7 @@ def _options(request: serving_pb2.GenerateRequest) -> Options:
     return Options(
         max_tokens=given(request, "max_tokens"),
         n=given(request, "n"),
+        priority=given(request, "priority"),
         stop=tuple(request.stop),
         cache_salt=request.cache_salt or None,
         ignore_eos=bool(given(s, "ignore_eos")),
@@ -258,6 +272,11 @@ def _handlers(serving: Serving) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate, "GetModelInfo": model_info})
 
 
+def _authorization(metadata: Iterable[tuple[str, str]] | None) -> str:
+    sent = [value for name, value in metadata or () if name == "authorization"]
+    return sent[0] if len(sent) == 1 else ""
+
+
 class _KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Ends calls of the service that present no key; health and reflection need none."""
 
@@ -271,9 +290,8 @@ class _KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     ) -> grpc.RpcMethodHandler:
         if not handler_call_details.method.startswith(f"/{SERVICE}/"):
             return await continuation(handler_call_details)
-        sent = [value for name, value in handler_call_details.invocation_metadata or () if name == "authorization"]
         try:
-            self._keys.check(sent[0] if len(sent) == 1 else "")
+            self._keys.client(_authorization(handler_call_details.invocation_metadata))
         except Unauthenticated as refused:
             error = refused
 
@@ -307,7 +325,7 @@ class PublicServer:
         self._server = grpc.aio.server(options=options, interceptors=[_KeyCheck(keys)] if keys else None)
         self._generator = generator
         self._health = health.aio.HealthServicer()
-        self._server.add_generic_rpc_handlers((_handlers(Serving(generator, translator, model)),))
+        self._server.add_generic_rpc_handlers((_handlers(Serving(generator, translator, model, keys or ApiKeys())),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -26,7 +26,7 @@ from coordinator.api_keys import ApiKeys
 from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import HttpProblem, error_response, json_response
 from coordinator.http.generation import EchoOnly, GenerationResponse, Renderer
-from coordinator.http.guard import IGNORED, REQUEST_ID, Guard
+from coordinator.http.guard import CLIENT, IGNORED, REQUEST_ID, Guard
 from coordinator.http.openapi import describe
 from coordinator.metrics import CONTENT_TYPE
 from coordinator.openai import schema
@@ -47,7 +47,7 @@ _T = TypeVar("_T", bound=Strict)
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
     """`model_name` is what clients call the model; `created` when it was made known, in Unix seconds.
-    `admin`: what operators ask of requests is answered here."""
+    `routes`: whether what clients ask is answered here, what operators ask, or both."""
 
     model_name: str
     version: str = field(default_factory=lambda: _installed_version())
@@ -58,7 +58,7 @@ class HttpSettings:
     send_timeout_s: float = 30.0
     allowed_origins: tuple[str, ...] = ()
     api_keys: ApiKeys = field(default_factory=ApiKeys)
-    admin: bool = True
+    routes: Literal["all", "api", "admin"] = "all"
 
 
 def create_app(
@@ -69,7 +69,8 @@ def create_app(
     app = FastAPI(title="Baton", version=settings.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     front = _Front(generator, text_model, settings, translator)
     app.state.close = front.close
-    for method, path, endpoint in (
+    probes = (("GET", "/live", front.live), ("GET", "/health", front.ready), ("GET", "/ready", front.ready))
+    api = (
         ("POST", "/v1/completions", front.completions),
         ("POST", "/v1/chat/completions", front.chat_completions),
         ("POST", "/v1/responses", front.responses),
@@ -77,17 +78,17 @@ def create_app(
         ("GET", "/v1/models/{model_id:path}", front.model),
         ("POST", "/tokenize", front.tokenize),
         ("POST", "/detokenize", front.detokenize),
-        ("GET", "/live", front.live),
-        ("GET", "/health", front.ready),
-        ("GET", "/ready", front.ready),
-        ("GET", "/workers", front.workers),
         ("GET", "/version", front.version),
+    )
+    admin = (
         ("GET", "/metrics", front.metrics),
-    ):
+        ("GET", "/workers", front.workers),
+        ("GET", "/requests", front.requests),
+        ("GET", "/requests/{request_id:path}", front.request),
+    )
+    served = {"all": (*api, *admin), "api": api, "admin": admin}[settings.routes]
+    for method, path, endpoint in (*probes, *served):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
-    if settings.admin:
-        app.add_api_route("/requests", front.requests, methods=["GET"], response_model=None)
-        app.add_api_route("/requests/{request_id:path}", front.request, methods=["GET"], response_model=None)
     for error in (BatonError, HttpProblem, HTTPException):
         app.add_exception_handler(error, _answer_error)
     app.add_middleware(Guard, answered=generator.answered, keys=settings.api_keys)
@@ -138,7 +139,8 @@ class _Front:
         for number, prompt in enumerate(body.prompt):
             name = request_id if len(body.prompt) == 1 else f"{request_id}-{number}"
             submit = self._translator.from_text if isinstance(prompt, str) else self._translator.from_token_ids
-            submissions.append(await submit(name, prompt, options))  # type: ignore[arg-type]
+            submission = await submit(name, prompt, options)  # type: ignore[arg-type]
+            submissions.append(submission.of(request.scope[CLIENT]))
         echos = None
         if body.echo:
             echos = tuple([p if isinstance(p, str) else await self._text.decode_soon(p) for p in body.prompt])
@@ -149,18 +151,18 @@ class _Front:
     async def chat_completions(self, request: Request) -> Response:
         body = await self._body(request, schema.parse_chat)
         self._check_model(body.model)
-        submission, more = await self._conversation(_unique_id(request), body)
+        submission, more = await self._conversation(request, body)
         return self._generate(request.scope[REQUEST_ID], [submission], body, ChatRender, **more)
 
     async def responses(self, request: Request) -> Response:
         body = await self._body(request, parse_responses)
         self._check_model(body.model)
-        submission, more = await self._conversation(_unique_id(request), body)
+        submission, more = await self._conversation(request, body)
         head = self._head(request.scope[REQUEST_ID], [submission], **more)
         return self._answer([submission], ResponsesRender(head, body), stream=bool(body.stream))
 
     async def _conversation(
-        self, request_id: str, body: schema.ChatBody | ResponsesBody
+        self, request: Request, body: schema.ChatBody | ResponsesBody
     ) -> tuple[Submission, dict[str, Any]]:
         """The submission, and what the head says of calls and reasoning in its text."""
         text, tools, options = self._text, body.tooling(), body.options()
@@ -169,7 +171,9 @@ class _Front:
                 raise InvalidRequest("this model's chat template knows no tools", param="tools")
             constraint = tools.constraint(text.tool_format, text.marker_ids, options.constraint)
             options = replace(options, constraint=constraint)
-        submission = await self._translator.from_messages(request_id, body.chat(), options, how=body.rendering())
+        request_id, how = _unique_id(request), body.rendering()
+        submission = await self._translator.from_messages(request_id, body.chat(), options, how=how)
+        submission = submission.of(request.scope[CLIENT])
         free = options.constraint is None  # what has to match a grammar has no reasoning before it
         new_parser = partial(
             make_parser,

@@ -22,8 +22,9 @@ MAX_HEADER_BYTES = 8 * 1024
 MAX_HEAD_BYTES = 16 * 1024
 MAX_TARGET_BYTES = 8 * 1024
 MAX_ID_CHARS = 128
-OPEN_PATHS = ("/live", "/health", "/ready", "/metrics", "/version", "/workers")  # polled, without a key
+OPEN_PATHS = ("/live", "/health", "/ready")  # polled, without a key
 REQUEST_ID = "baton.request_id"
+CLIENT = "baton.client"
 IGNORED = "baton.ignored"
 """Where a route leaves the names of fields that it ignores, for the header."""
 
@@ -64,7 +65,7 @@ class Guard:
             check_head(scope)
             if scope["path"] not in OPEN_PATHS:
                 sent = [value for name, value in scope["headers"] if name == b"authorization"]
-                self._keys.check(sent[0].decode("latin-1") if len(sent) == 1 else "")
+                scope[CLIENT] = self._keys.client(sent[0].decode("latin-1") if len(sent) == 1 else "")
             if given and not named:
                 raise HttpProblem(
                     400,

@@ -39,7 +39,6 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (),
     "length_penalty": (1, 1.0),
     "logits_processors": (),
-    "priority": (0,),
     "request_id": (),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),

@@ -137,6 +137,7 @@ class GenerationBody(Strict):
     stop: _Stop | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -188,6 +189,7 @@ class GenerationBody(Strict):
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             prompt_logprobs=self.prompt_logprobs,
             cache_salt=self.cache_salt,
+            priority=self.priority,
             include_stop=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,
             truncate_prompt_tokens=self.truncate_prompt_tokens,

@@ -3,10 +3,10 @@
 The coordinator holds the queue (late dispatch): a prefill worker has at most two step budgets of uncomputed tokens, so
 what waits can still go anywhere. A request is dispatched when a prefill worker has room and a decode worker has blocks
 for its prompt and for an output of expected length (expectation.py), beside the expected growth of the sequences there,
-and not many more than run there at once; and could hold all its output alone: what is accepted can finish. First come,
-first served, by the age of the request, so that a rescheduled one keeps its place; the head waits for blocks rather
-than being overtaken, so a long request is not starved by short ones. Only a request that no present worker can hold is
-passed over.
+and not many more than run there at once; and could hold all its output alone: what is accepted can finish. Lower
+priority first, then first come, first served, by the age of the request, so that a rescheduled one keeps its place; the
+head waits for blocks rather than being overtaken, so a long request is not starved by short ones. Only a request that
+no present worker can hold is passed over.
 
 Of several prefill workers the one is chosen that would have computed the prompt first: the fewest tokens to compute, in
 its backlog and of this prompt, of which it may hold a prefix already. Of decode workers the one that holds the longest
@@ -28,13 +28,15 @@ from coordinator.policy.pool import ORDER_BITS, RUNNING_SHIFT, Pool, Prefix, Wor
 from coordinator.policy.workers import WorkerTable
 
 PREFIX_SLACK = 4
+_Place = tuple[int, int, int]
+"""In the queue: priority, age, and the number of the submission."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """What one choice of a request needs: `prefill_tokens` are computed by prefill unless it holds them, `total_tokens`
-    is the most the sequence can ever hold. `prefix` names the full blocks that a worker may hold already. Lower `age`
-    goes first."""
+    is the most the sequence can ever hold. `prefix` names the full blocks that a worker may hold already. Lower
+    `priority` goes first, of one priority lower `age`."""
 
     name: ChoiceId
     prefill_tokens: int
@@ -42,6 +44,7 @@ class Ticket:
     needs_decode: bool = True
     prefix: Prefix = field(default_factory=dict)
     age: int = 0
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +79,16 @@ class _Active:
 
 
 class Dispatcher:
-    """Complete state: the queue (`_order` sorts it by age and arrival), the active requests with what they hold, the
-    counters of its placements in the worker table, how long outputs are expected to be, and what `place` found no room
-    for when it looked last, with the pool that had none."""
+    """Complete state: the queue (`_order` sorts it by priority, age and arrival), the active requests with what they
+    hold, the counters of its placements in the worker table, how long outputs are expected to be, and what `place`
+    found no room for when it looked last, with the pool that had none."""
 
     def __init__(self, workers: WorkerTable, max_queued_requests: int, max_queued_tokens: int) -> None:
         self._workers = workers
         self._max_requests = max_queued_requests
         self._max_tokens = max_queued_tokens
-        self._queue: dict[ChoiceId, tuple[tuple[int, int], Ticket]] = {}
-        self._order: list[tuple[tuple[int, int], ChoiceId]] = []
+        self._queue: dict[ChoiceId, tuple[_Place, Ticket]] = {}
+        self._order: list[tuple[_Place, ChoiceId]] = []
         self._queued_tokens = 0
         self._submitted = 0
         self._active: dict[ChoiceId, _Active] = {}
@@ -151,9 +154,9 @@ class Dispatcher:
         self.resubmit(ticket)
 
     def resubmit(self, ticket: Ticket) -> None:
-        """Queues a request that was accepted before, at the place of its age and whatever the queue's limits."""
+        """Queues a request that was accepted before, at the place of its priority and age whatever the limits."""
         self._submitted += 1
-        key = (ticket.age, self._submitted)
+        key = (ticket.priority, ticket.age, self._submitted)
         self._queue[ticket.name] = key, ticket
         insort(self._order, (key, ticket.name))
         self._queued_tokens += ticket.prefill_tokens

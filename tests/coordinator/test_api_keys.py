@@ -11,12 +11,14 @@ import grpc.aio
 import httpx
 import openai
 import pytest
+from fastapi.routing import APIRoute
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.core.errors import StartupError, Unauthenticated
 from baton.v1 import serving_pb2, serving_pb2_grpc
 from coordinator.api_keys import ApiKeys, read_api_keys
 from coordinator.http.app import HttpSettings, create_app
+from coordinator.policy.quotas import ANYBODY, Client, Limits
 from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator
 from tests.support.grpc_kit import served
@@ -47,8 +49,7 @@ async def guarded(text_model: TextModel, keys: ApiKeys) -> AsyncIterator[httpx.A
 
 @pytest.mark.parametrize("key", [KEY, OTHER])
 def test_a_known_key_is_let_in(keys: ApiKeys, key: str) -> None:
-    keys.check(f"Bearer {key}")
-    keys.check(f"bearer  {key} ")
+    assert keys.client(f"Bearer {key}") == keys.client(f"bearer  {key} ")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_a_known_key_is_let_in(keys: ApiKeys, key: str) -> None:
 )
 def test_anything_else_is_refused(keys: ApiKeys, sent: str, code: str) -> None:
     with pytest.raises(Unauthenticated) as refused:
-        keys.check(sent)
+        keys.client(sent)
     assert refused.value.code == code
     assert KEY not in refused.value.message
 
@@ -94,7 +95,7 @@ def test_a_missing_file_is_refused_and_no_file_lets_all_in(tmp_path: Path) -> No
     with pytest.raises(StartupError, match="No such file"):
         read_api_keys(str(tmp_path / "none"))
     assert not read_api_keys("")
-    read_api_keys("").check("")
+    assert read_api_keys("").client("") is ANYBODY
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
@@ -107,12 +108,25 @@ async def test_http_wants_a_key(guarded: httpx.AsyncClient, path: str) -> None:
     assert (await guarded.post(path, json=GOOD[path], headers=twice)).status_code == 401
 
 
-async def test_what_is_polled_needs_none(guarded: httpx.AsyncClient) -> None:
-    for path in ("/live", "/health", "/ready", "/metrics", "/version", "/workers"):
+async def test_only_probes_need_none(guarded: httpx.AsyncClient) -> None:
+    for path in ("/live", "/health", "/ready"):
         assert (await guarded.get(path)).status_code == 200
-    for path in ("/v1/models", "/v1/models/tiny", "/openapi.json", "/nowhere", "/v1/../health"):
-        assert (await guarded.get(path)).status_code in (200, 401)
-        assert path == "/v1/../health" or (await guarded.get(path)).status_code == 401
+    rest = ("/metrics", "/version", "/workers", "/requests", "/requests/x", "/v1/models", "/v1/models/tiny")
+    tricks = ("/openapi.json", "/nowhere", "//health", "/HEALTH", "/health/", "/%68ealth/x", "/live%2f..%2fworkers")
+    for path in (*rest, *tricks):
+        assert (await guarded.get(path)).status_code == 401, path
+
+
+async def test_operators_ask_another_port(text_model: TextModel) -> None:
+    """Where clients need keys: its routes are those of operators, the other's those of clients, and none is both."""
+    probes = {"/live", "/health", "/ready"}
+    paths = {}
+    for routes in ("api", "admin", "all"):
+        app = create_app(FakeGenerator(), text_model, HttpSettings("tiny", routes=routes))  # type: ignore[arg-type]
+        paths[routes] = {route.path for route in app.routes if isinstance(route, APIRoute)}
+    assert paths["api"] & paths["admin"] == probes
+    assert paths["api"] | paths["admin"] == paths["all"]
+    assert {"/workers", "/metrics", "/requests"} <= paths["admin"] and "/v1/completions" in paths["api"]
 
 
 async def test_the_official_client_knows_the_error(guarded: httpx.AsyncClient, text_model: TextModel) -> None:
@@ -145,3 +159,55 @@ async def test_grpc_wants_a_key(text_model: TextModel, keys: ApiKeys) -> None:
         assert [message async for message in stub.Generate(asked, metadata=right, timeout=10)]
         health = health_pb2_grpc.HealthStub(channel)
         assert (await health.Check(health_pb2.HealthCheckRequest(), timeout=10)).status
+
+
+LINES = f"""
+{KEY} name=search tenant=acme priority=5 requests_at_once=2 requests_per_minute=9 tokens_per_minute=1000
+{OTHER}
+"""
+
+
+def test_a_key_says_whose_it_is_and_what_it_may_take(tmp_path: Path) -> None:
+    keys = read_api_keys(key_file(tmp_path, LINES))
+    assert keys.client(f"Bearer {KEY}") == Client("search", "acme", 5, Limits(2, 9, 1000))
+    name = hashlib.sha256(OTHER.encode()).hexdigest()[:8]
+    assert keys.client(f"Bearer {OTHER}") == Client(name, name)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("nmae=x", "unknown option 'nmae'; did you mean 'name'"),
+        ("name=a name=b", "name is given twice"),
+        ("name=a/b", "name is 1 to 64 letters"),
+        ("priority=x", "priority is a whole number from -100 to 100"),
+        ("priority=101", "priority is a whole number"),
+        ("requests_at_once=0", "requests_at_once is a whole number from 1"),
+        ("tokens_per_minute=1e3", "tokens_per_minute is a whole number"),
+        (f"tokens_per_minute={'9' * 5000}", "tokens_per_minute is a whole number"),
+        (f"name=a\n{OTHER} name=a", "another key is called 'a' already"),
+        (f"\n{KEY}", "the same key again"),
+    ],
+)
+def test_a_bad_option_is_refused_by_its_line(tmp_path: Path, words: str, said: str) -> None:
+    with pytest.raises(StartupError, match=r"line [12]: ") as refused:
+        read_api_keys(key_file(tmp_path, f"{KEY} {words}\n"))
+    assert said in refused.value.message and KEY not in refused.value.message
+
+
+async def test_both_fronts_say_whose_a_request_is(text_model: TextModel, tmp_path: Path) -> None:
+    """And a client may step back, not forward."""
+    keys = read_api_keys(key_file(tmp_path, LINES))
+    generator = FakeGenerator()
+    app = create_app(generator, text_model, HttpSettings("tiny", api_keys=keys))
+    bearer = f"Bearer {KEY}"
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
+        for path, more in ((COMPLETIONS, {"priority": 7}), (CHAT, {"priority": -7}), (CHAT, {})):
+            answer = await client.post(path, json=GOOD[path] | more, headers={"authorization": bearer})
+            assert answer.status_code == 200
+    async with served(generator, text_model, keys) as grpc_client:
+        asked = serving_pb2.GenerateRequest(text="Hello", priority=6)
+        async for _ in grpc_client.stub.Generate(asked, metadata=(("authorization", bearer),), timeout=10):
+            pass
+    assert [s.priority for s in generator.submissions] == [7, 5, 5, 6]
+    assert {s.client.tenant for s in generator.submissions} == {"acme"}

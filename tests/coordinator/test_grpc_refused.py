@@ -56,7 +56,7 @@ async def test_a_sampling_field_out_of_range_is_refused_by_name(
     assert generator.submissions == []
 
 
-OTHERS = {"n": 129, "priority": 1, "tenant": "t", "include_stop_str_in_output": True, "echo": True}
+OTHERS = {"n": 129, "priority": 101, "tenant": "t", "include_stop_str_in_output": True, "echo": True}
 
 
 @pytest.mark.parametrize(("name", "value"), OTHERS.items())

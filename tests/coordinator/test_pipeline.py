@@ -8,11 +8,12 @@ import contextlib
 import pytest
 
 from baton.core.commands import Abort, Prefill
-from baton.core.errors import DeadlineExceeded, Unavailable
+from baton.core.errors import DeadlineExceeded, QuotaExceeded, Unavailable
 from baton.core.events import StepEvents, TokenEvent
 from baton.core.request import SamplingParams, TokenLogprob
-from coordinator.submission import Submission
-from tests.support.fake_workers import bench
+from coordinator.policy.quotas import Client, Limits
+from coordinator.submission import Delta, Submission
+from tests.support.fake_workers import bench, run_out
 from tests.support.nodes import until
 from tests.support.tokenizers_kit import byte_level
 
@@ -95,6 +96,29 @@ async def test_a_failure_frees_both_pools_although_the_client_does_not_read() ->
         await until(lambda: b.dispatcher.num_active == b.dispatcher.num_queued == 0, what="nothing held")
         with pytest.raises(Unavailable, match="no decode worker is left"):
             await slow.__anext__()
+
+
+async def test_a_quota_counts_what_was_used_and_is_free_again_however_a_request_ends() -> None:
+    who = Client("k", "t", limits=Limits(requests_at_once=1, tokens_per_minute=600))
+    async with bench("p0", "d0") as b:
+        p, d = b.workers
+
+        async def ask(name: str) -> list[Delta]:
+            return [delta async for delta in b.pipeline.generate(Submission(name, (1, 2, 3), 4).of(who))]
+
+        leaves = asyncio.create_task(ask("leaves"))
+        await p.told(Prefill)
+        with pytest.raises(QuotaExceeded, match="1 requests at once"):
+            await ask("too-many")
+        leaves.cancel()
+        await asyncio.wait([leaves])
+        reads = asyncio.create_task(ask("reads"))
+        s = (await p.told(Prefill, 2)).request.sequence_id
+        run_out(p, d, s)
+        await reads
+        account = b.pipeline._quotas._accounts["k"]
+        assert account.running == 0 and account.tokens is not None
+        assert account.tokens.level == pytest.approx(600 - 3 - 4, abs=1.0)
 
 
 async def test_a_deadline_holds_although_the_client_does_not_read() -> None:

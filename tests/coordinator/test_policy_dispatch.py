@@ -289,3 +289,20 @@ def test_what_waits_is_looked_at_again_when_answers_become_shorter() -> None:
     for _ in range(100):
         d.expectation.ended(8)
     assert [p.name for p in d.place()] == ["b"]
+
+
+def test_lower_priority_goes_first_also_before_what_found_no_room() -> None:
+    d = dispatcher(view("p0", step_tokens=64, blocks=100), view("d0", blocks=4))
+    d.submit(Ticket("runs", 12, 12, age=1))
+    assert [p.name for p in d.place()] == ["runs"]
+    for age, (name, priority) in enumerate((("batch", 100), ("late", 0), ("soon", -1)), 2):
+        d.submit(Ticket(name, 12, 12, age=age, priority=priority))
+        assert not d.place(), "there is no room"
+    d.finish("runs")
+    placed = []
+    while fresh := d.place():
+        placed += [p.name for p in fresh]
+        for p in fresh:
+            d.finish(p.name)
+    assert placed == ["soon", "late", "batch"]
+    d.check()

@@ -106,7 +106,7 @@ async def test_requests_over_http(client: httpx.AsyncClient, generator: FakeGene
 
 
 async def test_requests_are_not_for_everybody(generator: FakeGenerator, text_model: TextModel) -> None:
-    app: FastAPI = create_app(generator, text_model, HttpSettings("tiny", admin=False))
+    app: FastAPI = create_app(generator, text_model, HttpSettings("tiny", routes="api"))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
         for path in ("/requests", "/requests/r-1"):
             assert (await client.get(path)).status_code == 404

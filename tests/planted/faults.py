@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 REQUESTS, DISPATCH, WORKERS = (f"coordinator/policy/{name}.py" for name in ("requests", "dispatch", "workers"))
+T_QUOTAS, T_KEYS = "tests/coordinator/test_policy_quotas.py", "tests/coordinator/test_api_keys.py"
 POOL = "coordinator/policy/pool.py"
 TIMELINE, T_TIMELINE = "coordinator/policy/timeline.py", "tests/coordinator/test_policy_timeline.py"
 T_REQUESTS, T_DISPATCH, T_WORKERS, T_JOURNAL, T_HELD, T_PICK = (
@@ -37,6 +38,10 @@ FAULTS = (
     Fault(REQUESTS, "ran = r.stage is Stage.PREFILL", "ran = True", T_REQUESTS),
     Fault(REQUESTS, "        r.earlier_speculation = r.speculation\n", "", T_REQUESTS),
     Fault(REQUESTS, "        r.earlier_stamps.append(r.stamps)\n", "", T_REQUESTS),
+    Fault("coordinator/policy/quotas.py", "        account.running -= 1\n", "", T_QUOTAS),
+    Fault("coordinator/policy/quotas.py", ", self.rate * MINUTE_S)", ", 1e9)", T_QUOTAS),
+    Fault(DISPATCH, "key = (ticket.priority, ticket.age,", "key = (0, ticket.age,", T_DISPATCH),
+    Fault("coordinator/submission.py", "max(self.priority, client.priority)", "self.priority", T_KEYS),
     Fault(TIMELINE, "stamps[run]", "stamps[0]", T_TIMELINE),
     Fault(TIMELINE, 'yield "detokenise", whole', "return", T_TIMELINE),
     Fault(REQUESTS, "r.queued_s += now - r.queued_at", "r.queued_s = now - r.queued_at", T_REQUESTS),

@@ -197,7 +197,6 @@ TABLE: list[Bad] = [
                 COMPLETIONS,
                 {
                     "suffix": ["", "x"],
-                    "priority": [1, -1, "0"],
                 },
             ),
             (

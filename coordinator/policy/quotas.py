@@ -1,0 +1,112 @@
+"""Who asks, what they may take, and whether they have taken it. Pure.
+
+Requests and tokens per minute are token buckets (the network's, as in RFC 2697) of one minute's worth. A request pays
+one request when it begins, and its tokens when it ends, since nobody knows them before: prompt tokens that no cache had,
+and generated ones. It may begin while any token is left; what it overdraws, the next one waits for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.core.errors import InvariantError, QuotaExceeded
+
+MINUTE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one key may take; 0: as much as it likes."""
+
+    requests_at_once: int = 0
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Who asks: `key` names an API key in logs and metrics, `tenant` whom it belongs to. `priority`: its requests go
+    first where that is lower, and none of them may ask for a lower one."""
+
+    key: str = ""
+    tenant: str = ""
+    priority: int = 0
+    limits: Limits = field(default_factory=Limits)
+
+
+ANYBODY = Client()
+
+
+@dataclass(slots=True)
+class _Bucket:
+    level: float
+    rate: float
+    """Per second."""
+    at: float
+
+    def refill(self, now: float) -> None:
+        self.level = min(self.level + (now - self.at) * self.rate, self.rate * MINUTE_S)
+        self.at = now
+
+    def wait_s(self, wanted: float) -> float:
+        """Until so much is there; 0 where it is."""
+        return max(0.0, (wanted - self.level) / self.rate)
+
+
+@dataclass(slots=True)
+class _Account:
+    running: int = 0
+    requests: _Bucket | None = None
+    tokens: _Bucket | None = None
+
+
+class Quotas:
+    """Complete state: for each key with limits, how many of its requests run and its two buckets."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, _Account] = {}
+
+    def admit(self, client: Client, now: float) -> None:
+        """Counts a request that begins; it has to be followed by `ended`.
+
+        Raises:
+            QuotaExceeded: not now; nothing was counted.
+        """
+        limits = client.limits
+        if limits == Limits():
+            return
+        account = self._accounts.get(client.key)
+        if account is None:
+            account = self._accounts[client.key] = _Account(
+                requests=_full(limits.requests_per_minute, now), tokens=_full(limits.tokens_per_minute, now)
+            )
+        if limits.requests_at_once and account.running >= limits.requests_at_once:
+            raise QuotaExceeded(f"this API key may have {limits.requests_at_once} requests at once", retry_after_s=1)
+        for bucket, wanted, most, what in (
+            (account.requests, 1.0, limits.requests_per_minute, "requests"),
+            (account.tokens, 1e-9, limits.tokens_per_minute, "tokens"),
+        ):
+            if bucket is not None:
+                bucket.refill(now)
+                if wait_s := bucket.wait_s(wanted):
+                    message = f"this API key may take {most} {what} a minute"
+                    raise QuotaExceeded(message, retry_after_s=max(1.0, round(wait_s)))
+        account.running += 1
+        if account.requests is not None:
+            account.requests.level -= 1
+
+    def ended(self, client: Client, tokens: int, now: float) -> None:
+        """A request is over and has used so many tokens."""
+        if client.limits == Limits():
+            return
+        account = self._accounts[client.key]
+        account.running -= 1
+        if account.running < 0:
+            raise InvariantError(f"more requests of {client.key} ended than began")
+        if account.tokens is not None:
+            account.tokens.refill(now)
+            account.tokens.level -= tokens
+
+
+def _full(per_minute: int, now: float) -> _Bucket | None:
+    return _Bucket(float(per_minute), per_minute / MINUTE_S, now) if per_minute else None
