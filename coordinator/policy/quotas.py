@@ -1,8 +1,8 @@
 """Who asks, what they may take, and whether they have taken it. Pure.
 
 Requests and tokens per minute are token buckets (the network's, as in RFC 2697) of one minute's worth. A request pays
-one request when it begins, and its tokens when it ends, since nobody knows them before: prompt tokens that no cache had,
-and generated ones. It may begin while any token is left; what it overdraws, the next one waits for.
+one request when it begins, and its tokens when it ends, since nobody knows them before: prompt tokens that no cache
+had, and generated ones. It may begin while any token is left; what it overdraws, the next one waits for.
 """
 
 from __future__ import annotations

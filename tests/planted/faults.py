@@ -85,7 +85,12 @@ FAULTS = (
     Fault(REQUESTS, "self._age if first is None else first.age", "self._age", T_REQUESTS),
     Fault(REQUESTS, "            actions += self._fail(r, r.late(), now)", "            pass", T_REQUESTS),
     # Placement.
-    Fault(DISPATCH, "key = (ticket.age, self._submitted)", "key = (0, self._submitted)", T_DISPATCH),
+    Fault(
+        DISPATCH,
+        "key = (ticket.priority, ticket.age, self._submitted)",
+        "key = (ticket.priority, 0, self._submitted)",
+        T_DISPATCH,
+    ),
     Fault(
         DISPATCH,
         "                if self.unservable(ticket, self.capacity()) is None:\n                    pool",
