@@ -14,6 +14,7 @@ from baton.core.names import host_port
 from baton.rpc.ports import open_port
 from baton.rpc.status import grpc_code
 from baton.rpc.streams import SERVER_OPTIONS, LinkLost, MessageStream, serve_stream
+from baton.rpc.tls import ClusterTls, check_role, peer_role
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from coordinator.cluster import Cluster
 
@@ -21,8 +22,9 @@ log = logging.getLogger("baton.coordinator")
 
 
 class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, tls: ClusterTls | None) -> None:
         self._cluster = cluster
+        self._tls = tls
 
     async def Session(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
         await serve_stream(context, worker_pb2.SessionResponse, self._session)
@@ -32,6 +34,7 @@ class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
     ) -> worker_pb2.DrainWorkerResponse:
         cluster = self._cluster
         try:
+            check_role(self._tls, peer_role(context), ("operator",), "drain")
             cluster.check_token(request.token, "drain")
             cluster.drain_worker(request.worker_id, max(request.timeout_ms, 0) / 1000)
         except BatonError as e:
@@ -45,6 +48,11 @@ class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
         if not isinstance(first, Join):
             raise InvariantError(f"a session begins with a join, not {type(first).__name__}")
         cluster, worker, incarnation = self._cluster, first.worker_id, first.incarnation
+        try:
+            check_role(self._tls, stream.peer_role, (first.role,), f"{first.role} worker {worker[:128]!r}")
+        except JoinRefused as e:
+            cluster.joins_refused[e.param or ""] += 1
+            raise
         queue = cluster.join(first)
 
         def ended() -> None:
@@ -69,15 +77,17 @@ class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
             ended()
 
 
-async def serve_control(cluster: Cluster, host: str, port: int) -> tuple[grpc.aio.Server, int]:
+async def serve_control(
+    cluster: Cluster, host: str, port: int, tls: ClusterTls | None = None
+) -> tuple[grpc.aio.Server, int]:
     """Starts the service, makes its address known to the cluster, and returns it with its port.
 
     Raises:
         StartupError: nobody can listen there.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    worker_pb2_grpc.add_WorkerControlServicer_to_server(_Servicer(cluster), server)
-    bound = open_port(server, host, port, "control", "--control-port")
+    worker_pb2_grpc.add_WorkerControlServicer_to_server(_Servicer(cluster, tls), server)
+    bound = open_port(server, host, port, "control", "--control-port", tls and tls.server())
     await server.start()
     cluster.address = host_port(host, bound)
     return server, bound

@@ -18,10 +18,12 @@ from baton.core.model_config import parse_config_json, parse_model_config
 from baton.core.names import host_port
 from baton.loop_watch import LoopWatch
 from baton.model_source import resolve_model, served_name
+from baton.tls_files import read_cluster_tls
 from baton.token_file import read_token
 from coordinator.api_keys import ApiKeys, read_api_keys
 from coordinator.cluster import Cluster
 from coordinator.control import serve_control
+from coordinator.front_tls import read_front_tls
 from coordinator.garbage import search_when_grown
 from coordinator.grpc.service import PublicServer
 from coordinator.http.app import HttpSettings, create_app
@@ -45,6 +47,8 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     token = read_token(config.cluster_token_file)
     check_listening("--control-host", config.control_host, token)
     keys = read_api_keys(config.api_key_file)
+    front_tls = read_front_tls(config.tls_cert_file, config.tls_key_file)
+    cluster_tls = read_cluster_tls(config.cluster_tls_dir, "coordinator")
     model_dir = resolve_model(config.model)
     name = config.served_model_name or served_name(config.model)
     own_model = _own_model(model_dir)
@@ -65,24 +69,27 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     translator = Translator(text, deadline_s=config.request_timeout_s, grammars=grammars)
     max_body_bytes = round(config.max_body_mib * (1 << 20))
 
+    apart = bool(keys or front_tls)  # operators need neither keys nor certificates, and no client may ask what they do
     settings = HttpSettings(
         model_name=name,
         request_timeout_s=config.request_timeout_s,
         max_body_bytes=max_body_bytes,
         api_keys=keys,
         allowed_origins=tuple(filter(None, (origin.strip() for origin in config.allowed_origins.split(",")))),
-        routes="api" if keys else "all",
+        routes="api" if apart else "all",
     )
     app = create_app(pipeline, text, settings, translator)
     allow_connections()
-    http = serve(app, config.host, config.port, grace_s=2.0)
+    http = serve(app, config.host, config.port, grace_s=2.0, tls=front_tls.context if front_tls else None)
     servers, apps = {"HTTP server": http}, [app]
-    if keys:  # what operators ask needs none of the clients' keys, and no client may ask it
+    if apart:
         own = replace(settings, api_keys=ApiKeys(), routes="admin")
         apps.append(create_app(pipeline, text, own, translator))
         servers["admin server"] = serve(apps[-1], config.control_host, config.admin_port, grace_s=2.0)
-    public = PublicServer(pipeline, translator, name, max_body_bytes, keys)
-    control, control_port = await serve_control(cluster, config.control_host, config.control_port)
+    public = PublicServer(
+        pipeline, translator, name, max_body_bytes, keys, front_tls.credentials if front_tls else None
+    )
+    control, control_port = await serve_control(cluster, config.control_host, config.control_port, cluster_tls)
     background: list[asyncio.Task[None]] = []
     try:
         grpc_port = await public.start(config.host, config.grpc_port)
@@ -104,7 +111,9 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
             "grpc": host_port(config.host, grpc_port),
             "control": host_port(config.control_host, control_port),
         }
-        if keys:
+        if front_tls:
+            addresses["scheme"] = "https"
+        if apart:
             addresses["admin"] = host_port(config.control_host, servers["admin server"].address[1])
         log.info("serving %s: %s", name, addresses)
         if config.ready_file:

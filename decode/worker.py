@@ -20,6 +20,7 @@ from baton.engine.runner import Runner
 from baton.event_log import EventLog
 from baton.rpc.link import serve_links
 from baton.rpc.worker_loop import WorkerLoop
+from baton.tls_files import read_cluster_tls
 from baton.token_file import read_token
 from baton.transfer.edge_end import MakeEnd
 from baton.transfer.staging_room import StagingRoom
@@ -66,7 +67,8 @@ class DecodeWorker:
         self.store = EdgeStore(config.host, config.store_port)
         step = runner.step if engine is None else engine.step
         launcher = runner if self.scheduler.plan_ahead else None  # where nothing drafts, its engine only steps
-        self.main_loop = WorkerLoop(config, self, step, read_token(config.cluster_token_file), launcher)
+        self.tls = read_cluster_tls(config.cluster_tls_dir, "decode")
+        self.main_loop = WorkerLoop(config, self, step, read_token(config.cluster_token_file), launcher, self.tls)
         self.hand_overs = HandOvers(
             self.scheduler,
             self.main_loop.deadlines,
@@ -100,7 +102,9 @@ class DecodeWorker:
 
     async def run(self) -> None:
         """Serves until drained; raises as WorkerLoop.run does."""
-        self._server, self._link_port = await serve_links(self.config.host, self.incoming.serve, self.config.link_port)
+        self._server, self._link_port = await serve_links(
+            self.config.host, self.incoming.serve, self.config.link_port, self.tls
+        )
         await self.main_loop.run()
 
     # What the main loop asks for.

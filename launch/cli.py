@@ -128,13 +128,32 @@ def trace_command(url: str, out: str) -> int:
 )
 @click.option("--coordinator", default="", metavar="HOST:PORT", help="its control address, if URL does not tell")
 @click.option("--cluster-token-file", default="", metavar="FILE", help="file with the cluster token, off loopback")
-def drain_command(worker: str, url: str, timeout_s: float, coordinator: str, cluster_token_file: str) -> int:
+@click.option("--cluster-tls-dir", default="", metavar="DIR", help="where the cluster has one: with operator.pem")
+def drain_command(
+    worker: str, url: str, timeout_s: float, coordinator: str, cluster_token_file: str, cluster_tls_dir: str
+) -> int:
     """Take WORKER out of the cluster at URL: no new work, what runs finishes or goes elsewhere, its process ends."""
     from launch.drain import drain
 
     if coordinator and (wrong := host_port_error(coordinator)):
         raise StartupError(f"--coordinator {wrong}")
-    return drain(worker, url, timeout_s, cluster_token_file, coordinator)
+    return drain(worker, url, timeout_s, cluster_token_file, coordinator, cluster_tls_dir)
+
+
+@baton.command("certs")
+@click.argument("directory")
+@click.option(
+    "--host", "hosts", multiple=True, metavar="NAME", help="name or address of HTTP and gRPC; may be repeated"
+)
+@click.option("--days", default=365, show_default=True, type=click.IntRange(1, 3650), help="how long they hold")
+def certs_command(directory: str, hosts: tuple[str, ...], days: int) -> int:
+    """Make certificates for a cluster in DIRECTORY, with an authority of its own: one for each role (--cluster-tls-dir)
+    and one for HTTP and gRPC (--tls-cert-file, --tls-key-file). What is there already stays."""
+    from launch.certificates import make_certificates
+
+    for path in make_certificates(Path(directory), hosts or ("localhost", "127.0.0.1", "::1"), days):
+        click.echo(path)
+    return 0
 
 
 @baton.group("emit")

@@ -14,7 +14,7 @@ POLL_S = 0.2
 GRACE_S = 10.0
 
 
-def drain(worker: str, url: str, drain_s: float, token_file: str, coordinator: str = "") -> int:
+def drain(worker: str, url: str, drain_s: float, token_file: str, coordinator: str = "", tls_dir: str = "") -> int:
     """Returns 0 once the worker has left, 1 when it is still there `GRACE_S` after its time. `coordinator` is the
     control address where the cluster at `url` does not name one that can be reached from here.
 
@@ -22,12 +22,14 @@ def drain(worker: str, url: str, drain_s: float, token_file: str, coordinator: s
         StartupError: no cluster or no such worker, or the coordinator refused.
     """
     from baton.rpc.admin import drain_worker
+    from baton.tls_files import read_cluster_tls
 
     console = Console()
     try:
         view = get_cluster(url)
         incarnation = _incarnation(view, worker)
-        drain_worker(coordinator or view.control, worker, drain_s, read_token(token_file or local_token(url)))
+        token, tls = read_token(token_file or local_token(url)), read_cluster_tls(tls_dir, "operator")
+        drain_worker(coordinator or view.control, worker, drain_s, token, tls)
         console.stage(worker, f"draining   for up to {drain_s:g} s")
         deadline = time.monotonic() + drain_s + GRACE_S
         while _incarnation(get_cluster(url, TIMEOUT_S), worker) == incarnation:

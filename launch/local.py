@@ -187,7 +187,7 @@ class LocalCluster:
         if addresses.admin:
             self._console.stage("ready", f"{addresses.admin_url}   for operators: baton ps {addresses.admin_url}")
         self._console.stage("ready", f"{addresses.url}   try:")
-        self._console.plain(example_curl(addresses.url, self._members.plan.served_name, key=bool(addresses.admin)))
+        self._console.plain(example_curl(addresses.url, self._members.plan.served_name, key=self._members.has_api_keys))
 
     def _late(self) -> list[str]:
         late = [member.name for member in self._all if not member.joined and not member.left]

@@ -42,22 +42,23 @@ class Addresses:
     grpc: str
     control: str
     admin: str = ""
+    scheme: str = "http"
 
     @property
     def url(self) -> str:
         """Where a client on this machine reaches it."""
-        return self._here(self.http)
+        return f"{self.scheme}://{self._here(self.http)}"
 
     @property
     def admin_url(self) -> str:
         """Where an operator on this machine does."""
-        return self._here(self.admin or self.http)
+        return f"http://{self._here(self.admin)}" if self.admin else self.url
 
     @staticmethod
     def _here(address: str) -> str:
         host, _, port = address.rpartition(":")
         host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}.get(host, host)
-        return f"http://{host}:{port}"
+        return f"{host}:{port}"
 
     @property
     def ports(self) -> tuple[int, int, int]:
@@ -80,6 +81,10 @@ class Members:
     @property
     def has_coordinator(self) -> bool:
         return self.plan.topology.coordinator.node in self.nodes
+
+    @property
+    def has_api_keys(self) -> bool:
+        return bool(self.plan.topology.coordinator.options.get("api_key_file"))
 
     @property
     def parts(self) -> dict[str, Part]:

@@ -94,7 +94,7 @@ class Plan:
     def admin(self) -> str:
         """Where operators find it; empty where they ask HTTP as everybody does."""
         place = self.topology.coordinator
-        if not place.options.get("api_key_file"):
+        if not any(place.options.get(name) for name in ("api_key_file", "tls_cert_file")):
             return ""
         port = place.options.get("admin_port", CoordinatorOptions.admin_port)
         return host_port(self.topology.node(place.node).address, int(str(port)))

@@ -71,8 +71,9 @@ def local_token(url: str) -> str:
     with contextlib.suppress(RuntimeError):
         for found in _runs().glob(f"*/{CLUSTER}"):
             with contextlib.suppress(OSError, ValueError):
-                known = str(json.loads(found.read_text()).get("url"))
-                if known.partition("//")[2] == url.rpartition("//")[2].rstrip("/") and (found.parent / TOKEN).exists():
+                known = json.loads(found.read_text())
+                urls = {str(known.get(name)).partition("//")[2] for name in ("url", "admin")}
+                if url.rpartition("//")[2].rstrip("/") in urls and (found.parent / TOKEN).exists():
                     return str(found.parent / TOKEN)
     return ""
 

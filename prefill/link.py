@@ -32,6 +32,7 @@ from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, EdgePlan, reshard_layout
 from baton.rpc.link import DialledLink, dial_link
 from baton.rpc.streams import LinkLost
+from baton.rpc.tls import ClusterTls
 from baton.transfer.edge_end import MakeEnd
 from baton.transfer.edge_kinds import edge_connect_s
 from prefill.edges import LinkEdges
@@ -70,7 +71,13 @@ class Link:
 
     @classmethod
     async def dial(
-        cls, address: str, hello: LinkHello, make_end: MakeEnd, edge_timeout_s: float, connect_timeout_s: float
+        cls,
+        address: str,
+        hello: LinkHello,
+        make_end: MakeEnd,
+        edge_timeout_s: float,
+        connect_timeout_s: float,
+        tls: ClusterTls | None = None,
     ) -> Link:
         """Dials and compares layouts.
 
@@ -78,7 +85,7 @@ class Link:
             LinkLost: nobody answered in time.
             LayoutMismatch: the two pools keep KV in different shapes; the message names the field.
         """
-        dialled = await dial_link(address, hello, connect_timeout_s)
+        dialled = await dial_link(address, hello, connect_timeout_s, tls)
         welcome = dialled.welcome
         difference = hello.layout.first_difference(welcome.layout)
         if difference is None:

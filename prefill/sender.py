@@ -23,6 +23,7 @@ from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.reshard import EdgeKey, EdgePlan
 from baton.event_log import EventLog
+from baton.rpc.tls import ClusterTls
 from baton.transfer.edge_end import MakeEnd
 from baton.transfer.staging_room import StagingRoom
 from prefill.handover import (
@@ -96,7 +97,9 @@ class Sender:
         max_chunk_tokens: int,
         edge_timeout_s: float,
         connect_timeout_s: float,
+        tls: ClusterTls | None = None,
     ) -> None:
+        self._tls = tls
         self.staging = staging
         self.counters = Counters()
         self._owner = owner
@@ -281,6 +284,7 @@ class Sender:
                     self._make_end,
                     self._edge_timeout_s,
                     self._connect_timeout_s,
+                    self._tls,
                 ),
                 name=f"dial {target.worker_id}",
             )

@@ -20,6 +20,7 @@ from baton.core.step import Row, StepOutcome, StepPlan
 from baton.engine.runner import Runner
 from baton.event_log import EventLog
 from baton.rpc.worker_loop import WorkerLoop
+from baton.tls_files import read_cluster_tls
 from baton.token_file import read_token
 from baton.transfer.edge_end import MakeEnd
 from baton.transfer.staging_room import StagingRoom
@@ -49,6 +50,7 @@ class PrefillWorker:
             prefix_cache=config.prefix_cache,
         )
         self.events = EventLog(config.worker_id)
+        tls = read_cluster_tls(config.cluster_tls_dir, "prefill")
         self.outgoing = Sender(
             self,
             runner.layout,
@@ -59,8 +61,9 @@ class PrefillWorker:
             max_chunk_tokens=max(config.step_tokens, MIN_CHUNK_TOKENS),
             edge_timeout_s=config.edge_timeout_s,
             connect_timeout_s=config.connect_timeout_s,
+            tls=tls,
         )
-        self.main_loop = WorkerLoop(config, self, runner.step, read_token(config.cluster_token_file))
+        self.main_loop = WorkerLoop(config, self, runner.step, read_token(config.cluster_token_file), tls=tls)
         self._runner, self._section_bytes = runner, make_end.section_bytes
         self._plan: StepPlan | None = None
 

@@ -98,6 +98,9 @@ class WorkerOptions(EngineConfig):
     )
     staging_mib: float = option(256.0, "memory of a worker for KV on its way; a quarter more is kept", low=0.001)
     edge_timeout_s: float = option(5.0, "longest one KV operation may take", low=0.1)
+    cluster_tls_dir: str = option(
+        "", "directory with ca.pem and this role's certificate and key: control and links are TLS; see `baton certs`"
+    )
     log_level: str = option("info", "least severe message logged", choices=("debug", "info", "warning", "error"))
 
 
@@ -133,9 +136,17 @@ class CoordinatorOptions:
     drain_timeout_s: float = option(30.0, "longest running requests may take to finish at shutdown", low=0)
     max_body_mib: float = option(4.0, "largest request body", low=0.001)
     admin_port: int = option(
-        8103, "port for operators, on --control-host, where clients need API keys; 0: any free one", low=0, high=65535
+        8103,
+        "port for operators, on --control-host, where clients need API keys or TLS; 0: any free one",
+        low=0,
+        high=65535,
     )
     api_key_file: str = option("", "file with the keys that clients must present, one a line; default: none is needed")
+    tls_cert_file: str = option("", "PEM file with the certificate of HTTP and public gRPC, which are TLS then")
+    tls_key_file: str = option("", "PEM file with its key")
+    cluster_tls_dir: str = option(
+        "", "directory with ca.pem and this role's certificate and key: control and links are TLS; see `baton certs`"
+    )
     allowed_origins: str = option("", "origins whose pages may call the API from a browser, comma-separated; `*`: any")
     metrics_compat: str = option(
         "none", "more names in /metrics, for dashboards made for them", choices=("none", "vllm")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import grpc
 
 from baton.core.errors import BatonError, NotFound, Unavailable
+from baton.rpc.tls import ClusterTls, explained
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 
-def drain_worker(address: str, worker_id: str, drain_s: float, token: str, timeout_s: float = 5.0) -> None:
+def drain_worker(
+    address: str, worker_id: str, drain_s: float, token: str, tls: ClusterTls | None = None, timeout_s: float = 5.0
+) -> None:
     """Tells the coordinator at `address` to take a worker out; returns once the worker has been told.
 
     Raises:
@@ -18,12 +21,19 @@ def drain_worker(address: str, worker_id: str, drain_s: float, token: str, timeo
     """
     request = worker_pb2.DrainWorkerRequest(worker_id=worker_id, timeout_ms=round(drain_s * 1000), token=token)
     try:
-        with grpc.insecure_channel(address) as channel:
+        with _channel(address, tls) as channel:
             worker_pb2_grpc.WorkerControlStub(channel).DrainWorker(request, timeout=timeout_s)
     except grpc.RpcError as error:
         code, details = error.code(), error.details()
         if code is grpc.StatusCode.NOT_FOUND:
             raise NotFound(details) from None
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            raise Unavailable(f"no coordinator answers at {address}") from None
+            raise Unavailable(f"no coordinator answers at {address}: {explained(details)}") from None
         raise BatonError(details) from None
+
+
+def _channel(address: str, tls: ClusterTls | None) -> grpc.Channel:
+    if tls is None:
+        return grpc.insecure_channel(address)
+    credentials, named = tls.channel("coordinator")
+    return grpc.secure_channel(address, credentials, options=named)

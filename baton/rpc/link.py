@@ -12,6 +12,7 @@ from baton.core.errors import HandoffError
 from baton.core.handover import LinkHello, LinkWelcome
 from baton.rpc.ports import open_port
 from baton.rpc.streams import SERVER_OPTIONS, MessageStream, dial, serve_stream
+from baton.rpc.tls import ClusterTls, check_role
 from baton.v1 import kv_pb2, kv_pb2_grpc
 
 
@@ -26,7 +27,7 @@ class DialledLink:
         await self.channel.close()
 
 
-async def dial_link(address: str, hello: LinkHello, timeout_s: float) -> DialledLink:
+async def dial_link(address: str, hello: LinkHello, timeout_s: float, tls: ClusterTls | None = None) -> DialledLink:
     """Dials a decode worker's link service.
 
     Raises:
@@ -34,7 +35,7 @@ async def dial_link(address: str, hello: LinkHello, timeout_s: float) -> Dialled
         BatonError: refused, with the field that does not fit.
     """
     channel, stream, welcome = await dial(
-        address, lambda c: kv_pb2_grpc.KVLinkStub(c).Link, kv_pb2.LinkRequest, hello, timeout_s
+        address, lambda c: kv_pb2_grpc.KVLinkStub(c).Link, kv_pb2.LinkRequest, hello, timeout_s, tls, "decode"
     )
     if not isinstance(welcome, LinkWelcome):
         await channel.close()
@@ -46,26 +47,30 @@ LinkHandler = Callable[[MessageStream, LinkHello], Awaitable[None]]
 
 
 class _Servicer(kv_pb2_grpc.KVLinkServicer):  # type: ignore[misc]
-    def __init__(self, handler: LinkHandler) -> None:
+    def __init__(self, handler: LinkHandler, tls: ClusterTls | None) -> None:
         self._handler = handler
+        self._tls = tls
 
     async def Link(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
         async def handle(stream: MessageStream, first: object) -> None:
             if not isinstance(first, LinkHello):
                 raise HandoffError(f"a link begins with a hello, not {type(first).__name__}")
+            check_role(self._tls, stream.peer_role, ("prefill",), f"the link of {stream.peer}")
             await self._handler(stream, first)
 
         await serve_stream(context, kv_pb2.LinkResponse, handle)
 
 
-async def serve_links(host: str, handler: LinkHandler, port: int = 0) -> tuple[grpc.aio.Server, int]:
+async def serve_links(
+    host: str, handler: LinkHandler, port: int = 0, tls: ClusterTls | None = None
+) -> tuple[grpc.aio.Server, int]:
     """Starts a link service on `host` (port 0: a free one) and returns the server and the port.
 
     Raises:
         StartupError: nobody can listen there.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    kv_pb2_grpc.add_KVLinkServicer_to_server(_Servicer(handler), server)
-    bound = open_port(server, host, port, "link", "--link-port")
+    kv_pb2_grpc.add_KVLinkServicer_to_server(_Servicer(handler, tls), server)
+    bound = open_port(server, host, port, "link", "--link-port", tls and tls.server())
     await server.start()
     return server, bound

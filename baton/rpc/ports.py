@@ -13,14 +13,24 @@ if TYPE_CHECKING:
     import grpc.aio
 
 
-def open_port(server: grpc.aio.Server, host: str, port: int, what: str, flag: str) -> int:
+def open_port(
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    what: str,
+    flag: str,
+    credentials: grpc.ServerCredentials | None = None,
+) -> int:
     """Makes `server` listen (port 0: on a free one) and returns the port.
 
     Raises:
         StartupError: nobody can listen there; says which port of whom it is (`what`), why, and the flag for another.
     """
     try:
-        if bound := server.add_insecure_port(host_port(host, port)):
+        address = host_port(host, port)
+        if bound := (
+            server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+        ):
             return int(bound)
     except RuntimeError:
         pass

@@ -37,6 +37,7 @@ from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.output_log import OutputLog
 from baton.core.request import SequenceId
 from baton.rpc.streams import CLOSED_BY_PEER, LinkLost, MessageStream, dial
+from baton.rpc.tls import ClusterTls
 from baton.v1 import worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger("baton.session")
@@ -68,7 +69,14 @@ class WorkerSession:
     """Complete state: the outgoing queue, the output log, the stream if one stands, the run it belongs to and when it
     last heard from it, until when it leaves if it does, whether it has nothing left, and whether that was heard."""
 
-    def __init__(self, address: str, owner: SessionOwner, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        address: str,
+        owner: SessionOwner,
+        clock: Callable[[], float] = time.monotonic,
+        tls: ClusterTls | None = None,
+    ) -> None:
+        self._tls = tls
         self._address = address
         self._owner = owner
         self._clock = clock
@@ -151,6 +159,8 @@ class WorkerSession:
             worker_pb2.SessionRequest,
             self._owner.join(self.run_id),
             timeout_s=5.0,
+            tls=self._tls,
+            peer_role="coordinator",
         )
         try:
             if not isinstance(welcome, Welcome):

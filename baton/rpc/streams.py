@@ -16,6 +16,7 @@ import grpc.aio
 
 from baton.core.errors import BatonError, InvalidRequest, InvariantError, Unavailable
 from baton.rpc import codec
+from baton.rpc.tls import ClusterTls, explained, peer_role
 
 log = logging.getLogger("baton.rpc")
 MAX_MESSAGE_BYTES = 16 << 20
@@ -48,16 +49,18 @@ class LinkLost(Unavailable):
 
 
 class MessageStream:
-    """One end of a stream. `call` is a grpc.aio call (client) or servicer context (server): both read and write.
+    """One end of a stream. `call` is a grpc.aio call (client) or servicer context (server): both read and write. A
+    server knows `peer_role` from the certificate of its client, where TLS is on.
 
     One task reads; any task may send.
     """
 
-    def __init__(self, call: Any, envelope: type, peer: str) -> None:
+    def __init__(self, call: Any, envelope: type, peer: str, peer_role: str = "") -> None:
         self._call = call
         self._envelope = envelope
         self._writing = asyncio.Lock()
         self.peer = peer
+        self.peer_role = peer_role
         self.ended: str | None = None
 
     async def send(self, value: object, timeout_s: float = 5.0) -> None:
@@ -133,20 +136,31 @@ def _seen(task: asyncio.Task[None]) -> None:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, grpc.RpcError) and hasattr(error, "code"):
-        return f"{error.code().name}: {error.details()}"
+        return f"{error.code().name}: {explained(str(error.details()))}"
     return str(error) or type(error).__name__
 
 
 async def dial(
-    address: str, method: Callable[[grpc.aio.Channel], Any], envelope: type, hello: object, timeout_s: float
+    address: str,
+    method: Callable[[grpc.aio.Channel], Any],
+    envelope: type,
+    hello: object,
+    timeout_s: float,
+    tls: ClusterTls | None = None,
+    peer_role: str = "",
 ) -> tuple[grpc.aio.Channel, MessageStream, Any]:
-    """Opens a stream, sends `hello` and returns the channel, the stream and the first answer.
+    """Opens a stream, sends `hello` and returns the channel, the stream and the first answer. With `tls` the other end
+    has to show a certificate of `peer_role`.
 
     Raises:
         LinkLost: nobody answered in time.
         BatonError: the peer refused with a status; the code and text are the peer's.
     """
-    channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    if tls is None:
+        channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    else:
+        credentials, named = tls.channel(peer_role)
+        channel = grpc.aio.secure_channel(address, credentials, options=[*CHANNEL_OPTIONS, *named])
     try:
         call = method(channel)()
         stream = MessageStream(call, envelope, address)
@@ -175,7 +189,7 @@ async def serve_stream(
     A BatonError that `handle` raises before its first answer is the refusal the peer sees; after an Unavailable it may
     try again.
     """
-    stream = MessageStream(context, envelope, context.peer())
+    stream = MessageStream(context, envelope, context.peer(), peer_role(context))
     try:
         async with asyncio.timeout(10.0):
             first = await stream.receive()

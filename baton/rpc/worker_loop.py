@@ -24,6 +24,7 @@ from baton.core.step import StepOutcome, StepPlan
 from baton.core.tombstones import Tombstones
 from baton.rpc.session import WorkerSession
 from baton.rpc.step_thread import Launcher, StepThread
+from baton.rpc.tls import ClusterTls
 
 log = logging.getLogger("baton.worker")
 HOUSEKEEPING_S = 0.1
@@ -72,10 +73,11 @@ class WorkerLoop:
         step: Callable[[StepPlan], StepOutcome],
         token: str = "",
         launcher: Launcher | None = None,
+        tls: ClusterTls | None = None,
     ) -> None:
         """With a `launcher` in the place of `step` the tier is asked for a second step while one is out."""
         self.config = config
-        self.session = WorkerSession(config.coordinator, self)
+        self.session = WorkerSession(config.coordinator, self, tls=tls)
         self.deadlines = Deadlines()
         self.tombstones = Tombstones()
         self.handle_key = b""

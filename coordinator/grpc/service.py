@@ -313,7 +313,9 @@ class PublicServer:
         model: str,
         max_body_bytes: int,
         keys: ApiKeys | None = None,
+        tls: grpc.ServerCredentials | None = None,
     ) -> None:
+        self._tls = tls
         limits = [
             ("grpc.max_receive_message_length", max_body_bytes),
             ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
@@ -331,7 +333,7 @@ class PublicServer:
 
     async def start(self, host: str, port: int) -> int:
         """Raises StartupError where it cannot listen."""
-        bound = open_port(self._server, host, port, "gRPC", "--grpc-port")
+        bound = open_port(self._server, host, port, "gRPC", "--grpc-port", self._tls)
         await self._server.start()
         return bound
 

@@ -16,6 +16,7 @@ import contextlib
 import os
 import resource
 import socket
+import ssl
 from collections import Counter
 from collections.abc import Generator
 from functools import partial
@@ -216,7 +217,7 @@ def _open_files() -> int:
 class HttpServer:
     """A bound server; `address` is where it listens."""
 
-    def __init__(self, app: ASGIApp, sock: socket.socket, *, grace_s: float) -> None:
+    def __init__(self, app: ASGIApp, sock: socket.socket, *, grace_s: float, tls: ssl.SSLContext | None = None) -> None:
         self._sock = sock
         self._connection_limit = ConnectionLimit()
         host, port = sock.getsockname()[:2]
@@ -232,10 +233,11 @@ class HttpServer:
                 access_log=False,
                 proxy_headers=False,
                 server_header=False,
-                backlog=ACCEPTS_PER_TURN,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=max(1, round(grace_s)),
-            )
+            ),
+            sock,
+            tls,
         )
 
     @property
@@ -246,7 +248,7 @@ class HttpServer:
         """Returns after `shutdown`. Cancelling it closes the listening socket too."""
         counting = asyncio.create_task(self._count_files())
         try:
-            await self._server.serve(sockets=[self._sock])
+            await self._server.serve(sockets=[])
         finally:
             counting.cancel()
             self._sock.close()
@@ -263,10 +265,16 @@ class HttpServer:
 
 
 def serve(
-    app: ASGIApp, host: str, port: int, sock: socket.socket | None = None, *, grace_s: float = 30.0
+    app: ASGIApp,
+    host: str,
+    port: int,
+    sock: socket.socket | None = None,
+    *,
+    grace_s: float = 30.0,
+    tls: ssl.SSLContext | None = None,
 ) -> HttpServer:
     """Binds `host:port` (port 0: any), or takes a bound `sock`. Raises StartupError in one line."""
-    return HttpServer(app, bind(host, port) if sock is None else sock, grace_s=grace_s)
+    return HttpServer(app, bind(host, port) if sock is None else sock, grace_s=grace_s, tls=tls)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -310,13 +318,29 @@ class _Ending:
 
 
 class _Quiet(uvicorn.Server):
-    """Signals belong to the process, not to one of its servers. asyncio takes one number for the queue of the kernel
-    and for how many connections it accepts in one turn of the loop: here they differ."""
+    """Signals belong to the process, not to one of its servers; and it listens itself. asyncio takes one number for the
+    queue of the kernel and for how many connections it accepts in one turn of the loop: here they differ. And of a TLS
+    handshake uvicorn sets no limit; asyncio's is a minute."""
+
+    def __init__(self, config: uvicorn.Config, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
+        super().__init__(config)
+        self._sock, self._tls = sock, tls
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for sock in sockets or ():
-            sock.listen(BACKLOG)
+        await super().startup([])
+        config, secure = self.config, self._tls is not None
+        server = await asyncio.get_running_loop().create_server(
+            lambda: config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            ),
+            sock=self._sock,
+            backlog=ACCEPTS_PER_TURN,
+            ssl=self._tls,
+            ssl_handshake_timeout=HEAD_TIMEOUT_S if secure else None,
+            ssl_shutdown_timeout=CLOSE_S if secure else None,
+        )
+        self.servers.append(server)
+        self._sock.listen(BACKLOG)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -12,6 +12,7 @@ SERVICE_FILES = (
     "baton/rpc/*",
     "coordinator/grpc/service.py",
     "coordinator/control.py",
+    "coordinator/front_tls.py",
     "prefill/service.py",
     "decode/service.py",
 )

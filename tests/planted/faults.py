@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 REQUESTS, DISPATCH, WORKERS = (f"coordinator/policy/{name}.py" for name in ("requests", "dispatch", "workers"))
 T_QUOTAS, T_KEYS = "tests/coordinator/test_policy_quotas.py", "tests/coordinator/test_api_keys.py"
+T_TLS = "tests/rpc/test_tls.py"
 POOL = "coordinator/policy/pool.py"
 TIMELINE, T_TIMELINE = "coordinator/policy/timeline.py", "tests/coordinator/test_policy_timeline.py"
 T_REQUESTS, T_DISPATCH, T_WORKERS, T_JOURNAL, T_HELD, T_PICK = (
@@ -38,6 +39,10 @@ FAULTS = (
     Fault(REQUESTS, "ran = r.stage is Stage.PREFILL", "ran = True", T_REQUESTS),
     Fault(REQUESTS, "        r.earlier_speculation = r.speculation\n", "", T_REQUESTS),
     Fault(REQUESTS, "        r.earlier_stamps.append(r.stamps)\n", "", T_REQUESTS),
+    Fault("baton/rpc/tls.py", ", require_client_auth=True)", ")", T_TLS),
+    Fault("baton/rpc/tls.py", "if tls is not None and found not in wanted:", "if False:", T_TLS),
+    Fault("baton/rpc/tls.py", "peer_role + DOMAIN)]", '"prefill" + DOMAIN)]', T_TLS),
+    Fault("coordinator/control.py", '("operator",), "drain")', '("operator", "decode"), "drain")', T_TLS),
     Fault("coordinator/policy/quotas.py", "        account.running -= 1\n", "", T_QUOTAS),
     Fault("coordinator/policy/quotas.py", ", self.rate * MINUTE_S)", ", 1e9)", T_QUOTAS),
     Fault(DISPATCH, "key = (ticket.priority, ticket.age,", "key = (0, ticket.age,", T_DISPATCH),

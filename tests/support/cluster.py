@@ -36,7 +36,8 @@ BATON = (sys.executable, "-m", "launch.cli", "up")
 
 @dataclass
 class Cluster:
-    """A running `baton up`. `url`, `grpc` and `control` are set once it is ready."""
+    """A running `baton up`. `url`, `grpc` and `control` are set once it is ready,
+    `admin` where operators have an address of their own."""
 
     process: subprocess.Popen[bytes]
     run_dir: Path
@@ -45,10 +46,11 @@ class Cluster:
     url: str = ""
     grpc: str = ""
     control: str = ""
+    admin: str = ""
 
     def workers(self) -> dict[str, dict[str, Any]]:
         """GET /workers by id."""
-        return {view.id: view.fields for view in get_workers(self.url, timeout_s=10.0)}
+        return {view.id: view.fields for view in get_workers(self.admin or self.url, timeout_s=10.0)}
 
     def pids(self, worker: str) -> list[int]:
         """One per rank, as the worker itself reported."""
@@ -152,6 +154,7 @@ def wait_ready(running: Cluster, timeout_s: float = READY_TIMEOUT_S) -> Cluster:
     running.wait_until(lambda _: file.exists(), "ready cluster", timeout_s)
     known = json.loads(file.read_text())
     running.url, running.grpc, running.control = known["url"], known["grpc"], known["control"]
+    running.admin = known.get("admin", "")
     return running
 
 

@@ -1,0 +1,68 @@
+"""TLS between the processes of a cluster: both ends show a certificate, and the role in it decides what they may do.
+
+A directory holds the certificate of the cluster's own authority and one certificate for each role:
+
+    ca.pem   coordinator.pem   prefill.pem   decode.pem   operator.pem   and ROLE-key.pem beside each
+
+A role stands in a certificate as the DNS name `ROLE.baton`. Who dials expects that name at the other end, whatever the
+address is; who is dialled asks for a certificate of the authority and reads the role from it. A process needs only the
+key of its own role. `baton certs` makes such a directory; any other authority will do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from baton.core.errors import JoinRefused
+
+FLAG = "--cluster-tls-dir"
+ROLES = ("coordinator", "prefill", "decode", "operator")
+DOMAIN = ".baton"
+_NAMES = "x509_subject_alternative_name"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterTls:
+    """What a process of one role shows, and whom it trusts; all PEM."""
+
+    role: str
+    authority: bytes
+    certificate: bytes
+    key: bytes = field(repr=False)
+
+    def server(self) -> grpc.ServerCredentials:
+        pair = [(self.key, self.certificate)]
+        return grpc.ssl_server_credentials(pair, root_certificates=self.authority, require_client_auth=True)
+
+    def channel(self, peer_role: str) -> tuple[grpc.ChannelCredentials, list[tuple[str, str]]]:
+        """Credentials and options of a channel to a process of `peer_role`."""
+        credentials = grpc.ssl_channel_credentials(self.authority, self.key, self.certificate)
+        return credentials, [("grpc.ssl_target_name_override", peer_role + DOMAIN)]
+
+
+def peer_role(context: Any) -> str:
+    """The role in the certificate of whoever called; empty without one. `context` is a servicer's."""
+    names = context.auth_context().get(_NAMES, ())
+    found = [name.decode("ascii", "replace") for name in names]
+    roles = [role for role in ROLES if role + DOMAIN in found]
+    return roles[0] if len(roles) == 1 else ""
+
+
+def check_role(tls: ClusterTls | None, found: str, wanted: tuple[str, ...], who: str) -> None:
+    """With TLS, that a peer's certificate is of a role that may do this.
+
+    Raises:
+        JoinRefused: it is not; `role` is the field.
+    """
+    if tls is not None and found not in wanted:
+        what = f"is of role {found!r}" if found else "names no role"
+        raise JoinRefused(f"{who} refused: role: its certificate {what}, not {' or '.join(wanted)}", param="role")
+
+
+def explained(details: str) -> str:
+    """What gRPC says of a connection that failed, with the flag where TLS may be why."""
+    signs = ("SSL", "TLS", "certificate", "CERTIFICATE", "handshake", "erification", "Socket closed", "reset by peer")
+    return f"{details} (is {FLAG} the same at both ends?)" if any(sign in details for sign in signs) else details

@@ -1,0 +1,135 @@
+"""An authority of a cluster's own and the certificates that it signs: `baton certs`. For development, and for clusters
+on a private network; where there is an authority already, the same files from there do."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from baton.core.errors import StartupError
+from baton.rpc.tls import DOMAIN, ROLES
+from baton.tls_files import CA
+
+CA_KEY = "ca-key.pem"
+SERVER = "server"
+_CA_DAYS = 3650
+_BACKDATED = datetime.timedelta(minutes=5)  # clocks of hosts differ
+
+
+def make_certificates(
+    directory: Path, hosts: Sequence[str], days: int, now: datetime.datetime | None = None
+) -> list[Path]:
+    """What is missing in `directory` of: the authority, a certificate and key for each role, and `server.pem` for
+    `hosts`, which hold for so many `days` from `now` on. Returns the files that were made.
+
+    Raises:
+        StartupError: the directory cannot be written, or a key is there without its certificate.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return list(_make(directory, hosts, days, now or datetime.datetime.now(datetime.UTC)))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise StartupError(f"{directory}: certificates cannot be made: {reason}") from None
+
+
+def _make(directory: Path, hosts: Sequence[str], days: int, now: datetime.datetime) -> Iterator[Path]:
+    ca_path, ca_key_path = directory / CA, directory / CA_KEY
+    if ca_path.exists() != ca_key_path.exists():
+        raise StartupError(f"{directory}: of {CA} and {CA_KEY} one is missing; the other cannot sign anything")
+    if ca_path.exists():
+        authority = x509.load_pem_x509_certificate(ca_path.read_bytes())
+        signer = serialization.load_pem_private_key(ca_key_path.read_bytes(), None)
+        if not isinstance(signer, ec.EllipticCurvePrivateKey):
+            raise StartupError(f"{ca_key_path}: not a key that `baton certs` has made")
+    else:
+        signer = ec.generate_private_key(ec.SECP256R1())
+        authority = _authority(signer, now)
+        yield _write_key(ca_key_path, signer)
+        yield _write(ca_path, authority)
+    names = {role: [role + DOMAIN] for role in ROLES} | {SERVER: list(hosts)}
+    for name, of in names.items():
+        path, key_path = directory / f"{name}.pem", directory / f"{name}-key.pem"
+        if path.exists() and key_path.exists():
+            continue
+        key = ec.generate_private_key(ec.SECP256R1())
+        yield _write_key(key_path, key)
+        yield _write(path, _certificate(name, of, key.public_key(), authority, signer, now, days))
+
+
+def _authority(key: ec.EllipticCurvePrivateKey, now: datetime.datetime) -> x509.Certificate:
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Baton cluster authority")])
+    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates and lists
+    builder = _builder(name, name, key.public_key(), now, _CA_DAYS)
+    return (
+        builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+
+
+def _certificate(
+    name: str,
+    hosts: Sequence[str],
+    key: ec.EllipticCurvePublicKey,
+    authority: x509.Certificate,
+    signer: ec.EllipticCurvePrivateKey,
+    now: datetime.datetime,
+    days: int,
+) -> x509.Certificate:
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"baton {name}")])
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH, *([] if name == SERVER else [ExtendedKeyUsageOID.CLIENT_AUTH])]
+    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
+    return (
+        _builder(subject, authority.subject, key, now, days)
+        .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in hosts]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .add_extension(identifier, critical=False)
+        .sign(signer, hashes.SHA256())
+    )
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, now: datetime.datetime, days: int
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BACKDATED)
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> Path:
+    data = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+    return path
+
+
+def _write(path: Path, certificate: x509.Certificate) -> Path:
+    path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    return path

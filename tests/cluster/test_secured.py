@@ -1,0 +1,68 @@
+"""A cluster with everything on: API keys, TLS at the front, TLS between its processes."""
+
+from __future__ import annotations
+
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from baton.core.errors import BatonError
+from baton.rpc.link import dial_link
+from baton.rpc.streams import LinkLost
+from baton.tls_files import read_cluster_tls
+from launch.certificates import make_certificates
+from tests.rpc.test_streams import HELLO
+from tests.support.cluster import cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
+KEY = "sk-0123456789abcdef"
+
+
+async def test_clients_operators_and_workers_each_have_their_way_in(tmp_path: Path) -> None:
+    certificates, keys = tmp_path / "tls", tmp_path / "keys"
+    make_certificates(certificates, ("127.0.0.1",), 1)
+    keys.write_text(f"{KEY} name=tests requests_per_minute=2\n")
+    keys.chmod(0o600)
+    with cluster(
+        "builtin",
+        api_key_file=keys,
+        admin_port=0,
+        tls_cert_file=certificates / "server.pem",
+        tls_key_file=certificates / "server-key.pem",
+        cluster_tls_dir=certificates,
+    ) as running:
+        assert running.url.startswith("https://") and running.admin.startswith("http://")
+        trusts = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+        with httpx.Client(verify=trusts) as http:
+            client = openai.OpenAI(api_key=KEY, base_url=running.url + "/v1", max_retries=0, http_client=http)
+            answer = client.completions.create(model="builtin", prompt="def f(", max_tokens=8)
+            assert answer.usage is not None and answer.usage.completion_tokens == 8
+            client.completions.create(model="builtin", prompt="def f(", max_tokens=2)
+            with pytest.raises(openai.RateLimitError, match="2 requests a minute"):
+                client.completions.create(model="builtin", prompt="def f(", max_tokens=2)
+            assert http.get(running.url + "/workers").status_code == 401
+            bearer = {"authorization": f"Bearer {KEY}"}
+            assert http.get(running.url + "/workers", headers=bearer).status_code == 404
+        rows = httpx.get(running.admin + "/requests").json()["requests"]
+        assert [row["generated_tokens"] for row in rows] == [2, 8]
+        assert httpx.get(running.admin + "/v1/models").status_code == 404
+        assert running.workers()["decode-0"]["kv_bytes_received"] > 0
+
+        address = running.workers()["decode-0"]["address"]
+        with pytest.raises(LinkLost, match="--cluster-tls-dir"):
+            await dial_link(address, HELLO, 5.0)
+        operator = read_cluster_tls(str(certificates), "operator")
+        with pytest.raises(BatonError, match="role: its certificate is of role 'operator'"):
+            await dial_link(address, HELLO, 5.0, operator)
+
+        command = [sys.executable, "-m", "launch.cli", "drain", "decode-0", running.admin, "--timeout-s", "1"]
+        token = ["--cluster-token-file", str(running.run_dir / "cluster.token")]
+        plain = subprocess.run([*command, *token], capture_output=True, text=True, timeout=60)
+        assert plain.returncode != 0 and "--cluster-tls-dir" in plain.stderr, plain.stderr
+        named = [*command, *token, "--cluster-tls-dir", str(certificates)]
+        assert subprocess.run(named, capture_output=True, timeout=60).returncode == 0

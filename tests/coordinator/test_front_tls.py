@@ -1,0 +1,121 @@
+"""HTTP and public gRPC over TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from baton.core.errors import StartupError
+from baton.v1 import serving_pb2, serving_pb2_grpc
+from coordinator.front_tls import FrontTls, read_front_tls
+from coordinator.grpc.service import PublicServer
+from coordinator.http import server as http_server
+from coordinator.http.server import HttpServer, serve
+from coordinator.text.model import TextModel
+from coordinator.translate import Translator
+from launch.certificates import make_certificates
+from tests.support.fake_generator import FakeGenerator
+from tests.support.requests_kit import COMPLETIONS, GOOD
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("certificates")
+    make_certificates(directory, ("localhost", "127.0.0.1"), 1)
+    return directory
+
+
+@pytest.fixture
+def front(made: Path) -> FrontTls:
+    found = read_front_tls(str(made / "server.pem"), str(made / "server-key.pem"))
+    assert found is not None
+    return found
+
+
+@contextlib.asynccontextmanager
+async def running(app: FastAPI, tls: ssl.SSLContext) -> AsyncIterator[HttpServer]:
+    server = serve(app, "127.0.0.1", 0, grace_s=1.0, tls=tls)
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.005)
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        await task
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1")
+async def test_https_answers_whom_it_can_show_its_certificate(app: FastAPI, front: FrontTls, made: Path) -> None:
+    trusts = ssl.create_default_context(cafile=str(made / "ca.pem"))
+    async with running(app, front.context) as server:
+        url = f"https://127.0.0.1:{server.address[1]}"
+        async with httpx.AsyncClient(verify=trusts) as client:
+            assert (await client.post(url + COMPLETIONS, json=GOOD[COMPLETIONS])).status_code == 200
+            streamed = await client.post(url + COMPLETIONS, json=GOOD[COMPLETIONS] | {"stream": True})
+            assert streamed.text.endswith("data: [DONE]\n\n")
+        async with httpx.AsyncClient() as client:
+            with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                await client.get(url + "/live")
+            with pytest.raises(httpx.RemoteProtocolError):
+                await client.get(url.replace("https", "http") + "/live")
+        old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        old.load_verify_locations(made / "ca.pem")
+        old.maximum_version = ssl.TLSVersion.TLSv1_1
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await asyncio.open_connection(*server.address, ssl=old)
+
+
+async def test_a_handshake_that_does_not_go_on_is_cut(
+    app: FastAPI, front: FrontTls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.2)
+    async with running(app, front.context) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        async with asyncio.timeout(5.0):
+            assert await reader.read(100) == b""
+        writer.close()
+
+
+async def test_grpc_too(front: FrontTls, made: Path, text_model: TextModel) -> None:
+    server = PublicServer(FakeGenerator(), Translator(text_model), "tiny", 1 << 16, None, front.credentials)
+    port = await server.start("127.0.0.1", 0)
+    trusted = grpc.ssl_channel_credentials((made / "ca.pem").read_bytes())
+    asked = serving_pb2.GenerateRequest(text="Hello")
+    try:
+        async with grpc.aio.secure_channel(f"127.0.0.1:{port}", trusted) as channel:
+            stub = serving_pb2_grpc.ServingStub(channel)
+            assert [message async for message in stub.Generate(asked, timeout=10)]
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                async for _ in serving_pb2_grpc.ServingStub(channel).Generate(asked, timeout=5):
+                    pass
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    finally:
+        await server.stop(0)
+
+
+def test_what_does_not_fit_is_refused_by_its_flag(made: Path, tmp_path: Path) -> None:
+    assert read_front_tls("", "") is None
+    certificate, key = str(made / "server.pem"), str(made / "server-key.pem")
+    with pytest.raises(StartupError, match="--tls-cert-file needs --tls-key-file"):
+        read_front_tls(certificate, "")
+    with pytest.raises(StartupError, match="--tls-key-file needs --tls-cert-file"):
+        read_front_tls("", key)
+    with pytest.raises(StartupError, match="do not fit"):
+        read_front_tls(certificate, str(made / "decode-key.pem"))
+    with pytest.raises(StartupError, match=r"--tls-cert-file .*No such file"):
+        read_front_tls(str(tmp_path / "none"), key)
+    with pytest.raises(StartupError, match=r"--tls-key-file .*no PEM"):
+        (tmp_path / "key").write_text("x")
+        (tmp_path / "key").chmod(0o600)
+        read_front_tls(certificate, str(tmp_path / "key"))

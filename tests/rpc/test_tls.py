@@ -1,0 +1,182 @@
+"""TLS between processes of a cluster: who shows what, who may do what, and what is not even read."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.core.errors import BatonError, NotFound, StartupError, Unavailable
+from baton.core.handover import LinkHello, Ping
+from baton.rpc.admin import drain_worker
+from baton.rpc.link import dial_link, serve_links
+from baton.rpc.streams import LinkLost, MessageStream, dial
+from baton.rpc.tls import ROLES, ClusterTls
+from baton.tls_files import read_cluster_tls
+from baton.v1 import worker_pb2, worker_pb2_grpc
+from coordinator.cluster import Cluster
+from coordinator.control import serve_control
+from launch.certificates import make_certificates
+from tests.rpc.test_streams import HELLO, WELCOME
+from tests.support.builders import make_join
+
+HOSTS = ("localhost", "127.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("certificates")
+    make_certificates(directory, HOSTS, 1)
+    return directory
+
+
+def of(directory: Path, role: str) -> ClusterTls:
+    tls = read_cluster_tls(str(directory), role)
+    assert tls is not None
+    return tls
+
+
+@asynccontextmanager
+async def links(tls: ClusterTls | None) -> AsyncIterator[tuple[str, list[LinkHello]]]:
+    """The address of a decode worker's link service, and the hellos that came through to it."""
+    seen: list[LinkHello] = []
+
+    async def handler(stream: MessageStream, hello: LinkHello) -> None:
+        seen.append(hello)
+        await stream.send(WELCOME)
+        while (message := await stream.receive()) is not None:
+            await stream.send(message)
+
+    server, port = await serve_links("127.0.0.1", handler, tls=tls)
+    try:
+        yield f"127.0.0.1:{port}", seen
+    finally:
+        await server.stop(0)
+
+
+async def test_the_right_roles_talk(made: Path) -> None:
+    async with links(of(made, "decode")) as (address, _):
+        link = await dial_link(address, HELLO, 5.0, of(made, "prefill"))
+        await link.stream.send(Ping(7))
+        assert await link.stream.receive() == Ping(7)
+        await link.close()
+
+
+@pytest.mark.parametrize("role", [role for role in ROLES if role != "prefill"])
+async def test_another_role_is_refused_by_name(made: Path, role: str) -> None:
+    async with links(of(made, "decode")) as (address, seen):
+        with pytest.raises(BatonError, match=f"role: its certificate is of role '{role}', not prefill"):
+            await dial_link(address, HELLO, 5.0, of(made, role))
+        assert not seen
+
+
+async def test_whoever_is_not_of_the_cluster_gets_no_further_than_the_handshake(made: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    make_certificates(other, HOSTS, 1)
+    mine, theirs = of(made, "prefill"), of(other, "prefill")
+    strangers = {
+        "plain": None,
+        "another authority": theirs,
+        "another authority that trusts ours": replace(theirs, authority=mine.authority),
+        "no certificate": replace(mine, certificate=b"", key=b""),
+    }
+    async with links(of(made, "decode")) as (address, seen):
+        for what, tls in strangers.items():
+            with pytest.raises(LinkLost, match="--cluster-tls-dir the same at both ends"):
+                await dial_link(address, HELLO, 5.0, tls)
+            assert not seen, what
+
+
+@pytest.mark.parametrize("days", [-2, 2], ids=["expired", "not yet valid"])
+async def test_a_certificate_out_of_its_time_is_refused(made: Path, tmp_path: Path, days: int) -> None:
+    for name in ("ca.pem", "ca-key.pem"):
+        shutil.copy(made / name, tmp_path / name)
+
+    now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+    make_certificates(tmp_path, HOSTS, 1, now)
+    async with links(of(made, "decode")) as (address, seen):
+        with pytest.raises(LinkLost):
+            await dial_link(address, HELLO, 5.0, of(tmp_path, "prefill"))
+        assert not seen
+
+
+async def test_who_dials_asks_for_the_role_too(made: Path) -> None:
+    """Somebody of the cluster at a decode worker's address who is none."""
+    async with links(of(made, "prefill")) as (address, seen):
+        with pytest.raises(LinkLost, match="--cluster-tls-dir the same at both ends"):
+            await dial_link(address, HELLO, 5.0, of(made, "prefill"))
+        assert not seen
+    async with links(None) as (address, seen):
+        with pytest.raises(LinkLost, match="--cluster-tls-dir the same at both ends"):
+            await dial_link(address, HELLO, 5.0, of(made, "prefill"))
+        assert not seen
+
+
+async def test_a_worker_joins_as_what_its_certificate_says(made: Path) -> None:
+    cluster = Cluster(3.0, 10, 1000)
+    server, port = await serve_control(cluster, "127.0.0.1", 0, of(made, "coordinator"))
+
+    async def join(name: str, role: str) -> object:
+        tls, said = of(made, role), make_join(name, 1)
+        method = worker_pb2_grpc.WorkerControlStub
+        request = worker_pb2.SessionRequest
+        peer = "coordinator"
+        channel, stream, answer = await dial(
+            f"127.0.0.1:{port}", lambda c: method(c).Session, request, said, 5.0, tls, peer
+        )
+        stream.end("enough")
+        await channel.close()
+        return answer
+
+    try:
+        assert await join("d0", "decode")
+        for role in ("prefill", "operator", "coordinator"):
+            with pytest.raises(BatonError, match="role: its certificate"):
+                await join("d1", role)
+        assert cluster.joins_refused == {"role": 3}
+        address = f"127.0.0.1:{port}"
+
+        for role in ("prefill", "decode"):
+            with pytest.raises(BatonError, match="role: its certificate"):
+                await asyncio.to_thread(drain_worker, address, "d0", 1.0, "", of(made, role))
+        with pytest.raises(NotFound):
+            await asyncio.to_thread(drain_worker, address, "nobody", 1.0, "", of(made, "operator"))
+        with pytest.raises(Unavailable, match="cluster-tls-dir"):
+            await asyncio.to_thread(drain_worker, address, "d0", 1.0, "")
+    finally:
+        await server.stop(0)
+
+
+def test_a_directory_that_lacks_something_is_refused_by_the_file(made: Path, tmp_path: Path) -> None:
+    assert read_cluster_tls("", "prefill") is None
+    for name in ("ca.pem", "prefill.pem", "prefill-key.pem"):
+        shutil.copytree(made, tmp_path / name)
+        (tmp_path / name / name).unlink()
+        with pytest.raises(StartupError, match=f"--cluster-tls-dir .*{name}: No such file"):
+            read_cluster_tls(str(tmp_path / name), "prefill")
+        (tmp_path / name / name).write_text("nothing")
+        with pytest.raises(StartupError, match=f"{name}: "):
+            read_cluster_tls(str(tmp_path / name), "prefill")
+    (made / "decode-key.pem").chmod(0o644)
+    with pytest.raises(StartupError, match="chmod 600"):
+        read_cluster_tls(str(made), "decode")
+    (made / "decode-key.pem").chmod(0o600)
+
+
+def test_certificates_that_are_there_stay(tmp_path: Path) -> None:
+    assert len(make_certificates(tmp_path, HOSTS, 1)) == 12
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.glob("*-key.pem"))
+    (tmp_path / "decode.pem").unlink()
+    assert {path.name for path in make_certificates(tmp_path, HOSTS, 1)} == {"decode.pem", "decode-key.pem"}
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert {name for name in after if after[name] != before[name]} == {"decode.pem", "decode-key.pem"}
+    (tmp_path / "ca-key.pem").unlink()
+    with pytest.raises(StartupError, match="one is missing"):
+        make_certificates(tmp_path, HOSTS, 1)
