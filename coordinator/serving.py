@@ -21,6 +21,7 @@ from baton.model_source import resolve_model, served_name
 from baton.tls_files import read_cluster_tls
 from baton.token_file import read_token
 from coordinator.api_keys import ApiKeys, read_api_keys
+from coordinator.batches.store import BatchStore
 from coordinator.cluster import Cluster
 from coordinator.control import serve_control
 from coordinator.front_tls import read_front_tls
@@ -77,8 +78,10 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         api_keys=keys,
         allowed_origins=tuple(filter(None, (origin.strip() for origin in config.allowed_origins.split(",")))),
         routes="api" if apart else "all",
+        max_file_bytes=round(config.max_file_mib * (1 << 20)),
     )
-    app = create_app(pipeline, text, settings, translator)
+    store = BatchStore(config.data_dir, round(config.max_data_mib * (1 << 20))) if config.data_dir else None
+    app = create_app(pipeline, text, settings, translator, store)
     allow_connections()
     http = serve(app, config.host, config.port, grace_s=2.0, tls=front_tls.context if front_tls else None)
     servers, apps = {"HTTP server": http}, [app]
@@ -104,6 +107,9 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
             asyncio.create_task(public.watch_health(), name="gRPC health"),
             asyncio.create_task(search_when_grown(lambda: len(cluster.requests)), name="garbage"),
         ]
+        batches = app.state.batches
+        if batches is not None:
+            background.append(asyncio.create_task(batches.run(), name="batches"))
         for task in background:
             task.add_done_callback(lambda t: _end_on_failure(t, stop))
         addresses = {
@@ -132,6 +138,9 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         await control.stop(1.0)
         for task in background:
             task.cancel()
+        if app.state.batches is not None:
+            await asyncio.gather(*background, return_exceptions=True)
+            app.state.batches.close()
         for each in apps:
             each.state.close()
         grammars.close()

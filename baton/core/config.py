@@ -156,6 +156,11 @@ class CoordinatorOptions:
         "how the model writes tool calls; auto: as its chat template does",
         choices=("auto", "hermes", "llama3", "mistral", "harmony"),
     )
+    data_dir: str = option(
+        "", "directory for /v1/files and /v1/batches, which outlive a restart; default: they are off"
+    )
+    max_file_mib: float = option(200.0, "largest file of a batch", low=0.001)
+    max_data_mib: float = option(4096.0, "all files in --data-dir together", low=0.001)
     slow_request_s: float = option(0.0, "requests that take longer are logged as warnings; 0: none are", low=0)
     log_level: str = option("info", "least severe message logged", choices=("debug", "info", "warning", "error"))
 

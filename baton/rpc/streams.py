@@ -136,7 +136,7 @@ def _seen(task: asyncio.Task[None]) -> None:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, grpc.RpcError) and hasattr(error, "code"):
-        return f"{error.code().name}: {explained(str(error.details()))}"
+        return f"{error.code().name}: {error.details()}"
     return str(error) or type(error).__name__
 
 
@@ -165,13 +165,16 @@ async def dial(
         call = method(channel)()
         stream = MessageStream(call, envelope, address)
         async with asyncio.timeout(timeout_s):
-            await stream.send(hello, timeout_s)
+            try:
+                await stream.send(hello, timeout_s)
+            except LinkLost as e:
+                raise LinkLost(explained(e.message)) from e
             answer = await stream.receive()
             if answer is None:
                 code = await call.code()
                 if code in (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INVALID_ARGUMENT):
                     raise BatonError(await call.details(), code="join_refused")
-                raise LinkLost(f"{address} did not answer: {stream.ended}")
+                raise LinkLost(f"{address} did not answer: {explained(str(stream.ended))}")
     except TimeoutError as e:
         await channel.close()
         raise LinkLost(f"{address} did not answer within {timeout_s:g} s") from e

@@ -23,6 +23,8 @@ from baton.core.errors import BatonError, InvalidRequest, NotFound
 from baton.rpc.status import printable
 from coordinator import off_loop
 from coordinator.api_keys import ApiKeys
+from coordinator.batches.store import BatchStore
+from coordinator.http.batches import BatchRoutes
 from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import HttpProblem, error_response, json_response
 from coordinator.http.generation import EchoOnly, GenerationResponse, Renderer
@@ -59,13 +61,19 @@ class HttpSettings:
     allowed_origins: tuple[str, ...] = ()
     api_keys: ApiKeys = field(default_factory=ApiKeys)
     routes: Literal["all", "api", "admin"] = "all"
+    max_file_bytes: int = 200 << 20
 
 
 def create_app(
-    generator: Generator, text_model: TextModel, settings: HttpSettings, translator: Translator | None = None
+    generator: Generator,
+    text_model: TextModel,
+    settings: HttpSettings,
+    translator: Translator | None = None,
+    store: BatchStore | None = None,
 ) -> FastAPI:
-    """The application. It owns nothing but the process that parses large bodies, which `app.state.close()` ends:
-    generator and text model outlive it."""
+    """The application. With a `store` files and batches are served, and `app.state.batches` is the runner to be run. It
+    owns nothing but the process that parses large bodies, which `app.state.close()` ends: generator and text model
+    outlive it."""
     app = FastAPI(title="Baton", version=settings.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     front = _Front(generator, text_model, settings, translator)
     app.state.close = front.close
@@ -86,6 +94,14 @@ def create_app(
         ("GET", "/requests", front.requests),
         ("GET", "/requests/{request_id:path}", front.request),
     )
+    app.state.batches = None
+    if store is not None and settings.routes != "admin":
+        app.state.batches = BatchRoutes(store, app, front.reader, settings.max_file_bytes).runner
+    elif settings.routes != "admin":
+        for path in ("/v1/files", "/v1/batches"):
+            app.add_api_route(
+                path, front.no_batches, methods=["GET", "POST"], response_model=None, include_in_schema=False
+            )
     served = {"all": (*api, *admin), "api": api, "admin": admin}[settings.routes]
     for method, path, endpoint in (*probes, *served):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
@@ -123,7 +139,7 @@ class _Front:
         self._generator = generator
         self._text = text
         self._settings = settings
-        self._reader = BodyReader(settings.max_body_bytes, settings.body_timeout_s)
+        self.reader = BodyReader(settings.max_body_bytes, settings.body_timeout_s)
         self._parser = BodyParser()
         self._translator = translator or Translator(text, deadline_s=settings.request_timeout_s)
         self._fingerprint = f"baton-{settings.version}"
@@ -217,6 +233,9 @@ class _Front:
             self._translator.check_token_ids(body.tokens, param="tokens")
         return json_response({"prompt": await self._text.decode_soon(body.tokens, skip_special_tokens=False)})
 
+    async def no_batches(self, request: Request) -> Response:
+        raise InvalidRequest("files and batches are off here; --data-dir turns them on", code="not_enabled")
+
     async def live(self) -> Response:
         return json_response({"status": "ok"})
 
@@ -249,7 +268,7 @@ class _Front:
         return json_response({"version": self._settings.version})
 
     async def _body(self, request: Request, parse: Callable[[bytes], _T]) -> _T:
-        body = await self._parser.parse(parse, await self._reader.read(request))
+        body = await self._parser.parse(parse, await self.reader.read(request))
         request.scope[IGNORED] = body.ignored
         return body
 

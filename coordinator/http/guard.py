@@ -25,6 +25,7 @@ MAX_ID_CHARS = 128
 OPEN_PATHS = ("/live", "/health", "/ready")  # polled, without a key
 REQUEST_ID = "baton.request_id"
 CLIENT = "baton.client"
+"""Who asks; set already in what the coordinator asks itself."""
 IGNORED = "baton.ignored"
 """Where a route leaves the names of fields that it ignores, for the header."""
 
@@ -63,7 +64,7 @@ class Guard:
 
         try:
             check_head(scope)
-            if scope["path"] not in OPEN_PATHS:
+            if scope["path"] not in OPEN_PATHS and CLIENT not in scope:
                 sent = [value for name, value in scope["headers"] if name == b"authorization"]
                 scope[CLIENT] = self._keys.client(sent[0].decode("latin-1") if len(sent) == 1 else "")
             if given and not named:

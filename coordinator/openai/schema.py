@@ -77,7 +77,7 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else counted(MAX_STOPS, value)
 
 
-def _metadata(value: dict[str, str]) -> dict[str, str]:
+def check_metadata(value: dict[str, str]) -> dict[str, str]:
     if any(len(k) > 64 or len(v) > 512 for k, v in value.items()):
         raise PydanticCustomError("metadata", "keys have at most 64 characters, values 512")
     return value
@@ -166,7 +166,7 @@ class GenerationBody(Strict):
     user: _Label | None = None
     safety_identifier: _Label | None = None
     prompt_cache_key: _Label | None = None
-    metadata: Annotated[dict[str, str], AfterValidator(_metadata), at_most(MAX_METADATA)] | None = None
+    metadata: Annotated[dict[str, str], AfterValidator(check_metadata), at_most(MAX_METADATA)] | None = None
 
     def options(self) -> Options:
         return Options(

@@ -57,9 +57,11 @@ async def hear(client: Client, index: int, output: int, salt: str) -> Heard:
 
 
 async def hear_all(client: Client, streams: Iterable[int], output: int = OUTPUT, salt: str = "") -> list[Heard]:
-    heard = await asyncio.gather(*(hear(client, index, output, salt) for index in streams))
+    return await asyncio.gather(*(hear(client, index, output, salt) for index in streams))
+
+
+def check_at_once(heard: Iterable[Heard]) -> None:
     assert max(h.at[0] for h in heard) < min(h.at[-1] for h in heard), "they did not all run at one time"
-    return heard
 
 
 def blocks_for(streams: int, output: int = OUTPUT) -> int:
@@ -92,6 +94,7 @@ async def test_streams_in_half_the_pool_say_what_a_few_say_in_it(tmp_path: Path)
     with fault_cluster(model, **room_for(half, model)) as running:
         async with Client(running.cluster) as client:
             together = await hear_all(client, range(many), salt="together")
+            check_at_once(together)
             short = preemptions(running)
             assert short > 0, "nothing was ever short"
             groups = [range(many)[first : first + few] for first in range(0, many, few)]
@@ -116,6 +119,7 @@ async def test_no_stream_is_silent_for_two_seconds_and_none_says_anything_else(
             async with Client(running.cluster) as client:
                 with Stall() as stall:
                     told[pool] = await hear_all(client, range(count), output)
+                check_at_once(told[pool])
             short, silence_s = preemptions(running), max(heard.silence_s for heard in told[pool])
             await settle(running, blocks)
         most_s = stall.allows(SILENCE_S)

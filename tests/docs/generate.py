@@ -176,7 +176,7 @@ def options(cls: type[Any], without: type[Any] | None = None) -> str:
 def endpoints() -> str:
     app = create_app(FakeGenerator(), None, HttpSettings("m"))  # type: ignore[arg-type]
     found = []
-    for route in app.routes:
+    for route in (route for route in app.routes if route.include_in_schema or route.path == "/openapi.json"):  # type: ignore[attr-defined]
         for method in sorted(route.methods - {"HEAD"}):  # type: ignore[attr-defined]
             path = route.path.replace(":path", "")  # type: ignore[attr-defined]
             found.append(f"{method} {path}")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 REQUESTS, DISPATCH, WORKERS = (f"coordinator/policy/{name}.py" for name in ("requests", "dispatch", "workers"))
 T_QUOTAS, T_KEYS = "tests/coordinator/test_policy_quotas.py", "tests/coordinator/test_api_keys.py"
+T_BATCHES = "tests/coordinator/test_batches.py"
 T_TLS = "tests/rpc/test_tls.py"
 POOL = "coordinator/policy/pool.py"
 TIMELINE, T_TIMELINE = "coordinator/policy/timeline.py", "tests/coordinator/test_policy_timeline.py"
@@ -39,6 +40,19 @@ FAULTS = (
     Fault(REQUESTS, "ran = r.stage is Stage.PREFILL", "ran = True", T_REQUESTS),
     Fault(REQUESTS, "        r.earlier_speculation = r.speculation\n", "", T_REQUESTS),
     Fault(REQUESTS, "        r.earlier_stamps.append(r.stamps)\n", "", T_REQUESTS),
+    Fault(
+        "coordinator/batches/store.py",
+        ' and status is null"\n            " order by',
+        '"\n            " order by',
+        T_BATCHES,
+    ),
+    Fault(
+        "coordinator/batches/store.py",
+        'where id = ? and owner = ?", (file_id, owner)',
+        'where id = ?", (file_id,)',
+        T_BATCHES,
+    ),
+    Fault("coordinator/batches/runner.py", "if answer.status not in RETRIED or", "if True or", T_BATCHES),
     Fault("baton/rpc/tls.py", ", require_client_auth=True)", ")", T_TLS),
     Fault("baton/rpc/tls.py", "if tls is not None and found not in wanted:", "if False:", T_TLS),
     Fault("baton/rpc/tls.py", "peer_role + DOMAIN)]", '"prefill" + DOMAIN)]', T_TLS),

@@ -1,0 +1,332 @@
+"""Files and batches on disk: rows in SQLite, contents of files beside it.
+
+    DIR/baton.db        files, batches, and one row for each line of a batch with its answer
+    DIR/files/ID        the content of a file
+    DIR/baton.lock      held by the one coordinator that uses the directory
+
+Rows belong to an owner (the tenant of an API key), and nobody finds those of another. Every method blocks for as long
+as the disk does: they are called on one thread of their own (`BatchRunner`). A transaction is one step of a batch, so a
+coordinator that dies goes on where it was: lines with an answer are not asked again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from baton.core.errors import NotFound, QuotaExceeded, StartupError
+
+FLAG = "--data-dir"
+WINDOW_S = 24 * 3600
+ENDED = ("completed", "failed", "expired", "cancelled")
+_PIECE = 1 << 20
+_SCHEMA = """
+create table if not exists files (
+    id text primary key, owner text not null, created_at integer not null, bytes integer not null,
+    filename text not null, purpose text not null);
+create table if not exists batches (
+    id text primary key, owner text not null, priority integer not null, created_at integer not null,
+    endpoint text not null, input_file_id text not null, metadata text not null, status text not null,
+    total integer not null default 0, completed integer not null default 0, failed integer not null default 0,
+    output_file_id text, error_file_id text, errors text, stamps text not null default '{}');
+create table if not exists lines (
+    batch text not null, number integer not null, custom_id text not null, body blob not null,
+    status integer, request_id text, answer blob, primary key (batch, number)) without rowid;
+create index if not exists open_lines on lines (batch) where status is null;
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One request of a batch: where it goes, and its body."""
+
+    batch: str
+    number: int
+    custom_id: str
+    body: bytes
+
+
+class BatchStore:
+    """Complete state: what is in its directory, and the lock on it."""
+
+    def __init__(self, directory: str, max_bytes: int) -> None:
+        """Raises StartupError: the directory cannot be used, or another process uses it."""
+        self._max_bytes = max_bytes
+        root = Path(directory).expanduser()
+        try:
+            self._files = root / "files"
+            self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock = os.open(root / "baton.lock", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._db = sqlite3.connect(root / "baton.db", check_same_thread=False, isolation_level=None)
+            self._db.executescript("pragma journal_mode=wal; pragma synchronous=normal; pragma busy_timeout=5000;")
+            self._db.executescript(_SCHEMA)
+        except BlockingIOError:
+            raise StartupError(f"{FLAG} {directory}: another coordinator uses it") from None
+        except (OSError, sqlite3.Error) as error:
+            raise StartupError(f"{FLAG} {directory} cannot be used: {error}") from None
+        self._db.row_factory = sqlite3.Row
+        for path in self._files.glob("*.part"):
+            path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._db.close()
+        os.close(self._lock)
+
+    # Files.
+
+    def new_part(self, declared_bytes: int) -> Path:
+        """Where the content of a new file is to be written.
+
+        Raises:
+            QuotaExceeded: with it, all files together would be larger than they may.
+        """
+        held = self._db.execute("select coalesce(sum(bytes), 0) from files").fetchone()[0]
+        if held + declared_bytes > self._max_bytes:
+            raise QuotaExceeded(f"files may have {self._max_bytes} bytes together; delete some", code="storage_full")
+        return self._files / f"{secrets.token_hex(8)}.part"
+
+    def add_file(self, owner: str, part: Path, filename: str, purpose: str) -> dict[str, Any]:
+        """The file object of OpenAI's API for content that was written to `part`, which it takes over."""
+        file_id, size = f"file-{secrets.token_hex(12)}", part.stat().st_size
+        part.rename(self._files / file_id)
+        row = (file_id, owner, int(time.time()), size, filename, purpose)
+        self._db.execute("insert into files values (?, ?, ?, ?, ?, ?)", row)
+        return self.file(owner, file_id)
+
+    def file(self, owner: str, file_id: str) -> dict[str, Any]:
+        """Raises NotFound."""
+        row = self._db.execute("select * from files where id = ? and owner = ?", (file_id, owner)).fetchone()
+        if row is None:
+            raise NotFound("there is no such file", code="file_not_found", param="file_id")
+        return _file_object(row)
+
+    def files(self, owner: str, limit: int, after: str | None, purpose: str | None) -> list[dict[str, Any]]:
+        """The latest first; `after` is the id of the last one that is known."""
+        query = "select * from files where owner = ? and (? is null or purpose = ?)"
+        rows = self._page("files", query, [owner, purpose, purpose], owner, limit, after)
+        return [_file_object(row) for row in rows]
+
+    def content(self, owner: str, file_id: str) -> Path:
+        """Raises NotFound."""
+        self.file(owner, file_id)
+        return self._files / file_id
+
+    def delete_file(self, owner: str, file_id: str) -> None:
+        """Raises NotFound. A batch that was made of it has its own copy of the lines."""
+        self.file(owner, file_id)
+        self._db.execute("delete from files where id = ?", (file_id,))
+        (self._files / file_id).unlink(missing_ok=True)
+
+    # Batches.
+
+    def add_batch(
+        self, owner: str, priority: int, endpoint: str, input_file_id: str, metadata: dict[str, str]
+    ) -> dict[str, Any]:
+        """Raises NotFound: there is no such file."""
+        if self.file(owner, input_file_id)["purpose"] != "batch":
+            raise NotFound("this file is not for batches", code="file_not_found", param="input_file_id")
+        batch_id, now = f"batch_{secrets.token_hex(12)}", int(time.time())
+        self._db.execute(
+            "insert into batches (id, owner, priority, created_at, endpoint, input_file_id, metadata, status)"
+            " values (?, ?, ?, ?, ?, ?, ?, 'validating')",
+            (batch_id, owner, priority, now, endpoint, input_file_id, orjson.dumps(metadata).decode()),
+        )
+        return self.batch(owner, batch_id)
+
+    def batch(self, owner: str, batch_id: str) -> dict[str, Any]:
+        """Raises NotFound."""
+        row = self._db.execute("select * from batches where id = ? and owner = ?", (batch_id, owner)).fetchone()
+        if row is None:
+            raise NotFound("there is no such batch", code="batch_not_found", param="batch_id")
+        return _batch_object(row)
+
+    def batches(self, owner: str, limit: int, after: str | None) -> list[dict[str, Any]]:
+        rows = self._page("batches", "select * from batches where owner = ?", [owner], owner, limit, after)
+        return [_batch_object(row) for row in rows]
+
+    def cancel(self, owner: str, batch_id: str) -> dict[str, Any]:
+        """Raises NotFound. One that has ended stays as it is."""
+        if self.batch(owner, batch_id)["status"] in ("validating", "in_progress"):
+            self.set_status(batch_id, "cancelling")
+        return self.batch(owner, batch_id)
+
+    # For the runner.
+
+    def unfinished(self) -> list[dict[str, Any]]:
+        """All batches that have not ended, the oldest first, with `owner` and `priority`."""
+        marks = ", ".join("?" * len(ENDED))
+        rows = self._db.execute(f"select * from batches where status not in ({marks}) order by rowid", ENDED)
+        return [_batch_object(row) | {"owner": row["owner"], "priority": row["priority"]} for row in rows]
+
+    def set_status(self, batch_id: str, status: str, errors: list[dict[str, Any]] | None = None) -> None:
+        row = self._db.execute("select stamps from batches where id = ?", (batch_id,)).fetchone()
+        stamps = orjson.loads(row["stamps"]) | {f"{status}_at": int(time.time())}
+        self._db.execute(
+            "update batches set status = ?, stamps = ?, errors = coalesce(?, errors) where id = ?",
+            (status, orjson.dumps(stamps).decode(), orjson.dumps(errors).decode() if errors else None, batch_id),
+        )
+
+    def begin(self, batch_id: str, lines: Iterable[Line]) -> None:
+        """Takes the lines of a batch in; it is in progress then."""
+        with self._transaction():
+            self._db.execute("delete from lines where batch = ?", (batch_id,))
+            rows = ((line.batch, line.number, line.custom_id, line.body) for line in lines)
+            self._db.executemany("insert into lines (batch, number, custom_id, body) values (?, ?, ?, ?)", rows)
+            self._db.execute(
+                "update batches set total = (select count(*) from lines where batch = ?) where id = ?",
+                (batch_id, batch_id),
+            )
+            self.set_status(batch_id, "in_progress")
+
+    def open_lines(self, batch_id: str, after: int, limit: int) -> list[Line]:
+        """Lines without an answer behind number `after`, in order."""
+        rows = self._db.execute(
+            "select batch, number, custom_id, body from lines where batch = ? and number > ? and status is null"
+            " order by number limit ?",
+            (batch_id, after, limit),
+        )
+        return [Line(*row) for row in rows]
+
+    def answered(self, line: Line, status: int, request_id: str, answer: bytes) -> None:
+        column = "completed" if status == 200 else "failed"
+        with self._transaction():
+            self._db.execute(
+                "update lines set status = ?, request_id = ?, answer = ? where batch = ? and number = ?",
+                (status, request_id, answer, line.batch, line.number),
+            )
+            self._db.execute(f"update batches set {column} = {column} + 1 where id = ?", (line.batch,))
+
+    def end(self, batch_id: str, status: str) -> None:
+        """Writes the answers to an output file and an error file, drops the lines, and sets how it ended."""
+        row = self._db.execute("select * from batches where id = ?", (batch_id,)).fetchone()
+        made: dict[str, str | None] = {"output_file_id": None, "error_file_id": None}
+        for column, wanted in (("output_file_id", "status = 200"), ("error_file_id", "status <> 200")):
+            found = self._db.execute(f"select * from lines where batch = ? and {wanted} order by number", (batch_id,))
+            part = self._files / f"{batch_id}.part"
+            with part.open("wb") as file:
+                for line in found:
+                    file.write(_answer_line(line) + b"\n")
+            if part.stat().st_size:
+                name = f"{batch_id}_{column.partition('_')[0]}.jsonl"
+                made[column] = self.add_file(row["owner"], part, name, "batch_output")["id"]
+            part.unlink(missing_ok=True)
+        with self._transaction():
+            self._db.execute("delete from lines where batch = ?", (batch_id,))
+            self._db.execute(
+                "update batches set output_file_id = ?, error_file_id = ? where id = ?", (*made.values(), batch_id)
+            )
+            self.set_status(batch_id, status)
+
+    def _page(
+        self, table: str, query: str, values: list[Any], owner: str, limit: int, after: str | None
+    ) -> list[sqlite3.Row]:
+        if after is not None:
+            known = self._db.execute(f"select rowid from {table} where id = ? and owner = ?", (after, owner)).fetchone()
+            if known is None:
+                raise NotFound(f"there is no {after[:64]!r} to go on after", param="after")
+            query, values = f"{query} and rowid < ?", [*values, known[0]]
+        return self._db.execute(f"{query} order by rowid desc limit ?", (*values, limit)).fetchall()
+
+    def _transaction(self) -> _Transaction:
+        return _Transaction(self._db)
+
+
+class _Transaction:
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def __enter__(self) -> None:
+        self._db.execute("begin immediate")
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._db.execute("commit" if kind is None else "rollback")
+
+
+def read_lines(path: Path, batch_id: str, endpoint: str, most: int) -> Iterator[Line | dict[str, Any]]:
+    """The requests of an input file; for a line that is none an error object of OpenAI's API."""
+    seen: set[str] = set()
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if not text.strip():
+                continue
+            if len(seen) >= most:
+                yield _error(number, "too_many_lines", f"a batch has at most {most} requests", None)
+                return
+            try:
+                given = orjson.loads(text)
+            except ValueError:
+                yield _error(number, "invalid_json_line", "this line is not JSON", None)
+                continue
+            found = _read_line(given, number, batch_id, endpoint)
+            if isinstance(found, Line) and found.custom_id in seen:
+                found = _error(number, "duplicate_custom_id", "another line has this custom_id", "custom_id")
+            if isinstance(found, Line):
+                seen.add(found.custom_id)
+            yield found
+
+
+def _read_line(given: Any, number: int, batch_id: str, endpoint: str) -> Line | dict[str, Any]:
+    if not isinstance(given, dict):
+        return _error(number, "invalid_json_line", "this line is not an object", None)
+    for name in given:
+        if name not in ("custom_id", "method", "url", "body"):
+            return _error(number, "unknown_parameter", f"unknown field '{name[:64]}'", name[:64])
+    custom_id, body = given.get("custom_id"), given.get("body")
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= 512:
+        return _error(number, "missing_required_parameter", "custom_id is a text of 1 to 512 characters", "custom_id")
+    if given.get("method") != "POST":
+        return _error(number, "invalid_method", "method must be POST", "method")
+    if given.get("url") != endpoint:
+        return _error(number, "mismatched_endpoint", f"url must be the batch's endpoint, {endpoint}", "url")
+    if not isinstance(body, dict):
+        return _error(number, "missing_required_parameter", "body is an object", "body")
+    if body.get("stream"):
+        return _error(number, "invalid_value", "an answer of a batch is not streamed", "body.stream")
+    return Line(batch_id, number, custom_id, orjson.dumps(body))
+
+
+def _error(line: int, code: str, message: str, param: str | None) -> dict[str, Any]:
+    return {"code": code, "line": line, "message": message, "param": param}
+
+
+def _answer_line(row: sqlite3.Row) -> bytes:
+    head = {"id": f"batch_req_{row['batch'][6:]}_{row['number']}", "custom_id": row["custom_id"]}
+    response = {"status_code": row["status"], "request_id": row["request_id"], "body": orjson.Fragment(row["answer"])}
+    return orjson.dumps(head | {"response": response, "error": None})
+
+
+def _file_object(row: sqlite3.Row) -> dict[str, Any]:
+    shown = {name: row[name] for name in ("id", "bytes", "created_at", "filename", "purpose")}
+    return shown | {"object": "file", "status": "processed", "status_details": None, "expires_at": None}
+
+
+def _batch_object(row: sqlite3.Row) -> dict[str, Any]:
+    stamps = orjson.loads(row["stamps"])
+    names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+    errors = orjson.loads(row["errors"]) if row["errors"] else None
+    return {
+        "id": row["id"],
+        "object": "batch",
+        "endpoint": row["endpoint"],
+        "errors": {"object": "list", "data": errors} if errors else None,
+        "input_file_id": row["input_file_id"],
+        "completion_window": "24h",
+        "status": row["status"],
+        "output_file_id": row["output_file_id"],
+        "error_file_id": row["error_file_id"],
+        "created_at": row["created_at"],
+        **{f"{name}_at": stamps.get(f"{name}_at") for name in names},
+        "expires_at": row["created_at"] + WINDOW_S,
+        "request_counts": {name: row[name] for name in ("total", "completed", "failed")},
+        "metadata": orjson.loads(row["metadata"]) or None,
+    }

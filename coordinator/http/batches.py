@@ -1,0 +1,210 @@
+"""`/v1/files` and `/v1/batches`, as OpenAI has them, over a `BatchRunner`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from fastapi import FastAPI, Request
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
+from starlette.responses import FileResponse, Response
+from starlette.types import Message
+
+from baton.core.errors import Cancelled, InvalidRequest
+from coordinator.batches.runner import Answer, BatchRunner
+from coordinator.batches.store import BatchStore
+from coordinator.http.body import BodyReader
+from coordinator.http.errors import HttpProblem, json_response
+from coordinator.http.guard import CLIENT
+from coordinator.openai.batches import parse_batch
+from coordinator.policy.quotas import Client
+
+UPLOAD_IDLE_S = 30.0
+MAX_FIELDS = 4
+_PIECE = 1 << 20
+_MAX_NAME = 256
+_OVERHEAD_BYTES = 1 << 16  # of a form, beside the file in it
+
+
+class BatchRoutes:
+    """Complete state: the store and its runner, and how large one file may be."""
+
+    def __init__(self, store: BatchStore, app: FastAPI, reader: BodyReader, max_file_bytes: int) -> None:
+        self.runner = BatchRunner(store, partial(ask, app))
+        self._store, self._reader, self._max_file_bytes = store, reader, max_file_bytes
+        for method, path, endpoint in (
+            ("POST", "/v1/files", self.upload),
+            ("GET", "/v1/files", self.files),
+            ("GET", "/v1/files/{file_id}", self.file),
+            ("DELETE", "/v1/files/{file_id}", self.delete),
+            ("GET", "/v1/files/{file_id}/content", self.content),
+            ("POST", "/v1/batches", self.create),
+            ("GET", "/v1/batches", self.batches),
+            ("GET", "/v1/batches/{batch_id}", self.batch),
+            ("POST", "/v1/batches/{batch_id}/cancel", self.cancel),
+        ):
+            app.add_api_route(path, endpoint, methods=[method], response_model=None)
+
+    async def upload(self, request: Request) -> Response:
+        kind = request.headers.get("content-type", "")
+        if not kind.lower().startswith("multipart/form-data"):
+            raise HttpProblem(
+                415, "unsupported_media_type", "the content-type must be multipart/form-data", param="content-type"
+            )
+        declared = request.headers.get("content-length", "")
+        size = int(declared) if declared.isdecimal() and len(declared) < 18 else 0
+        if size > self._max_file_bytes + _OVERHEAD_BYTES:
+            raise _too_large(self._max_file_bytes)
+        part = await self.runner.on_disk(self._store.new_part, size)
+        try:
+            filename, purpose = await self._receive(request, part)
+            owner = request.scope[CLIENT].tenant
+            return json_response(await self.runner.on_disk(self._store.add_file, owner, part, filename, purpose))
+        finally:
+            part.unlink(missing_ok=True)
+
+    async def _receive(self, request: Request, part: Path) -> tuple[str, str]:
+        """Writes the file of a form to `part`; its name and purpose."""
+        pieces = _bounded(request.stream(), self._max_file_bytes + _OVERHEAD_BYTES, self._max_file_bytes)
+        try:
+            form = await MultiPartParser(request.headers, pieces, max_files=1, max_fields=MAX_FIELDS).parse()
+        except MultiPartException as error:
+            raise InvalidRequest(f"not a form: {error.message[:200]}") from None
+        except ClientDisconnect:
+            raise Cancelled("the client left while its file was read") from None
+        try:
+            file, purpose = form.get("file"), form.get("purpose")
+            if file is None or isinstance(file, str):
+                raise InvalidRequest("'file' is required", code="missing_required_parameter", param="file")
+            if purpose != "batch":
+                raise InvalidRequest("'purpose' must be 'batch'", param="purpose")
+            await asyncio.to_thread(_copy, file.file, part)
+            if part.stat().st_size > self._max_file_bytes:
+                raise _too_large(self._max_file_bytes)
+            return (file.filename or "file")[:_MAX_NAME], purpose
+        finally:
+            await form.close()
+
+    async def files(self, request: Request) -> Response:
+        purpose = request.query_params.get("purpose")
+        return await self._list(
+            request, lambda owner, limit, after: self._store.files(owner, limit, after, purpose), 10_000
+        )
+
+    async def file(self, request: Request, file_id: str) -> Response:
+        return await self._one(request, self._store.file, file_id)
+
+    async def delete(self, request: Request, file_id: str) -> Response:
+        await self.runner.on_disk(self._store.delete_file, request.scope[CLIENT].tenant, file_id)
+        return json_response({"id": file_id, "object": "file", "deleted": True})
+
+    async def content(self, request: Request, file_id: str) -> Response:
+        path = await self.runner.on_disk(self._store.content, request.scope[CLIENT].tenant, file_id)
+        return FileResponse(path, media_type="application/octet-stream")
+
+    async def create(self, request: Request) -> Response:
+        body = parse_batch(await self._reader.read(request))
+        client: Client = request.scope[CLIENT]
+        wanted = (client.tenant, client.priority, body.endpoint, body.input_file_id, body.metadata or {})
+        batch = await self.runner.on_disk(self._store.add_batch, *wanted)
+        self.runner.wake()
+        return json_response(batch)
+
+    async def batches(self, request: Request) -> Response:
+        return await self._list(request, self._store.batches, 100)
+
+    async def batch(self, request: Request, batch_id: str) -> Response:
+        return await self._one(request, self._store.batch, batch_id)
+
+    async def cancel(self, request: Request, batch_id: str) -> Response:
+        return await self._one(request, self._store.cancel, batch_id)
+
+    async def _one(self, request: Request, find: Callable[[str, str], dict[str, Any]], name: str) -> Response:
+        return json_response(await self.runner.on_disk(find, request.scope[CLIENT].tenant, name))
+
+    async def _list(
+        self, request: Request, find: Callable[[str, int, str | None], list[dict[str, Any]]], most: int
+    ) -> Response:
+        text = request.query_params.get("limit", str(min(most, 100)))
+        if not (text.isascii() and text.isdigit() and 0 < (limit := int(text[:9])) <= most):
+            raise InvalidRequest(f"limit must be a number from 1 to {most}", param="limit")
+        after = request.query_params.get("after")
+        found = await self.runner.on_disk(find, request.scope[CLIENT].tenant, limit + 1, after)
+        shown = found[:limit]
+        ends = (
+            {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+        )
+        return json_response({"object": "list", "data": shown, **ends, "has_more": len(found) > limit})
+
+
+async def ask(app: FastAPI, path: str, body: bytes, client: Client) -> Answer:
+    """One request to a route of `app`, as if it had come from `client`, without a socket."""
+    request_id = f"batch-{uuid4().hex}"
+    headers = {"host": "batch", "content-type": "application/json", "x-request-id": request_id}
+    scope: dict[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": None,
+        "server": None,
+        CLIENT: client,
+    }
+    sent, pieces, status, received = False, list[bytes](), 500, dict[bytes, bytes]()
+
+    async def receive() -> Message:
+        nonlocal sent
+        if sent:
+            await asyncio.Event().wait()  # this client does not leave; whoever waits for it is cancelled
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal status, received
+        if message["type"] == "http.response.start":
+            status, received = message["status"], dict(message.get("headers", ()))
+        else:
+            pieces.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    retry_after = received.get(b"retry-after", b"0").decode("latin-1")
+    return Answer(status, request_id, b"".join(pieces), float(retry_after) if retry_after.isdecimal() else 0.0)
+
+
+async def _bounded(pieces: AsyncIterator[bytes], most: int, shown: int) -> AsyncGenerator[bytes, None]:
+    """The pieces of a body that has at most so many bytes, each within UPLOAD_IDLE_S of the one before."""
+    size = 0
+    while True:
+        try:
+            async with asyncio.timeout(UPLOAD_IDLE_S):
+                piece = await anext(pieces)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            what = f"nothing of the file came for {UPLOAD_IDLE_S:g} s"
+            raise HttpProblem(408, "request_timeout", what, close=True) from None
+        size += len(piece)
+        if size > most:
+            raise _too_large(shown)
+        yield piece
+
+
+def _copy(source: Any, target: Path) -> None:
+    with target.open("wb") as file:
+        while piece := source.read(_PIECE):
+            file.write(piece)
+
+
+def _too_large(most: int) -> HttpProblem:
+    return HttpProblem(413, "request_too_large", f"a file may have {most} bytes", param="file", close=True)

@@ -1,0 +1,317 @@
+"""Files and batches with the official client, over a scripted generator: what is asked, what is kept, what goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+
+from baton.core.errors import StartupError, Unavailable
+from coordinator.api_keys import read_api_keys
+from coordinator.batches import runner as batch_runner
+from coordinator.batches.store import BatchStore
+from coordinator.http import batches as http_batches
+from coordinator.http.app import HttpSettings, create_app
+from coordinator.submission import Delta, Submission, Timeline, Usage
+from coordinator.text.model import TextModel
+from tests.coordinator.test_api_keys import KEY, OTHER, key_file
+from tests.support.fake_generator import FakeGenerator
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+class Echo(FakeGenerator):
+    """Answers with the number of prompt tokens, `answers` times. `hold` stops every answer; `refusals` requests are
+    refused first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hold: asyncio.Event | None = None
+        self.refusals, self.answers = 0, 10**6
+        self.running = self.most_running = 0
+
+    async def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
+        self.submissions.append(submission)
+        self._note()
+        if self.refusals:
+            self.refusals -= 1
+            raise Unavailable("no room", retry_after_s=0)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            self.answers -= 1
+            if self.answers < 0:
+                await asyncio.Event().wait()
+            if self.hold is not None:
+                await self.hold.wait()
+            count = len(submission.prompt)
+            yield Delta(f"{count}", (7,), "stop", usage=Usage(count, 1), timeline=Timeline())
+        finally:
+            self.running -= 1
+
+
+@asynccontextmanager
+async def served(
+    directory: Path, generator: Echo, text_model: TextModel, **more: Any
+) -> AsyncIterator[tuple[openai.AsyncOpenAI, FastAPI]]:
+    store = BatchStore(str(directory), more.pop("max_bytes", 1 << 20))
+    app = create_app(generator, text_model, HttpSettings("tiny", **more), None, store)
+    running = asyncio.create_task(app.state.batches.run())
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
+    try:
+        async with openai.AsyncOpenAI(
+            api_key=KEY, base_url="http://baton/v1", http_client=http, max_retries=0
+        ) as client:
+            yield client, app
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        app.state.batches.close()
+        app.state.close()
+
+
+def line(name: str, prompt: str = "Hello", path: str = COMPLETIONS, **more: Any) -> dict[str, Any]:
+    return {"custom_id": name, "method": "POST", "url": path, "body": {"prompt": prompt, "max_tokens": 4} | more}
+
+
+def jsonl(*lines: Any) -> bytes:
+    return b"".join((x if isinstance(x, bytes) else json.dumps(x).encode()) + b"\n" for x in lines)
+
+
+async def submit(client: openai.AsyncOpenAI, *lines: Any, endpoint: Any = COMPLETIONS) -> Any:
+    file = await client.files.create(file=("in.jsonl", jsonl(*lines)), purpose="batch")
+    return await client.batches.create(
+        input_file_id=file.id, endpoint=endpoint, completion_window="24h", metadata={"of": "tests"}
+    )
+
+
+async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
+    async with asyncio.timeout(10):
+        while (batch := await client.batches.retrieve(batch_id)).status not in ("completed", "failed", "cancelled"):
+            await asyncio.sleep(0.01)
+    return batch
+
+
+async def rows_of(client: openai.AsyncOpenAI, file_id: str) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in (await client.files.content(file_id)).text.splitlines()]
+
+
+async def test_a_batch_from_its_file_to_its_answers(tmp_path: Path, text_model: TextModel) -> None:
+    generator = Echo()
+    async with served(tmp_path, generator, text_model) as (client, _):
+        asked = [line(f"r{i}", "a" * (i + 1)) for i in range(5)]
+        batch = await submit(client, *asked, b"", line("bad", temperature=9))
+        assert batch.status == "validating" and batch.metadata == {"of": "tests"}
+        batch = await ended(client, batch.id)
+        assert batch.status == "completed" and batch.completed_at and batch.in_progress_at and batch.finalizing_at
+        assert batch.request_counts.model_dump() == {"total": 6, "completed": 5, "failed": 1}
+        rows = await rows_of(client, batch.output_file_id)
+        assert [row["custom_id"] for row in rows] == [f"r{i}" for i in range(5)]
+        for i, row in enumerate(rows):
+            assert row["response"]["status_code"] == 200 and row["error"] is None
+            assert row["response"]["body"]["choices"][0]["text"] == str(len(generator.submissions[i].prompt))
+        (bad,) = await rows_of(client, batch.error_file_id)
+        assert bad["custom_id"] == "bad" and bad["response"]["status_code"] == 400
+        assert bad["response"]["body"]["error"]["param"] == "temperature"
+        assert {s.priority for s in generator.submissions} == {100}
+        assert [b.id async for b in client.batches.list(limit=1)] == [batch.id]
+
+
+async def test_each_endpoint(tmp_path: Path, text_model: TextModel) -> None:
+    messages = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    async with served(tmp_path, Echo(), text_model) as (client, _):
+        for endpoint, body in ((CHAT, messages), ("/v1/responses", {"input": "hi"})):
+            asked = {"custom_id": "x", "method": "POST", "url": endpoint, "body": body}
+            batch = await ended(client, (await submit(client, asked, endpoint=endpoint)).id)
+            (row,) = await rows_of(client, batch.output_file_id)
+            assert row["response"]["status_code"] == 200, row
+
+
+async def test_files_are_listed_read_and_deleted(tmp_path: Path, text_model: TextModel) -> None:
+    async with served(tmp_path, Echo(), text_model) as (client, _):
+        made = [await client.files.create(file=(f"{i}.jsonl", b"x" * i), purpose="batch") for i in (1, 2, 3)]
+        assert [(f.filename, f.bytes, f.status) for f in made[:1]] == [("1.jsonl", 1, "processed")]
+        assert [f.id async for f in client.files.list(limit=2)] == [f.id for f in reversed(made)]
+        assert (await client.files.content(made[2].id)).content == b"xxx"
+        assert (await client.files.delete(made[1].id)).deleted
+        for call in (client.files.retrieve, client.files.delete, client.files.content):
+            with pytest.raises(openai.NotFoundError):
+                await call(made[1].id)
+        assert (await client.files.list(purpose="batch_output")).data == []
+        assert sorted(p.name for p in (tmp_path / "files").iterdir()) == sorted(f.id for f in (made[0], made[2]))
+
+
+WRONG = {
+    b"{": ("invalid_json_line", None),
+    b"[]": ("invalid_json_line", None),
+    b'{"custom_id": 1}': ("missing_required_parameter", "custom_id"),
+    json.dumps(line("r") | {"method": "GET"}).encode(): ("invalid_method", "method"),
+    json.dumps(line("r") | {"url": CHAT}).encode(): ("mismatched_endpoint", "url"),
+    json.dumps(line("r") | {"body": "x"}).encode(): ("missing_required_parameter", "body"),
+    json.dumps(line("r") | {"more": 1}).encode(): ("unknown_parameter", "more"),
+    json.dumps(line("good")).encode(): ("duplicate_custom_id", "custom_id"),
+    json.dumps(line("r", stream=True)).encode(): ("invalid_value", "body.stream"),
+}
+
+
+async def test_a_file_with_a_wrong_line_fails_and_names_it(tmp_path: Path, text_model: TextModel) -> None:
+    generator = Echo()
+    async with served(tmp_path, generator, text_model) as (client, _):
+        for text, (code, param) in WRONG.items():
+            batch = await ended(client, (await submit(client, line("good"), text)).id)
+            assert batch.status == "failed", text
+            (error,) = batch.errors.data
+            assert (error.code, error.line, error.param) == (code, 2, param), text
+        batch = await ended(client, (await submit(client, b"")).id)
+        assert batch.status == "failed" and batch.errors.data[0].code == "empty_file"
+        assert not generator.submissions
+
+
+async def test_requests_are_bounded_and_a_cancelled_batch_keeps_what_it_has(
+    tmp_path: Path, text_model: TextModel
+) -> None:
+    generator = Echo()
+    async with served(tmp_path, generator, text_model) as (client, _):
+        generator.hold = asyncio.Event()
+        batch = await submit(client, *(line(f"r{i}") for i in range(batch_runner.MAX_RUNNING + 9)))
+        await generator.until(submitted=batch_runner.MAX_RUNNING)
+        held, generator.hold = generator.hold, asyncio.Event()
+        held.set()
+        await generator.until(submitted=batch_runner.MAX_RUNNING + 9)
+        async with asyncio.timeout(10):
+            while (await client.batches.retrieve(batch.id)).request_counts.completed < batch_runner.MAX_RUNNING:
+                await asyncio.sleep(0.01)
+        assert generator.most_running == batch_runner.MAX_RUNNING
+        assert (await client.batches.cancel(batch.id)).status == "cancelling"
+        batch = await ended(client, batch.id)
+        assert batch.status == "cancelled" and generator.running == 0
+        assert len(await rows_of(client, batch.output_file_id)) == batch_runner.MAX_RUNNING
+        assert (await client.batches.cancel(batch.id)).status == "cancelled"
+
+
+async def test_a_restart_goes_on_and_asks_nothing_twice(tmp_path: Path, text_model: TextModel) -> None:
+    first, answered = Echo(), 20
+    first.answers = answered
+    async with served(tmp_path, first, text_model) as (client, _):
+        batch = await submit(client, *(line(f"r{i}", "a" * (i + 1)) for i in range(50)))
+        async with asyncio.timeout(10):
+            while (await client.batches.retrieve(batch.id)).request_counts.completed < answered:
+                await asyncio.sleep(0.01)
+    second = Echo()
+    async with served(tmp_path, second, text_model) as (client, _):
+        batch = await ended(client, batch.id)
+        assert batch.status == "completed" and batch.request_counts.completed == 50
+        assert len(second.submissions) == 50 - answered
+        rows = await rows_of(client, batch.output_file_id)
+        assert [row["custom_id"] for row in rows] == [f"r{i}" for i in range(50)]
+
+
+async def test_a_refusal_for_want_of_room_is_tried_again(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_runner, "RETRIES_S", (0.001, 0.002))
+    generator = Echo()
+    generator.refusals = 40
+    async with served(tmp_path, generator, text_model) as (client, _):
+        batch = await ended(client, (await submit(client, *(line(f"r{i}") for i in range(3)))).id)
+        assert batch.request_counts.completed == 3 and len(generator.submissions) == 43
+
+
+async def test_nobody_finds_what_belongs_to_another(tmp_path: Path, text_model: TextModel) -> None:
+    keys = read_api_keys(key_file(tmp_path, f"{KEY} tenant=a\n{OTHER} tenant=b\n"))
+    async with served(tmp_path / "data", Echo(), text_model, api_keys=keys) as (client, _):
+        batch = await ended(client, (await submit(client, line("r"))).id)
+        other = client.with_options(api_key=OTHER)
+        assert (await other.files.list()).data == [] and (await other.batches.list()).data == []
+        for call in (other.files.retrieve, other.files.delete, other.files.content):
+            with pytest.raises(openai.NotFoundError):
+                await call(batch.output_file_id)
+        for call in (other.batches.retrieve, other.batches.cancel):
+            with pytest.raises(openai.NotFoundError):
+                await call(batch.id)
+        with pytest.raises(openai.NotFoundError):
+            await other.batches.create(input_file_id=batch.input_file_id, endpoint=COMPLETIONS, completion_window="24h")
+        with pytest.raises(openai.NotFoundError):
+            await other.batches.list(after=batch.id)
+
+
+async def test_what_is_too_large_or_no_file_is_refused(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_batches, "_OVERHEAD_BYTES", 1000)
+    async with served(tmp_path, Echo(), text_model, max_file_bytes=5000, max_bytes=12_000) as (client, app):
+        await client.files.create(file=("a", b"x" * 5000), purpose="batch")
+        for size in (5001, 50_000):
+            with pytest.raises(openai.APIStatusError) as refused:
+                await client.files.create(file=("a", b"x" * size), purpose="batch")
+            assert refused.value.status_code == 413
+        await client.files.create(file=("a", b"x" * 5000), purpose="batch")
+        with pytest.raises(openai.RateLimitError, match="12000 bytes together"):
+            await client.files.create(file=("a", b"x" * 4900), purpose="batch")
+        with pytest.raises(openai.BadRequestError, match="'purpose' must be 'batch'"):
+            await client.files.create(file=("a", b"x"), purpose="fine-tune")
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
+        kind = {"content-type": "multipart/form-data; boundary=x"}
+        for headers, body, status in (
+            ({"content-type": "application/json"}, b"{}", 415),
+            (kind, b"", 400),
+            (kind, b"--x\r\nnothing", 400),
+            ({"content-type": "multipart/form-data"}, b"--x", 400),
+            (kind, b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--', 400),
+        ):
+            answer = await http.post("/v1/files", content=body, headers=headers)
+            assert answer.status_code == status and "error" in answer.json(), body
+        assert [p for p in (tmp_path / "files").iterdir() if p.suffix == ".part"] == []
+        for body, param in (
+            ({"endpoint": COMPLETIONS, "completion_window": "24h"}, "input_file_id"),
+            ({"input_file_id": "x", "endpoint": "/v1/embeddings", "completion_window": "24h"}, "endpoint"),
+            ({"input_file_id": "x", "endpoint": COMPLETIONS, "completion_window": "1h"}, "completion_window"),
+        ):
+            answer = await http.post("/v1/batches", json=body)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+        for path in ("/v1/files?limit=0", "/v1/batches?limit=101", "/v1/batches?limit=x"):
+            assert (await http.get(path)).json()["error"]["param"] == "limit"
+        await http.aclose()
+
+
+async def test_a_disk_that_fails_costs_the_batch_and_not_the_coordinator(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served(tmp_path, Echo(), text_model) as (client, app):
+        store = app.state.batches._store
+
+        def fails(*_: object) -> None:
+            raise sqlite3.OperationalError("disk I/O error")
+
+        monkeypatch.setattr(store, "answered", fails)
+        batch = await ended(client, (await submit(client, line("r"))).id)
+        assert batch.status == "failed" and "could not be read or written" in batch.errors.data[0].message
+        monkeypatch.undo()
+        batch = await ended(client, (await submit(client, line("r"))).id)
+        assert batch.status == "completed"
+
+
+def test_one_coordinator_has_a_directory(tmp_path: Path) -> None:
+    store = BatchStore(str(tmp_path), 1)
+    with pytest.raises(StartupError, match="another coordinator uses it"):
+        BatchStore(str(tmp_path), 1)
+    store.close()
+    BatchStore(str(tmp_path), 1).close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartupError, match=r"--data-dir .* cannot be used"):
+        BatchStore(str(tmp_path / "file"), 1)
+
+
+async def test_without_a_directory_they_are_off(client: httpx.AsyncClient) -> None:
+    for path in ("/v1/files", "/v1/batches"):
+        for answer in (await client.get(path), await client.post(path)):
+            assert answer.status_code == 400 and "--data-dir" in answer.json()["error"]["message"]
