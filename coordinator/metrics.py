@@ -45,6 +45,8 @@ VLLM = {
 
 WORKER_GAUGES = ("running", "waiting", "sequences", "blocks_total", "blocks_free")
 WORKER_COUNTERS = tuple(name for name in LOAD_COLUMNS if name not in WORKER_GAUGES)
+_UNITS = {"step_s": "step_seconds"}
+"""Names of metrics spell their unit."""
 
 log = logging.getLogger("baton.requests")
 disable_created_metrics()  # type: ignore[no-untyped-call]  # half of the samples would say when a series began
@@ -231,6 +233,10 @@ class _State(Collector):
         yield counter("baton_loop_stalls", "times the event loop was blocked for over 50 ms", value=own["loop_stalls"])
         longest = "the longest of these"
         yield gauge("baton_loop_longest_stall_seconds", longest, value=own["loop_longest_stall_ms"] / 1e3)
+        again = "times a request lost its worker and began again"
+        yield counter("baton_requests_rescheduled", again, value=own["rescheduled"])
+        handed = "times parked KV was offered to another decode worker"
+        yield counter("baton_requests_reassigned", handed, value=own["reassigned"])
         refused = counter("baton_joins_refused", "workers that did not fit, by field", labels=["field"])
         for name, count in known["joins_refused"].items():
             refused.add_metric([name], count)
@@ -247,7 +253,9 @@ class _State(Collector):
         yield up
         for names, family in ((WORKER_GAUGES, gauge), (WORKER_COUNTERS, counter)):
             for name in names:
-                made = family(f"baton_worker_{name}", f"`{name}` of GET /workers", labels=["worker", "role"])
+                made = family(
+                    f"baton_worker_{_UNITS.get(name, name)}", f"`{name}` of GET /workers", labels=["worker", "role"]
+                )
                 for w in workers:
                     made.add_metric([w["id"], w["role"]], w[name])
                 yield made

@@ -197,6 +197,8 @@ class Pipeline:
             "requests": len(cluster.requests),
             "queued": cluster.requests.dispatcher.num_queued,
             "oldest_queued_s": round(cluster.requests.oldest_queued_s(time.monotonic()), 3),
+            "rescheduled": cluster.requests.rescheduled,
+            "reassigned": cluster.requests.reassigned,
             "tasks": self._num_tasks(),
         }
         return known | {"coordinator": counts | self._loop_watch.as_json()}

@@ -138,6 +138,7 @@ class DecodeWorker:
             kv_bytes_received=self.hand_overs.bytes_received,
             kv_bytes_reused=scheduler.tokens_reused * scheduler.layout.bytes_per_token,
             steps=self.main_loop.steps,
+            step_s=self.main_loop.step_s,
             sequences=scheduler.num_sequences,
             handles_refused=self.hand_overs.handles_refused,
             stale_messages=self.hand_overs.stale_messages,

@@ -30,14 +30,21 @@ def print_cluster(
         console.print("no workers have joined")
         return
     earlier = {} if before is None else {worker.id: worker for worker in before.workers}
-    numbers = ("blocks free", "running", "waiting", *(("tokens/s", "steps/s") if before is not None else ()), "since")
+    numbers = (
+        "blocks free",
+        "running",
+        "waiting",
+        *(("tokens/s", "steps/s", "step ms") if before is not None else ()),
+        "since",
+    )
     table = make_table(("worker", "role", "tp", "host", "state", *numbers), right=("tp", *numbers))
     for worker in cluster.workers:
         fields = worker.fields
         rates: tuple[str, ...] = ()
         if before is not None:
             names = (_TOKENS.get(worker.role, ""), "steps")
-            rates = tuple(_rate(worker, earlier.get(worker.id), name, between_s) for name in names)
+            old = earlier.get(worker.id)
+            rates = (*(_rate(worker, old, name, between_s) for name in names), _step_ms(worker, old))
         table.add_row(
             worker.id,
             worker.role,
@@ -80,6 +87,14 @@ def _rate(worker: WorkerView, before: WorkerView | None, name: str, between_s: f
     if not same or not isinstance(old, int) or not isinstance(new, int) or between_s <= 0:
         return "-"
     return f"{(new - old) / between_s:.0f}"
+
+
+def _step_ms(worker: WorkerView, before: WorkerView | None) -> str:
+    """How long a step took on average; `-` where there was none."""
+    if before is None or before.fields.get("incarnation") != worker.fields.get("incarnation"):
+        return "-"
+    steps, seconds = (worker.fields.get(name, 0) - before.fields.get(name, 0) for name in ("steps", "step_s"))
+    return f"{seconds / steps * 1e3:.1f}" if steps > 0 else "-"
 
 
 def since(seconds: object) -> str:

@@ -126,6 +126,7 @@ class PrefillWorker:
             tokens_generated=scheduler.tokens_generated,
             kv_bytes_sent=self.outgoing.counters.bytes_sent,
             steps=self.main_loop.steps,
+            step_s=self.main_loop.step_s,
             backlog_tokens=scheduler.backlog_tokens,
             sequences=scheduler.num_sequences,
             leases=len(self.outgoing),

@@ -110,7 +110,7 @@ class Load:
     were not computed by a prefill worker, `kv_bytes_reused` not sent to a decode worker, since they were there.
     `preempted` sequences wait for blocks to go on; `preemptions` counts how often that was. `steps_ahead`
     were planned before the tokens of the step before were known, `rows_discarded` computed in vain. Of
-    `chunks_early` the first layers were sent while others were computed."""
+    `chunks_early` the first layers were sent while others were computed. `step_s` were spent in all `steps`."""
 
     blocks_total: int = 0
     blocks_free: int = 0
@@ -136,6 +136,7 @@ class Load:
     steps_ahead: int = 0
     rows_discarded: int = 0
     chunks_early: int = 0
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ class Launcher(Protocol):
 
 class StepThread:
     """Complete state: the queue to the thread, the steps that are out with their futures and beginnings, oldest first,
-    and when the last one ended."""
+    when the last one ended, and `busy_s`, the seconds that the thread has computed or waited for its device."""
 
     def __init__(self, step: Step, launcher: Launcher | None = None) -> None:
         """To be made, and used, where an event loop runs. `step`, or the `launcher` in its place, is called on the
@@ -50,6 +50,7 @@ class StepThread:
         self._work = queue.SimpleQueue()
         self._out: deque[tuple[StepPlan, _Out, float]] = deque()
         self._ended_at = float("-inf")
+        self.busy_s = 0.0
         threading.Thread(target=self._run, name="compute", daemon=True).start()
 
     def __len__(self) -> int:
@@ -106,10 +107,12 @@ class StepThread:
             work, future = item
             outcome, error = None, failed
             if failed is None:
+                began = time.perf_counter()
                 try:
                     outcome = work()
                 except BaseException as e:
                     error = e
+                self.busy_s += time.perf_counter() - began
             if future is None:
                 failed = error
                 continue

@@ -84,6 +84,7 @@ class WorkerLoop:
         self._run_clock_ahead_ms = 0.0
         self.token = token
         self.steps = 0
+        self.step_s = 0.0
         self.draining = False
         self._tier = tier
         self._step, self._launcher = step, launcher
@@ -202,6 +203,7 @@ class WorkerLoop:
                 continue
             plan, outcome = await compute.collect()
             self.steps += 1
+            self.step_s = compute.busy_s
             events = self._tier.finish_step(plan, outcome, time.monotonic())
             for ended in events.ended:
                 self.deadlines.forget(ended.sequence)

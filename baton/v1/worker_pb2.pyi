@@ -222,7 +222,7 @@ class HeartbeatAck(_message.Message):
     def __init__(self, sequence_number: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("blocks_total", "blocks_free", "running", "waiting", "prompt_tokens_computed", "tokens_generated", "kv_bytes_sent", "kv_bytes_received", "steps", "backlog_tokens", "leases", "sequences", "speculation", "chunks_resent", "handles_refused", "stale_messages", "prompt_tokens_cached", "kv_bytes_reused", "links_refused", "preemptions", "preempted", "steps_ahead", "rows_discarded", "chunks_early")
+    __slots__ = ("blocks_total", "blocks_free", "running", "waiting", "prompt_tokens_computed", "tokens_generated", "kv_bytes_sent", "kv_bytes_received", "steps", "backlog_tokens", "leases", "sequences", "speculation", "chunks_resent", "handles_refused", "stale_messages", "prompt_tokens_cached", "kv_bytes_reused", "links_refused", "preemptions", "preempted", "steps_ahead", "rows_discarded", "chunks_early", "step_s")
     BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -247,6 +247,7 @@ class Load(_message.Message):
     STEPS_AHEAD_FIELD_NUMBER: _ClassVar[int]
     ROWS_DISCARDED_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_EARLY_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
     blocks_total: int
     blocks_free: int
     running: int
@@ -271,7 +272,8 @@ class Load(_message.Message):
     steps_ahead: int
     rows_discarded: int
     chunks_early: int
-    def __init__(self, blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., steps: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., leases: _Optional[int] = ..., sequences: _Optional[int] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., chunks_resent: _Optional[int] = ..., handles_refused: _Optional[int] = ..., stale_messages: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., kv_bytes_reused: _Optional[int] = ..., links_refused: _Optional[int] = ..., preemptions: _Optional[int] = ..., preempted: _Optional[int] = ..., steps_ahead: _Optional[int] = ..., rows_discarded: _Optional[int] = ..., chunks_early: _Optional[int] = ...) -> None: ...
+    step_s: float
+    def __init__(self, blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., prompt_tokens_computed: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., steps: _Optional[int] = ..., backlog_tokens: _Optional[int] = ..., leases: _Optional[int] = ..., sequences: _Optional[int] = ..., speculation: _Optional[_Union[_types_pb2.SpeculationCounters, _Mapping]] = ..., chunks_resent: _Optional[int] = ..., handles_refused: _Optional[int] = ..., stale_messages: _Optional[int] = ..., prompt_tokens_cached: _Optional[int] = ..., kv_bytes_reused: _Optional[int] = ..., links_refused: _Optional[int] = ..., preemptions: _Optional[int] = ..., preempted: _Optional[int] = ..., steps_ahead: _Optional[int] = ..., rows_discarded: _Optional[int] = ..., chunks_early: _Optional[int] = ..., step_s: _Optional[float] = ...) -> None: ...
 
 class StepEvents(_message.Message):
     __slots__ = ("step_id", "tokens", "ended", "parked", "handed_over", "load", "kv_cache_events")

@@ -255,6 +255,7 @@ LOAD_COLUMNS = (
     "kv_bytes_received",
     "kv_bytes_reused",
     "steps",
+    "step_s",
     "steps_ahead",
     "rows_discarded",
     "sequences",

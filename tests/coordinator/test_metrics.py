@@ -27,6 +27,8 @@ CLUSTER: dict[str, Any] = {
         "requests": 7,
         "queued": 3,
         "oldest_queued_s": 1.5,
+        "rescheduled": 2,
+        "reassigned": 1,
         "loop_stalls": 4,
         "loop_longest_stall_ms": 250.0,
     },

@@ -55,14 +55,18 @@ def test_the_queue_stands_above() -> None:
 
 
 def test_rates_are_those_since_the_last_look_and_of_the_same_start() -> None:
-    before = view(prompt_tokens_computed=1000, steps=10, tokens_generated=7)
-    now = view(prompt_tokens_computed=5000, steps=30, tokens_generated=9)
+    before = view(prompt_tokens_computed=1000, steps=10, tokens_generated=7, step_s=1.0)
+    now = view(prompt_tokens_computed=5000, steps=30, tokens_generated=9, step_s=1.05)
     head, line = shown(now, before, 2.0)
-    assert " ".join(head.split()).endswith("waiting tokens/s steps/s since")
-    assert line.split()[-3:] == ["2000", "10", "4m10s"]
-    assert shown(view(role="decode", tokens_generated=107, steps=20), before, 2.0)[1].split()[-3:-1] == ["50", "5"]
+    assert " ".join(head.split()).endswith("waiting tokens/s steps/s step ms since")
+    assert line.split()[-4:] == ["2000", "10", "2.5", "4m10s"]
+    assert shown(view(role="decode", tokens_generated=107, steps=20, step_s=1.2), before, 2.0)[1].split()[-4:-1] == [
+        "50",
+        "5",
+        "20.0",
+    ]
     for other in (view(incarnation=4, steps=2), view(id="other"), view()):
-        assert shown(other, before, 2.0)[1].split()[-3:-1] == ["-", "-"]
+        assert shown(other, before, 2.0)[1].split()[-4:-1] == ["-", "-", "-"]
 
 
 def test_watching_looks_again_and_again() -> None:
