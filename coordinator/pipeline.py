@@ -33,6 +33,7 @@ from coordinator.policy.timeline import spans
 from coordinator.recent import RecentRequests, Record
 from coordinator.submission import Delta, Submission, Timeline, Usage
 from coordinator.text.stream import TextStream, Vocabulary
+from coordinator.tracing import Tracing
 
 
 class Pipeline:
@@ -44,7 +45,9 @@ class Pipeline:
         vocabulary: Vocabulary,
         loop_watch: LoopWatch | None = None,
         metrics: Metrics | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
+        self._tracing = tracing
         self._loop_watch = loop_watch or LoopWatch()
         self._cluster = cluster
         self._vocabulary = vocabulary
@@ -139,7 +142,9 @@ class Pipeline:
         finally:
             timer.cancel()
             self._cluster.end(in_flight, reason)
-            self._recent.ended(request, _outcome(request, reason), time.monotonic())
+            record = self._recent.ended(request, _outcome(request, reason), time.monotonic())
+            if self._tracing is not None:
+                self._tracing.ended(record, submission.traceparent)
 
     def _text(self, submission: Submission) -> TextStream:
         s = submission

@@ -75,9 +75,11 @@ class RecentRequests:
     def __init__(self) -> None:
         self._ended: deque[Record] = deque(maxlen=KEPT)
 
-    def ended(self, request: Request, outcome: str, now: float) -> None:
-        """`now` on the clock of `request`."""
-        self._ended.append(_record(request, outcome, now))
+    def ended(self, request: Request, outcome: str, now: float) -> Record:
+        """The record of a choice that is over; `now` on the clock of `request`."""
+        record = _record(request, outcome, now)
+        self._ended.append(record)
+        return record
 
     def latest(self, running: Iterable[Request], limit: int, now: float) -> list[Record]:
         """At most `limit`: those that run, and those that ended last, the latest first."""

@@ -34,6 +34,7 @@ from coordinator.pipeline import Pipeline
 from coordinator.policy.joining import OwnModel
 from coordinator.structured_output import GrammarCompiler
 from coordinator.text.model import TextModel
+from coordinator.tracing import Tracing
 from coordinator.translate import Translator
 
 log = logging.getLogger("baton.coordinator")
@@ -65,7 +66,8 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     )
     loop_watch = LoopWatch()
     metrics = Metrics(name, config.metrics_compat, config.slow_request_s)
-    pipeline = Pipeline(cluster, text.vocabulary, loop_watch, metrics)
+    tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint else None
+    pipeline = Pipeline(cluster, text.vocabulary, loop_watch, metrics, tracing)
     grammars = GrammarCompiler(model_dir, text.vocab_size)
     translator = Translator(text, deadline_s=config.request_timeout_s, grammars=grammars)
     max_body_bytes = round(config.max_body_mib * (1 << 20))
@@ -144,6 +146,8 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         for each in apps:
             each.state.close()
         grammars.close()
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
         text.close()
     failed = [t for t in background if t.done() and not t.cancelled() and t.exception() is not None]
     if failed:

@@ -21,6 +21,7 @@ class Submission:
     time the whole request may take, in seconds. `n` choices are generated, each with its own noise. Requests share
     cached KV only where their `cache_salt` is the same. `shown_token_ids` are special tokens that the text spells out;
     with `include_stop` the text ends with its stop string. Lower `priority` goes first, wherever requests wait.
+    `traceparent` is the client's span (W3C Trace Context), if it named one.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class Submission:
     cache_salt: str = ""
     shown_token_ids: frozenset[int] = frozenset()
     include_stop: bool = False
+    traceparent: str = ""
 
     def of(self, client: Client) -> Submission:
         """The same, from this client: which may step back behind its own priority, not before it."""

@@ -156,6 +156,7 @@ class CoordinatorOptions:
         "how the model writes tool calls; auto: as its chat template does",
         choices=("auto", "hermes", "llama3", "mistral", "harmony"),
     )
+    otlp_endpoint: str = option("", "URL of an OpenTelemetry collector (OTLP, HTTP) that gets a span for each request")
     data_dir: str = option(
         "", "directory for /v1/files and /v1/batches, which outlive a restart; default: they are off"
     )

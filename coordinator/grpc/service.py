@@ -8,7 +8,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import grpc
@@ -100,8 +100,10 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
         try:
             if isinstance(request, Malformed):
                 raise request.refused()
-            client = self._keys.client(_authorization(context.invocation_metadata()))
+            client = self._keys.client(_metadata(context.invocation_metadata(), "authorization"))
             submission = (await self._submission(request, context.time_remaining())).of(client)
+            if traceparent := _metadata(context.invocation_metadata(), "traceparent"):
+                submission = replace(submission, traceparent=traceparent[:64])
             async with contextlib.aclosing(self._generator.generate(submission)) as deltas:
                 index: Counter[int] = Counter()
                 async for delta in deltas:
@@ -272,8 +274,9 @@ def _handlers(serving: Serving) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate, "GetModelInfo": model_info})
 
 
-def _authorization(metadata: Iterable[tuple[str, str]] | None) -> str:
-    sent = [value for name, value in metadata or () if name == "authorization"]
+def _metadata(metadata: Iterable[tuple[str, str]] | None, name: str) -> str:
+    """The one value under a name; empty where there is none, or several."""
+    sent = [value for key, value in metadata or () if key == name]
     return sent[0] if len(sent) == 1 else ""
 
 
@@ -291,7 +294,7 @@ class _KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if not handler_call_details.method.startswith(f"/{SERVICE}/"):
             return await continuation(handler_call_details)
         try:
-            self._keys.client(_authorization(handler_call_details.invocation_metadata))
+            self._keys.client(_metadata(handler_call_details.invocation_metadata, "authorization"))
         except Unauthenticated as refused:
             error = refused
 

@@ -24,6 +24,7 @@ from baton.rpc.status import printable
 from coordinator import off_loop
 from coordinator.api_keys import ApiKeys
 from coordinator.batches.store import BatchStore
+from coordinator.http import server_info
 from coordinator.http.batches import BatchRoutes
 from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import HttpProblem, error_response, json_response
@@ -44,6 +45,7 @@ from coordinator.text.tool_calls import make_parser
 from coordinator.translate import Translator, check_messages
 
 _T = TypeVar("_T", bound=Strict)
+MAX_TRACEPARENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +89,14 @@ def create_app(
         ("POST", "/tokenize", front.tokenize),
         ("POST", "/detokenize", front.detokenize),
         ("GET", "/version", front.version),
+        ("GET", "/get_model_info", front.model_info),
+        ("GET", "/tokenizer_info", front.tokenizer_info),
     )
     admin = (
         ("GET", "/metrics", front.metrics),
         ("GET", "/workers", front.workers),
+        ("GET", "/server_info", front.server_info),
+        ("GET", "/loads", front.loads),
         ("GET", "/requests", front.requests),
         ("GET", "/requests/{request_id:path}", front.request),
     )
@@ -156,7 +162,7 @@ class _Front:
             name = request_id if len(body.prompt) == 1 else f"{request_id}-{number}"
             submit = self._translator.from_text if isinstance(prompt, str) else self._translator.from_token_ids
             submission = await submit(name, prompt, options)  # type: ignore[arg-type]
-            submissions.append(submission.of(request.scope[CLIENT]))
+            submissions.append(_owned(submission, request))
         echos = None
         if body.echo:
             echos = tuple([p if isinstance(p, str) else await self._text.decode_soon(p) for p in body.prompt])
@@ -189,7 +195,7 @@ class _Front:
             options = replace(options, constraint=constraint)
         request_id, how = _unique_id(request), body.rendering()
         submission = await self._translator.from_messages(request_id, body.chat(), options, how=how)
-        submission = submission.of(request.scope[CLIENT])
+        submission = _owned(submission, request)
         free = options.constraint is None  # what has to match a grammar has no reasoning before it
         new_parser = partial(
             make_parser,
@@ -247,6 +253,21 @@ class _Front:
 
     async def workers(self) -> Response:
         return json_response(self._generator.workers())
+
+    async def server_info(self) -> Response:
+        cluster = self._generator.workers()
+        return json_response(
+            server_info.server_info(self._settings.model_name, self._settings.version, self._text, cluster)
+        )
+
+    async def model_info(self) -> Response:
+        return json_response(server_info.model_info(self._settings.model_name, self._text))
+
+    async def loads(self) -> Response:
+        return json_response(server_info.loads(self._generator.workers()))
+
+    async def tokenizer_info(self) -> Response:
+        return json_response(server_info.tokenizer_info(self._text))
 
     async def requests(self, request: Request) -> Response:
         text = request.query_params.get("limit", "100")
@@ -333,6 +354,12 @@ class _Front:
             stream=stream,
             send_timeout_s=self._settings.send_timeout_s,
         )
+
+
+def _owned(submission: Submission, request: Request) -> Submission:
+    """With what the request's head says of who asks."""
+    traceparent = request.headers.get("traceparent", "")[:MAX_TRACEPARENT]
+    return replace(submission.of(request.scope[CLIENT]), traceparent=traceparent)
 
 
 def _as_json(records: Sequence[Record]) -> dict[str, Any]:

@@ -57,6 +57,7 @@ class TextModel:
         _check_vocabulary(self.vocabulary, self.vocab_size)
         self.max_model_len = files.config.longest(max_model_len)
         self.eos_token_ids = files.eos_token_ids
+        self.special_tokens = dict(files.special_tokens)
         bos = files.special_tokens.get("bos_token")
         self.bos_token_id: int | None = None if bos is None else files.tokenizer.token_to_id(bos)
         self.ignored_defaults = files.ignored
@@ -72,6 +73,7 @@ class TextModel:
             None if files.chat_template is None else ChatEncoder(files.chat_template, files.tokenizer, files.parts)
         )
         template = "" if files.chat_template is None else files.chat_template.source
+        self.chat_template = template or None
         self.tool_format = detect_format(template) if tool_parser == "auto" else tool_parser
         self.template_has_tools = "tools" in template
         self.thinks = THINK[1] in template or self.tool_format == "harmony"

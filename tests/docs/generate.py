@@ -50,6 +50,10 @@ ENDPOINTS = {
     " [where the time went](operations.md#where-the-time-of-a-request-went)",
     "GET /workers": "the table of workers, see [operations](operations.md)",
     "GET /version": "the version of Baton",
+    "GET /server_info": "model, version, and how many workers of each role there are",
+    "GET /loads": "requests that run and wait, as SGLang has it",
+    "GET /get_model_info": "the model, as SGLang has it",
+    "GET /tokenizer_info": "special tokens and chat template, as vLLM has it",
     "GET /openapi.json": "an OpenAPI description of the above",
 }
 
@@ -228,7 +232,8 @@ def message_fields() -> str:
 
 def metrics() -> str:
     row = {"id": "w", "role": "decode", "state": "ready"} | dict.fromkeys((*WORKER_GAUGES, *WORKER_COUNTERS), 0)
-    own = {"requests": 0, "queued": 0, "oldest_queued_s": 0, "loop_stalls": 0, "loop_longest_stall_ms": 0}
+    names = ("requests", "queued", "oldest_queued_s", "rescheduled", "reassigned", "loop_stalls")
+    own = dict.fromkeys((*names, "loop_longest_stall_ms"), 0)
     made = Metrics().everything({"workers": [row], "joins_refused": {}, "coordinator": own})
     rows = []
     for metric in made.collect():

@@ -69,7 +69,8 @@ class FakeGenerator:
         return not self.not_ready, self.not_ready
 
     def workers(self) -> dict[str, object]:
-        return {"workers": [{"id": "prefill-0", "role": "prefill", "state": "ready"}]}
+        row = {"id": "prefill-0", "role": "prefill", "state": "ready", "blocks_total": 10, "blocks_free": 4}
+        return {"workers": [row, row | {"id": "d", "role": "decode"}], "coordinator": {"requests": 5, "queued": 2}}
 
     async def until(self, *, submitted: int = 0, finished: int = 0, timeout_s: float = 5.0) -> None:
         """Waits until so many have been submitted and finished."""

@@ -1,0 +1,77 @@
+"""OpenTelemetry spans of each request, exported over OTLP: an extra, `pip install baton-serve[otel]`.
+
+A span for the request, below the client's own where it sent a `traceparent`, and below it one for each part of its
+timeline, on whichever tier that was. They are made when a choice has ended, from what the coordinator knows by then:
+no worker exports anything, and a token costs nothing. The exporter sends in batches on a thread of its own and drops
+what its collector does not take.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton.core.errors import StartupError
+from coordinator.recent import Record
+
+FLAG = "--otlp-endpoint"
+
+
+class Tracing:
+    """Complete state: the tracer and the provider whose thread exports."""
+
+    def __init__(self, endpoint: str, exporter: Any = None) -> None:
+        """`endpoint` is the URL of a collector's HTTP receiver, such as http://127.0.0.1:4318.
+
+        Raises:
+            StartupError: the packages of the extra are not installed.
+        """
+        try:
+            from opentelemetry import trace
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        except ImportError as error:
+            what = f"{FLAG} needs the packages of an extra: pip install 'baton-serve[otel]' ({error})"
+            raise StartupError(what) from None
+        self._trace, self._propagator = trace, TraceContextTextMapPropagator()
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "baton"}))
+        exporter = exporter or OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces", timeout=5)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("baton")
+
+    def ended(self, record: Record, traceparent: str = "") -> None:
+        """One choice of a request is over."""
+        trace, began = self._trace, record.admitted_at
+        parent = self._propagator.extract({"traceparent": traceparent}) if traceparent else None
+        attributes: dict[str, Any] = {
+            "gen_ai.response.id": record.request_id,
+            "gen_ai.usage.input_tokens": record.prompt_tokens,
+            "gen_ai.usage.output_tokens": record.generated_tokens,
+            "gen_ai.response.finish_reasons": (record.outcome,),
+            "baton.choice": record.choice,
+            "baton.cached_tokens": record.cached_tokens,
+            "baton.attempts": record.attempts,
+            "baton.prefill_worker": record.prefill_worker,
+            "baton.decode_worker": record.decode_worker,
+        }
+        whole = self._tracer.start_span(
+            "generate", parent, kind=trace.SpanKind.SERVER, attributes=attributes, start_time=_ns(began)
+        )
+        if record.error:
+            whole.set_status(trace.Status(trace.StatusCode.ERROR, record.error[:200]))
+        below = trace.set_span_in_context(whole)
+        for part in record.spans:
+            where = {"baton.worker": part.worker} if part.worker else {}
+            span = self._tracer.start_span(part.name, below, attributes=where, start_time=_ns(began + part.start_s))
+            span.end(_ns(began + part.end_s))
+        whole.end(_ns(began + (record.spans[-1].end_s if record.spans else 0.0)))
+
+    def close(self) -> None:
+        """Sends what is left, for some seconds at most."""
+        self._provider.shutdown()
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -1,0 +1,99 @@
+"""Spans of a request, below those of its client."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.trace import StatusCode
+
+from baton.core.errors import StartupError
+from coordinator.policy.timeline import Span
+from coordinator.recent import Record
+from coordinator.tracing import Tracing
+from tests.support.fake_generator import FakeGenerator
+from tests.support.grpc_kit import Client
+from tests.support.requests_kit import CHAT, GOOD
+
+PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+SPANS = (Span("queue", 0.0, 0.25), Span("prefill", 0.25, 1.0, "p0"), Span("decode", 1.0, 3.0, "d0"))
+
+
+class Kept(SpanExporter):
+    def __init__(self) -> None:
+        self.spans: list[ReadableSpan] = []
+
+    def export(self, spans: Any) -> SpanExportResult:
+        self.spans += spans
+        return SpanExportResult.SUCCESS
+
+
+def record(error: str = "") -> Record:
+    return Record("r", 0, 100.0, "worker_lost" if error else "stop", 3, 1, 2, 1, 1.0, "p0", "d0", SPANS, error)
+
+
+def exported(error: str = "", traceparent: str = "") -> dict[str, ReadableSpan]:
+    kept = Kept()
+    tracing = Tracing("http://127.0.0.1:1", kept)
+    tracing.ended(record(error), traceparent)
+    tracing.close()
+    return {span.name: span for span in kept.spans}
+
+
+def test_a_request_is_a_span_with_its_parts_below_it() -> None:
+    spans = exported()
+    assert set(spans) == {"generate", "queue", "prefill", "decode"}
+    whole = spans["generate"]
+    assert whole.attributes and whole.attributes["gen_ai.usage.output_tokens"] == 2 and whole.parent is None
+    assert (whole.start_time, whole.end_time) == (100 * 10**9, 103 * 10**9)
+    for part in SPANS:
+        span = spans[part.name]
+        assert span.parent is not None and whole.context is not None and span.parent.span_id == whole.context.span_id
+        assert (span.start_time, span.end_time) == (round((100 + part.start_s) * 1e9), round((100 + part.end_s) * 1e9))
+        assert (span.attributes or {}).get("baton.worker", "") == part.worker
+
+
+def test_it_is_below_the_span_of_its_client() -> None:
+    whole = exported(traceparent=PARENT)["generate"]
+    assert whole.parent is not None and whole.context is not None
+    assert f"{whole.context.trace_id:032x}" == PARENT.split("-")[1] and f"{whole.parent.span_id:016x}" in PARENT
+    assert exported(traceparent="nonsense")["generate"].parent is None
+
+
+def test_a_failure_is_marked() -> None:
+    whole = exported(error="it was lost")["generate"]
+    assert whole.status.status_code is StatusCode.ERROR and whole.status.description == "it was lost"
+
+
+async def test_both_fronts_hand_on_the_clients_span(
+    client: httpx.AsyncClient, grpc_client: Client, generator: FakeGenerator
+) -> None:
+    await client.post(CHAT, json=GOOD[CHAT], headers={"traceparent": PARENT})
+    await client.post(CHAT, json=GOOD[CHAT], headers={"traceparent": "x" * 5000})
+    async for _ in grpc_client.stub.Generate(_asked(), metadata=(("traceparent", PARENT),)):
+        pass
+    assert [len(s.traceparent) for s in generator.submissions] == [55, 64, 55]
+    assert generator.submissions[0].traceparent == PARENT == generator.submissions[2].traceparent
+
+
+def _asked() -> Any:
+    from baton.v1 import serving_pb2
+
+    return serving_pb2.GenerateRequest(text="Hello")
+
+
+def test_without_its_packages_it_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *more: Any, **named: Any) -> Any:
+        if name.startswith("opentelemetry"):
+            raise ImportError("No module named 'opentelemetry'")
+        return real(name, *more, **named)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(StartupError, match=r"pip install 'baton-serve\[otel\]'"):
+        Tracing("http://127.0.0.1:4318")

@@ -1,0 +1,84 @@
+"""The dashboard and the alert rules ask for metrics that are there, in queries that Prometheus understands."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from baton.core.errors import WorkerLost
+from coordinator.metrics import Metrics
+from coordinator.submission import Submission
+from tests.coordinator.test_metrics import CLUSTER, ENDED
+from tests.support.fake_generator import say
+from tools import dashboard
+
+DIRECTORY = dashboard.OUT.parent
+RULES = DIRECTORY / "baton-alerts.yml"
+_NAME = re.compile(r"\bbaton_[a-z0-9_]+")
+promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool (Debian's package prometheus)")
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """What asks, and its query."""
+    for panel in dashboard.dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            yield panel["title"], target["expr"]
+    yield "alerts", RULES.read_text()
+
+
+def live_names() -> set[str]:
+    metrics = Metrics()
+    for error in (None, WorkerLost("gone")):
+        observed = metrics.request(Submission("r", (1, 2), 4))
+        for delta in say("a", "b") if error is None else ():
+            observed.delta(delta)  # type: ignore[arg-type]
+        observed.end(error)
+    metrics.stages(ENDED)
+    metrics.responses.labels("200").inc()
+    text = metrics.text(CLUSTER).decode()
+    return {sample.name for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+def test_every_metric_that_is_asked_for_is_there() -> None:
+    known, asked = live_names(), 0
+    for title, query in expressions():
+        names = {name for name in _NAME.findall(query) if not name.startswith("baton_alerts")}
+        assert names <= known, f"{title}: {names - known}"
+        asked += len(names)
+    assert asked > 40
+
+
+def test_the_dashboard_is_the_one_of_its_table() -> None:
+    assert dashboard.OUT.read_text() == dashboard.text(), "python tools/dashboard.py"
+    panels = [p for p in json.loads(dashboard.OUT.read_text())["panels"] if p["type"] != "row"]
+    assert all(p["description"] for p in panels)
+    places = {(p["gridPos"]["x"], p["gridPos"]["y"]) for p in panels}
+    assert len(places) == len(panels)
+
+
+@promtool
+def test_the_rules_are_valid_and_fire_when_they_should() -> None:
+    for arguments in (("check", "rules", str(RULES)), ("test", "rules", "baton-alerts-test.yml")):
+        done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, cwd=DIRECTORY, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@promtool
+def test_every_query_is_one(tmp_path: Path) -> None:
+    """As a rule each, which promtool parses."""
+    rules = [
+        {"record": f"x:{i}", "expr": query.replace("$__rate_interval", "1m")}
+        for i, (title, query) in enumerate(expressions())
+        if title != "alerts"
+    ]
+    path = tmp_path / "rules.yml"
+    path.write_text(json.dumps({"groups": [{"name": "queries", "rules": rules}]}))
+    done = subprocess.run(["promtool", "check", "rules", str(path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and f"{len(rules)} rules found" in done.stdout, done.stdout + done.stderr
