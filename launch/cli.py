@@ -116,6 +116,26 @@ def trace_command(url: str, out: str) -> int:
     return 0
 
 
+@baton.command("top")
+@click.argument("url", default=DEFAULT_URL)
+@click.option(
+    "--every", "every_s", default=1.0, show_default=True, type=NumberRange(min=0.2, max=60.0), metavar="SECONDS"
+)
+@click.option("--requests", "shown", default=15, show_default=True, type=click.IntRange(0, 100), help="how many")
+def top_command(url: str, every_s: float, shown: int) -> int:
+    """Watch the cluster at URL: workers with rates, and the last requests with the time in each stage."""
+    from launch.cluster_api import get_cluster
+    from launch.timelines import get_requests
+    from launch.top import top
+
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            top(lambda: get_cluster(url), lambda: get_requests(url, limit=shown) if shown else [], every_s)
+    except OSError as error:
+        raise StartupError(f"no cluster answers at {url}: {error}") from None
+    return 0
+
+
 @baton.command("drain")
 @click.argument("worker")
 @click.argument("url", default=DEFAULT_URL)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from launch.cluster_api import ClusterView, WorkerView
 from launch.tables import make_table, show
@@ -19,16 +20,22 @@ _TOKENS = {"prefill": "prompt_tokens_computed", "decode": "tokens_generated"}
 def print_cluster(
     cluster: ClusterView, before: ClusterView | None = None, between_s: float = 0.0, console: Console | None = None
 ) -> None:
-    """`since` is how long each worker has been in its state. Rates are of the time since `before`, `between_s` ago: of
-    prompt tokens at prefill, of generated ones at decode."""
+    """See `cluster_view`."""
     console = console or Console()
+    for part in cluster_view(cluster, before, between_s):
+        show(part, console) if isinstance(part, Table) else console.print(part)
+
+
+def cluster_view(cluster: ClusterView, before: ClusterView | None = None, between_s: float = 0.0) -> list[str | Table]:
+    """The queue and the table of workers. `since` is how long each worker has been in its state. Rates are of the time
+    since `before`, `between_s` ago: of prompt tokens at prefill, of generated ones at decode."""
+    parts: list[str | Table] = []
     counts = cluster.document.get("coordinator")
     if isinstance(counts, Mapping):
         oldest = f" (the oldest for {counts.get('oldest_queued_s', '?')} s)" if counts.get("queued") else ""
-        console.print(f"{counts.get('requests', '?')} requests, {counts.get('queued', '?')} queued{oldest}")
+        parts.append(f"{counts.get('requests', '?')} requests, {counts.get('queued', '?')} queued{oldest}")
     if not cluster.workers:
-        console.print("no workers have joined")
-        return
+        return [*parts, "no workers have joined"]
     earlier = {} if before is None else {worker.id: worker for worker in before.workers}
     numbers = (
         "blocks free",
@@ -57,7 +64,7 @@ def print_cluster(
             *rates,
             since(fields.get("since_s")),
         )
-    show(table, console)
+    return [*parts, table]
 
 
 def watch(

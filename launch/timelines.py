@@ -26,14 +26,14 @@ _HANDED_OVER = ("decode_queue", "decode")
 Row = Mapping[str, Any]
 
 
-def get_requests(url: str, request_id: str = "") -> list[Row]:
+def get_requests(url: str, request_id: str = "", limit: int = 1000) -> list[Row]:
     """The rows of GET /requests, or of one request.
 
     Raises:
         StartupError: no cluster answers at `url`, or it does not know the request.
     """
     base = url if "//" in url else f"http://{url}"
-    path = f"requests/{quote(request_id)}" if request_id else "requests?limit=1000"
+    path = f"requests/{quote(request_id)}" if request_id else f"requests?limit={limit}"
     try:
         status, document = request_json("GET", "/".join((*base.split("/")[:3], path)), TIMEOUT_S)
     except OSError as error:

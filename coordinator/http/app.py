@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from fastapi import FastAPI, Request
@@ -46,6 +47,13 @@ from coordinator.translate import Translator, check_messages
 
 _T = TypeVar("_T", bound=Strict)
 MAX_TRACEPARENT = 64
+PAGE = Path(__file__).with_name("page.html").read_bytes()
+_PAGE_HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": "default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "img-src data:; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +87,12 @@ def create_app(
     app = FastAPI(title="Baton", version=settings.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     front = _Front(generator, text_model, settings, translator)
     app.state.close = front.close
-    probes = (("GET", "/live", front.live), ("GET", "/health", front.ready), ("GET", "/ready", front.ready))
+    for_all = (
+        ("GET", "/", front.page),
+        ("GET", "/live", front.live),
+        ("GET", "/health", front.ready),
+        ("GET", "/ready", front.ready),
+    )
     api = (
         ("POST", "/v1/completions", front.completions),
         ("POST", "/v1/chat/completions", front.chat_completions),
@@ -109,7 +122,7 @@ def create_app(
                 path, front.no_batches, methods=["GET", "POST"], response_model=None, include_in_schema=False
             )
     served = {"all": (*api, *admin), "api": api, "admin": admin}[settings.routes]
-    for method, path, endpoint in (*probes, *served):
+    for method, path, endpoint in (*for_all, *served):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     for error in (BatonError, HttpProblem, HTTPException):
         app.add_exception_handler(error, _answer_error)
@@ -241,6 +254,9 @@ class _Front:
 
     async def no_batches(self, request: Request) -> Response:
         raise InvalidRequest("files and batches are off here; --data-dir turns them on", code="not_enabled")
+
+    async def page(self) -> Response:
+        return Response(PAGE, headers=_PAGE_HEADERS, media_type="text/html")
 
     async def live(self) -> Response:
         return json_response({"status": "ok"})

@@ -22,7 +22,7 @@ MAX_HEADER_BYTES = 8 * 1024
 MAX_HEAD_BYTES = 16 * 1024
 MAX_TARGET_BYTES = 8 * 1024
 MAX_ID_CHARS = 128
-OPEN_PATHS = ("/live", "/health", "/ready")  # polled, without a key
+OPEN_PATHS = ("/", "/live", "/health", "/ready")  # the page, which says nothing by itself, and what is polled
 REQUEST_ID = "baton.request_id"
 CLIENT = "baton.client"
 """Who asks; set already in what the coordinator asks itself."""

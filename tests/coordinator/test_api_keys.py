@@ -109,17 +109,17 @@ async def test_http_wants_a_key(guarded: httpx.AsyncClient, path: str) -> None:
 
 
 async def test_only_probes_need_none(guarded: httpx.AsyncClient) -> None:
-    for path in ("/live", "/health", "/ready"):
+    for path in ("/", "/live", "/health", "/ready"):
         assert (await guarded.get(path)).status_code == 200
     rest = ("/metrics", "/version", "/workers", "/requests", "/requests/x", "/v1/models", "/v1/models/tiny")
-    tricks = ("/openapi.json", "/nowhere", "//health", "/HEALTH", "/health/", "/%68ealth/x", "/live%2f..%2fworkers")
+    tricks = ("/openapi.json", "/nowhere", "/;//health", "/HEALTH", "/health/", "/%68ealth/x", "/live%2f..%2fworkers")
     for path in (*rest, *tricks):
         assert (await guarded.get(path)).status_code == 401, path
 
 
 async def test_operators_ask_another_port(text_model: TextModel) -> None:
     """Where clients need keys: its routes are those of operators, the other's those of clients, and none is both."""
-    probes = {"/live", "/health", "/ready"}
+    probes = {"/", "/live", "/health", "/ready"}
     paths = {}
     for routes in ("api", "admin", "all"):
         app = create_app(FakeGenerator(), text_model, HttpSettings("tiny", routes=routes))  # type: ignore[arg-type]

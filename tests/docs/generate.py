@@ -43,6 +43,7 @@ ENDPOINTS = {
     "POST /detokenize": "`tokens` to text, special tokens shown",
     "GET /health": "200 while both pools have a ready worker, else 503 with the reason",
     "GET /ready": "the same",
+    "GET /": "a page with a chat box, the pools and the last requests",
     "GET /live": "200 while the coordinator runs",
     "GET /metrics": "Prometheus metrics, see [operations](operations.md)",
     "GET /requests": "the requests that run and the last 1,000, each with its timeline; `limit`, 100 unless given",
