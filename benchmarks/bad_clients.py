@@ -262,7 +262,7 @@ class Found:
 async def good_streams(url: str, seconds: float, seed: int, failed: list[str]) -> list[float]:
     """Gaps of streams that follow each other."""
     target = Target(base_url(url), "builtin", "", 120.0, {})
-    load = Load(seed, Lengths(PROMPT, PROMPT), Lengths(OUTPUT, OUTPUT), False, Lengths(300, 3999))
+    load = Load(seed, Lengths(PROMPT, PROMPT), Lengths(OUTPUT, OUTPUT))
     gaps: list[float] = []
     ends = time.monotonic() + seconds
     async with client_session(target) as session:

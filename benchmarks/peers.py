@@ -78,7 +78,7 @@ class Server:
 
     def load(self, input_len: int, output_len: int) -> Load:
         self._seed += 1
-        return Load(self._seed, Lengths(input_len, input_len), Lengths(output_len, output_len), False, IDS)
+        return Load(self._seed, Lengths(input_len, input_len), Lengths(output_len, output_len), token_ids=IDS)
 
     def measure(self, work: str, plan: Plan) -> Figures:
         match work:
@@ -93,7 +93,9 @@ class Server:
         raise ValueError(work)
 
     def _closed(self, clients: int, count: int) -> Figures:
-        records = asyncio.run(run_load(self.target, self.load(512, 64), 0, count, clients, lambda record: None))
+        records = asyncio.run(
+            run_load(self.target, self.load(512, 64).sessions(0, count), clients, lambda record: None)
+        )
         found = numbers(_good(records, self.name))
         return {
             "TTFT p50 ms": found.ttft.p50 * 1e3,

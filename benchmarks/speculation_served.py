@@ -37,7 +37,7 @@ from serving import ROOT, commit, machine  # noqa: E402
 
 from baton.model_source import resolve_model  # noqa: E402
 from launch.bench.client import client_session, send  # noqa: E402
-from launch.bench.load import Job  # noqa: E402
+from launch.bench.load import Job, completion  # noqa: E402
 from launch.bench.stats import Record  # noqa: E402
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -86,7 +86,7 @@ class Client:
     def jobs(self, count: int) -> list[Job]:
         chosen = [self._texts[(self._next + i) % len(self._texts)] for i in range(count)]
         self._next += count
-        return [Job(list(text[:200]), self._tokens) for text in chosen]
+        return [completion(list(text[:200]), self._tokens) for text in chosen]
 
     def run(self, server: Server, jobs: Sequence[Job], clients: int, sampling: dict[str, Any]) -> Found:
         records = asyncio.run(_all(server, jobs, clients, sampling))

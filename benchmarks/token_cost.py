@@ -39,7 +39,7 @@ from serving import ROOT, commit, machine  # noqa: E402
 
 from baton.model_source import resolve_model  # noqa: E402
 from launch.bench.client import client_session, send  # noqa: E402
-from launch.bench.load import Job  # noqa: E402
+from launch.bench.load import Job, completion  # noqa: E402
 from launch.bench.stats import Record  # noqa: E402
 
 COLUMNS = ("decode, engine", "decode, rest", "coordinator", "client", "prefill")
@@ -201,7 +201,7 @@ def main() -> None:
                 for clients in arguments.clients:
                     count = max(arguments.requests, clients)
                     chosen = [texts[(offset + i) % len(texts)][:100] for i in range(count)]
-                    jobs = [Job(list(text), arguments.tokens if number >= 0 else 16) for text in chosen]
+                    jobs = [completion(list(text), arguments.tokens if number >= 0 else 16) for text in chosen]
                     offset += count
                     for side in list(trees)[:: 1 if number % 2 == 0 else -1]:
                         run = clusters[draft, side].run(jobs, clients)

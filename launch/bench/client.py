@@ -1,19 +1,20 @@
-"""A closed loop against an OpenAI-compatible server: each of `concurrency` clients sends its next request when the last
-one has ended. Arrival is noted as soon as bytes come off the socket, before they are parsed."""
+"""Requests to an OpenAI-compatible server, in a closed loop (each of `concurrency` clients sends its next request when
+the last one has ended) or an open one (each is sent when it is due, however the server keeps up). Arrival is noted as
+soon as bytes come off the socket, before they are parsed."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import orjson
 
-from launch.bench.load import Job, Load
+from launch.bench.load import Job, Session
 from launch.bench.stats import Record
 from launch.http_json import request_json
 
@@ -65,42 +66,58 @@ def client_session(target: Target) -> aiohttp.ClientSession:
 
 
 async def run_load(
-    target: Target, load: Load, first: int, count: int, concurrency: int, done: Callable[[Record], None]
+    target: Target, sessions: Iterable[Session], concurrency: int, done: Callable[[Record], None]
 ) -> list[Record]:
-    """Sends the jobs `first` .. `first + count - 1`; `done` is called after each. Failures are records too."""
-    indices = iter(range(first, first + count))
+    """In a closed loop of `concurrency` clients; 0: in an open one. `done` is called after each request. Failures are
+    records too."""
     records: list[Record] = []
 
-    async def client(session: aiohttp.ClientSession) -> None:
-        for index in indices:
-            record = await send(session, target, load.job(index))
+    async def run(http: aiohttp.ClientSession, session: Session, due: float | None = None) -> None:
+        for number, job in enumerate(session.jobs):
+            record = await send(http, target, job, due if number == 0 else None)
             records.append(record)
             done(record)
 
-    async with client_session(target) as session:
-        await asyncio.gather(*(client(session) for _ in range(min(concurrency, count))))
+    async with client_session(target) as http:
+        if concurrency:
+            waiting = iter(sessions)
+
+            async def client() -> None:
+                for session in waiting:
+                    await run(http, session)
+
+            await asyncio.gather(*(client() for _ in range(concurrency)))
+            return records
+        running: set[asyncio.Task[None]] = set()
+        began = time.perf_counter()
+        for session in sessions:
+            due = began + session.at_s
+            await asyncio.sleep(due - time.perf_counter())
+            task = asyncio.create_task(run(http, session, due))
+            running.add(task)
+            task.add_done_callback(running.discard)
+        await asyncio.gather(*running)
     return records
 
 
-async def send(session: aiohttp.ClientSession, target: Target, job: Job) -> Record:
-    """One request. A failure is a record too."""
+async def send(session: aiohttp.ClientSession, target: Target, job: Job, due: float | None = None) -> Record:
+    """One request. A failure is a record too. Where it was `due` (perf_counter) its times count from then: a client
+    that is late hides nothing."""
     body = {
         "model": target.model,
-        "prompt": job.prompt,
-        "max_tokens": job.max_tokens,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "ignore_eos": True,
+        **job.body,
         **target.extra,
     }
     content = orjson.dumps(body)
     headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
     stream = _Stream()
-    sent = time.perf_counter()
+    sent = time.perf_counter() if due is None else due
     try:
         async with asyncio.timeout(target.timeout_s):
-            async with session.post(f"{target.base}/completions", data=content, headers=headers) as answer:
+            async with session.post(target.base + job.path, data=content, headers=headers) as answer:
                 if answer.status != 200:
                     return Record(sent, error=_refusal(answer.status, _parsed(await answer.read())))
                 async for chunk in answer.content.iter_any():
@@ -125,6 +142,7 @@ class _Stream:
         self._usage: dict[str, Any] | None = None
         self._error: str | None = None
         self._done = False
+        self._stages: dict[str, float] = {}
 
     def feed(self, now: float, chunk: bytes) -> None:
         lines = (self._partial + chunk).split(b"\n")
@@ -153,6 +171,7 @@ class _Stream:
             prompt_tokens=int(usage.get("prompt_tokens") or 0),
             output_tokens=int(usage["completion_tokens"]) if counted else len(self._choices),
             counted=counted,
+            stages=self._stages,
         )
 
     def _event(self, now: float, data: bytes) -> None:
@@ -167,10 +186,42 @@ class _Stream:
             self._usage = event["usage"]
         for choice in itertools.islice(event.get("choices") or (), 1):
             self._choices.append(now)
-            if choice.get("text"):
+            if choice.get("text") or _has_delta(choice.get("delta") or {}):
                 self._text.append(now)
+            if isinstance(timeline := choice.get("timeline"), dict):
+                for span in timeline["spans"]:
+                    self._stages[span["name"]] = self._stages.get(span["name"], 0.0) + span["ms"] / 1e3
             if choice.get("finish_reason"):
                 self._finished_at = now
+
+
+def _has_delta(delta: dict[str, Any]) -> bool:
+    """Whether an event of a chat brings anything: text, reasoning, or a part of a call."""
+    return any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls"))
+
+
+def speaks_baton(base: str, api_key: str) -> bool:
+    """Whether the server says where the time of a request went (`return_timeline`)."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        status, document = request_json(
+            "GET", f"{base.removesuffix('/v1')}/openapi.json", CONNECT_TIMEOUT_S, headers=headers
+        )
+        return status == 200 and "return_timeline" in orjson.dumps(document).decode()
+    except OSError:
+        return False
+
+
+def server_version(base: str, api_key: str) -> str:
+    """What GET /version says; empty where there is none."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        status, document = request_json(
+            "GET", f"{base.removesuffix('/v1')}/version", CONNECT_TIMEOUT_S, headers=headers
+        )
+        return str(document["version"])[:100] if status == 200 else ""
+    except (OSError, LookupError, TypeError):
+        return ""
 
 
 def describe(error: BaseException) -> str:

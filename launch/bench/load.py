@@ -1,9 +1,16 @@
-"""What is sent: lengths and prompts, the same for the same seed. Pure."""
+"""What is sent: prompts, lengths and when each request is due, the same for the same seed. Pure."""
 
 from __future__ import annotations
 
+import csv
+import json
+import math
 import random
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
 
 _WORDS = """
     the of and to in is that for it was on are as with they be at one have this from by hot but some what there
@@ -11,6 +18,24 @@ _WORDS = """
     many then them would write like so these her long make thing see him two has look more day could go come did
     my
 """.split()  # noqa: SIM905
+Workload = Literal["tokens", "text", "turns", "tools", "schema"]
+WORKLOADS: tuple[Workload, ...] = ("tokens", "text", "turns", "tools", "schema")
+TRACE_BLOCK = 512
+"""Tokens of a prefix block in Mooncake's traces."""
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "book_table",
+        "description": "Books a table in a restaurant.",
+        "parameters": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "people": {"type": "integer"}, "outside": {"type": "boolean"}},
+            "required": ["name", "people", "outside"],
+            "additionalProperties": False,
+        },
+    },
+}
+_SCHEMA = {"type": "json_schema", "json_schema": {"name": "table", "schema": _TOOL["function"]["parameters"]}}  # type: ignore[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,29 +54,124 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request: a prompt as token ids or as text, and how much to generate."""
+    """One request: which path of the API, and what of its body the workload decides."""
 
-    prompt: list[int] | str
-    max_tokens: int
+    path: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Requests that one client sends one after the other, the first one `at_s` seconds after the run began (in an open
+    loop), each of the others when the one before it has ended."""
+
+    jobs: tuple[Job, ...]
+    at_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRow:
+    """One request of a recorded trace. `blocks` name its prefix blocks: equal ids are equal tokens."""
+
+    at_s: float
+    input_len: int
+    output_len: int
+    blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """All jobs of a run. With `text`, a length counts words; what the server counted is in the report."""
+    """All requests of a run.
+
+    tokens  random token ids, so that every server counts the same
+    text    as many words
+    turns   conversations of `turns` requests: each prompt is the one before it, an answer and `input_len` new tokens,
+            behind `shared_len` tokens that all conversations begin with
+    tools   a chat that has to call a function
+    schema  a chat whose answer has to fit a JSON schema
+
+    With `rate` sessions begin at random moments, so many a second on average (a Poisson process); with a `trace` when
+    and as long as it says, `scale` times as fast.
+    """
 
     seed: int
     input_len: Lengths
     output_len: Lengths
-    text: bool
-    token_ids: Lengths
+    workload: Workload = "tokens"
+    token_ids: Lengths = Lengths(300, 3999)
+    turns: int = 1
+    shared_len: int = 0
+    rate: float = 0.0
+    trace: tuple[TraceRow, ...] = field(default=(), repr=False)
+    scale: float = 1.0
 
-    def job(self, index: int) -> Job:
-        """Prompts differ from their first token on, so that no prefix cache helps."""
-        source = random.Random(f"{self.seed}/{index}")
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are sent when they are due, whatever has become of those before."""
+        return self.rate > 0 or bool(self.trace)
+
+    def sessions(self, first: int, requests: int) -> Iterator[Session]:
+        """Sessions of as many requests in all, from number `first` on. Prompts of different sessions differ from their
+        first token on, but for what they are meant to share: no prefix cache helps by chance."""
+        due = random.Random(f"{self.seed}/arrivals/{first}")
+        at_s, left, number = 0.0, requests, first
+        origin = self.trace[0].at_s if self.trace else 0.0
+        while left > 0:
+            if self.trace:
+                if number - first >= len(self.trace):
+                    return
+                row = self.trace[number - first]
+                jobs: tuple[Job, ...] = (self._traced(row),)
+                at_s = (row.at_s - origin) / self.scale
+            else:
+                jobs = self._jobs(number)[:left]
+                at_s += due.expovariate(self.rate) if self.rate else 0.0
+            yield Session(jobs, at_s)
+            left -= len(jobs)
+            number += 1
+
+    def job(self, number: int) -> Job:
+        """The first request of session `number`."""
+        return self._jobs(number)[0]
+
+    def _jobs(self, number: int) -> tuple[Job, ...]:
+        source = random.Random(f"{self.seed}/{number}")
+        if self.workload == "turns":
+            return tuple(self._turns(source))
         length, max_tokens = self.input_len.draw(source), self.output_len.draw(source)
-        if self.text:
-            return Job(" ".join(source.choices(_WORDS, k=length)), max_tokens)
-        return Job([self.token_ids.draw(source) for _ in range(length)], max_tokens)
+        if self.workload == "tokens":
+            return (completion(self._ids(source, length), max_tokens),)
+        words = " ".join(source.choices(_WORDS, k=length))
+        if self.workload == "text":
+            return (completion(words, max_tokens),)
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": words}], "max_tokens": max_tokens}
+        if self.workload == "tools":
+            return (Job("/chat/completions", body | {"tools": [_TOOL], "tool_choice": "required"}),)
+        return (Job("/chat/completions", body | {"response_format": _SCHEMA}),)
+
+    def _turns(self, source: random.Random) -> Iterator[Job]:
+        prompt = self._ids(random.Random(f"{self.seed}/shared"), self.shared_len)
+        for _ in range(self.turns):
+            prompt = prompt + self._ids(source, self.input_len.draw(source))
+            max_tokens = self.output_len.draw(source)
+            yield completion(prompt, max_tokens)
+            prompt = prompt + self._ids(source, max_tokens)  # in the place of an answer, which nobody knows yet
+
+    def _traced(self, row: TraceRow) -> Job:
+        ids: list[int] = []
+        for block in row.blocks:
+            ids += self._ids(random.Random(f"{self.seed}/block/{block}"), TRACE_BLOCK)
+        if len(ids) < row.input_len:
+            ids += self._ids(random.Random(f"{self.seed}/{row.at_s}/{row.input_len}"), row.input_len - len(ids))
+        return completion(ids[: row.input_len], max(1, row.output_len))
+
+    def _ids(self, source: random.Random, count: int) -> list[int]:
+        return [self.token_ids.draw(source) for _ in range(count)]
+
+
+def completion(prompt: list[int] | str, max_tokens: int) -> Job:
+    """So many tokens behind a prompt, whatever the model would end with."""
+    return Job("/completions", {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True})
 
 
 def parse_lengths(text: str) -> Lengths:
@@ -65,3 +185,44 @@ def parse_lengths(text: str) -> Lengths:
     if lengths.low < 0 or lengths.high < lengths.low:
         raise ValueError(f"{text!r} is no length and no range")
     return lengths
+
+
+def read_trace(path: Path, most: int = 100_000) -> tuple[TraceRow, ...]:
+    """The first rows of a trace in the form of Mooncake's (JSON lines) or Azure's (CSV), in order of time.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is neither; the message names the line.
+    """
+    with path.open(encoding="utf-8") as file:
+        if path.suffix == ".csv":
+            rows = _numbered(csv.DictReader(file), _azure)
+        else:
+            rows = _numbered((json.loads(line) for line in file if line.strip()), _mooncake)
+        found = [row for _, row in zip(range(most), rows, strict=False)]
+    if not found:
+        raise ValueError("it has no rows")
+    return tuple(sorted(found, key=lambda row: row.at_s))
+
+
+def _numbered(lines: Iterable[Any], parse: Any) -> Iterator[TraceRow]:
+    number = 0
+    try:
+        for number, line in enumerate(lines, 1):  # noqa: B007
+            yield parse(line)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"row {number or 1} is not of a trace: {error!r}") from None
+
+
+def _mooncake(row: dict[str, Any]) -> TraceRow:
+    blocks: Sequence[int] = row.get("hash_ids", ())
+    return TraceRow(float(row["timestamp"]) / 1e3, int(row["input_length"]), int(row["output_length"]), tuple(blocks))
+
+
+def _azure(row: dict[str, str]) -> TraceRow:
+    at = datetime.fromisoformat(row["TIMESTAMP"][:26])
+    seconds = at.timestamp() if at.tzinfo else (at - datetime(1970, 1, 1)).total_seconds()
+    tokens = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+    if not math.isfinite(seconds):
+        raise ValueError("TIMESTAMP")
+    return TraceRow(seconds, *tokens)

@@ -17,17 +17,67 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 PERCENTILES = (50, 95, 99)
+# Student's t at 97.5 %, by degrees of freedom (1, 2, ...); beyond them the normal's.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a request has to keep to, in seconds; 0: nothing. `share` of the requests have to."""
+
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    share: float = 0.9
+
+    def met(self, record: Record) -> bool:
+        """A failed request meets nothing."""
+        if record.error is not None or record.ttft_s is None:
+            return False
+        slow = self.ttft_s and record.ttft_s > self.ttft_s
+        return not (slow or (self.tpot_s and (record.tpot_s or 0.0) > self.tpot_s))
+
+    def __str__(self) -> str:
+        named = (("ttft", self.ttft_s), ("tpot", self.tpot_s))
+        return ",".join(f"{name}={value:g}" for name, value in named if value)
+
+
+def parse_slo(text: str, share: float = 0.9) -> Slo:
+    """`ttft=0.5,tpot=0.05`, in seconds, or in milliseconds with `ms` behind.
+
+    Raises:
+        ValueError: it is not.
+    """
+    given: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in ("ttft", "tpot") or name in given:
+            raise ValueError(f"{name!r} is neither ttft nor tpot")
+        given[name] = float(value.removesuffix("ms")) / 1e3 if value.endswith("ms") else float(value)
+        if not 0 < given[name] < math.inf:
+            raise ValueError(f"{part!r} is no time")
+    return Slo(given.get("ttft", 0.0), given.get("tpot", 0.0), share)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and half of its 95 % confidence interval by Student's t; 0.0 of a single value."""
+    count = len(values)
+    mean = sum(values) / count
+    if count < 2:
+        return mean, 0.0
+    spread = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
+    return mean, (_T[count - 2] if count - 2 < len(_T) else 1.96) * spread / math.sqrt(count)
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """One request. Times in seconds on one monotonic clock; `error` says why it failed, and then nothing else counts.
 
-    `counted` is False where the server gave no usage and `output_tokens` is the number of events instead.
+    `counted` is False where the server gave no usage and `output_tokens` is the number of events instead. `stages` are
+    seconds in each part of the server's own timeline, where it gives one.
     """
 
     sent: float
@@ -38,6 +88,7 @@ class Record:
     output_tokens: int = 0
     counted: bool = True
     error: str | None = None
+    stages: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def ttft_s(self) -> float | None:
@@ -83,6 +134,18 @@ class Statistics:
     tpot: Summary
     itl: Summary
     e2e: Summary
+    met: int = 0
+    """Requests that kept to the limits, of all: without limits, those that succeeded."""
+    stages: Mapping[str, Summary] = field(default_factory=dict)
+
+    @property
+    def goodput_per_s(self) -> float:
+        """Requests a second that kept to the limits."""
+        return self.met / self.duration_s if self.duration_s else 0.0
+
+    @property
+    def met_share(self) -> float:
+        return self.met / self.requests if self.requests else 0.0
 
     @property
     def requests_per_s(self) -> float:
@@ -115,7 +178,8 @@ def summarize(values: Iterable[float | None]) -> Summary:
     return Summary(len(ordered), sum(ordered) / len(ordered), p50, p95, p99, ordered[-1])
 
 
-def statistics(records: Sequence[Record]) -> Statistics:
+def statistics(records: Sequence[Record], slo: Slo | None = None) -> Statistics:
+    slo = slo or Slo()
     good = [record for record in records if record.error is None]
     duration = max(r.ended for r in good) - min(r.sent for r in good) if good else 0.0
     return Statistics(
@@ -130,4 +194,9 @@ def statistics(records: Sequence[Record]) -> Statistics:
         tpot=summarize(record.tpot_s for record in good),
         itl=summarize(gap for record in good for gap in record.gaps_s),
         e2e=summarize(record.e2e_s for record in good),
+        met=sum(map(slo.met, records)),
+        stages={
+            name: summarize(record.stages.get(name, 0.0) for record in good if record.stages)
+            for name in dict.fromkeys(name for record in good for name in record.stages)
+        },
     )

@@ -6,11 +6,12 @@ import json
 from pathlib import Path
 
 import aiohttp
+import pytest
 from click.testing import CliRunner
 
 from baton.core.errors import StartupError
 from launch.bench.client import Target, send
-from launch.bench.load import Job
+from launch.bench.load import completion
 from launch.cli import baton
 from tests.support.fake_openai_server import FakeServer, fake_server
 
@@ -91,5 +92,82 @@ async def test_no_connection_in_time_is_not_a_request_that_did_not_end() -> None
         def post(self, *_: object, **__: object) -> object:
             raise aiohttp.ConnectionTimeoutError("Connection timeout to host http://h/v1")
 
-    record = await send(Session(), Target("http://h/v1", "m", "", 600.0, {}), Job([1], 1))  # type: ignore[arg-type]
+    record = await send(Session(), Target("http://h/v1", "m", "", 600.0, {}), completion([1], 1))  # type: ignore[arg-type]
     assert record.error == "ConnectionTimeoutError: Connection timeout to host http://h/v1"
+
+
+def test_an_open_loop_does_not_wait_for_answers(tmp_path: Path) -> None:
+    with fake_server(first_s=0.3) as server:
+        flags = ["--rate", "200", "--requests", "20", "--warmup", "0", "--output-len", "1", "--input-len", "2"]
+        code, _, report = bench(server, tmp_path, *flags)
+        assert code == 0 and server.served == 20 and server.most_at_once > 10
+    assert report["settings"]["loop"] == "open loop" and report["settings"]["rate"] == 200
+    assert "concurrency" not in report["settings"] and report["runs"][0]["rate"] == 200
+
+
+def test_a_trace_is_replayed(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 100 * i, "input_length": 3 + i, "output_length": 1 + i, "hash_ids": []} for i in range(4)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with fake_server() as server:
+        code, _, report = bench(server, tmp_path, "--trace", str(trace), "--scale", "10", "--warmup", "0")
+        assert code == 0
+        assert [(len(body["prompt"]), body["max_tokens"]) for body in server.bodies] == [(3, 1), (4, 2), (5, 3), (6, 4)]
+    assert report["settings"]["trace_rows"] == 4
+
+
+def test_two_servers_in_turns(tmp_path: Path) -> None:
+    with fake_server(gap_s=0.01) as slow, fake_server(gap_s=0.001) as fast:
+        flags = ["--against", fast.url, "--repeats", "3", "--requests", "4", "--warmup", "1", "--output-len", "6"]
+        page = tmp_path / "bench.html"
+        code, shown, report = bench(slow, tmp_path, *flags, "--input-len", "4", "--html", str(page))
+        assert code == 0 and slow.served == fast.served == 15
+        assert slow.bodies == fast.bodies, "the same requests"
+        assert len({tuple(body["prompt"]) for body in slow.bodies}) == 15, "and no run repeats one"
+    servers = [run["server"] for run in report["runs"]]
+    assert servers == [f"{slow.url}/v1", f"{fast.url}/v1"] * 3
+    row = next(line for line in shown.splitlines() if line.startswith("TPOT p50"))
+    assert float(row.split("(")[0].split()[-1]) < 1.0 and "±" in row
+    text = page.read_text()
+    assert (
+        text.count("<svg") == 3
+        and "TPOT p50 ms" in text
+        and "http" not in text.split("<h2>Settings")[0].replace(slow.url, "").replace(fast.url, "")
+    )
+
+
+def test_a_sweep_ends_at_what_the_server_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that takes longer the more requests it has."""
+    monkeypatch.setattr("launch.bench.command.SWEEP_S", 0.3)
+    with fake_server(first_s=0.01, first_s_each=0.02) as server:
+        flags = ["--sweep", "--slo", "ttft=0.1", "--rate", "5", "--output-len", "1", "--input-len", "2"]
+        code, shown, report = bench(server, tmp_path, *flags, "--html", str(tmp_path / "bench.html"))
+    assert code == 0 and report["best_rate"] >= 5
+    rates = [run["rate"] for run in report["runs"]]
+    assert len(rates) > 3 and max(rates) > report["best_rate"] and "the highest rate at which 90%" in shown
+    assert (tmp_path / "bench.html").read_text().count("<svg") == 3
+
+
+def test_goodput_is_shown(tmp_path: Path) -> None:
+    with fake_server(first_s=0.05) as server:
+        flags = ["--slo", "ttft=10ms", "--requests", "4", "--warmup", "0", "--output-len", "1"]
+        _, shown, report = bench(server, tmp_path, *flags)
+    assert report["statistics"]["met"] == 0 and "0 of 4 within ttft=0.01" in shown
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    for flags, said in (
+        (["--sweep"], "--sweep needs --slo"),
+        (["--sweep", "--slo", "ttft=1", "--against", "x"], "neither with --against"),
+        (["--rate", "1", "--trace", __file__], "give one of them"),
+        (["--trace", __file__], "row 1 is not of a trace"),
+    ):
+        result = CliRunner().invoke(baton, ["bench", "http://127.0.0.1:1", *flags], standalone_mode=False)
+        assert isinstance(result.exception, StartupError) and said in result.exception.message
+
+
+def test_the_command_line_is_kept_without_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["baton", "bench", "--api-key", "sk-secret", "--api-key=sk-secret", "--seed", "3"])
+    with fake_server() as server:
+        _, _, report = bench(server, tmp_path, "--requests", "1", "--warmup", "0", "--output-len", "1")
+    assert report["settings"]["command"] == "baton bench --api-key ... --api-key=... --seed 3"

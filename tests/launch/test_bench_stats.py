@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
-from launch.bench.load import Lengths, Load, parse_lengths
-from launch.bench.stats import Record, percentile, statistics, summarize
+from launch.bench.load import Lengths, Load, parse_lengths, read_trace
+from launch.bench.stats import Record, interval, parse_slo, percentile, statistics, summarize
+from launch.bench.sweep import MOST_STEPS, Search
 
 
 def test_percentile_is_linear_between_ranks() -> None:
@@ -61,17 +66,109 @@ def test_nothing_but_failures() -> None:
 
 
 def test_same_seed_same_load() -> None:
-    load = Load(3, Lengths(5, 9), Lengths(2, 4), text=False, token_ids=Lengths(300, 400))
-    jobs = [load.job(i) for i in range(50)]
-    assert jobs == [load.job(i) for i in range(50)] != [Load(4, *_rest(load)).job(i) for i in range(50)]
-    assert {len(job.prompt) for job in jobs} == {5, 6, 7, 8, 9} and {job.max_tokens for job in jobs} == {2, 3, 4}
-    assert all(300 <= token <= 400 for job in jobs for token in job.prompt)
-    assert len({tuple(job.prompt) for job in jobs}) == 50
+    load = Load(3, Lengths(5, 9), Lengths(2, 4), token_ids=Lengths(300, 400))
+    jobs = [load.job(i).body for i in range(50)]
+    assert jobs == [load.job(i).body for i in range(50)] != [replace(load, seed=4).job(i).body for i in range(50)]
+    assert {len(job["prompt"]) for job in jobs} == {5, 6, 7, 8, 9} and {job["max_tokens"] for job in jobs} == {2, 3, 4}
+    assert all(300 <= token <= 400 for job in jobs for token in job["prompt"])
+    assert len({tuple(job["prompt"]) for job in jobs}) == 50
 
 
 def test_text_prompts_count_words() -> None:
-    prompt = Load(0, Lengths(7, 7), Lengths(1, 1), text=True, token_ids=Lengths(0, 1)).job(0).prompt
+    prompt = Load(0, Lengths(7, 7), Lengths(1, 1), "text").job(0).body["prompt"]
     assert isinstance(prompt, str) and len(prompt.split()) == 7
+
+
+def test_the_turns_of_a_conversation_go_on_where_the_last_one_ended() -> None:
+    load = Load(1, Lengths(10, 10), Lengths(4, 4), "turns", turns=3, shared_len=5)
+    first, second = load.sessions(0, 6)
+    for session in (first, second):
+        prompts = [job.body["prompt"] for job in session.jobs]
+        assert [len(prompt) for prompt in prompts] == [15, 29, 43]
+        assert all(later[: len(earlier)] == earlier for earlier, later in pairwise(prompts))
+    mine, others = first.jobs[0].body["prompt"], second.jobs[0].body["prompt"]
+    assert mine[:5] == others[:5] and mine[5] != others[5]
+    assert sum(len(session.jobs) for session in load.sessions(0, 7)) == 7
+
+
+def test_an_open_loop_is_due_so_often_and_at_random() -> None:
+    load = Load(1, Lengths(1, 1), Lengths(1, 1), rate=50.0)
+    due = [session.at_s for session in load.sessions(0, 5000)]
+    gaps = [later - earlier for earlier, later in pairwise(due)]
+    assert load.is_open and due == sorted(due)
+    assert sum(gaps) / len(gaps) == pytest.approx(1 / 50, rel=0.05)
+    assert sum(gap > 1 / 50 for gap in gaps) / len(gaps) == pytest.approx(math.exp(-1), abs=0.03)
+
+
+def test_tools_and_schemas_are_chats() -> None:
+    tools, schema = (Load(0, Lengths(3, 3), Lengths(9, 9), kind).job(0) for kind in ("tools", "schema"))  # type: ignore[arg-type]
+    assert tools.path == schema.path == "/chat/completions"
+    assert tools.body["tool_choice"] == "required" and schema.body["response_format"]["type"] == "json_schema"
+    assert "ignore_eos" not in tools.body
+
+
+def test_traces_of_both_forms(tmp_path: Path) -> None:
+    mooncake, azure = tmp_path / "m.jsonl", tmp_path / "a.csv"
+    mooncake.write_text(
+        '{"timestamp": 3000, "input_length": 700, "output_length": 9, "hash_ids": [1, 2]}\n'
+        '{"timestamp": 1000, "input_length": 600, "output_length": 0, "hash_ids": [1, 3]}\n'
+    )
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,374,44\n2023-11-16 18:17:04.0,396,109\n"
+    )
+    rows = read_trace(mooncake)
+    assert [row.at_s for row in rows] == [1.0, 3.0]
+    early, late = Load(0, Lengths(1, 1), Lengths(1, 1), trace=rows, scale=4.0).sessions(0, 9)
+    assert (early.at_s, late.at_s) == (0.0, 0.5)
+    one, other = (session.jobs[0].body for session in (early, late))
+    assert (len(one["prompt"]), len(other["prompt"]), one["max_tokens"]) == (600, 700, 1)
+    assert one["prompt"][:512] == other["prompt"][:512] and one["prompt"][512:] != other["prompt"][512:600]
+    (first, second) = read_trace(azure)
+    assert (first.input_len, second.output_len) == (374, 109) and 0 < second.at_s - first.at_s < 0.1
+    for text in ("", "{}", "nonsense\n", '{"timestamp": 1}\n'):
+        mooncake.write_text(text)
+        with pytest.raises(ValueError, match=r"row 1|no rows"):
+            read_trace(mooncake)
+
+
+def test_limits_and_goodput() -> None:
+    slo = parse_slo("ttft=0.5,tpot=50ms", 0.5)
+    assert (slo.ttft_s, slo.tpot_s, str(slo)) == (0.5, 0.05, "ttft=0.5,tpot=0.05")
+    good = Record(0.0, (0.4, 0.44), 0.5, finished=0.44, output_tokens=2)
+    late = Record(0.0, (0.6, 0.64), 0.7, finished=0.64, output_tokens=2)
+    slow = Record(0.0, (0.4, 0.6), 2.0, finished=0.6, output_tokens=2)
+    stats = statistics([good, late, slow, Record(0.0, error="x")], slo)
+    assert (stats.met, stats.met_share, stats.goodput_per_s) == (1, 0.25, 0.5)
+    for wrong in ("", "itl=1", "ttft=x", "ttft=-1", "ttft=1,ttft=2", "ttft=nan", "ttft=inf"):
+        with pytest.raises(ValueError):
+            parse_slo(wrong)
+
+
+def test_an_interval_holds_the_mean_as_often_as_it_says() -> None:
+    """Of 2,000 samples of 5 from a normal distribution."""
+    source, held = random.Random(1), 0
+    for _ in range(2000):
+        mean, half = interval([source.gauss(10.0, 2.0) for _ in range(5)])
+        held += abs(mean - 10.0) <= half
+    assert held / 2000 == pytest.approx(0.95, abs=0.015)
+    assert interval([3.0]) == (3.0, 0.0)
+
+
+@pytest.mark.parametrize("capacity", [0.003, 0.7, 1.0, 13.0, 400.0])
+def test_a_sweep_finds_what_a_server_can_do(capacity: float) -> None:
+    search, tried = Search(1.0), 0
+    while (rate := search.next()) is not None:
+        search.tried(rate, kept=rate <= capacity)
+        tried += 1
+    assert search.best <= capacity < search.best * 1.1 and tried <= MOST_STEPS
+
+
+def test_a_sweep_without_an_answer_ends() -> None:
+    for kept in (True, False):
+        search = Search(1.0)
+        while (rate := search.next()) is not None:
+            search.tried(rate, kept=kept)
+        assert (search.best > 1) == kept
 
 
 def test_lengths() -> None:
@@ -79,7 +176,3 @@ def test_lengths() -> None:
     for wrong in ("", "x", "8-1", "-3", "1-2-3"):
         with pytest.raises(ValueError):
             parse_lengths(wrong)
-
-
-def _rest(load: Load) -> tuple[Lengths, Lengths, bool, Lengths]:
-    return load.input_len, load.output_len, load.text, load.token_ids

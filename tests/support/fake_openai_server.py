@@ -1,8 +1,9 @@
 """An OpenAI-compatible completion server with known delays, on a thread, for testing the benchmark client.
 
-One event per token: the first after `first_s`, the others `gap_s` apart. `fail_every` answers every n-th request with
-status 503; `error_event_every` breaks every n-th stream with an error event after its first token; `usage` off leaves
-the usage event out. `served` counts, `bodies` keeps what was asked.
+One event per token: the first after `first_s` and `first_s_each` for each request at that time, the others `gap_s`
+apart. `fail_every` answers every n-th request with status 503; `error_event_every` breaks every n-th stream with an
+error event after its first token; `usage` off leaves the usage event out. `served` counts, `bodies` keeps what was
+asked.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 class FakeServer:
     first_s: float = 0.0
     gap_s: float = 0.0
+    first_s_each: float = 0.0
     fail_every: int = 0
     error_event_every: int = 0
     usage: bool = True
@@ -65,7 +67,7 @@ class FakeServer:
     async def _stream(self, writer: asyncio.StreamWriter, body: dict[str, Any], breaks: bool | int) -> None:
         count = body["max_tokens"]
         for index in range(count):
-            await asyncio.sleep(self.gap_s if index else self.first_s)
+            await asyncio.sleep(self.gap_s if index else self.first_s + self.first_s_each * self._at_once)
             if breaks and index == 1:
                 _event(writer, json.dumps({"error": {"message": "worker lost"}}).encode())
                 return
