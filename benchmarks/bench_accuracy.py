@@ -103,8 +103,8 @@ def main() -> int:
     head = f"{machine()}. Commit {commit()}, {datetime.date.today()}."
     what = (
         f"Set: TTFT {TTFT_S * 1e3:g} ms, {GAP_S * 1e3:g} ms between tokens, {TOKENS} tokens. Errors of the medians, as"
-        " the client measured them and as the server itself was late; what the client added is the difference, and its bar"
-        f" is {BAR:.0%}. In the open loop times count from the moment a request was due."
+        " the client measured them and as the server itself was late; what the client added is the difference, and its"
+        f" bar is {BAR:.0%}. In the open loop times count from the moment a request was due."
     )
     names = ("load", "requests", "TTFT", "TPOT", "ITL", "server's TTFT", "server's TPOT", "added", "within")
     table = [f"| {' | '.join(names)} |", "|" + "---|" * len(names), *rows]

@@ -47,10 +47,12 @@ def up_command(config: UpConfig) -> int:
 def doctor_command(config: DoctorConfig) -> int:
     from launch.doctor.run import Settings, doctor
     from launch.members import nodes_here
+    from launch.plan_checks import check_memory, host_memory_bytes
     from launch.up import plan_for
 
     plan = plan_for(config)
     nodes = nodes_here(plan.topology, config.node)
+    check_memory(plan, nodes, host_memory_bytes())
     return doctor(plan, nodes, Settings(config.limit_s, config.wait_s, config.full_digest))
 
 

@@ -143,6 +143,8 @@ class Plan:
             Listener(place.node, host, getattr(place, key), COORDINATOR, key)
             for host, key in ((place.host, "port"), (place.host, "grpc_port"), (own, "control_port"))
         ]
+        if self.admin:
+            found.append(Listener(place.node, own, int(self.admin.rpartition(":")[2]), COORDINATOR, "admin_port"))
         for worker in self.topology.workers:
             leader = self.topology.node(worker.nodes[0])
             keys = ("rendezvous_port", "link_port", "store_port") if worker.role == "decode" else ("rendezvous_port",)

@@ -56,6 +56,40 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
         before.append((worker.name, facts))
 
 
+def check_memory(plan: Plan, nodes: Collection[str], host_bytes: int) -> None:
+    """Whether the KV memory that workers on `nodes`, which are this host of so many bytes, were told to take is there.
+    What nobody named is chosen from what is free. Pages are taken as KV comes, so a host would find out under load.
+
+    Raises:
+        StartupError: it is not; names the workers.
+    """
+    wanted: dict[str, int] = {}
+    for part in plan.parts:
+        given = float(str(part.worker.options.get("kv_memory_gib", 0)))
+        if part.node.name in nodes and given and not part.gpus:
+            wanted[part.name] = round(given * part.ranks / part.worker.tensor_parallel * (1 << 30))
+    if host_bytes and sum(wanted.values()) > host_bytes:
+        named = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in wanted.items())
+        there = f"is more than the {host_bytes / 2**30:.1f} GiB here; lower --kv-memory-gib"
+        raise StartupError(f"KV memory of {sum(wanted.values()) / 2**30:.1f} GiB ({named}) {there}")
+
+
+def host_memory_bytes() -> int:
+    """The memory that processes here may have: the machine's, or less where a control group says so; 0: not known."""
+    limits = []
+    try:
+        text = Path("/proc/meminfo").read_text()
+        limits.append(int(text.split("MemTotal:")[1].split()[0]) * 1024)
+    except (OSError, ValueError, IndexError):
+        pass
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int(Path(path).read_text()))
+        except (OSError, ValueError):  # another version of control groups, or `max`
+            continue
+    return min(limits, default=0)
+
+
 def check_files(plan: Plan, nodes: Collection[str], environment: Mapping[str, str] = os.environ) -> None:
     """Raises StartupError for the first member on `nodes`, which are this host, that would not find its model, its
     draft or its cluster token, or would listen off loopback without a token; with its name."""

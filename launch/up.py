@@ -17,7 +17,7 @@ from launch.gpus import visible_gpus
 from launch.local import LocalCluster
 from launch.members import Members, Programs, check_cores, nodes_here, own_nodes
 from launch.plan import COORDINATOR, Plan, check_addresses, local_topology, make_plan
-from launch.plan_checks import check_files, check_plan
+from launch.plan_checks import check_files, check_memory, check_plan, host_memory_bytes
 from launch.restart import Backoff
 from launch.run_directory import reason, run_directory, write_token
 from launch.supervisor import MemberFailed
@@ -42,6 +42,7 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
     nodes = (own_nodes if config.dry_run else nodes_here)(plan.topology, config.node)
     check_cores(plan, nodes)
     check_files(plan, nodes)
+    check_memory(plan, nodes, host_memory_bytes())
     if config.dry_run:
         from launch.dry_run import dry_run
 

@@ -189,8 +189,11 @@ class LocalEnd:
             on_begun()
         if self._order_behind is not None:
             packing.before = partial(self._order_behind, after_step)
+
         try:
-            await self._worker.run(packing.begin)
+            # An error ends the edge before a send that is queued behind it begins: Gloo never wakes a receive that has
+            # got part of a message.
+            await self._worker.run(packing.begin, fatal=True)
         except BaseException:
             if self._packing is packing:
                 self.drop()

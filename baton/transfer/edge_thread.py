@@ -38,8 +38,8 @@ _FINISH_S = 1.0
 class _Job:
     """One call for the thread and the future its caller waits on."""
 
-    def __init__(self, name: str, call: Callable[[], Any], is_edge_op: bool) -> None:
-        self.name, self.is_edge_op = name, is_edge_op
+    def __init__(self, name: str, call: Callable[[], Any], ends_edge: bool) -> None:
+        self.name, self.ends_edge = name, ends_edge
         self.call: Callable[[], Any] | None = call  # holds the tensors until the job has ended
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[Any] = self.loop.create_future()
@@ -127,10 +127,11 @@ class EdgeWorker:
 
         await self._edge_op("recv", receive, limit_s, received=buf.numel())
 
-    async def run(self, fn: Callable[[], T], timeout_s: float = _RUN_TIMEOUT_S) -> T:
+    async def run(self, fn: Callable[[], T], timeout_s: float = _RUN_TIMEOUT_S, *, fatal: bool = False) -> T:
         """Runs `fn` on the edge's thread, in order with the transfers, and returns its result.
-        What it raises is raised here and leaves the edge alive; outlasting `timeout_s` kills the edge."""
-        result: T = await self._submit(_Job("run", fn, False), timeout_s)
+        What it raises is raised here and leaves the edge alive, unless it is `fatal`: then the edge is dead before the
+        next job. Outlasting `timeout_s` kills the edge."""
+        result: T = await self._submit(_Job("run", fn, fatal), timeout_s)
         return result
 
     def abort(self, reason: str) -> None:
@@ -247,7 +248,7 @@ class EdgeWorker:
                 finish(self._kv_device, _FINISH_S)  # what was queued reads buffers that `call` keeps alive
         del call
         self.in_flight = None
-        if error is not None and job.is_edge_op:
+        if error is not None and job.ends_edge:
             self._die(error if isinstance(error, HandoffError) else self.spec.error(f"{job.name}: {error!r}"))
         else:
             self._finish(job, result, error)

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from baton.core.errors import Cancelled, InvalidRequest, InvariantError, NotFound, Unauthenticated
 from baton.core.sampling_limits import MAX_BAD_WORDS, MAX_BIASES, MAX_GRAMMAR_CHARS, MAX_STOP_TOKENS, check_count
@@ -280,6 +280,18 @@ def _metadata(metadata: Iterable[tuple[str, str]] | None, name: str) -> str:
     return sent[0] if len(sent) == 1 else ""
 
 
+def _reflection_v1(names: Iterable[str]) -> grpc.GenericRpcHandler:
+    """Reflection under its final name, which newer tools ask for. Its messages are those of v1alpha, all the library
+    has: names of packages are not on the wire."""
+    servicer = reflection.aio.ReflectionServicer(names)
+    info = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler("grpc.reflection.v1.ServerReflection", {"ServerReflectionInfo": info})
+
+
 class _KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Ends calls of the service that present no key; health and reflection need none."""
 
@@ -332,7 +344,9 @@ class PublicServer:
         self._health = health.aio.HealthServicer()
         self._server.add_generic_rpc_handlers((_handlers(Serving(generator, translator, model, keys or ApiKeys())),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        self._server.add_generic_rpc_handlers((_reflection_v1(names),))
 
     async def start(self, host: str, port: int) -> int:
         """Raises StartupError where it cannot listen."""

@@ -188,6 +188,18 @@ async def test_reflection_lists_the_service(grpc_client: Client) -> None:
     call.cancel()
 
 
+async def test_reflection_has_its_final_name_too(grpc_client: Client) -> None:
+    info = grpc_client.channel.stream_stream(
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    call = info()
+    await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE))
+    assert (await call.read()).file_descriptor_response.file_descriptor_proto
+    call.cancel()
+
+
 async def test_a_port_in_use_is_one_plain_line(generator: FakeGenerator, text_model: TextModel) -> None:
     first = PublicServer(generator, Translator(text_model), "tiny", 1 << 16)
     port = await first.start("127.0.0.1", 0)

@@ -15,7 +15,7 @@ from coordinator.policy.workers import WorkerTable
 from launch.dry_run import dry_run
 from launch.members import Programs
 from launch.plan import Plan, local_topology, make_plan
-from launch.plan_checks import check_plan
+from launch.plan_checks import check_memory, check_plan, host_memory_bytes
 from launch.topology import WorkerPlace
 from launch.up_config import UpConfig
 from tests.support.builders import make_facts
@@ -215,3 +215,20 @@ def test_a_dry_run_that_is_refused_prints_no_half_of_a_plan(tmp_path: Path, caps
     with pytest.raises(StartupError, match="too small for one sequence"):
         dry_run(made, Programs())
     assert capsys.readouterr().out == ""
+
+
+def test_kv_memory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    GIB = 1 << 30
+    given = plan(model_dir(tmp_path), {"kv_memory_gib": 10.0}, {"kv_memory_gib": 6.5})
+    nodes = {node.name for node in given.topology.nodes}
+    check_memory(given, nodes, 17 * GIB)
+    with pytest.raises(StartupError) as refused:
+        check_memory(given, nodes, 16 * GIB)
+    said = refused.value.message
+    assert (
+        "16.5 GiB (prefill-0 10.0, decode-0 6.5) is more than the 16.0 GiB here" in said and "--kv-memory-gib" in said
+    )
+    check_memory(given, set(), 1)  # another host's
+    check_memory(given, nodes, 0)  # nobody knows
+    check_memory(plan(model_dir(tmp_path), {}, {}), nodes, 1)  # chosen from what is free
+    assert host_memory_bytes() > GIB

@@ -117,9 +117,9 @@ def at_once(end: LocalEnd) -> Any:
     """The end's `run`, with the sections wanted before anything is packed."""
     run = end.worker.run
 
-    async def wanted(begin: Any) -> Any:
+    async def wanted(begin: Any, **more: Any) -> Any:
         begin.__self__.wanted = True
-        return await run(begin)
+        return await run(begin, **more)
 
     return wanted
 
