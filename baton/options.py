@@ -39,6 +39,7 @@ EXIT_OUTPUT_LOST = 1
 
 _CONFIG_FILE = "config_file"
 _PRINT_CONFIG = "print_config"
+_POSITIONAL = "positional_argument"
 
 
 class NumberRange(click.FloatRange):
@@ -52,13 +53,18 @@ class NumberRange(click.FloatRange):
 
 
 def config_command(
-    cls: type[Config], *, name: str, help: str
+    cls: type[Config], *, name: str, help: str, positional: str = ""
 ) -> Callable[[Callable[[Config], int | None]], click.Command]:
-    """A decorator: turns `fn(config)` into a click command whose options are the fields of `cls`."""
+    """A decorator: turns `fn(config)` into a click command whose options are the fields of `cls`. The field
+    `positional` may also be given without its option."""
 
     def decorate(fn: Callable[[Config], int | None]) -> click.Command:
         def callback(**given: Any) -> int | None:
-            path, show = given.pop(_CONFIG_FILE), given.pop(_PRINT_CONFIG)
+            path, show, word = given.pop(_CONFIG_FILE), given.pop(_PRINT_CONFIG), given.pop(_POSITIONAL, None)
+            if word is not None:
+                if given.get(positional) not in (None, word):
+                    raise StartupError(f"{word!r} and --{positional} {given[positional]!r} are two; give one of them")
+                given[positional] = word
             flags = {key: value for key, value in given.items() if value is not None}
             config = resolve(cls, file=read_config_file(path), env=os.environ, flags=flags)
             if show:
@@ -66,7 +72,8 @@ def config_command(
                 return 0
             return fn(config)
 
-        command = click.Command(name, params=_parameters(cls), callback=callback, help=help)
+        words = [click.Argument([_POSITIONAL], required=False, metavar=f"[{positional.upper()}]")] if positional else []
+        command = click.Command(name, params=[*words, *_parameters(cls)], callback=callback, help=help)
         command.context_settings = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
         return command
 

@@ -29,6 +29,7 @@ def baton() -> None:
 @config_command(
     UpConfig,
     name="up",
+    positional="model",
     help="Start a cluster on this machine: a coordinator, prefill and decode workers. Ctrl-C drains and ends it.",
 )
 def up_command(config: UpConfig) -> int:

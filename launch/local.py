@@ -186,8 +186,28 @@ class LocalCluster:
             raise StartupError(f"run directory {self._members.run_dir} cannot be written: {reason(error)}") from None
         if addresses.admin:
             self._console.stage("ready", f"{addresses.admin_url}   for operators: baton ps {addresses.admin_url}")
+        for line in self._chosen():
+            self._console.stage("chose", line)
         self._console.stage("ready", f"{addresses.url}   try:")
         self._console.plain(example_curl(addresses.url, self._members.plan.served_name, key=self._members.has_api_keys))
+
+    def _chosen(self) -> list[str]:
+        """What the workers decided themselves, as they said when they joined."""
+        try:
+            views = get_workers(self._bound().admin_url)
+        except OSError:
+            return []
+        facts: dict[str, list[str]] = {}
+        for view in views:
+            f = view.fields
+            kind = f"{f.get('dtype')}" + (
+                "" if f.get("quantize") in (None, "none") else f" and {f['quantize']} weights"
+            )
+            room = f"{f.get('blocks_total')} KV blocks of {f.get('block_size')} tokens"
+            what = f"{kind}, {room}, at most {f.get('max_model_len')} tokens a sequence"
+            facts.setdefault(what, []).append(view.id)
+        why = "--dtype, --kv-memory-gib and --max-model-len choose otherwise"
+        return [f"{what} ({', '.join(names)}); {why}" for what, names in facts.items()]
 
     def _late(self) -> list[str]:
         late = [member.name for member in self._all if not member.joined and not member.left]

@@ -236,3 +236,17 @@ def test_drain_refuses_a_coordinator_that_cannot_be_dialled() -> None:
     words = ["drain", "decode-0", "http://127.0.0.1:9", "--coordinator", "127.0.0.1:83969"]
     with pytest.raises(StartupError, match="--coordinator must be HOST:PORT with a port from 1 to 65535"):
         CliRunner().invoke(baton, words, standalone_mode=False, catch_exceptions=False)
+
+
+def test_a_positional_word_is_the_field_it_stands_for() -> None:
+    @config_command(WorkerConfig, name="w", help="", positional="model")
+    def command(config: WorkerConfig) -> int:
+        print(config.model)
+        return 0
+
+    runner = CliRunner()
+    assert runner.invoke(command, ["here"]).output == "here\n"
+    assert runner.invoke(command, ["here", "--model", "here"]).output == "here\n"
+    assert runner.invoke(command, []).output == "builtin\n"
+    refused = runner.invoke(command, ["here", "--model", "there"], standalone_mode=False)
+    assert isinstance(refused.exception, StartupError) and "give one of them" in refused.exception.message

@@ -90,6 +90,19 @@ async def test_what_run_raises_leaves_the_edge_alive() -> None:
     assert await worker.close()
 
 
+async def test_what_a_fatal_job_raises_ends_the_edge_before_what_is_queued_behind_it() -> None:
+    """A send that had begun would leave part of a message at the peer, whose receive nothing wakes then."""
+    worker, edge = fake()
+    await worker.connect()
+    failing = asyncio.create_task(worker.run(lambda: 1 // 0, fatal=True))
+    queued = asyncio.create_task(worker.send(zeros(1)))
+    for task in (failing, queued):
+        with pytest.raises(HandoffError, match="ZeroDivisionError"):
+            await task
+    assert "send" not in edge.log and worker.dead is not None
+    await worker.close()
+
+
 async def test_a_second_transfer_starts_only_when_the_first_has_ended() -> None:
     worker, edge = fake()
     posted, posted_later = asyncio.Event(), asyncio.Event()
