@@ -29,7 +29,7 @@ def drain(worker: str, url: str, drain_s: float, token_file: str, coordinator: s
         view = get_cluster(url)
         incarnation = _incarnation(view, worker)
         token, tls = read_token(token_file or local_token(url)), read_cluster_tls(tls_dir, "operator")
-        drain_worker(coordinator or view.control, worker, drain_s, token, tls)
+        drain_worker(coordinator or view.control, worker, drain_s, token, tls=tls)
         console.stage(worker, f"draining   for up to {drain_s:g} s")
         deadline = time.monotonic() + drain_s + GRACE_S
         while _incarnation(get_cluster(url, TIMEOUT_S), worker) == incarnation:

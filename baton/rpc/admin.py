@@ -10,7 +10,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 
 
 def drain_worker(
-    address: str, worker_id: str, drain_s: float, token: str, tls: ClusterTls | None = None, timeout_s: float = 5.0
+    address: str, worker_id: str, drain_s: float, token: str, timeout_s: float = 5.0, tls: ClusterTls | None = None
 ) -> None:
     """Tells the coordinator at `address` to take a worker out; returns once the worker has been told.
 

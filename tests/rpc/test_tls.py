@@ -144,9 +144,9 @@ async def test_a_worker_joins_as_what_its_certificate_says(made: Path) -> None:
 
         for role in ("prefill", "decode"):
             with pytest.raises(BatonError, match="role: its certificate"):
-                await asyncio.to_thread(drain_worker, address, "d0", 1.0, "", of(made, role))
+                await asyncio.to_thread(drain_worker, address, "d0", 1.0, "", tls=of(made, role))
         with pytest.raises(NotFound):
-            await asyncio.to_thread(drain_worker, address, "nobody", 1.0, "", of(made, "operator"))
+            await asyncio.to_thread(drain_worker, address, "nobody", 1.0, "", tls=of(made, "operator"))
         with pytest.raises(Unavailable, match="cluster-tls-dir"):
             await asyncio.to_thread(drain_worker, address, "d0", 1.0, "")
     finally:

@@ -87,11 +87,11 @@ UNREADABLE: list[Bad] = [
     Bad("B-8 long request id", GOOD_RAW, "x-request-id", headers={"x-request-id": "a" * 129}),
     Bad("B-8 empty request id", GOOD_RAW, "x-request-id", headers={"x-request-id": ""}),
     *(Bad(f"B-11 {m} completions", b"", None, 405, method=m) for m in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS")),
+    Bad("B-11 POST to the page", GOOD_RAW, None, 405, path="/"),
     *(Bad(f"B-11 {m} models", b"", None, 405, path="/v1/models", method=m) for m in ("POST", "DELETE")),
     *(
         Bad(f"B-11 path {path}", GOOD_RAW, None, 404, code="not_found", path=path)
         for path in (
-            "/",
             "/v1",
             "/v1/completions/",
             "//v1/completions",
