@@ -115,7 +115,9 @@ def create_app(
     )
     app.state.batches = None
     if store is not None and settings.routes != "admin":
-        app.state.batches = BatchRoutes(store, app, front.reader, settings.max_file_bytes).runner
+        app.state.batches = BatchRoutes(
+            store, app, front.reader, settings.max_file_bytes, settings.send_timeout_s
+        ).runner
     elif settings.routes != "admin":
         for path in ("/v1/files", "/v1/batches"):
             app.add_api_route(

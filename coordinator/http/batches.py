@@ -12,31 +12,37 @@ from uuid import uuid4
 from fastapi import FastAPI, Request
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
-from starlette.responses import FileResponse, Response
-from starlette.types import Message
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
-from baton.core.errors import Cancelled, InvalidRequest
+from baton.core.errors import Cancelled, InvalidRequest, NotFound, Unavailable
 from coordinator.batches.runner import Answer, BatchRunner
 from coordinator.batches.store import BatchStore
 from coordinator.http.body import BodyReader
 from coordinator.http.errors import HttpProblem, json_response
+from coordinator.http.generation import ABORT
 from coordinator.http.guard import CLIENT
 from coordinator.openai.batches import parse_batch
 from coordinator.policy.quotas import Client
 
 UPLOAD_IDLE_S = 30.0
 MAX_FIELDS = 4
+MAX_UPLOADS = 8
 _PIECE = 1 << 20
 _MAX_NAME = 256
 _OVERHEAD_BYTES = 1 << 16  # of a form, beside the file in it
 
 
 class BatchRoutes:
-    """Complete state: the store and its runner, and how large one file may be."""
+    """Complete state: the store and its runner, how large one file may be, how long a client may take nothing, and how
+    many files are being read."""
 
-    def __init__(self, store: BatchStore, app: FastAPI, reader: BodyReader, max_file_bytes: int) -> None:
+    def __init__(
+        self, store: BatchStore, app: FastAPI, reader: BodyReader, max_file_bytes: int, send_timeout_s: float
+    ) -> None:
         self.runner = BatchRunner(store, partial(ask, app))
         self._store, self._reader, self._max_file_bytes = store, reader, max_file_bytes
+        self._send_timeout_s, self._uploads = send_timeout_s, 0
         for method, path, endpoint in (
             ("POST", "/v1/files", self.upload),
             ("GET", "/v1/files", self.files),
@@ -60,6 +66,15 @@ class BatchRoutes:
         size = int(declared) if declared.isdecimal() and len(declared) < 18 else 0
         if size > self._max_file_bytes + _OVERHEAD_BYTES:
             raise _too_large(self._max_file_bytes)
+        if self._uploads >= MAX_UPLOADS:  # each may take the room of the largest file on the disk
+            raise Unavailable(f"{MAX_UPLOADS} files are being uploaded already", retry_after_s=5)
+        self._uploads += 1
+        try:
+            return await self._upload(request, size)
+        finally:
+            self._uploads -= 1
+
+    async def _upload(self, request: Request, size: int) -> Response:
         part = await self.runner.on_disk(self._store.new_part, size)
         try:
             filename, purpose = await self._receive(request, part)
@@ -105,7 +120,7 @@ class BatchRoutes:
 
     async def content(self, request: Request, file_id: str) -> Response:
         path = await self.runner.on_disk(self._store.content, request.scope[CLIENT].tenant, file_id)
-        return FileResponse(path, media_type="application/octet-stream")
+        return FileAnswer(path, self._send_timeout_s)
 
     async def create(self, request: Request) -> Response:
         body = parse_batch(await self._reader.read(request))
@@ -140,6 +155,35 @@ class BatchRoutes:
             {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
         )
         return json_response({"object": "list", "data": shown, **ends, "has_more": len(found) > limit})
+
+
+class FileAnswer(Response):
+    """The content of a file. A client that takes nothing for too long is cut."""
+
+    def __init__(self, path: Path, send_timeout_s: float) -> None:
+        super().__init__()
+        self._path, self._send_timeout_s = path, send_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            file = await asyncio.to_thread(self._path.open, "rb")
+        except OSError:  # deleted since it was looked up
+            raise NotFound("there is no such file", code="file_not_found", param="file_id") from None
+        with file:
+            size = self._path.stat().st_size
+            headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(size).encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            left = size
+            try:
+                while left:
+                    piece = await asyncio.to_thread(file.read, min(left, _PIECE))
+                    left = left - len(piece) if piece else 0
+                    async with asyncio.timeout(self._send_timeout_s):
+                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+            except TimeoutError:
+                if ABORT in scope:
+                    scope[ABORT]()
 
 
 async def ask(app: FastAPI, path: str, body: bytes, client: Client) -> Answer:

@@ -25,6 +25,7 @@ from coordinator.submission import Delta, Submission, Timeline, Usage
 from coordinator.text.model import TextModel
 from tests.coordinator.test_api_keys import KEY, OTHER, key_file
 from tests.support.fake_generator import FakeGenerator
+from tests.support.front_kit import RawClient, running
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -65,7 +66,7 @@ async def served(
 ) -> AsyncIterator[tuple[openai.AsyncOpenAI, FastAPI]]:
     store = BatchStore(str(directory), more.pop("max_bytes", 1 << 20))
     app = create_app(generator, text_model, HttpSettings("tiny", **more), None, store)
-    running = asyncio.create_task(app.state.batches.run())
+    runs = asyncio.create_task(app.state.batches.run())
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
     try:
         async with openai.AsyncOpenAI(
@@ -73,8 +74,8 @@ async def served(
         ) as client:
             yield client, app
     finally:
-        running.cancel()
-        await asyncio.wait([running])
+        runs.cancel()
+        await asyncio.wait([runs])
         app.state.batches.close()
         app.state.close()
 
@@ -315,3 +316,43 @@ async def test_without_a_directory_they_are_off(client: httpx.AsyncClient) -> No
     for path in ("/v1/files", "/v1/batches"):
         for answer in (await client.get(path), await client.post(path)):
             assert answer.status_code == 400 and "--data-dir" in answer.json()["error"]["message"]
+
+
+async def test_a_file_that_nobody_takes_is_cut(tmp_path: Path, text_model: TextModel) -> None:
+    async with served(
+        tmp_path, Echo(), text_model, max_file_bytes=32 << 20, max_bytes=64 << 20, send_timeout_s=0.3
+    ) as (
+        client,
+        app,
+    ):
+        file = await client.files.create(file=("a", b"x" * (24 << 20)), purpose="batch")
+        async with running(app) as server:
+            raw = await RawClient.that_reads_nothing(server)
+            await raw.send(f"GET /v1/files/{file.id}/content HTTP/1.1\r\nHost: t\r\n\r\n".encode())
+            await asyncio.sleep(0.8)
+            raw.writer.transport.resume_reading()  # type: ignore[attr-defined]
+            assert await raw.closed()
+        assert len((await client.files.content(file.id)).content) == 24 << 20
+
+
+async def test_so_many_uploads_at_once(tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_batches, "MAX_UPLOADS", 1)
+    async with served(tmp_path, Echo(), text_model) as (client, app), running(app) as server:
+        slow = await RawClient.connect(server)
+        head = "POST /v1/files HTTP/1.1\r\nHost: t\r\nContent-Length: 999\r\n"
+        await slow.send(f"{head}Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n".encode())
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    await client.files.create(file=("a", b"x"), purpose="batch")
+                except openai.InternalServerError as refused:
+                    assert refused.status_code == 503
+                    break
+        await slow.close()
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    await client.files.create(file=("a", b"x"), purpose="batch")
+                    break
+                except openai.InternalServerError:
+                    await asyncio.sleep(0.01)
