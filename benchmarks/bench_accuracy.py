@@ -3,7 +3,7 @@
     python benchmarks/bench_accuracy.py [--requests 200] [--out benchmarks/results/bench-accuracy.md]
 
 The server is a process of its own that waits until each event is due (no error adds up over a stream) and records when
-it wrote it, so two errors are told apart: what the server was late, and what the client added.
+it wrote it, so two errors are kept apart: what the server was late, and what the client added.
 """
 
 from __future__ import annotations
