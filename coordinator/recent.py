@@ -22,7 +22,8 @@ _PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
 @dataclass(frozen=True, slots=True)
 class Record:
     """One choice of a request. `admitted_at` in Unix seconds; `outcome` is `running`, a finish reason, `client left`,
-    or an error's code. `attempts` counts how often it was dispatched anew; `error` is the message that the client got."""
+    or an error's code. `attempts` counts how often it was dispatched anew; `error` is the message that the client
+    got."""
 
     request_id: str
     choice: int
