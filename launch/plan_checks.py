@@ -57,8 +57,9 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
 
 
 def check_memory(plan: Plan, nodes: Collection[str], host_bytes: int) -> None:
-    """Whether the KV memory that workers on `nodes`, which are this host of so many bytes, are configured to take is there.
-    What nobody named is chosen from what is free. Pages are taken as KV comes, so a host would find out under load.
+    """Whether the KV memory that workers on `nodes`, which are this host of so many bytes, are configured to take is
+    there. What nobody named is chosen from what is free. Pages are taken as KV comes, so a host would find out under
+    load.
 
     Raises:
         StartupError: it is not; names the workers.
