@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from baton.core.errors import NotFound
 from coordinator.api_keys import MAX_PRIORITY
 from coordinator.batches.store import BatchStore, Line, read_lines
 from coordinator.policy.quotas import Client
@@ -34,6 +35,7 @@ RETRIED = (408, 429, 500, 502, 503)
 MAX_FAILURES = 5
 """Tries of a line that ended with an error of the cluster; refusals for want of room are tried until the batch ends."""
 POLL_S = 1.0
+DISK_PAUSE_S = 5.0
 _T = TypeVar("_T")
 
 
@@ -97,6 +99,11 @@ class BatchRunner:
             what = {"code": "internal_error", "line": None, "message": "the batch could not be run", "param": None}
             if isinstance(error, OSError | sqlite3.Error):
                 what["message"] = "its files could not be read or written"
+                await asyncio.sleep(
+                    DISK_PAUSE_S
+                )  # it may be looked at again at once, where this cannot be written either
+            elif isinstance(error, NotFound):
+                what["message"] = "its input file was deleted"
             await self.on_disk(self._store.set_status, batch["id"], "failed", [what])
 
     async def _run_batch(self, batch: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ from baton.core.errors import NotFound, QuotaExceeded, StartupError
 FLAG = "--data-dir"
 WINDOW_S = 24 * 3600
 ENDED = ("completed", "failed", "expired", "cancelled")
-_PIECE = 1 << 20
+MAX_LINE_BYTES = 4 << 20  # as large as a body may be by default; the parser holds the interpreter meanwhile
 _SCHEMA = """
 create table if not exists files (
     id text primary key, owner text not null, created_at integer not null, bytes integer not null,
@@ -177,7 +177,7 @@ class BatchStore:
         )
 
     def begin(self, batch_id: str, lines: Iterable[Line]) -> None:
-        """Takes the lines of a batch in; it is in progress then."""
+        """Takes the lines of a batch in; it is in progress then, unless it was cancelled meanwhile."""
         with self._transaction():
             self._db.execute("delete from lines where batch = ?", (batch_id,))
             rows = ((line.batch, line.number, line.custom_id, line.body) for line in lines)
@@ -186,7 +186,9 @@ class BatchStore:
                 "update batches set total = (select count(*) from lines where batch = ?) where id = ?",
                 (batch_id, batch_id),
             )
-            self.set_status(batch_id, "in_progress")
+            status = self._db.execute("select status from batches where id = ?", (batch_id,)).fetchone()[0]
+            if status == "validating":
+                self.set_status(batch_id, "in_progress")
 
     def open_lines(self, batch_id: str, after: int, limit: int) -> list[Line]:
         """Lines without an answer behind number `after`, in order."""
@@ -256,7 +258,14 @@ def read_lines(path: Path, batch_id: str, endpoint: str, most: int) -> Iterator[
     """The requests of an input file; for a line that is none an error object of OpenAI's API."""
     seen: set[str] = set()
     with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
+        number = 0
+        while text := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if len(text) > MAX_LINE_BYTES:
+                yield _error(number, "line_too_long", f"a line has at most {MAX_LINE_BYTES} bytes", None)
+                while text and not text.endswith(b"\n"):
+                    text = file.readline(MAX_LINE_BYTES)
+                continue
             if not text.strip():
                 continue
             if len(seen) >= most:

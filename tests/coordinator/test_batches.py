@@ -14,11 +14,13 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
 from baton.core.errors import StartupError, Unavailable
 from coordinator.api_keys import read_api_keys
 from coordinator.batches import runner as batch_runner
-from coordinator.batches.store import BatchStore
+from coordinator.batches import store as batch_store
+from coordinator.batches.store import BatchStore, Line
 from coordinator.http import batches as http_batches
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.submission import Delta, Submission, Timeline, Usage
@@ -284,11 +286,47 @@ async def test_what_is_too_large_or_no_file_is_refused(
         await http.aclose()
 
 
+async def test_a_line_as_long_as_a_file_is_not_parsed(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_store, "MAX_LINE_BYTES", 1000)
+    async with served(tmp_path, Echo(), text_model) as (client, _):
+        batch = await ended(client, (await submit(client, line("a"), line("b", "x" * 5000), line("c"), b"{")).id)
+        errors = [(error.line, error.code) for error in batch.errors.data]
+        assert batch.status == "failed" and errors == [(2, "line_too_long"), (4, "invalid_json_line")]
+
+
+async def test_a_batch_that_is_cancelled_before_it_begins_stays_so(tmp_path: Path) -> None:
+    store = BatchStore(str(tmp_path), 1 << 20)
+    part = store.new_part(1)
+    part.write_bytes(b"x")
+    file = store.add_file("", part, "f", "batch")
+    batch = store.add_batch("", 0, COMPLETIONS, file["id"], {})
+    store.cancel("", batch["id"])
+    store.begin(batch["id"], [Line(batch["id"], 1, "a", b"{}")])
+    assert store.batch("", batch["id"])["status"] == "cancelling"
+    store.end(batch["id"], "cancelled")
+    assert store.batch("", batch["id"])["status"] == "cancelled" and store.unfinished() == []
+    store.close()
+
+
+async def test_a_file_that_is_deleted_before_its_batch_begins_is_named(tmp_path: Path, text_model: TextModel) -> None:
+    async with served(tmp_path, Echo(), text_model) as (client, app):
+        store = app.state.batches._store
+        file = await client.files.create(file=("a", jsonl(line("a"))), purpose="batch")
+        batch = store.add_batch("", 0, COMPLETIONS, file.id, {})
+        await client.files.delete(file.id)
+        app.state.batches.wake()
+        found = await ended(client, batch["id"])
+        assert found.status == "failed" and "its input file was deleted" in found.errors.data[0].message
+
+
 async def test_a_disk_that_fails_costs_the_batch_and_not_the_coordinator(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with served(tmp_path, Echo(), text_model) as (client, app):
         store = app.state.batches._store
+        monkeypatch.setattr(batch_runner, "DISK_PAUSE_S", 0.01)
 
         def fails(*_: object) -> None:
             raise sqlite3.OperationalError("disk I/O error")
@@ -341,13 +379,12 @@ async def test_so_many_uploads_at_once(tmp_path: Path, text_model: TextModel, mo
         slow = await RawClient.connect(server)
         head = "POST /v1/files HTTP/1.1\r\nHost: t\r\nContent-Length: 999\r\n"
         await slow.send(f"{head}Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n".encode())
+        routes = next(r.endpoint.__self__ for r in app.routes if isinstance(r, APIRoute) and r.path == "/v1/files")  # type: ignore[attr-defined]
         async with asyncio.timeout(5):
-            while True:
-                try:
-                    await client.files.create(file=("a", b"x"), purpose="batch")
-                except openai.InternalServerError as refused:
-                    assert refused.status_code == 503
-                    break
+            while not routes._uploads:
+                await asyncio.sleep(0.01)
+        with pytest.raises(openai.InternalServerError, match="1 files are being uploaded"):
+            await client.files.create(file=("a", b"x"), purpose="batch")
         await slow.close()
         async with asyncio.timeout(5):
             while True:
