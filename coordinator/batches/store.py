@@ -63,10 +63,14 @@ class BatchStore:
         self._max_bytes = max_bytes
         root = Path(directory).expanduser()
         try:
+            root.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._files = root / "files"
-            self._files.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._files.mkdir(exist_ok=True, mode=0o700)
             self._lock = os.open(root / "baton.lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # It holds prompts and answers. SQLite gives the files beside it the mode of the database.
+            os.close(os.open(root / "baton.db", os.O_RDWR | os.O_CREAT, 0o600))
+            (root / "baton.db").chmod(0o600)
             self._db = sqlite3.connect(root / "baton.db", check_same_thread=False, isolation_level=None)
             self._db.executescript("pragma journal_mode=wal; pragma synchronous=normal; pragma busy_timeout=5000;")
             self._db.executescript(_SCHEMA)
@@ -98,9 +102,11 @@ class BatchStore:
     def add_file(self, owner: str, part: Path, filename: str, purpose: str) -> dict[str, Any]:
         """The file object of OpenAI's API for content that was written to `part`, which it takes over."""
         file_id, size = f"file-{secrets.token_hex(12)}", part.stat().st_size
-        part.rename(self._files / file_id)
-        row = (file_id, owner, int(time.time()), size, filename, purpose)
-        self._db.execute("insert into files values (?, ?, ?, ?, ?, ?)", row)
+        shown = filename.encode(errors="replace").decode()  # a form may name a charset that yields half a character
+        row = (file_id, owner, int(time.time()), size, shown, purpose)
+        with self._transaction():  # a file without a row would take room that nobody finds
+            self._db.execute("insert into files values (?, ?, ?, ?, ?, ?)", row)
+            part.rename(self._files / file_id)
         return self.file(owner, file_id)
 
     def file(self, owner: str, file_id: str) -> dict[str, Any]:

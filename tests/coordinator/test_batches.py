@@ -393,3 +393,29 @@ async def test_so_many_uploads_at_once(tmp_path: Path, text_model: TextModel, mo
                     break
                 except openai.InternalServerError:
                     await asyncio.sleep(0.01)
+
+
+def test_only_its_owner_may_read_what_clients_wrote(tmp_path: Path) -> None:
+    store = BatchStore(str(tmp_path / "data"), 1 << 20)
+    part = store.new_part(1)
+    part.write_bytes(b"x")
+    store.add_file("", part, "f", "batch")
+    kept = [tmp_path / "data", *(tmp_path / "data").glob("baton*"), tmp_path / "data" / "files"]
+    assert {path.name for path in kept} >= {"baton.db", "baton.db-wal", "files"}
+    assert [path for path in kept if path.stat().st_mode & 0o077] == []
+    store.close()
+
+
+def test_a_file_has_a_row_or_is_not_there(tmp_path: Path) -> None:
+    store = BatchStore(str(tmp_path), 1 << 20)
+    part = store.new_part(1)
+    part.write_bytes(b"x")
+    assert store.add_file("", part, "a\ud800b", "batch")["filename"] == "a?b"
+    with pytest.raises(FileNotFoundError):
+        store.add_file("", tmp_path / "files" / "none.part", "f", "batch")
+    gone = store.new_part(1)
+    gone.write_bytes(b"x")
+    with pytest.raises(sqlite3.Error):
+        store.add_file("", gone, "f", None)  # type: ignore[arg-type]
+    assert len(store.files("", 10, None, None)) == 1 and len(list((tmp_path / "files").glob("file-*"))) == 1
+    store.close()
