@@ -40,6 +40,12 @@ class ApiKeys:
     def __bool__(self) -> bool:
         return bool(self._clients)
 
+    def named(self, name: str) -> Client | None:
+        """The client whose key has this name; None where there is none. Without any keys it is everybody."""
+        if not self._clients:
+            return ANYBODY
+        return next((client for client in self._clients.values() if client.key == name), None)
+
     def client(self, authorization: str) -> Client:
         """Whose key it is. `authorization` is the value of that header, or of that metadata, empty where there is none.
 

@@ -3,9 +3,11 @@
     validating -> in_progress -> finalizing -> completed
               \\-> failed      \\-> cancelling -> cancelled, or expired after a day
 
-MAX_RUNNING requests at once, of all batches in turn, with the lowest priority there is: a client's request never waits
-in the queue behind one of them. A refusal for want of room or quota is tried again; any other answer is the
-line's answer. A coordinator that starts goes on with the batches that had not ended.
+MAX_RUNNING requests at once, of all batches in turn and of MAX_BATCHES at a time, whose owners take turns, too; with
+the lowest priority there is: a client's request never waits in the queue behind one of them. They count against the
+quota of the key that the batch was made with. A refusal for want of room or quota is tried again; any other answer is
+the line's answer. A coordinator that starts goes on with the batches that had not ended, and so does one whose disk
+failed.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from baton.core.errors import NotFound
+from baton.core.errors import NotFound, Unavailable
 from coordinator.api_keys import MAX_PRIORITY
-from coordinator.batches.store import BatchStore, Line, read_lines
+from coordinator.batches.store import FLAG, BatchStore, Line, read_lines
 from coordinator.policy.quotas import Client
 
 log = logging.getLogger("baton.batches")
@@ -30,12 +32,14 @@ MAX_BATCHES = 16
 MAX_LINES = 50_000
 MAX_ERRORS = 20
 RETRIES_S = 0.5, 30.0
-"""Between two tries of a line that found no room: doubled with each, up to the second."""
+"""Between two tries of a line that found no room, in seconds: doubled with each, up to the second."""
 RETRIED = (408, 429, 500, 502, 503)
 MAX_FAILURES = 5
 """Tries of a line that ended with an error of the cluster; refusals for want of room are tried until the batch ends."""
 POLL_S = 1.0
 DISK_PAUSE_S = 5.0
+DISK_LIMIT_S = 120.0
+"""For one transaction: of the largest file all lines are checked and written in one."""
 _T = TypeVar("_T")
 
 
@@ -51,69 +55,97 @@ Ask = Callable[[str, bytes, Client], Awaitable[Answer]]
 """Path, body and who asks."""
 
 
+class StorageFailed(Unavailable):
+    code = "storage_failed"
+
+
 class BatchRunner:
     """Complete state: the store, its thread, what wakes the loop, the task of each batch, and the requests that may
-    run."""
+    run. `client_of` finds the client of a key by its name, None where there is none any more."""
 
-    def __init__(self, store: BatchStore, ask: Ask) -> None:
-        self._store, self._ask = store, ask
+    def __init__(self, store: BatchStore, ask: Ask, client_of: Callable[[str], Client | None]) -> None:
+        self._store, self._ask, self._client_of = store, ask, client_of
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._wake = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._room = asyncio.Semaphore(MAX_RUNNING)
 
     async def on_disk(self, call: Callable[..., _T], *what: Any) -> _T:
-        """Runs a method of the store on its thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *what)
+        """Runs a method of the store on its thread. Raises StorageFailed, besides what the method does."""
+        try:
+            async with asyncio.timeout(DISK_LIMIT_S):
+                return await asyncio.get_running_loop().run_in_executor(self._thread, call, *what)
+        except TimeoutError:
+            raise StorageFailed(f"{FLAG}: the disk took over {DISK_LIMIT_S:g} s", retry_after_s=DISK_PAUSE_S) from None
+        except (OSError, sqlite3.Error) as error:
+            log.error("%s: %s", FLAG, error)
+            raise StorageFailed("files and batches cannot be read or written", retry_after_s=DISK_PAUSE_S) from None
 
     def wake(self) -> None:
         """There is a new batch, or one to be cancelled."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled. A disk that fails is tried again after a pause: batches go on where they were."""
         try:
             while True:
                 self._wake.clear()
                 self._tasks = {batch_id: task for batch_id, task in self._tasks.items() if not task.done()}
-                for batch in await self.on_disk(self._store.unfinished):
-                    if batch["id"] not in self._tasks and len(self._tasks) < MAX_BATCHES:
-                        self._tasks[batch["id"]] = task = asyncio.create_task(self._guarded(batch))
-                        task.add_done_callback(lambda _: self.wake())
+                try:
+                    self._start(await self.on_disk(self._store.unfinished))
+                except StorageFailed:
+                    await asyncio.sleep(DISK_PAUSE_S)
+                    continue
                 await self._wake.wait()
         finally:
             for task in self._tasks.values():
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
+    def _start(self, unfinished: list[dict[str, Any]]) -> None:
+        """What is not running, up to MAX_BATCHES; what only has to be ended, always."""
+        for batch in unfinished:
+            room = len(self._tasks) < MAX_BATCHES or batch["status"] == "cancelling"
+            if room and batch["id"] not in self._tasks:
+                self._tasks[batch["id"]] = task = asyncio.create_task(self._guarded(batch))
+                task.add_done_callback(lambda _: self.wake())
+
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._store.close()
 
     async def _guarded(self, batch: dict[str, Any]) -> None:
-        """What goes wrong with one batch costs that batch."""
+        """What goes wrong with one batch costs that batch; a failing disk costs it time."""
         try:
-            await self._run_batch(batch)
-        except Exception as error:
-            log.exception("%s failed", batch["id"])
-            what = {"code": "internal_error", "line": None, "message": "the batch could not be run", "param": None}
-            if isinstance(error, OSError | sqlite3.Error):
-                what["message"] = "its files could not be read or written"
-                await asyncio.sleep(
-                    DISK_PAUSE_S
-                )  # it may be looked at again at once, where this cannot be written either
-            elif isinstance(error, NotFound):
-                what["message"] = "its input file was deleted"
-            await self.on_disk(self._store.set_status, batch["id"], "failed", [what])
+            try:
+                await self._run_batch(batch)
+            except StorageFailed:
+                raise
+            except Exception as error:
+                message = "its input file was deleted" if isinstance(error, NotFound) else "the batch could not be run"
+                if not isinstance(error, NotFound):
+                    log.exception("%s failed", batch["id"])
+                await self._fail(batch["id"], "internal_error", message)
+        except StorageFailed:
+            await asyncio.sleep(DISK_PAUSE_S)
+
+    async def _fail(self, batch_id: str, code: str, message: str) -> None:
+        """Ends it with this error, and with the answers that it has."""
+        error = {"code": code, "line": None, "message": message, "param": None}
+        await self.on_disk(self._store.end, batch_id, "failed", [error])
 
     async def _run_batch(self, batch: dict[str, Any]) -> None:
-        store, batch_id = self._store, batch["id"]
-        if batch["status"] == "validating" and not await self.on_disk(self._validate, batch):
+        store, batch_id, status = self._store, batch["id"], "completed"
+        client = self._client_of(batch["key"])
+        if batch["status"] == "cancelling":
+            status = "cancelled"
+        elif client is None:
+            await self._fail(batch_id, "invalid_api_key", "the API key that it was made with is not known any more")
             return
-        status = "completed"
-        if batch["status"] != "finalizing":
-            client = Client(batch["owner"], batch["owner"], max(batch["priority"], MAX_PRIORITY))
-            status = await self._answer_all(batch_id, batch, client)
+        elif batch["status"] == "validating" and not await self.on_disk(self._validate, batch):
+            return
+        elif batch["status"] != "finalizing":
+            status = await self._answer_all(batch_id, batch, replace(client, priority=MAX_PRIORITY))
         if status == "completed":
             await self.on_disk(store.set_status, batch_id, "finalizing")
         await self.on_disk(store.end, batch_id, status)
@@ -145,6 +177,10 @@ class BatchRunner:
         last, more = 0, True
         try:
             while more or running:
+                if time.time() > batch["expires_at"]:
+                    return "expired"
+                if (await self.on_disk(self._store.batch, batch["owner"], batch_id))["status"] == "cancelling":
+                    return "cancelled"
                 if more and len(running) < MAX_RUNNING:
                     lines = await self.on_disk(self._store.open_lines, batch_id, last, MAX_RUNNING - len(running))
                     more = bool(lines)
@@ -153,12 +189,7 @@ class BatchRunner:
                         running.add(asyncio.create_task(self._answer(line, batch["endpoint"], client)))
                 if running:
                     done, running = await asyncio.wait(running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
-                    for task in done:
-                        task.result()
-                if time.time() > batch["expires_at"]:
-                    return "expired"
-                if (await self.on_disk(self._store.batch, batch["owner"], batch_id))["status"] == "cancelling":
-                    return "cancelled"
+                    await asyncio.gather(*done)
             return "completed"
         finally:
             for task in running:

@@ -6,7 +6,8 @@
 
 Rows belong to an owner (the tenant of an API key), and nobody finds those of another. Every method blocks for as long
 as the disk does: they are called on one thread of their own (`BatchRunner`). A transaction is one step of a batch, so a
-coordinator that dies goes on where it was: lines with an answer are not asked again.
+coordinator that dies goes on where it was: lines with an answer are not asked again. `max_bytes` holds for files and
+database together; answers of a batch that has begun are taken all the same.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from typing import Any
 
 import orjson
 
-from baton.core.errors import NotFound, QuotaExceeded, StartupError
+from baton.core.errors import InvalidRequest, NotFound, QuotaExceeded, StartupError
+from coordinator.openai.json_body import parse_object
 
 FLAG = "--data-dir"
 WINDOW_S = 24 * 3600
+OUTPUT = "batch_output"
 ENDED = ("completed", "failed", "expired", "cancelled")
 MAX_LINE_BYTES = 4 << 20  # as large as a body may be by default; the parser holds the interpreter meanwhile
 _SCHEMA = """
@@ -34,7 +37,7 @@ create table if not exists files (
     id text primary key, owner text not null, created_at integer not null, bytes integer not null,
     filename text not null, purpose text not null);
 create table if not exists batches (
-    id text primary key, owner text not null, priority integer not null, created_at integer not null,
+    id text primary key, owner text not null, key text not null, created_at integer not null,
     endpoint text not null, input_file_id text not null, metadata text not null, status text not null,
     total integer not null default 0, completed integer not null default 0, failed integer not null default 0,
     output_file_id text, error_file_id text, errors text, stamps text not null default '{}');
@@ -94,14 +97,27 @@ class BatchStore:
         Raises:
             QuotaExceeded: with it, all files together would be larger than they may.
         """
-        held = self._db.execute("select coalesce(sum(bytes), 0) from files").fetchone()[0]
-        if held + declared_bytes > self._max_bytes:
-            raise QuotaExceeded(f"files may have {self._max_bytes} bytes together; delete some", code="storage_full")
+        self._check_room(declared_bytes)
         return self._files / f"{secrets.token_hex(8)}.part"
 
+    def _check_room(self, more: int) -> None:
+        """Raises QuotaExceeded. Free pages of the database are used again, so they do not count."""
+        held = self._db.execute("select coalesce(sum(bytes), 0) from files").fetchone()[0]
+        size, count, free = (
+            self._db.execute(f"pragma {name}").fetchone()[0] for name in ("page_size", "page_count", "freelist_count")
+        )
+        if held + size * (count - free) + more > self._max_bytes:
+            raise QuotaExceeded(f"files may have {self._max_bytes} bytes together; delete some", code="storage_full")
+
     def add_file(self, owner: str, part: Path, filename: str, purpose: str) -> dict[str, Any]:
-        """The file object of OpenAI's API for content that was written to `part`, which it takes over."""
+        """The file object of OpenAI's API for content that was written to `part`, which it takes over.
+
+        Raises:
+            QuotaExceeded: there is no room for a client's file after all.
+        """
         file_id, size = f"file-{secrets.token_hex(12)}", part.stat().st_size
+        if purpose != OUTPUT:
+            self._check_room(size)  # nobody may have said how large it is, and others came meanwhile
         shown = filename.encode(errors="replace").decode()  # a form may name a charset that yields half a character
         row = (file_id, owner, int(time.time()), size, shown, purpose)
         with self._transaction():  # a file without a row would take room that nobody finds
@@ -136,16 +152,16 @@ class BatchStore:
     # Batches.
 
     def add_batch(
-        self, owner: str, priority: int, endpoint: str, input_file_id: str, metadata: dict[str, str]
+        self, owner: str, key: str, endpoint: str, input_file_id: str, metadata: dict[str, str]
     ) -> dict[str, Any]:
-        """Raises NotFound: there is no such file."""
+        """`key` names the API key whose quota it counts against. Raises NotFound: there is no such file."""
         if self.file(owner, input_file_id)["purpose"] != "batch":
             raise NotFound("this file is not for batches", code="file_not_found", param="input_file_id")
         batch_id, now = f"batch_{secrets.token_hex(12)}", int(time.time())
         self._db.execute(
-            "insert into batches (id, owner, priority, created_at, endpoint, input_file_id, metadata, status)"
+            "insert into batches (id, owner, key, created_at, endpoint, input_file_id, metadata, status)"
             " values (?, ?, ?, ?, ?, ?, ?, 'validating')",
-            (batch_id, owner, priority, now, endpoint, input_file_id, orjson.dumps(metadata).decode()),
+            (batch_id, owner, key, now, endpoint, input_file_id, orjson.dumps(metadata).decode()),
         )
         return self.batch(owner, batch_id)
 
@@ -169,10 +185,14 @@ class BatchStore:
     # For the runner.
 
     def unfinished(self) -> list[dict[str, Any]]:
-        """All batches that have not ended, the oldest first, with `owner` and `priority`."""
+        """All batches that have not ended, with `owner` and `key`: the oldest of each owner, then the next of each."""
         marks = ", ".join("?" * len(ENDED))
-        rows = self._db.execute(f"select * from batches where status not in ({marks}) order by rowid", ENDED)
-        return [_batch_object(row) | {"owner": row["owner"], "priority": row["priority"]} for row in rows]
+        rows = self._db.execute(
+            "select *, row_number() over (partition by owner order by rowid) as turn from batches"
+            f" where status not in ({marks}) order by turn, rowid",
+            ENDED,
+        )
+        return [_batch_object(row) | {"owner": row["owner"], "key": row["key"]} for row in rows]
 
     def set_status(self, batch_id: str, status: str, errors: list[dict[str, Any]] | None = None) -> None:
         row = self._db.execute("select stamps from batches where id = ?", (batch_id,)).fetchone()
@@ -214,7 +234,7 @@ class BatchStore:
             )
             self._db.execute(f"update batches set {column} = {column} + 1 where id = ?", (line.batch,))
 
-    def end(self, batch_id: str, status: str) -> None:
+    def end(self, batch_id: str, status: str, errors: list[dict[str, Any]] | None = None) -> None:
         """Writes the answers to an output file and an error file, drops the lines, and sets how it ended."""
         row = self._db.execute("select * from batches where id = ?", (batch_id,)).fetchone()
         made: dict[str, str | None] = {"output_file_id": None, "error_file_id": None}
@@ -226,14 +246,14 @@ class BatchStore:
                     file.write(_answer_line(line) + b"\n")
             if part.stat().st_size:
                 name = f"{batch_id}_{column.partition('_')[0]}.jsonl"
-                made[column] = self.add_file(row["owner"], part, name, "batch_output")["id"]
+                made[column] = self.add_file(row["owner"], part, name, OUTPUT)["id"]
             part.unlink(missing_ok=True)
         with self._transaction():
             self._db.execute("delete from lines where batch = ?", (batch_id,))
             self._db.execute(
                 "update batches set output_file_id = ?, error_file_id = ? where id = ?", (*made.values(), batch_id)
             )
-            self.set_status(batch_id, status)
+            self.set_status(batch_id, status, errors)
 
     def _page(
         self, table: str, query: str, values: list[Any], owner: str, limit: int, after: str | None
@@ -278,9 +298,9 @@ def read_lines(path: Path, batch_id: str, endpoint: str, most: int) -> Iterator[
                 yield _error(number, "too_many_lines", f"a batch has at most {most} requests", None)
                 return
             try:
-                given = orjson.loads(text)
-            except ValueError:
-                yield _error(number, "invalid_json_line", "this line is not JSON", None)
+                given = parse_object(text.strip())
+            except InvalidRequest as error:
+                yield _error(number, "invalid_json_line", error.message, error.param)
                 continue
             found = _read_line(given, number, batch_id, endpoint)
             if isinstance(found, Line) and found.custom_id in seen:
@@ -290,9 +310,7 @@ def read_lines(path: Path, batch_id: str, endpoint: str, most: int) -> Iterator[
             yield found
 
 
-def _read_line(given: Any, number: int, batch_id: str, endpoint: str) -> Line | dict[str, Any]:
-    if not isinstance(given, dict):
-        return _error(number, "invalid_json_line", "this line is not an object", None)
+def _read_line(given: dict[str, Any], number: int, batch_id: str, endpoint: str) -> Line | dict[str, Any]:
     for name in given:
         if name not in ("custom_id", "method", "url", "body"):
             return _error(number, "unknown_parameter", f"unknown field '{name[:64]}'", name[:64])
@@ -307,7 +325,10 @@ def _read_line(given: Any, number: int, batch_id: str, endpoint: str) -> Line | 
         return _error(number, "missing_required_parameter", "body is an object", "body")
     if body.get("stream"):
         return _error(number, "invalid_value", "an answer of a batch is not streamed", "body.stream")
-    return Line(batch_id, number, custom_id, orjson.dumps(body))
+    try:
+        return Line(batch_id, number, custom_id, orjson.dumps(body))
+    except TypeError:  # orjson writes less deeply nested values than it reads, and integers of 64 bits
+        return _error(number, "invalid_value", "body is nested too deeply, or has too large a number", "body")
 
 
 def _error(line: int, code: str, message: str, param: str | None) -> dict[str, Any]:

@@ -116,7 +116,13 @@ def create_app(
     app.state.batches = None
     if store is not None and settings.routes != "admin":
         app.state.batches = BatchRoutes(
-            store, app, front.reader, settings.max_file_bytes, settings.send_timeout_s
+            store,
+            app,
+            front.reader,
+            settings.max_file_bytes,
+            settings.send_timeout_s,
+            settings.api_keys,
+            settings.allowed_origins,
         ).runner
     elif settings.routes != "admin":
         for path in ("/v1/files", "/v1/batches"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from baton.core.errors import Cancelled, InvalidRequest, NotFound, Unavailable
+from coordinator.api_keys import ApiKeys
 from coordinator.batches.runner import Answer, BatchRunner
 from coordinator.batches.store import BatchStore
 from coordinator.http.body import BodyReader
@@ -25,7 +26,7 @@ from coordinator.http.guard import CLIENT
 from coordinator.openai.batches import parse_batch
 from coordinator.policy.quotas import Client
 
-UPLOAD_IDLE_S = 30.0
+UPLOAD_IDLE_S, UPLOAD_S = 30.0, 3600.0
 MAX_FIELDS = 4
 MAX_UPLOADS = 8
 _PIECE = 1 << 20
@@ -38,9 +39,17 @@ class BatchRoutes:
     many files are being read."""
 
     def __init__(
-        self, store: BatchStore, app: FastAPI, reader: BodyReader, max_file_bytes: int, send_timeout_s: float
+        self,
+        store: BatchStore,
+        app: FastAPI,
+        reader: BodyReader,
+        max_file_bytes: int,
+        send_timeout_s: float,
+        keys: ApiKeys,
+        allowed_origins: Collection[str] = (),
     ) -> None:
-        self.runner = BatchRunner(store, partial(ask, app))
+        self.runner = BatchRunner(store, partial(ask, app), keys.named)
+        self._origins = allowed_origins
         self._store, self._reader, self._max_file_bytes = store, reader, max_file_bytes
         self._send_timeout_s, self._uploads = send_timeout_s, 0
         for method, path, endpoint in (
@@ -62,6 +71,7 @@ class BatchRoutes:
             raise HttpProblem(
                 415, "unsupported_media_type", "the content-type must be multipart/form-data", param="content-type"
             )
+        check_origin(request, self._origins)
         declared = request.headers.get("content-length", "")
         size = int(declared) if declared.isdecimal() and len(declared) < 18 else 0
         if size > self._max_file_bytes + _OVERHEAD_BYTES:
@@ -77,7 +87,12 @@ class BatchRoutes:
     async def _upload(self, request: Request, size: int) -> Response:
         part = await self.runner.on_disk(self._store.new_part, size)
         try:
-            filename, purpose = await self._receive(request, part)
+            try:
+                async with asyncio.timeout(UPLOAD_S):
+                    filename, purpose = await self._receive(request, part)
+            except TimeoutError:
+                what = f"the file took over {UPLOAD_S:g} s"
+                raise HttpProblem(408, "request_timeout", what, close=True) from None
             owner = request.scope[CLIENT].tenant
             return json_response(await self.runner.on_disk(self._store.add_file, owner, part, filename, purpose))
         finally:
@@ -125,7 +140,7 @@ class BatchRoutes:
     async def create(self, request: Request) -> Response:
         body = parse_batch(await self._reader.read(request))
         client: Client = request.scope[CLIENT]
-        wanted = (client.tenant, client.priority, body.endpoint, body.input_file_id, body.metadata or {})
+        wanted = (client.tenant, client.key, body.endpoint, body.input_file_id, body.metadata or {})
         batch = await self.runner.on_disk(self._store.add_batch, *wanted)
         self.runner.wake()
         return json_response(batch)
@@ -137,7 +152,9 @@ class BatchRoutes:
         return await self._one(request, self._store.batch, batch_id)
 
     async def cancel(self, request: Request, batch_id: str) -> Response:
-        return await self._one(request, self._store.cancel, batch_id)
+        answer = await self._one(request, self._store.cancel, batch_id)
+        self.runner.wake()
+        return answer
 
     async def _one(self, request: Request, find: Callable[[str, str], dict[str, Any]], name: str) -> Response:
         return json_response(await self.runner.on_disk(find, request.scope[CLIENT].tenant, name))
@@ -151,10 +168,22 @@ class BatchRoutes:
         after = request.query_params.get("after")
         found = await self.runner.on_disk(find, request.scope[CLIENT].tenant, limit + 1, after)
         shown = found[:limit]
-        ends = (
-            {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
-        )
+        ids = [each["id"] for each in shown] or [None]
+        ends = {"first_id": ids[0], "last_id": ids[-1]}
         return json_response({"object": "list", "data": shown, **ends, "has_more": len(found) > limit})
+
+
+def check_origin(request: Request, allowed: Collection[str]) -> None:
+    """Refuses a form that a page of another origin sends: browsers ask nobody whether it may.
+
+    Raises:
+        HttpProblem: 403.
+    """
+    origin = request.headers.get("origin")
+    if origin is None or origin in allowed or "*" in allowed:
+        return
+    if origin.partition("//")[2] != request.headers.get("host"):
+        raise HttpProblem(403, "origin_not_allowed", "pages of this origin may not upload files; see --allowed-origins")
 
 
 class FileAnswer(Response):

@@ -7,6 +7,7 @@ import json
 import sqlite3
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,10 +154,16 @@ async def test_files_are_listed_read_and_deleted(tmp_path: Path, text_model: Tex
         assert sorted(p.name for p in (tmp_path / "files").iterdir()) == sorted(f.id for f in (made[0], made[2]))
 
 
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 0
+
+
 WRONG = {
     b"{": ("invalid_json_line", None),
     b"[]": ("invalid_json_line", None),
     b'{"custom_id": 1}': ("missing_required_parameter", "custom_id"),
+    b'{"custom_id": "r", "custom_id": "r"}': ("invalid_json_line", "custom_id"),
+    json.dumps(line("r", metadata=nested(300))).encode(): ("invalid_value", "body"),
     json.dumps(line("r") | {"method": "GET"}).encode(): ("invalid_method", "method"),
     json.dumps(line("r") | {"url": CHAT}).encode(): ("mismatched_endpoint", "url"),
     json.dumps(line("r") | {"body": "x"}).encode(): ("missing_required_parameter", "body"),
@@ -251,14 +258,18 @@ async def test_what_is_too_large_or_no_file_is_refused(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_batches, "_OVERHEAD_BYTES", 1000)
-    async with served(tmp_path, Echo(), text_model, max_file_bytes=5000, max_bytes=12_000) as (client, app):
+    empty = BatchStore(str(tmp_path), 1)
+    pages, size = (empty._db.execute(f"pragma {name}").fetchone()[0] for name in ("page_count", "page_size"))
+    empty.close()
+    most = 12_000 + pages * size
+    async with served(tmp_path, Echo(), text_model, max_file_bytes=5000, max_bytes=most) as (client, app):
         await client.files.create(file=("a", b"x" * 5000), purpose="batch")
         for size in (5001, 50_000):
             with pytest.raises(openai.APIStatusError) as refused:
                 await client.files.create(file=("a", b"x" * size), purpose="batch")
             assert refused.value.status_code == 413
         await client.files.create(file=("a", b"x" * 5000), purpose="batch")
-        with pytest.raises(openai.RateLimitError, match="12000 bytes together"):
+        with pytest.raises(openai.RateLimitError, match=f"{most} bytes together"):
             await client.files.create(file=("a", b"x" * 4900), purpose="batch")
         with pytest.raises(openai.BadRequestError, match="'purpose' must be 'batch'"):
             await client.files.create(file=("a", b"x"), purpose="fine-tune")
@@ -301,7 +312,7 @@ async def test_a_batch_that_is_cancelled_before_it_begins_stays_so(tmp_path: Pat
     part = store.new_part(1)
     part.write_bytes(b"x")
     file = store.add_file("", part, "f", "batch")
-    batch = store.add_batch("", 0, COMPLETIONS, file["id"], {})
+    batch = store.add_batch("", "", COMPLETIONS, file["id"], {})
     store.cancel("", batch["id"])
     store.begin(batch["id"], [Line(batch["id"], 1, "a", b"{}")])
     assert store.batch("", batch["id"])["status"] == "cancelling"
@@ -314,29 +325,54 @@ async def test_a_file_that_is_deleted_before_its_batch_begins_is_named(tmp_path:
     async with served(tmp_path, Echo(), text_model) as (client, app):
         store = app.state.batches._store
         file = await client.files.create(file=("a", jsonl(line("a"))), purpose="batch")
-        batch = store.add_batch("", 0, COMPLETIONS, file.id, {})
+        batch = store.add_batch("", "", COMPLETIONS, file.id, {})
         await client.files.delete(file.id)
         app.state.batches.wake()
         found = await ended(client, batch["id"])
         assert found.status == "failed" and "its input file was deleted" in found.errors.data[0].message
 
 
-async def test_a_disk_that_fails_costs_the_batch_and_not_the_coordinator(
+async def test_a_disk_that_fails_costs_a_batch_time_and_no_answer(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nothing spins meanwhile, clients are answered with 503, and every line is there in the end."""
+    monkeypatch.setattr(batch_runner, "DISK_PAUSE_S", 0.05)
     async with served(tmp_path, Echo(), text_model) as (client, app):
-        store = app.state.batches._store
-        monkeypatch.setattr(batch_runner, "DISK_PAUSE_S", 0.01)
+        store, tries = app.state.batches._store, 0
+        answered, unfinished = store.answered, store.unfinished
 
-        def fails(*_: object) -> None:
-            raise sqlite3.OperationalError("disk I/O error")
+        def fails(*what: Any) -> Any:
+            nonlocal tries
+            tries += 1
+            if tries > 3:
+                raise sqlite3.OperationalError("disk I/O error")
+            return answered(*what)
 
-        monkeypatch.setattr(store, "answered", fails)
-        batch = await ended(client, (await submit(client, line("r"))).id)
-        assert batch.status == "failed" and "could not be read or written" in batch.errors.data[0].message
-        monkeypatch.undo()
-        batch = await ended(client, (await submit(client, line("r"))).id)
-        assert batch.status == "completed"
+        store.answered = fails
+        batch = await submit(client, *(line(f"r{i}") for i in range(8)))
+        async with asyncio.timeout(10):
+            while tries < 8:
+                await asyncio.sleep(0.01)
+        before = tries
+        await asyncio.sleep(0.5)
+        assert tries - before < 11 * 8, "a pause between two tries"
+        assert (await client.batches.retrieve(batch.id)).status == "in_progress"
+
+        def broken() -> Any:
+            raise sqlite3.DatabaseError("malformed")
+
+        store.unfinished = broken
+        app.state.batches.wake()
+        await asyncio.sleep(0.1)
+        store.answered, store.unfinished = answered, unfinished
+        batch = await ended(client, batch.id)
+        assert batch.status == "completed" and batch.request_counts.completed == 8
+        assert len(await rows_of(client, batch.output_file_id)) == 8
+
+        monkeypatch.setattr(store, "files", lambda *_: broken())
+        with pytest.raises(openai.InternalServerError, match="cannot be read or written") as refused:
+            await client.files.list()
+        assert refused.value.status_code == 503 and refused.value.code == "storage_failed"
 
 
 def test_one_coordinator_has_a_directory(tmp_path: Path) -> None:
@@ -419,3 +455,75 @@ def test_a_file_has_a_row_or_is_not_there(tmp_path: Path) -> None:
         store.add_file("", gone, "f", None)  # type: ignore[arg-type]
     assert len(store.files("", 10, None, None)) == 1 and len(list((tmp_path / "files").glob("file-*"))) == 1
     store.close()
+
+
+async def test_a_batch_counts_against_the_quota_of_its_key(tmp_path: Path, text_model: TextModel) -> None:
+    keys = read_api_keys(key_file(tmp_path, f"{KEY} name=search tenant=acme priority=3 requests_at_once=2\n"))
+    generator = Echo()
+    async with served(tmp_path / "data", generator, text_model, api_keys=keys) as (client, _):
+        await ended(client, (await submit(client, line("r"))).id)
+    (submission,) = generator.submissions
+    assert submission.client == replace(keys.client(f"Bearer {KEY}"), priority=100) and submission.priority == 100
+
+
+async def test_a_batch_whose_key_is_gone_ends(tmp_path: Path, text_model: TextModel) -> None:
+    keys = read_api_keys(key_file(tmp_path, f"{KEY} tenant=acme\n{OTHER} tenant=acme\n"))
+    left = read_api_keys(key_file(tmp_path, f"{OTHER} tenant=acme\n"))
+    first = Echo()
+    first.answers = 1
+    async with served(tmp_path / "data", first, text_model, api_keys=keys) as (client, _):
+        batch = await submit(client, line("a"), line("b"))
+        async with asyncio.timeout(10):
+            while (await client.batches.retrieve(batch.id)).request_counts.completed < 1:
+                await asyncio.sleep(0.01)
+    async with served(tmp_path / "data", Echo(), text_model, api_keys=left) as (client, _):
+        other = client.with_options(api_key=OTHER)
+        batch = await ended(other, batch.id)
+        assert batch.status == "failed" and "not known any more" in batch.errors.data[0].message
+        assert len(await rows_of(other, batch.output_file_id)) == 1, "what it has is kept"
+
+
+async def test_owners_take_turns_and_what_has_not_begun_is_cancelled_at_once(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_runner, "MAX_BATCHES", 2)
+    keys = read_api_keys(key_file(tmp_path, f"{KEY} tenant=a\n{OTHER} tenant=b\n"))
+    generator = Echo()
+    generator.hold = asyncio.Event()
+    async with served(tmp_path / "data", generator, text_model, api_keys=keys) as (client, app):
+        store, made = app.state.batches._store, []
+        for owner, count in (("a", 4), ("b", 2)):
+            for _ in range(count):
+                part = store.new_part(1)
+                part.write_bytes(jsonl(line("r")))
+                file = store.add_file(owner, part, "f", "batch")
+                key = keys.client(f"Bearer {KEY if owner == 'a' else OTHER}").key
+                made.append(store.add_batch(owner, key, COMPLETIONS, file["id"], {})["id"])
+        assert [batch["owner"] for batch in store.unfinished()] == ["a", "b", "a", "b", "a", "a"]
+        app.state.batches.wake()
+        await generator.until(submitted=2)
+        assert sorted(s.client.tenant for s in generator.submissions) == ["a", "b"]
+        await client.batches.cancel(made[3])
+        assert (await ended(client, made[3])).status == "cancelled"
+        generator.hold.set()
+        assert (await ended(client, made[2])).status == "completed"
+
+
+async def test_what_nobody_said_is_too_large_is_refused_when_it_is_there(tmp_path: Path, text_model: TextModel) -> None:
+    """A chunked upload, and the copies of a batch's lines count too."""
+    form = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x\r\n'
+    form += b'Content-Disposition: form-data; name="file"; filename="f"\r\n\r\n' + b"x" * 300_000 + b"\r\n--x--\r\n"
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield form
+
+    kind = {"content-type": "multipart/form-data; boundary=x"}
+    async with served(tmp_path, Echo(), text_model, max_bytes=200_000) as (client, app):
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
+        answer = await http.post("/v1/files", content=chunks(), headers=kind)
+        assert answer.status_code == 429 and answer.json()["error"]["code"] == "storage_full"
+        assert list((tmp_path / "files").iterdir()) == [] and (await client.files.list()).data == []
+        for origin, status in (("https://evil.example", 403), ("null", 403), ("http://baton", 429)):
+            refused = await http.post("/v1/files", content=form, headers=kind | {"origin": origin})
+            assert refused.status_code == status, origin
+        await http.aclose()
