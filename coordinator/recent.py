@@ -5,6 +5,7 @@ Ids, counts, workers and times; nothing of what a client wrote or was answered.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from coordinator.policy.requests import Request, Stage
 from coordinator.policy.timeline import Span, spans
 
 KEPT = 1_000
+_INNER = re.compile(r"((.+)-[0-9a-f]{8}|req-[0-9a-f]{32})(-[0-9]{1,3})?")
 _PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
 
 
@@ -89,10 +91,9 @@ class RecentRequests:
     def named(self, running: Iterable[Request], request_id: str, now: float) -> list[Record]:
         """The choices of a request by its id: the client's own, the one in an answer (`chatcmpl-...`), or the one in
         the log."""
-        for prefix in _PREFIXES:
-            request_id = request_id.removeprefix(prefix)
-        here = (r for r in running if _matches(r.request.request_id, request_id))
-        found = [r for r in self._all(here, now) if _matches(r.request_id, request_id)]
+        asked = {request_id, *(request_id.removeprefix(prefix) for prefix in _PREFIXES)}
+        here = (r for r in running if _own_id(r.request.request_id) & asked)
+        found = [r for r in self._all(here, now) if _own_id(r.request_id) & asked]
         return sorted(found, key=lambda r: (r.admitted_at, r.choice))
 
     def _all(self, running: Iterable[Request], now: float) -> Iterator[Record]:
@@ -100,9 +101,11 @@ class RecentRequests:
         yield from reversed(self._ended)
 
 
-def _matches(inner: str, asked: str) -> bool:
-    """Inside, a client's id has a suffix that makes it unique."""
-    return inner == asked or inner.startswith(f"{asked}-")
+def _own_id(inner: str) -> set[str]:
+    """The ids by which a request may be asked for: inside, a client's has a suffix that makes it unique, and one of
+    several prompts its number behind that."""
+    parts = _INNER.fullmatch(inner)
+    return {inner, *parts.group(1, 2)} if parts else {inner}
 
 
 def _record(request: Request, outcome: str, now: float) -> Record:

@@ -31,6 +31,11 @@ class ClusterView:
     document: dict[str, Any]
 
 
+def root_url(url: str) -> str:
+    """`http://host:port` of a URL that may lack its scheme or have a path."""
+    return "/".join((url if "//" in url else f"http://{url}").split("/")[:3])
+
+
 def get_workers(url: str, timeout_s: float = TIMEOUT_S) -> list[WorkerView]:
     """The workers in GET /workers; raises as `get_cluster`."""
     return list(get_cluster(url, timeout_s).workers)
@@ -42,8 +47,8 @@ def get_cluster(url: str, timeout_s: float = TIMEOUT_S) -> ClusterView:
     Raises:
         OSError: no answer, or not the expected one.
     """
-    base = url if "//" in url else f"http://{url}"
-    status, document = request_json("GET", "/".join((*base.split("/")[:3], "workers")), timeout_s)
+    base = root_url(url)
+    status, document = request_json("GET", f"{base}/workers", timeout_s)
     if status in (401, 404):
         raise OSError(f"GET /workers: status {status}; where clients need API keys, operators ask --admin-port (8103)")
     if status != 200:

@@ -200,9 +200,8 @@ class LocalCluster:
         facts: dict[str, list[str]] = {}
         for view in views:
             f = view.fields
-            kind = f"{f.get('dtype')}" + (
-                "" if f.get("quantize") in (None, "none") else f" and {f['quantize']} weights"
-            )
+            quantized = "" if f.get("quantize") in (None, "none") else f" and {f['quantize']} weights"
+            kind = f"{f.get('dtype')}{quantized}"
             room = f"{f.get('blocks_total')} KV blocks of {f.get('block_size')} tokens"
             what = f"{kind}, {room}, at most {f.get('max_model_len')} tokens a sequence"
             facts.setdefault(what, []).append(view.id)

@@ -97,11 +97,14 @@ class Members:
     @property
     def addresses(self) -> Addresses:
         """Those of a coordinator on another host."""
-        return Addresses(self.plan.url.removeprefix("http://"), "", self.plan.control, self.plan.admin)
+        scheme, _, http = self.plan.url.partition("://")
+        return Addresses(http, "", self.plan.control, self.plan.admin, scheme)
 
     def coordinator(self, bound: Addresses | None = None) -> ChildSpec:
         """`bound` holds the ports of an earlier run, which the next one takes again."""
         flags = self.plan.coordinator_command(None if bound is None else bound.ports)
+        if bound is not None and bound.admin:
+            flags = (*flags, "--admin-port", bound.admin.rpartition(":")[2])
         command = (*self.programs.coordinator, *flags, "--ready-file", str(self.ready_file))
         environment = {**self.environment, "PYTHONUNBUFFERED": "1"}
         return ChildSpec(COORDINATOR, command, self.run_dir / f"{COORDINATOR}.log", environment)

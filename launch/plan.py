@@ -88,7 +88,8 @@ class Plan:
         """Where the other nodes find HTTP."""
         place = self.topology.coordinator
         host = self.topology.node(place.node).address if place.host in ("0.0.0.0", "::") else place.host
-        return f"http://{host_port(host, place.port)}"
+        scheme = "https" if place.options.get("tls_cert_file") else "http"
+        return f"{scheme}://{host_port(host, place.port)}"
 
     @property
     def admin(self) -> str:

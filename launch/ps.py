@@ -37,13 +37,8 @@ def cluster_view(cluster: ClusterView, before: ClusterView | None = None, betwee
     if not cluster.workers:
         return [*parts, "no workers have joined"]
     earlier = {} if before is None else {worker.id: worker for worker in before.workers}
-    numbers = (
-        "blocks free",
-        "running",
-        "waiting",
-        *(("tokens/s", "steps/s", "step ms") if before is not None else ()),
-        "since",
-    )
+    measured = ("tokens/s", "steps/s", "step ms") if before is not None else ()
+    numbers = ("blocks free", "running", "waiting", *measured, "since")
     table = make_table(("worker", "role", "tp", "host", "state", *numbers), right=("tp", *numbers))
     for worker in cluster.workers:
         fields = worker.fields

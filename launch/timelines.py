@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from baton.core.errors import StartupError
+from launch.cluster_api import root_url
 from launch.http_json import request_json
 from launch.tables import make_table, show
 
@@ -32,10 +33,9 @@ def get_requests(url: str, request_id: str = "", limit: int = 1000) -> list[Row]
     Raises:
         StartupError: no cluster answers at `url`, or it does not know the request.
     """
-    base = url if "//" in url else f"http://{url}"
     path = f"requests/{quote(request_id)}" if request_id else f"requests?limit={limit}"
     try:
-        status, document = request_json("GET", "/".join((*base.split("/")[:3], path)), TIMEOUT_S)
+        status, document = request_json("GET", f"{root_url(url)}/{path}", TIMEOUT_S)
     except OSError as error:
         raise StartupError(f"no cluster answers at {url}: {error}") from None
     rows = document.get("requests") if isinstance(document, dict) else None
@@ -56,9 +56,10 @@ def print_request(rows: Sequence[Row], console: Console | None = None) -> None:
             f"{row['prompt_tokens']} prompt tokens ({row['cached_tokens']} cached), "
             f"{row['generated_tokens']} generated; first token after {row['first_token_ms']:.1f} ms",
             highlight=False,
+            emoji=False,
         )
         if row["error"]:
-            console.print(f"  {escape(row['error'])}", highlight=False)
+            console.print(f"  {escape(row['error'])}", highlight=False, emoji=False)
         table = make_table(("stage", "worker", "start ms", "ms", "share", ""), right=("start ms", "ms", "share"))
         total = row["total_ms"] or 1.0
         for span in row["spans"]:
@@ -116,7 +117,8 @@ def _arrows(events: Sequence[dict[str, Any]], number: int) -> list[dict[str, Any
         if after["name"] in _HANDED_OVER and before["pid"] != after["pid"]:
             flow = {"cat": "handover", "name": "handover", "id": f"{number}-{len(found)}"}
             middle = before["ts"] + before["dur"] / 2  # an arrow binds to the slice that its moment lies in
-            found.append(flow | {"ph": "s", "pid": before["pid"], "tid": before["tid"], "ts": middle})
-            found.append(flow | {"ph": "f", "bp": "e", "pid": after["pid"], "tid": after["tid"], "ts": after["ts"]})
-            found[-1]["id"] = found[-2]["id"]
+            found += [
+                flow | {"ph": "s", "pid": before["pid"], "tid": before["tid"], "ts": middle},
+                flow | {"ph": "f", "bp": "e", "pid": after["pid"], "tid": after["tid"], "ts": after["ts"]},
+            ]
     return found

@@ -16,7 +16,7 @@ are as long as the workers measured them, at most as long as the stage: nobody c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -51,15 +51,6 @@ def spans(request: Request, now: float) -> tuple[Span, ...]:
                 found.append(Span(name, start, start + length, entered.worker))
             start += length
     return tuple(found)
-
-
-def totals(found: Sequence[Span]) -> dict[str, float]:
-    """Seconds in each kind of span, in the order above, of those that occur."""
-    return {name: sum(s.end_s - s.start_s for s in found if s.name == name) for name in SPANS if _has(found, name)}
-
-
-def _has(found: Sequence[Span], name: str) -> bool:
-    return any(span.name == name for span in found)
 
 
 def _parts(stage: Stage, whole: float, stamps: StageStamps) -> Iterator[tuple[str, float]]:

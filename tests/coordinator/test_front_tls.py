@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ssl
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -19,11 +17,11 @@ from baton.v1 import serving_pb2, serving_pb2_grpc
 from coordinator.front_tls import FrontTls, read_front_tls
 from coordinator.grpc.service import PublicServer
 from coordinator.http import server as http_server
-from coordinator.http.server import HttpServer, serve
 from coordinator.text.model import TextModel
 from coordinator.translate import Translator
 from launch.certificates import make_certificates
 from tests.support.fake_generator import FakeGenerator
+from tests.support.front_kit import running
 from tests.support.requests_kit import COMPLETIONS, GOOD
 
 
@@ -41,23 +39,10 @@ def front(made: Path) -> FrontTls:
     return found
 
 
-@contextlib.asynccontextmanager
-async def running(app: FastAPI, tls: ssl.SSLContext) -> AsyncIterator[HttpServer]:
-    server = serve(app, "127.0.0.1", 0, grace_s=1.0, tls=tls)
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.005)
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        await task
-
-
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1")
 async def test_https_answers_whom_it_can_show_its_certificate(app: FastAPI, front: FrontTls, made: Path) -> None:
     trusts = ssl.create_default_context(cafile=str(made / "ca.pem"))
-    async with running(app, front.context) as server:
+    async with running(app, tls=front.context) as server:
         url = f"https://127.0.0.1:{server.address[1]}"
         async with httpx.AsyncClient(verify=trusts) as client:
             assert (await client.post(url + COMPLETIONS, json=GOOD[COMPLETIONS])).status_code == 200
@@ -79,7 +64,7 @@ async def test_a_handshake_that_does_not_go_on_is_cut(
     app: FastAPI, front: FrontTls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "HEAD_TIMEOUT_S", 0.2)
-    async with running(app, front.context) as server:
+    async with running(app, tls=front.context) as server:
         reader, writer = await asyncio.open_connection(*server.address)
         async with asyncio.timeout(5.0):
             assert await reader.read(100) == b""

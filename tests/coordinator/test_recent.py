@@ -56,12 +56,32 @@ def test_only_so_many_are_kept() -> None:
     assert len(recent.latest([], 10**6, d.now)) == KEPT
 
 
-@pytest.mark.parametrize("asked", ["req-7", "cmpl-req-7", "chatcmpl-req-7", "req-7-00ff"])
-def test_a_request_is_found_by_each_of_its_names(asked: str) -> None:
+TRACED = f"req-{'ab' * 16}-1"  # a gRPC request named after its trace
+IDS = ("req-7-00ffaa11", "req-77", "cmpl-mine-00ffaa11", "two-00ffaa11-0", "two-00ffaa11-1", "a-b", TRACED)
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("req-7", [0]),
+        ("cmpl-req-7", [0]),
+        ("chatcmpl-req-7", [0]),
+        ("req-7-00ffaa11", [0]),
+        ("cmpl-mine", [2]),
+        ("two", [3, 4]),
+        ("two-00ffaa11", [3, 4]),
+        ("two-00ffaa11-1", [4]),
+        ("a-b", [5]),
+        ("a", []),
+        (f"cmpl-req-{'ab' * 16}", [6]),
+        ("req", []),
+    ],
+)
+def test_a_request_is_found_by_each_of_its_names(asked: str, found: list[int]) -> None:
     d, recent = Drive("p0", "d0"), RecentRequests()
-    recent.ended(d.submit("req-7-00ff"), "stop", d.now)
-    recent.ended(d.submit("req-77"), "stop", d.now)
-    assert [r.request_id for r in recent.named([], asked, d.now)] == ["req-7-00ff"]
+    for name in IDS:
+        recent.ended(d.submit(name), "stop", d.now)
+    assert sorted(r.request_id for r in recent.named([], asked, d.now)) == sorted(IDS[i] for i in found)
 
 
 async def test_the_pipeline_remembers_how_each_one_ended() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,9 +16,11 @@ from coordinator.http.server import HttpServer, serve
 
 
 @contextlib.asynccontextmanager
-async def running(app: ASGIApp, *, grace_s: float = 1.0) -> AsyncIterator[HttpServer]:
+async def running(
+    app: ASGIApp, *, grace_s: float = 1.0, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[HttpServer]:
     """`app` served on a free port of the loopback interface."""
-    server = serve(app, "127.0.0.1", 0, grace_s=grace_s)
+    server = serve(app, "127.0.0.1", 0, grace_s=grace_s, tls=tls)
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.005)
