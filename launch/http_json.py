@@ -41,5 +41,5 @@ def request_json(
         connection.close()
     try:
         return answer.status, json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return answer.status, None

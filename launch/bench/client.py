@@ -6,19 +6,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
 
+from baton.rpc.status import printable
 from launch.bench.load import Job, Session
 from launch.bench.stats import Record
 from launch.http_json import request_json
 
 CONNECT_TIMEOUT_S = 10.0
+_MAX_SHOWN = 200
+"""Characters of a server's own text in a report."""
+_MAX_COUNT = 1 << 40
+"""Tokens, and milliseconds, beyond which a server's number is taken for nonsense."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +44,14 @@ class Target:
 
 
 def base_url(url: str) -> str:
-    """`host:port`, `http://host:port` and `http://host:port/v1` all mean the same."""
+    """`host:port`, `http://host:port` and `http://host:port/v1` all mean the same.
+
+    Raises:
+        ValueError: it has a password in it, which every report would show.
+    """
     url = (url if "//" in url else f"http://{url}").rstrip("/")
+    if "@" in urlsplit(url).netloc:
+        raise ValueError("a URL with a user or a password would stand in every report; use --api-key")
     return url if url.endswith("/v1") else f"{url}/v1"
 
 
@@ -48,14 +61,39 @@ def first_model(base: str, api_key: str) -> str:
     Raises:
         OSError: no usable answer.
     """
+    document = _get(f"{base}/models", api_key)
+    try:
+        return str(document["data"][0]["id"])
+    except (LookupError, TypeError):
+        raise OSError(f"GET {base}/models: no list of models") from None
+
+
+def speaks_baton(base: str, api_key: str) -> bool:
+    """Whether the server says where the time of a request went (`return_timeline`)."""
+    try:
+        document = _get(f"{base.removesuffix('/v1')}/openapi.json", api_key)
+    except OSError:
+        return False
+    return "return_timeline" in orjson.dumps(document).decode()
+
+
+def server_version(base: str, api_key: str) -> str:
+    """What GET /version says; empty where there is none."""
+    try:
+        return printable(str(_get(f"{base.removesuffix('/v1')}/version", api_key)["version"]), _MAX_SHOWN)
+    except (OSError, LookupError, TypeError):
+        return ""
+
+
+def _get(url: str, api_key: str) -> Any:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        status, document = request_json("GET", f"{base}/models", CONNECT_TIMEOUT_S, headers=headers)
-        if status != 200:
-            raise OSError(_refusal(status, document))
-        return str(document["data"][0]["id"])
-    except (OSError, LookupError, TypeError) as error:
-        raise OSError(f"GET {base}/models: {describe(error)}") from None
+        status, document = request_json("GET", url, CONNECT_TIMEOUT_S, headers=headers)
+    except OSError as error:
+        raise OSError(f"GET {url}: {describe(error)}") from None
+    if status != 200:
+        raise OSError(f"GET {url}: {_refusal(status, document)}")
+    return document
 
 
 def client_session(target: Target) -> aiohttp.ClientSession:
@@ -139,17 +177,24 @@ class _Stream:
         self._text: list[float] = []
         self._choices: list[float] = []
         self._finished_at: float | None = None
-        self._usage: dict[str, Any] | None = None
+        self._prompt_tokens: int | None = None
+        self._output_tokens: int | None = None
         self._error: str | None = None
         self._done = False
         self._stages: dict[str, float] = {}
 
     def feed(self, now: float, chunk: bytes) -> None:
+        """Raises:
+        ValueError: an event that is not one of a completion.
+        """
         lines = (self._partial + chunk).split(b"\n")
         self._partial = lines.pop()
         for line in lines:
             if line.startswith(b"data:"):
-                self._event(now, line[5:].strip())
+                try:
+                    self._event(now, line[5:].strip())
+                except (AttributeError, LookupError, TypeError):
+                    raise ValueError(f"not an event of a completion: {line[5:100]!r}") from None
 
     def record(self, sent: float, ended: float) -> Record:
         if self._error is None and not self._done:
@@ -161,16 +206,14 @@ class _Stream:
             self._error = "stream without a token"
         if self._error is not None:
             return Record(sent, error=self._error)
-        usage = self._usage or {}
-        counted = isinstance(usage.get("completion_tokens"), int)
         return Record(
             sent,
             tuple(arrivals),
             ended,
             finished=max(arrivals[-1], self._finished_at or 0.0),
-            prompt_tokens=int(usage.get("prompt_tokens") or 0),
-            output_tokens=int(usage["completion_tokens"]) if counted else len(self._choices),
-            counted=counted,
+            prompt_tokens=self._prompt_tokens or 0,
+            output_tokens=len(self._choices) if self._output_tokens is None else self._output_tokens,
+            counted=self._output_tokens is not None,
             stages=self._stages,
         )
 
@@ -182,17 +225,29 @@ class _Stream:
         if event.get("error"):
             self._error = _message(event["error"])
             return
-        if event.get("usage"):
-            self._usage = event["usage"]
+        if usage := event.get("usage"):
+            self._prompt_tokens = _tokens(usage, "prompt_tokens")
+            self._output_tokens = _tokens(usage, "completion_tokens")
         for choice in itertools.islice(event.get("choices") or (), 1):
             self._choices.append(now)
             if choice.get("text") or _has_delta(choice.get("delta") or {}):
                 self._text.append(now)
             if isinstance(timeline := choice.get("timeline"), dict):
                 for span in timeline["spans"]:
-                    self._stages[span["name"]] = self._stages.get(span["name"], 0.0) + span["ms"] / 1e3
+                    name, ms = printable(span["name"], _MAX_SHOWN), span["ms"]
+                    if not (math.isfinite(ms) and 0 <= ms < _MAX_COUNT):
+                        raise ValueError(f"timeline: {name} takes {ms} ms")
+                    self._stages[name] = self._stages.get(name, 0.0) + ms / 1e3
             if choice.get("finish_reason"):
                 self._finished_at = now
+
+
+def _tokens(usage: dict[str, Any], name: str) -> int | None:
+    """None where the server does not count."""
+    count = usage.get(name)
+    if count is not None and not (isinstance(count, int) and 0 <= count < _MAX_COUNT):
+        raise ValueError(f"usage: {name} is {str(count)[:50]}")
+    return count
 
 
 def _has_delta(delta: dict[str, Any]) -> bool:
@@ -200,32 +255,8 @@ def _has_delta(delta: dict[str, Any]) -> bool:
     return any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls"))
 
 
-def speaks_baton(base: str, api_key: str) -> bool:
-    """Whether the server says where the time of a request went (`return_timeline`)."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        status, document = request_json(
-            "GET", f"{base.removesuffix('/v1')}/openapi.json", CONNECT_TIMEOUT_S, headers=headers
-        )
-        return status == 200 and "return_timeline" in orjson.dumps(document).decode()
-    except OSError:
-        return False
-
-
-def server_version(base: str, api_key: str) -> str:
-    """What GET /version says; empty where there is none."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        status, document = request_json(
-            "GET", f"{base.removesuffix('/v1')}/version", CONNECT_TIMEOUT_S, headers=headers
-        )
-        return str(document["version"])[:100] if status == 200 else ""
-    except (OSError, LookupError, TypeError):
-        return ""
-
-
 def describe(error: BaseException) -> str:
-    text = " ".join(str(error).split())
+    text = printable(" ".join(str(error).split()), _MAX_SHOWN)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -245,4 +276,4 @@ def _refusal(status: int, document: Any) -> str:
 
 def _message(error: Any) -> str:
     text = error.get("message", error) if isinstance(error, dict) else error
-    return " ".join(str(text).split())[:200]
+    return printable(" ".join(str(text).split()), _MAX_SHOWN)

@@ -12,6 +12,7 @@ import click
 
 from baton.core.errors import StartupError
 from baton.options import NumberRange
+from baton.rpc.status import printable
 from launch.bench.load import WORKLOADS, Lengths, Load, Workload, parse_lengths, read_trace
 from launch.bench.stats import Slo, parse_slo
 
@@ -174,9 +175,11 @@ def bench_command(
 def _target(url: str, model: str, api_key: str, timeout_s: float) -> Target:
     from launch.bench.client import Target, base_url, first_model, speaks_baton
 
-    base = base_url(url)
     try:
+        base = base_url(url)
         model = model or first_model(base, api_key)
+    except ValueError as error:
+        raise StartupError(str(error)) from None
     except OSError as error:
         raise StartupError(f"no server answers: {error}") from None
     extra = {"return_timeline": True} if speaks_baton(base, api_key) else {}
@@ -187,7 +190,7 @@ def _settings(options: Options, targets: list[Target], loop: str) -> dict[str, A
     from launch.bench.client import server_version
 
     load = options.load
-    named = {"server": targets[0].base, "model": targets[0].model, "loop": loop}
+    named = {"server": targets[0].base, "model": printable(targets[0].model, 200), "loop": loop}
     if version := server_version(targets[0].base, targets[0].api_key):
         named["version"] = version
     if len(targets) > 1:
@@ -270,6 +273,8 @@ def _sweep(target: Target, options: Options, first: float, report: Report) -> No
         run = _run(target, step, 0, f"{rate:.3g} requests/s")
         report.runs.append(run)
         search.tried(rate, kept=statistics(run.records, options.slo).met_share >= options.slo.share)
+        if not search.kept and all(record.error is not None for record in run.records):
+            break  # no lower rate mends a server that answers nothing
         number += 1
     report.best_rate = search.best
 
@@ -281,9 +286,6 @@ def _write(report: Report, json_path: str | None, markdown_path: str | None, htm
     from launch.bench.html import as_html
     from launch.bench.report import as_json, as_markdown, print_report
 
-    console = Console()
-    console.print("  ".join(f"{key} {value}" for key, value in report.settings.items()), style="dim", highlight=False)
-    print_report(report, console)
     try:
         if json_path:
             Path(json_path).write_bytes(orjson.dumps(as_json(report), option=orjson.OPT_INDENT_2) + b"\n")
@@ -293,5 +295,8 @@ def _write(report: Report, json_path: str | None, markdown_path: str | None, htm
             Path(html_path).write_text(as_html(report), encoding="utf-8")
     except OSError as error:
         raise StartupError(f"the report could not be written: {error}") from None
+    console = Console(markup=False, emoji=False, highlight=False)  # texts of a server's are shown as they are
+    console.print("  ".join(f"{key} {value}" for key, value in report.settings.items()), style="dim")
+    print_report(report, console)
     records = [record for run in report.runs for record in run.records]
     return 1 if all(record.error is not None for record in records) else 0

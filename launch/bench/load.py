@@ -22,6 +22,8 @@ Workload = Literal["tokens", "text", "turns", "tools", "schema"]
 WORKLOADS: tuple[Workload, ...] = ("tokens", "text", "turns", "tools", "schema")
 TRACE_BLOCK = 512
 """Tokens of a prefix block in Mooncake's traces."""
+MOST_TOKENS = 10_000_000
+"""Of one request of a trace."""
 _TOOL = {
     "type": "function",
     "function": {
@@ -208,21 +210,30 @@ def read_trace(path: Path, most: int = 100_000) -> tuple[TraceRow, ...]:
 def _numbered(lines: Iterable[Any], parse: Any) -> Iterator[TraceRow]:
     number = 0
     try:
-        for number, line in enumerate(lines, 1):  # noqa: B007
+        for line in lines:
             yield parse(line)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"row {number or 1} is not of a trace: {error!r}") from None
+            number += 1
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError, csv.Error) as error:
+        raise ValueError(f"row {number + 1} is not of a trace: {error!r}") from None
 
 
 def _mooncake(row: dict[str, Any]) -> TraceRow:
     blocks: Sequence[int] = row.get("hash_ids", ())
-    return TraceRow(float(row["timestamp"]) / 1e3, int(row["input_length"]), int(row["output_length"]), tuple(blocks))
+    at_s = float(row["timestamp"]) / 1e3
+    return _checked(TraceRow(at_s, int(row["input_length"]), int(row["output_length"]), tuple(map(int, blocks))))
 
 
 def _azure(row: dict[str, str]) -> TraceRow:
     at = datetime.fromisoformat(row["TIMESTAMP"][:26])
     seconds = at.timestamp() if at.tzinfo else (at - datetime(1970, 1, 1)).total_seconds()
-    tokens = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-    if not math.isfinite(seconds):
-        raise ValueError("TIMESTAMP")
-    return TraceRow(seconds, *tokens)
+    return _checked(TraceRow(seconds, int(row["ContextTokens"]), int(row["GeneratedTokens"])))
+
+
+def _checked(row: TraceRow) -> TraceRow:
+    if not math.isfinite(row.at_s):
+        raise ValueError(f"it is due at {row.at_s}")
+    if not (1 <= row.input_len <= MOST_TOKENS and 0 <= row.output_len <= MOST_TOKENS):
+        raise ValueError(f"{row.input_len} prompt tokens and {row.output_len} output tokens")
+    if len(row.blocks) * TRACE_BLOCK > MOST_TOKENS:
+        raise ValueError(f"{len(row.blocks)} prefix blocks")
+    return row

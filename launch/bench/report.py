@@ -149,17 +149,18 @@ def compared_headings(report: Report) -> tuple[str, ...]:
 
 
 def print_report(report: Report, console: Console) -> None:
+    """On a console without markup."""
     if report.best_rate is not None:
         table = make_table(SWEEP_HEADINGS, right=SWEEP_HEADINGS, caption="times in ms")
         for row in sweep_rows(report):
             table.add_row(*row)
         show(table, console)
-        console.print(f"  {best(report)}", highlight=False)
+        console.print(f"  {best(report)}")
         return
     for base in report.servers:
         stats = report.whole(base)
         if len(report.servers) > 1:
-            console.print(base, style="bold", highlight=False)
+            console.print(base, style="bold")
         note = "n: output tokens by the server's usage; percentiles linear between ranks"
         table = make_table(_HEADINGS, right=set(_HEADINGS) - {"ms", "formula"}, caption=note)
         for row in rows(stats):
@@ -172,7 +173,7 @@ def print_report(report: Report, console: Console) -> None:
             show(table, console)
         for name, text in totals(stats, report.slo):
             style = "red" if name == "failed" else "default"
-            console.print(f"  {name:<9} {text}", style=style, markup=False, highlight=False)
+            console.print(f"  {name:<9} {text}", style=style)
     if len(report.runs) > 1:
         headings = compared_headings(report)
         table = make_table(headings, right=headings[1:])

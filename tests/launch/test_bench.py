@@ -171,3 +171,53 @@ def test_the_command_line_is_kept_without_the_key(tmp_path: Path, monkeypatch: p
     with fake_server() as server:
         _, _, report = bench(server, tmp_path, "--requests", "1", "--warmup", "0", "--output-len", "1")
     assert report["settings"]["command"] == "baton bench --api-key ... --api-key=... --seed 3"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        "[1]",
+        '"x"',
+        "{",
+        '{"choices": 5}',
+        '{"choices": [5]}',
+        '{"choices": [{"delta": "abc"}]}',
+        '{"usage": [1]}',
+        '{"usage": {"prompt_tokens": "12"}}',
+        '{"usage": {"completion_tokens": -1}}',
+        '{"usage": {"prompt_tokens": 9007199254740993000}}',
+        '{"choices": [{"timeline": {}}]}',
+        '{"choices": [{"timeline": {"spans": [{"name": "prefill"}]}}]}',
+        '{"choices": [{"timeline": {"spans": [{"name": "prefill", "ms": "1"}]}}]}',
+        '{"choices": [{"timeline": {"spans": [{"name": "prefill", "ms": 1e300}]}}]}',
+    ],
+)
+def test_an_event_that_is_none_is_one_failed_request(tmp_path: Path, event: str) -> None:
+    with fake_server(odd_event=event) as server:
+        flags = ["--concurrency", "1", "--requests", "4", "--warmup", "0", "--output-len", "2", "--input-len", "2"]
+        code, _, report = bench(server, tmp_path, *flags)
+    assert code == 0 and report["statistics"]["failed"] == 2 and report["statistics"]["output_tokens"] == 4
+
+
+def test_texts_of_a_server_are_shown_as_they_are(tmp_path: Path) -> None:
+    """Neither markup nor control characters of a server's reach the terminal."""
+    with fake_server(model="[/x] :smile: \x1b[31m", error_event_every=1) as server:
+        flags = ["--requests", "1", "--warmup", "0", "--output-len", "2", "--input-len", "2"]
+        code, shown, report = bench(server, tmp_path, *flags, "--html", str(tmp_path / "bench.html"))
+        assert server.bodies[0]["model"] == "[/x] :smile: \x1b[31m"
+    assert code == 1 and "[/x] :smile: \\x1b[31m" in shown and "\x1b[31m" not in shown
+    assert report["settings"]["model"] == "[/x] :smile: \\x1b[31m"
+
+
+def test_a_password_in_a_url_is_refused() -> None:
+    result = CliRunner().invoke(baton, ["bench", "http://me:sk-secret@127.0.0.1:1"], standalone_mode=False)
+    assert isinstance(result.exception, StartupError) and "use --api-key" in result.exception.message
+    assert "sk-secret" not in result.exception.message
+
+
+def test_a_sweep_of_a_server_that_answers_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.bench.command.SWEEP_S", 0.1)
+    with fake_server(fail_every=1) as server:
+        flags = ["--sweep", "--slo", "ttft=0.1", "--rate", "200", "--output-len", "1", "--input-len", "2"]
+        code, shown, report = bench(server, tmp_path, *flags)
+    assert code == 1 and len(report["runs"]) == 1 and report["best_rate"] == 0 and "no rate was found" in shown

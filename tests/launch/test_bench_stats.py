@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -129,6 +130,34 @@ def test_traces_of_both_forms(tmp_path: Path) -> None:
         mooncake.write_text(text)
         with pytest.raises(ValueError, match=r"row 1|no rows"):
             read_trace(mooncake)
+
+
+GOOD = {"timestamp": 1, "input_length": 2, "output_length": 3, "hash_ids": []}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("m.jsonl", "[1]"),
+        ("m.jsonl", "[" * 100_000),
+        ("m.jsonl", json.dumps(GOOD).replace('"timestamp": 1', '"timestamp": 1e400')),
+        ("m.jsonl", json.dumps(GOOD).replace('"timestamp": 1', '"timestamp": NaN')),
+        ("m.jsonl", json.dumps(GOOD | {"input_length": -1})),
+        ("m.jsonl", json.dumps(GOOD).replace('"input_length": 2', '"input_length": 1e400')),
+        ("m.jsonl", json.dumps(GOOD | {"output_length": 10**9})),
+        ("m.jsonl", json.dumps(GOOD | {"hash_ids": 5})),
+        ("m.jsonl", json.dumps(GOOD | {"hash_ids": [{}]})),
+        ("m.jsonl", json.dumps(GOOD | {"hash_ids": [0] * 20_000})),
+        ("a.csv", "a,b\n1,2\n"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,374\n"),
+        ("a.csv", f"TIMESTAMP,ContextTokens,GeneratedTokens\n{'9' * 200_000},1,1\n"),
+    ],
+)
+def test_a_row_that_is_none_is_named(tmp_path: Path, name: str, text: str) -> None:
+    good = f"{json.dumps(GOOD)}\n" if name == "m.jsonl" else ""
+    (tmp_path / name).write_text(good + text)
+    with pytest.raises(ValueError, match=rf"^row {2 if good else 1} is not of a trace"):
+        read_trace(tmp_path / name)
 
 
 def test_limits_and_goodput() -> None:

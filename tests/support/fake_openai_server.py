@@ -2,8 +2,8 @@
 
 One event per token: the first after `first_s` and `first_s_each` for each request at that time, the others `gap_s`
 apart. `fail_every` answers every n-th request with status 503; `error_event_every` breaks every n-th stream with an
-error event after its first token; `usage` off leaves the usage event out. `served` counts, `bodies` keeps what was
-asked.
+error event after its first token; `usage` off leaves the usage event out; `odd_event` ends every other
+stream. `served` counts, `bodies` keeps what was asked.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class FakeServer:
     error_event_every: int = 0
     usage: bool = True
     empty_text_every: int = 0
+    odd_event: str = ""
+    model: str = "fake"
     url: str = ""
     served: int = 0
     most_at_once: int = 0
@@ -41,7 +43,7 @@ class FakeServer:
                 ]
                 body = await reader.readexactly(int(lengths[0])) if lengths else b""
                 if head.startswith("GET /v1/models "):
-                    _whole(writer, 200, {"data": [{"id": "fake"}]})
+                    _whole(writer, 200, {"data": [{"id": self.model}]})
                 else:
                     await self._complete(writer, json.loads(body))
                 await writer.drain()
@@ -59,6 +61,8 @@ class FakeServer:
         try:
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
             await self._stream(writer, body, self.error_event_every and number % self.error_event_every == 0)
+            if self.odd_event and number % 2:
+                _event(writer, self.odd_event.encode())
             _event(writer, b"[DONE]")
             writer.write(b"0\r\n\r\n")
         finally:
