@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from baton.core.errors import StartupError
-from baton.rpc.tls import FLAG, ClusterTls
-from baton.token_file import read_secret
+from baton.rpc.tls import DOMAIN, FLAG, ClusterTls
+from baton.token_file import read_regular
 
 CA = "ca.pem"
 _MAX_BYTES = 1 << 16
@@ -16,30 +16,33 @@ def read_cluster_tls(directory: str, role: str) -> ClusterTls | None:
     """What a process of `role` finds in a directory; None for no directory.
 
     Raises:
-        StartupError: a file is missing, empty, or a key that everybody may read.
+        StartupError: a file is missing, empty, or a key that everybody may read; or the certificate is out of its time,
+            for another role, or does not belong to its key or to the authority.
     """
     if not directory:
         return None
+    from baton import certificates  # slow to import, and most clusters on one machine do without
+
     path = Path(directory).expanduser()
-    return ClusterTls(
-        role, _read(path / CA), _read(path / f"{role}.pem"), read_pem(path / f"{role}-key.pem", FLAG, secret=True)
-    )
-
-
-def _read(path: Path) -> bytes:
-    return read_pem(path, FLAG)
+    ca_path, own = path / CA, path / f"{role}.pem"
+    authority, certificate = read_pem(ca_path, FLAG), read_pem(own, FLAG)
+    key = read_pem(path / f"{role}-key.pem", FLAG, secret=True)
+    chain = certificates.load_certificates(certificate, own, FLAG)
+    certificates.check_time(chain[0], own, FLAG)
+    certificates.check_key(chain[0], key, own, FLAG)
+    certificates.check_authority(chain, certificates.load_certificates(authority, ca_path, FLAG), own, FLAG)
+    if role + DOMAIN not in (names := certificates.dns_names(chain[0])):
+        raise StartupError(f"{FLAG} {own}: it is for {', '.join(names) or 'no name'}, not {role}{DOMAIN}")
+    return ClusterTls(role, authority, certificate, key)
 
 
 def read_pem(path: Path, flag: str, *, secret: bool = False) -> bytes:
-    """The content of a PEM file; a `secret` one may not be open to everybody.
+    """The content of a PEM file of at most 64 KiB; a `secret` one may not be open to everybody.
 
     Raises:
         StartupError: it is missing or holds no PEM; the message names `flag`.
     """
-    try:
-        data = read_secret(str(path), flag, _MAX_BYTES) if secret else path.read_bytes()
-    except OSError as error:
-        raise StartupError(f"{flag} {path}: {error.strerror or error}") from None
-    if b"-----BEGIN " not in data:
+    data = read_regular(str(path), flag, _MAX_BYTES + 1, secret=secret)
+    if b"-----BEGIN " not in data or len(data) > _MAX_BYTES:
         raise StartupError(f"{flag} {path}: it is no PEM file")
     return data

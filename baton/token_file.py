@@ -1,4 +1,4 @@
-"""Secrets come from files that others cannot read: the cluster token, the keys of the API."""
+"""Secrets come from files that others cannot read: the cluster token, the keys of the API, those of TLS."""
 
 from __future__ import annotations
 
@@ -21,25 +21,30 @@ def read_token(path: str) -> str:
     """
     if not path:
         return ""
-    token = read_secret(path, FLAG, _MAX_BYTES + 1).strip()
+    token = read_regular(path, FLAG, _MAX_BYTES + 1, secret=True).strip()
     if not MIN_CHARS <= len(token) <= _MAX_BYTES or not token.isascii() or b"\n" in token:
         raise StartupError(f"{FLAG} {path}: it must hold one line of at least {MIN_CHARS} ASCII characters")
     return token.decode()
 
 
-def read_secret(path: str, flag: str, most: int) -> bytes:
+def read_regular(path: str, flag: str, most: int, *, secret: bool) -> bytes:
     """The first `most` bytes of a regular file; nothing of any other. `flag` names the option in messages.
 
     Raises:
-        StartupError: the file is missing or open to everybody.
+        StartupError: the file is missing, or a `secret` one open to everybody.
     """
     try:
-        with Path(path).expanduser().open("rb") as file:
+        with open(Path(path).expanduser(), "rb", opener=_at_once) as file:
             status = os.fstat(file.fileno())
             data = file.read(most) if stat.S_ISREG(status.st_mode) else b""
     except OSError as error:
         raise StartupError(f"{flag} {path}: {error.strerror or error}") from None
-    if status.st_mode & (stat.S_IROTH | stat.S_IWOTH):
+    if secret and status.st_mode & (stat.S_IROTH | stat.S_IWOTH):
         mode = f"{status.st_mode & 0o777:o}"
         raise StartupError(f"{flag} {path}: everybody may read or write it (mode {mode}); chmod 600")
     return data
+
+
+def _at_once(path: str, flags: int) -> int:
+    """A pipe without a writer would hold an ordinary open for ever."""
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -18,7 +18,7 @@ from dataclasses import fields
 
 from baton.core.config import nearest
 from baton.core.errors import StartupError, Unauthenticated
-from baton.token_file import read_secret
+from baton.token_file import read_regular
 from coordinator.policy.quotas import ANYBODY, Client, Limits
 
 FLAG = "--api-key-file"
@@ -72,7 +72,7 @@ def read_api_keys(path: str) -> ApiKeys:
     """
     if not path:
         return ApiKeys()
-    data = read_secret(path, FLAG, _MAX_BYTES + 1)
+    data = read_regular(path, FLAG, _MAX_BYTES + 1, secret=True)
     if len(data) > _MAX_BYTES:
         raise StartupError(f"{FLAG} {path}: it has more than {_MAX_BYTES} bytes")
     try:

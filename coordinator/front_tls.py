@@ -24,20 +24,25 @@ def read_front_tls(cert_file: str, key_file: str) -> FrontTls | None:
     """None where neither is named.
 
     Raises:
-        StartupError: one of the two is missing, cannot be read, or they do not belong together.
+        StartupError: one of the two is missing, cannot be read, or they do not belong together; or the certificate is
+            out of its time.
     """
     if not cert_file and not key_file:
         return None
     if not cert_file or not key_file:
         given, other = (CERT_FLAG, KEY_FLAG) if cert_file else (KEY_FLAG, CERT_FLAG)
         raise StartupError(f"{given} needs {other} beside it")
-    certificate = read_pem(Path(cert_file).expanduser(), CERT_FLAG)
+    from baton import certificates
+
+    path = Path(cert_file).expanduser()
+    certificate = read_pem(path, CERT_FLAG)
+    certificates.check_time(certificates.load_certificates(certificate, path, CERT_FLAG)[0], path, CERT_FLAG)
     key = read_pem(Path(key_file).expanduser(), KEY_FLAG, secret=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     try:
-        context.load_cert_chain(Path(cert_file).expanduser(), Path(key_file).expanduser(), password=_none)
+        context.load_cert_chain(path, Path(key_file).expanduser(), password=_none)
     except (ssl.SSLError, ValueError) as error:
         raise StartupError(f"{CERT_FLAG} {cert_file} and {KEY_FLAG} {key_file} do not fit: {error}") from None
     return FrontTls(context, grpc.ssl_server_credentials([(key, certificate)]))

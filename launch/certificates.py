@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,13 +15,17 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from baton.certificates import check_key, check_time, dns_names, load_certificates
 from baton.core.errors import StartupError
 from baton.rpc.tls import DOMAIN, ROLES
-from baton.tls_files import CA
+from baton.tls_files import CA, read_cluster_tls, read_pem
 
 CA_KEY = "ca-key.pem"
 SERVER = "server"
+DEFAULT_HOSTS = ("localhost", "127.0.0.1", "::1")
 _CA_DAYS = 3650
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_NAME = re.compile(rf"(?=.{{1,253}}$)(\*\.)?{_LABEL}(\.{_LABEL})*")
 _BACKDATED = datetime.timedelta(minutes=5)  # clocks of hosts differ
 
 
@@ -28,11 +33,15 @@ def make_certificates(
     directory: Path, hosts: Sequence[str], days: int, now: datetime.datetime | None = None
 ) -> list[Path]:
     """What is missing in `directory` of: the authority, a certificate and key for each role, and `server.pem` for
-    `hosts`, which hold for so many `days` from `now` on. Returns the files that were made.
+    `hosts` (none: this machine's), which hold for so many `days` from `now` on. Returns the files that were made.
 
     Raises:
-        StartupError: the directory cannot be written, or a key is there without its certificate.
+        StartupError: a host is no name and no address; the directory cannot be written; or what is there already does
+            not belong together, has expired, or is for other hosts.
     """
+    for host in hosts:
+        if not _is_address(host) and not _NAME.fullmatch(host):
+            raise StartupError(f"--host {host!r} is neither a name nor an address")
     try:
         directory.mkdir(parents=True, exist_ok=True)
         return list(_make(directory, hosts, days, now or datetime.datetime.now(datetime.UTC)))
@@ -50,19 +59,36 @@ def _make(directory: Path, hosts: Sequence[str], days: int, now: datetime.dateti
         signer = serialization.load_pem_private_key(ca_key_path.read_bytes(), None)
         if not isinstance(signer, ec.EllipticCurvePrivateKey):
             raise StartupError(f"{ca_key_path}: not a key that `baton certs` has made")
+        if signer.public_key() != authority.public_key():
+            raise StartupError(f"{ca_key_path}: it does not belong to {ca_path}")
     else:
         signer = ec.generate_private_key(ec.SECP256R1())
         authority = _authority(signer, now)
         yield _write_key(ca_key_path, signer)
         yield _write(ca_path, authority)
-    names = {role: [role + DOMAIN] for role in ROLES} | {SERVER: list(hosts)}
+    names = {role: [role + DOMAIN] for role in ROLES} | {SERVER: list(hosts or DEFAULT_HOSTS)}
     for name, of in names.items():
         path, key_path = directory / f"{name}.pem", directory / f"{name}-key.pem"
         if path.exists() and key_path.exists():
+            _check_present(directory, name, hosts)
             continue
         key = ec.generate_private_key(ec.SECP256R1())
         yield _write_key(key_path, key)
         yield _write(path, _certificate(name, of, key.public_key(), authority, signer, now, days))
+
+
+def _check_present(directory: Path, name: str, hosts: Sequence[str]) -> None:
+    """What is kept has to be of use: an empty file would come to light only when a worker starts."""
+    if name != SERVER:
+        read_cluster_tls(str(directory), name)
+        return
+    path = directory / f"{SERVER}.pem"
+    certificate = load_certificates(read_pem(path, "certs"), path, "certs")[0]
+    check_time(certificate, path, "certs")
+    check_key(certificate, read_pem(directory / f"{SERVER}-key.pem", "certs", secret=True), path, "certs")
+    there = dns_names(certificate)
+    if hosts and {_canonical(host) for host in hosts} != set(there):
+        raise StartupError(f"{path} is for {', '.join(there)}; remove it for a certificate with other hosts")
 
 
 def _authority(key: ec.EllipticCurvePrivateKey, now: datetime.datetime) -> x509.Certificate:
@@ -114,10 +140,19 @@ def _builder(
 
 
 def _general_name(host: str) -> x509.GeneralName:
+    return x509.IPAddress(ipaddress.ip_address(host)) if _is_address(host) else x509.DNSName(host)
+
+
+def _is_address(host: str) -> bool:
     try:
-        return x509.IPAddress(ipaddress.ip_address(host))
+        ipaddress.ip_address(host)
     except ValueError:
-        return x509.DNSName(host)
+        return False
+    return True
+
+
+def _canonical(host: str) -> str:
+    return str(ipaddress.ip_address(host)) if _is_address(host) else host
 
 
 def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> Path:

@@ -174,7 +174,7 @@ def certs_command(directory: str, hosts: tuple[str, ...], days: int) -> int:
     and one for HTTP and gRPC (--tls-cert-file, --tls-key-file). What is there already stays."""
     from launch.certificates import make_certificates
 
-    for path in make_certificates(Path(directory), hosts or ("localhost", "127.0.0.1", "::1"), days):
+    for path in make_certificates(Path(directory), hosts, days):
         click.echo(path)
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import ssl
 from pathlib import Path
 
@@ -104,3 +105,8 @@ def test_what_does_not_fit_is_refused_by_its_flag(made: Path, tmp_path: Path) ->
         (tmp_path / "key").write_text("x")
         (tmp_path / "key").chmod(0o600)
         read_front_tls(certificate, str(tmp_path / "key"))
+    make_certificates(tmp_path / "old", ("localhost",), 1, datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC))
+    with pytest.raises(StartupError, match=r"--tls-cert-file .*expired on 2020-01-02"):
+        read_front_tls(str(tmp_path / "old" / "server.pem"), str(tmp_path / "old" / "server-key.pem"))
+    with pytest.raises(StartupError, match=r"--tls-cert-file /dev/zero: it is no PEM"):
+        read_front_tls("/dev/zero", key)

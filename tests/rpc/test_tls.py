@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -100,10 +101,64 @@ async def test_a_certificate_out_of_its_time_is_refused(made: Path, tmp_path: Pa
 
     now = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
     make_certificates(tmp_path, HOSTS, 1, now)
+    with pytest.raises(StartupError, match=r"prefill\.pem: the certificate (has expired on|is not valid before) 20"):
+        of(tmp_path, "prefill")
+    certificate, key = (tmp_path / "prefill.pem").read_bytes(), (tmp_path / "prefill-key.pem").read_bytes()
     async with links(of(made, "decode")) as (address, seen):
         with pytest.raises(LinkLost):
-            await dial_link(address, HELLO, 5.0, of(tmp_path, "prefill"))
+            await dial_link(address, HELLO, 5.0, replace(of(made, "prefill"), certificate=certificate, key=key))
         assert not seen
+
+
+@pytest.mark.parametrize(
+    ("copied", "complaint"),
+    [
+        (["decode.pem"], "does not belong to the key beside it"),
+        (["decode.pem", "decode-key.pem"], r"not signed by the authority of this directory \(ca.pem\)"),
+        (["ca.pem"], r"not signed by the authority of this directory \(ca.pem\)"),
+        ([], r"it is for prefill.baton, not decode.baton"),
+    ],
+)
+def test_a_certificate_that_others_would_refuse_is_refused_at_the_start(
+    made: Path, tmp_path: Path, copied: list[str], complaint: str
+) -> None:
+    """Otherwise a worker would only ever read "Socket closed"."""
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    shutil.copytree(made, mine)
+    make_certificates(other, HOSTS, 1)
+    for name in copied:
+        shutil.copy(other / name, mine / name)
+    if not copied:
+        shutil.copy(mine / "prefill.pem", mine / "decode.pem")
+        shutil.copy(mine / "prefill-key.pem", mine / "decode-key.pem")
+    with pytest.raises(StartupError, match=f"--cluster-tls-dir .*decode.pem: .*{complaint}"):
+        read_cluster_tls(str(mine), "decode")
+
+
+def test_a_certificate_behind_another_of_its_chain_will_do(made: Path, tmp_path: Path) -> None:
+    """Of a company's authority: the role's certificate, then the one that signed it."""
+    shutil.copytree(made, tmp_path / "d")
+    chain = (made / "decode.pem").read_bytes() + (made / "ca.pem").read_bytes()
+    (tmp_path / "d" / "decode.pem").write_bytes(chain)
+    make_certificates(tmp_path / "other", HOSTS, 1)
+    bundle = (tmp_path / "other" / "ca.pem").read_bytes() + (made / "ca.pem").read_bytes()
+    (tmp_path / "d" / "ca.pem").write_bytes(bundle)
+    assert of(tmp_path / "d", "decode").certificate == chain
+
+
+def test_a_file_that_never_ends_is_none(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made, tmp_path / "d")
+    for name in ("ca.pem", "decode-key.pem"):
+        (tmp_path / "d" / name).unlink()
+        os.mkfifo(tmp_path / "d" / name, 0o600)
+        with pytest.raises(StartupError, match=f"{name}: it is no PEM file"):
+            read_cluster_tls(str(tmp_path / "d"), "decode")
+        (tmp_path / "d" / name).unlink()
+        (tmp_path / "d" / name).write_bytes((made / name).read_bytes() + b"\n" * (1 << 17))
+        (tmp_path / "d" / name).chmod(0o600)
+        with pytest.raises(StartupError, match=f"{name}: it is no PEM file"):
+            read_cluster_tls(str(tmp_path / "d"), "decode")
+        shutil.copy(made / name, tmp_path / "d" / name)
 
 
 async def test_who_dials_asks_for_the_role_too(made: Path) -> None:
@@ -180,3 +235,28 @@ def test_certificates_that_are_there_stay(tmp_path: Path) -> None:
     (tmp_path / "ca-key.pem").unlink()
     with pytest.raises(StartupError, match="one is missing"):
         make_certificates(tmp_path, HOSTS, 1)
+
+
+@pytest.mark.parametrize("host", ["", " ", "a b", "http://h", "h:8100", "-x", "a..b", "x" * 254, "h\n", "*"])
+def test_hosts_are_names_or_addresses(tmp_path: Path, host: str) -> None:
+    with pytest.raises(StartupError, match=r"--host .* is neither a name nor an address"):
+        make_certificates(tmp_path, ("localhost", host), 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_there_has_to_be_of_use(tmp_path: Path) -> None:
+    make_certificates(tmp_path / "a", ("*.example.org", "fd00::1"), 1)
+    assert make_certificates(tmp_path / "a", (), 1) == []
+    assert make_certificates(tmp_path / "a", ("fd00:0::1", "*.example.org"), 1) == []
+    with pytest.raises(StartupError, match=r"server.pem is for \*.example.org, fd00::1; remove it"):
+        make_certificates(tmp_path / "a", ("localhost",), 1)
+    (tmp_path / "a" / "decode.pem").write_bytes(b"")
+    with pytest.raises(StartupError, match=r"decode.pem: it is no PEM file"):
+        make_certificates(tmp_path / "a", (), 1)
+    make_certificates(tmp_path / "b", HOSTS, 1)
+    shutil.copy(tmp_path / "b" / "ca-key.pem", tmp_path / "a" / "ca-key.pem")
+    with pytest.raises(StartupError, match=r"ca-key.pem: it does not belong to"):
+        make_certificates(tmp_path / "a", (), 1)
+    (tmp_path / "b" / "server.pem").write_bytes((tmp_path / "b" / "decode.pem").read_bytes())
+    with pytest.raises(StartupError, match=r"server.pem: it does not belong to the key"):
+        make_certificates(tmp_path / "b", (), 1)

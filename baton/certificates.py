@@ -1,0 +1,90 @@
+"""What is wrong with a certificate before anybody sees it: its time, its key, its authority."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+
+from baton.core.errors import StartupError
+
+
+def load_certificates(data: bytes, path: Path, flag: str) -> list[x509.Certificate]:
+    """All certificates of a PEM file, the first one's own first; one at least.
+
+    Raises:
+        StartupError: there is none, or one that cannot be read; messages name `flag` and `path` here and below.
+    """
+    try:
+        return x509.load_pem_x509_certificates(data)
+    except ValueError:
+        raise StartupError(f"{flag} {path}: it holds no certificate that can be read") from None
+
+
+def check_time(certificate: x509.Certificate, path: Path, flag: str, now: datetime.datetime | None = None) -> None:
+    """Raises:
+    StartupError: it does not hold yet, or no longer.
+    """
+    now = now or datetime.datetime.now(datetime.UTC)
+    since, until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if now > until:
+        raise StartupError(f"{flag} {path}: the certificate has expired on {until:%Y-%m-%d %H:%M} UTC; renew it")
+    if now < since:
+        raise StartupError(
+            f"{flag} {path}: the certificate is not valid before {since:%Y-%m-%d %H:%M} UTC; is the clock right?"
+        )
+
+
+def check_key(certificate: x509.Certificate, key: bytes, path: Path, flag: str) -> None:
+    """Raises:
+    StartupError: `key`, a PEM file's content, is not that of the certificate.
+    """
+    try:
+        found = serialization.load_pem_private_key(key, None)
+    except (ValueError, TypeError):  # TypeError: it has a password
+        raise StartupError(f"{flag} {path}: its key cannot be read, or has a password") from None
+    if found.public_key() != certificate.public_key():
+        raise StartupError(f"{flag} {path}: it does not belong to the key beside it")
+
+
+def check_authority(
+    chain: Sequence[x509.Certificate], authority: Sequence[x509.Certificate], path: Path, flag: str
+) -> None:
+    """That one of `authority` has signed `chain`, directly or by a chain of certificates behind the first.
+
+    Raises:
+        StartupError: none has, or the one that has does not hold any more.
+    """
+    found: x509.Certificate | None = chain[0]
+    for _ in chain:
+        if found is None:
+            break
+        if (root := _issuer(found, authority)) is not None:
+            check_time(root, path, flag)
+            return
+        found = _issuer(found, chain[1:])
+    raise StartupError(f"{flag} {path}: it is not signed by the authority of this directory (ca.pem)")
+
+
+def dns_names(certificate: x509.Certificate) -> list[str]:
+    """The names and addresses that it is for."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return []
+    addresses = [str(address) for address in names.get_values_for_type(x509.IPAddress)]
+    return [*names.get_values_for_type(x509.DNSName), *addresses]
+
+
+def _issuer(certificate: x509.Certificate, among: Iterable[x509.Certificate]) -> x509.Certificate | None:
+    for candidate in among:
+        try:
+            certificate.verify_directly_issued_by(candidate)
+        except (ValueError, TypeError, InvalidSignature):
+            continue
+        return candidate
+    return None
