@@ -60,7 +60,8 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         log.warning("the chat template does not mention tools, so prompts do not contain them")
     if text.ignored_defaults:
         log.warning("generation_config asks for what is not served, so it is ignored: %s", text.ignored_defaults)
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # one line per malformed request is for its sender
+    for noisy in ("uvicorn.error", "python_multipart"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)  # one line per malformed request is for its sender
     cluster = Cluster(
         config.lease_s, config.max_queued_requests, config.max_queued_tokens, own_model, token, config.hold_s
     )
