@@ -11,7 +11,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-from baton.core.cluster_token import check_listening
+from baton.core.cluster_token import check_listening, on_loopback
 from baton.core.config import CoordinatorConfig
 from baton.core.errors import StartupError
 from baton.core.model_config import parse_config_json, parse_model_config
@@ -81,6 +81,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         api_keys=keys,
         allowed_origins=tuple(filter(None, (origin.strip() for origin in config.allowed_origins.split(",")))),
         routes="api" if apart else "all",
+        local_names_only=not keys and on_loopback(config.host),
         max_file_bytes=round(config.max_file_mib * (1 << 20)),
     )
     store = BatchStore(config.data_dir, round(config.max_data_mib * (1 << 20))) if config.data_dir else None
@@ -89,7 +90,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     http = serve(app, config.host, config.port, grace_s=2.0, tls=front_tls.context if front_tls else None)
     servers, apps = {"HTTP server": http}, [app]
     if apart:
-        own = replace(settings, api_keys=ApiKeys(), routes="admin")
+        own = replace(settings, api_keys=ApiKeys(), routes="admin", local_names_only=on_loopback(config.control_host))
         apps.append(create_app(pipeline, text, own, translator))
         servers["admin server"] = serve(apps[-1], config.control_host, config.admin_port, grace_s=2.0)
     public = PublicServer(

@@ -18,7 +18,8 @@ class PrefixUse:
     def __init__(self, cache: PrefixCache, sequence: Sequence, *, take: bool = True) -> None:
         """Without `take` nothing is taken out of the cache, only left there."""
         self._cache, self._sequence = cache, sequence
-        self._chain = KeyChain(cache.model_digest, sequence.request.cache_salt, cache.block_size)
+        request = sequence.request
+        self._chain = KeyChain(cache.model_digest, request.tenant, request.cache_salt, cache.block_size)
         self._take = take and cache.enabled
         self._offered = 0
         self.cached = 0

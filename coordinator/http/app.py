@@ -30,7 +30,7 @@ from coordinator.http.batches import BatchRoutes
 from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import HttpProblem, error_response, json_response
 from coordinator.http.generation import EchoOnly, GenerationResponse, Renderer
-from coordinator.http.guard import CLIENT, IGNORED, REQUEST_ID, Guard
+from coordinator.http.guard import CLIENT, IGNORED, REQUEST_ID, Guard, Names
 from coordinator.http.openapi import describe
 from coordinator.metrics import CONTENT_TYPE
 from coordinator.openai import schema
@@ -59,7 +59,8 @@ _PAGE_HEADERS = {
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
     """`model_name` is what clients call the model; `created` when it was made known, in Unix seconds.
-    `routes`: whether what clients ask is answered here, what operators ask, or both."""
+    `routes`: whether what clients ask is answered here, what operators ask, or both. `local_names_only`: see
+    `guard.Names`."""
 
     model_name: str
     version: str = field(default_factory=lambda: _installed_version())
@@ -71,6 +72,7 @@ class HttpSettings:
     allowed_origins: tuple[str, ...] = ()
     api_keys: ApiKeys = field(default_factory=ApiKeys)
     routes: Literal["all", "api", "admin"] = "all"
+    local_names_only: bool = False
     max_file_bytes: int = 200 << 20
 
 
@@ -134,7 +136,8 @@ def create_app(
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     for error in (BatonError, HttpProblem, HTTPException):
         app.add_exception_handler(error, _answer_error)
-    app.add_middleware(Guard, answered=generator.answered, keys=settings.api_keys)
+    names = Names(settings.allowed_origins) if settings.local_names_only else None
+    app.add_middleware(Guard, answered=generator.answered, keys=settings.api_keys, names=names)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

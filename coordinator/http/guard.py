@@ -7,9 +7,12 @@ complete, so that any server in front of the app gives the same answers.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import re
+import socket
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,6 +32,8 @@ CLIENT = "baton.client"
 IGNORED = "baton.ignored"
 """Where a route leaves the names of fields that it ignores, for the header."""
 
+_LOCAL_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa")
+"""Names that no public DNS server answers for."""
 _HOST = re.compile(rb"[A-Za-z0-9._~-]+(:[0-9]{0,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{0,5})?")
 _ID = re.compile(rb"[!-~]{1,%d}" % MAX_ID_CHARS)
 
@@ -38,9 +43,13 @@ class Guard:
     no exception out."""
 
     def __init__(
-        self, app: ASGIApp, answered: Callable[[int], None] = lambda status: None, keys: ApiKeys | None = None
+        self,
+        app: ASGIApp,
+        answered: Callable[[int], None] = lambda status: None,
+        keys: ApiKeys | None = None,
+        names: Names | None = None,
     ) -> None:
-        self._app, self._answered, self._keys = app, answered, keys or ApiKeys()
+        self._app, self._answered, self._keys, self._names = app, answered, keys or ApiKeys(), names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,7 +72,14 @@ class Guard:
             await send(message)
 
         try:
-            check_head(scope)
+            host = check_head(scope)
+            if self._names is not None and not self._names.known(host):
+                raise HttpProblem(
+                    403,
+                    "host_not_allowed",
+                    "on loopback and without API keys only local names are answered; see --allowed-origins",
+                    param="host",
+                )
             if scope["path"] not in OPEN_PATHS and CLIENT not in scope:
                 sent = [value for name, value in scope["headers"] if name == b"authorization"]
                 scope[CLIENT] = self._keys.client(sent[0].decode("latin-1") if len(sent) == 1 else "")
@@ -83,8 +99,33 @@ class Guard:
                 await response(scope, receive, tagged)
 
 
-def check_head(scope: Scope) -> None:
-    """Raises HttpProblem for a head that is too large, or a Host that is not one."""
+class Names:
+    """The names by which a server on loopback is asked. A page may give its own name this machine's address (DNS
+    rebinding) and is then, to a browser, of the same origin as the server; but the Host header is still its name."""
+
+    def __init__(self, allowed_origins: Collection[str]) -> None:
+        self._any = "*" in allowed_origins
+        own = {urlsplit(origin).hostname or "" for origin in allowed_origins}
+        self._known = {name.lower() for name in (*own, socket.gethostname())}
+
+    def known(self, host: str) -> bool:
+        """`host` is a Host header, with or without a port; empty where there is none."""
+        name = re.sub(r":\d*$", "", host.lower()).strip("[]").removesuffix(".")
+        if self._any or "." not in name or name in self._known or name.endswith(_LOCAL_SUFFIXES):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+def check_head(scope: Scope) -> str:
+    """The Host header, empty where there is none.
+
+    Raises:
+        HttpProblem: the head is too large, or its Host is not one.
+    """
     headers = scope["headers"]
     sizes = [len(name) + len(value) + 4 for name, value in headers]
     if len(headers) > MAX_HEADERS or sum(sizes) > MAX_HEAD_BYTES or max(sizes, default=0) > MAX_HEADER_BYTES:
@@ -101,3 +142,4 @@ def check_head(scope: Scope) -> None:
         raise HttpProblem(400, "invalid_host", "one Host header is needed", param="host", close=True)
     if hosts and _HOST.fullmatch(hosts[0]) is None:
         raise HttpProblem(400, "invalid_host", "the Host header is not a host", param="host", close=True)
+    return hosts[0].decode("ascii") if hosts else ""

@@ -662,7 +662,7 @@ class Requests:
             if size in known:
                 prefix[size] = known[size]
                 continue
-            chain = KeyChain(facts.model_digest, request.cache_salt, size)
+            chain = KeyChain(facts.model_digest, request.tenant, request.cache_salt, size)
             keys = chain.grow(lambda start, end: tokens[start:end], len(tokens) - 1)
             known[size] = prefix[size] = tuple(key[:HINT_BYTES] for key in keys)
         return prefix

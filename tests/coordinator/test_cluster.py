@@ -110,7 +110,7 @@ async def test_second_request_goes_to_the_worker_that_says_it_holds_its_prefix()
     async with bench("p0", "p1", "d0", "d1") as b:
         prompt = tuple(range(13))
         facts = make_facts()
-        chain = KeyChain(facts.model_digest, "", facts.layout.block_size)
+        chain = KeyChain(facts.model_digest, "", "", facts.layout.block_size)
         hints = tuple(k[:HINT_BYTES] for k in chain.grow(lambda start, end: prompt[start:end], 12))
         for name in ("p1", "d1"):
             b.worker(name).session.post(StepEvents(kv_cache_events=KVCacheEvents(stored=hints)))

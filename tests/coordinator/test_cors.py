@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -43,3 +45,37 @@ async def test_without_the_option_there_is_none(client: httpx.AsyncClient) -> No
     answer = await client.post(CHAT, json=GOOD[CHAT], headers={"origin": PAGE})
     assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers
     assert (await client.options(CHAT, headers={"origin": PAGE, **PREFLIGHT})).status_code == 405
+
+
+LOCAL = ("127.0.0.1:8100", "[::1]:8100", "[::ffff:127.0.0.1]", "localhost", "LOCALHOST:8100", "app.localhost", "baton")
+FOREIGN = (
+    "evil.example:8100",
+    "evil.example.",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "evil.local.example",
+)
+
+
+async def test_a_page_that_gives_its_name_this_machines_address_is_refused(text_model: TextModel) -> None:
+    """DNS rebinding: to the browser it is of the same origin."""
+
+    async def statuses(settings: HttpSettings, hosts: tuple[str, ...]) -> set[int]:
+        app = create_app(FakeGenerator(), text_model, settings)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
+            asked = [("GET", "/v1/models"), ("GET", "/requests"), ("POST", CHAT)]
+            answers = [
+                await client.request(method, path, json=GOOD[CHAT] if path == CHAT else None, headers={"host": host})
+                for host in hosts
+                for method, path in asked
+            ]
+        return {answer.status_code for answer in answers}
+
+    shut = HttpSettings("tiny", local_names_only=True)
+    own = (*LOCAL, socket.gethostname())
+    assert await statuses(shut, own) == {200} and await statuses(shut, FOREIGN) == {403}
+    named = replace(shut, allowed_origins=("https://chat.example",))
+    assert await statuses(named, ("chat.example", "chat.example:8100")) == {200}
+    assert await statuses(named, FOREIGN) == {403}
+    assert await statuses(replace(shut, allowed_origins=("*",)), FOREIGN) == {200}
+    assert await statuses(HttpSettings("tiny"), FOREIGN) == {200}

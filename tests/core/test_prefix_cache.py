@@ -17,8 +17,8 @@ from baton.core.request import SequenceId
 SEQ_A, SEQ_B = Holder("sequence", SequenceId("a")), Holder("sequence", SequenceId("b"))
 
 
-def keys(tokens: tuple[int, ...], *, model: str = "m", salt: str = "", size: int = 2) -> list[bytes]:
-    return KeyChain(model, salt, size).grow(lambda start, end: tokens[start:end], len(tokens))
+def keys(tokens: tuple[int, ...], *, model: str = "m", tenant: str = "", salt: str = "", size: int = 2) -> list[bytes]:
+    return KeyChain(model, tenant, salt, size).grow(lambda start, end: tokens[start:end], len(tokens))
 
 
 def stored(table: BlockTable, cache: PrefixCache, tokens: tuple[int, ...], holder: Holder = SEQ_A) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ def test_key_stands_for_all_tokens_before_it() -> None:
 
 @given(st.lists(st.integers(0, 200_000), max_size=30), st.lists(st.integers(0, 30), max_size=5))
 def test_keys_do_not_depend_on_how_they_were_asked_for(tokens: list[int], stops: list[int]) -> None:
-    chain = KeyChain("m", "s", 3)
+    chain = KeyChain("m", "", "s", 3)
     for stop in stops:
         asked = min(stop, len(tokens))
         assert len(chain.grow(lambda a, b: tuple(tokens[a:b]), asked)) == asked // 3
@@ -50,14 +50,16 @@ def test_keys_do_not_depend_on_how_they_were_asked_for(tokens: list[int], stops:
     assert grown == keys(tuple(tokens), salt="s", size=3)
 
 
-@pytest.mark.parametrize("other", [{"model": "n"}, {"salt": "s"}, {"model": "ms", "salt": ""}])
-def test_other_model_or_salt_shares_no_key(other: dict[str, str]) -> None:
+@pytest.mark.parametrize("other", [{"model": "n"}, {"salt": "s"}, {"tenant": "t"}, {"model": "ms", "salt": ""}])
+def test_other_model_tenant_or_salt_shares_no_key(other: dict[str, str]) -> None:
     tokens = (1, 2, 3, 4, 5, 6)
     assert not set(keys(tokens)) & set(keys(tokens, **other))  # type: ignore[arg-type]
 
 
-def test_model_and_salt_are_told_apart() -> None:
+def test_model_tenant_and_salt_do_not_run_together() -> None:
     assert keys((1, 2), model="ab", salt="c") != keys((1, 2), model="a", salt="bc")
+    assert keys((1, 2), tenant="ab", salt="c") != keys((1, 2), tenant="a", salt="bc")
+    assert keys((1, 2), tenant="a") != keys((1, 2), salt="a")
 
 
 def test_longest_stored_prefix_matches() -> None:
