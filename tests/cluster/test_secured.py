@@ -20,13 +20,29 @@ from tests.rpc.test_streams import HELLO
 from tests.support.cluster import cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
-KEY = "sk-0123456789abcdef"
+KEY, A, B = (f"sk-0123456789abcde{digit}" for digit in "fab")
+
+
+def tenants_do_not_see_each_others_prefixes(url: str, http: httpx.Client) -> None:
+    """Neither whoever guesses a prompt, nor whoever names his salt after the other; each finds his own."""
+    prompt = "".join(f"def f{number}(x):\n    return {number}\n" for number in range(20))
+
+    def cached(key: str, **extra: str) -> int:
+        client = openai.OpenAI(api_key=key, base_url=url + "/v1", max_retries=0, http_client=http)
+        answer = client.completions.create(model="builtin", prompt=prompt, max_tokens=1, extra_body=extra)
+        details = answer.usage and answer.usage.prompt_tokens_details
+        assert details is not None and details.cached_tokens is not None
+        return details.cached_tokens
+
+    assert cached(A) == 0 and cached(A) > 100
+    assert cached(B) == 0 and cached(B, cache_salt="a") == 0
+    assert cached(B) > 100
 
 
 async def test_clients_operators_and_workers_each_have_their_way_in(tmp_path: Path) -> None:
     certificates, keys = tmp_path / "tls", tmp_path / "keys"
     make_certificates(certificates, ("127.0.0.1",), 1)
-    keys.write_text(f"{KEY} name=tests requests_per_minute=2\n")
+    keys.write_text(f"{KEY} name=tests requests_per_minute=2\n{A} tenant=a\n{B} tenant=b\n")
     keys.chmod(0o600)
     with cluster(
         "builtin",
@@ -45,11 +61,12 @@ async def test_clients_operators_and_workers_each_have_their_way_in(tmp_path: Pa
             client.completions.create(model="builtin", prompt="def f(", max_tokens=2)
             with pytest.raises(openai.RateLimitError, match="2 requests a minute"):
                 client.completions.create(model="builtin", prompt="def f(", max_tokens=2)
+            tenants_do_not_see_each_others_prefixes(running.url, http)
             assert http.get(running.url + "/workers").status_code == 401
             bearer = {"authorization": f"Bearer {KEY}"}
             assert http.get(running.url + "/workers", headers=bearer).status_code == 404
         rows = httpx.get(running.admin + "/requests").json()["requests"]
-        assert [row["generated_tokens"] for row in rows] == [2, 8]
+        assert [row["generated_tokens"] for row in rows[-2:]] == [2, 8]
         assert httpx.get(running.admin + "/v1/models").status_code == 404
         assert running.workers()["decode-0"]["kv_bytes_received"] > 0
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,10 +19,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.core.errors import StartupError, Unauthenticated
 from baton.v1 import serving_pb2, serving_pb2_grpc
 from coordinator.api_keys import ApiKeys, read_api_keys
+from coordinator.batches.store import BatchStore
 from coordinator.http.app import HttpSettings, create_app
+from coordinator.http.guard import OPEN_PATHS
 from coordinator.policy.quotas import ANYBODY, Client, Limits
 from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator
+from tests.support.front_kit import RawClient, running
 from tests.support.grpc_kit import served
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 
@@ -115,6 +120,60 @@ async def test_only_probes_need_none(guarded: httpx.AsyncClient) -> None:
     tricks = ("/openapi.json", "/nowhere", "/;//health", "/HEALTH", "/health/", "/%68ealth/x", "/live%2f..%2fworkers")
     for path in (*rest, *tricks):
         assert (await guarded.get(path)).status_code == 401, path
+
+
+def tricks(method: str, path: str) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Request lines, Host headers and further ones that have let others past a check of keys somewhere."""
+    target = re.sub(r"{[^}]*}", "x", path)
+    plain: list[tuple[str, str]] = [
+        (target, "t"), (target, "evil/health?x="), (target, "t/live"), (target, "t."), (f"/{target}", "t"),
+        (target.replace("/", "%2f"), "t"), (f"/%2e{target}", "t"), (target.upper(), "t"), (f"{target}/", "t"),
+        (f"http://t/live{target}", "t"), (f"http://t{target}", "t"), (f"/live/..{target}", "t"),
+        (f"/health%2f..{target}", "t"), (f"{target}?path=/health", "t"), (f"{target};/health", "t"),
+        (f"{target}%00/health", "t"), (f"{target}#/health", "t"),
+    ]  # fmt: skip
+    lines = [(f"{method} {line} HTTP/1.1", host, ()) for line, host in plain]
+    forwarded = ("X-Original-URL: /health", "X-Rewrite-URL: /health", "X-Forwarded-Prefix: /health")
+    return [*lines, (f"{method} {target} HTTP/1.1", "t", forwarded), (f"{method} {target} HTTP/1.0", "t", ())]
+
+
+async def test_no_route_is_reached_without_a_key_by_any_trick(
+    text_model: TextModel, keys: ApiKeys, tmp_path: Path
+) -> None:
+    """Every route there is, over a socket, since some tricks are in the bytes."""
+    generator = FakeGenerator()
+    store = BatchStore(str(tmp_path / "data"), 1 << 20)
+    app = create_app(generator, text_model, HttpSettings("tiny", api_keys=keys), store=store)
+    routes = {(min(route.methods), route.path) for route in app.routes if isinstance(route, APIRoute)}
+    shut = [route for route in sorted(routes) if route[1] not in OPEN_PATHS]
+    assert len(shut) > 20 and ("DELETE", "/v1/files/{file_id}") in shut and ("GET", "/requests") in shut
+    let_in = []
+    async with running(app) as server:
+        for method, path in shut:
+            for line, host, headers in tricks(method, path):
+                client = await RawClient.connect(server)
+                head = "\r\n".join([line, f"Host: {host}", "Connection: close", *headers])
+                await client.send(head.encode() + b"\r\n\r\n")
+                status, _, _ = await client.answer()
+                if status not in (400, 401):
+                    let_in.append((line, host, status))
+                await client.close()
+    assert let_in == [] and generator.submissions == []
+
+
+def test_every_key_is_compared_whole_and_in_constant_time(keys: ApiKeys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes as long for any key tells nobody how much of a key is right, or whose it is."""
+    compared = []
+
+    def compare_digest(one: bytes, other: bytes) -> bool:
+        compared.append((len(one), len(other)))
+        return one == other
+
+    monkeypatch.setattr(hmac, "compare_digest", compare_digest)
+    assert keys.client(f"Bearer {KEY}") and keys.client(f"Bearer {OTHER}")
+    with pytest.raises(Unauthenticated):
+        keys.client("Bearer sk-of-nobody")
+    assert compared == [(32, 32)] * 6
 
 
 async def test_operators_ask_another_port(text_model: TextModel) -> None:

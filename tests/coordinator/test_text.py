@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +127,26 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(text_mod
             await text_model.encode_soon(text)
         assert time.process_time() - start < 0.05
         assert "128" in caught.value.message and caught.value.param == "prompt"
+
+
+PATHOLOGICAL = ("a", " ", "\n", "1", "a1", " a", "<|", "\u0301", "é", "'s", "\U0001f600", "aA", "_", "\t \n")
+
+
+@pytest.mark.parametrize("piece", PATHOLOGICAL, ids=ascii)
+@pytest.mark.parametrize("make", [kit.byte_level, kit.byte_fallback])
+def test_no_text_takes_the_square_of_its_length(make: Callable[[], Any], piece: str) -> None:
+    """The best of several times on the processor: four times the text takes 5 to 8 times as long, a square 16 times."""
+    tokenizer = make()
+
+    def cost(size: int) -> float:
+        text, best = piece * (size // len(piece.encode())), math.inf
+        for _ in range(3):
+            start = time.process_time()
+            tokenizer.encode(text, add_special_tokens=False)
+            best = min(best, time.process_time() - start)
+        return best
+
+    assert any(cost(1 << 18) <= 11 * cost(1 << 16) for _ in range(3))
 
 
 async def count_turns(turns: list[float]) -> None:

@@ -123,6 +123,18 @@ STRUCTURED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"guided_regex": "a", "ignore_eos": True}, "guided_regex", "invalid_value"),
 ]
 
+# Names by which other servers take from a client where KV lies and who sends it: of vLLM's connectors, of SGLang, and
+# of the messages between the tiers here.
+FABRIC_NAMES = (
+    "kv_transfer_params", "do_remote_prefill", "do_remote_decode", "remote_engine_id", "remote_block_ids",
+    "remote_host", "remote_port", "remote_request_id", "remote_tp_size", "tp_size", "tp_rank", "dp_rank",
+    "data_parallel_rank", "bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_addr",
+    "disagg_prefill_dp_rank", "decode_tp_size", "kv_connector", "kv_role", "kv_rank", "kv_ip", "kv_port",
+    "buffer_index", "block_ids", "block_table", "slot_mapping", "handle", "signature", "nonce", "source_worker",
+    "destination_worker", "prefill_worker", "decode_worker", "attempt", "incarnation", "store_address", "edge_kind",
+    "generation", "lease_s", "disaggregated_params",
+)  # fmt: skip
+
 TABLE: list[Bad] = [
     *UNREADABLE,
     # the model
@@ -163,12 +175,8 @@ TABLE: list[Bad] = [
     *(
         Bad(f"B-14 {name}={value!r}", {name: value}, name, code="unknown_parameter")
         for name in (
-            "kv_transfer_params",
+            *FABRIC_NAMES,
             "prompt_embeds",
-            "data_parallel_rank",
-            "bootstrap_host",
-            "bootstrap_port",
-            "bootstrap_room",
             "custom_logit_processor",
             "lora_path",
             "temprature",

@@ -1,0 +1,178 @@
+"""A cluster under attack, watched from inside: nothing is unpickled, run, opened or dialled for whoever asks, and what
+listens is what is declared. Rows S-2 to S-5, S-15 and S-18 of docs/security.md."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+
+from baton.rpc.frames import VERSION
+from tests.support import audit
+from tests.support.cluster import Cluster, cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+METHODS = (
+    "/baton.v1.Serving/Generate", "/baton.v1.Serving/GetModelInfo", "/baton.v1.KVLink/Link",
+    "/baton.v1.WorkerControl/Session", "/baton.v1.WorkerControl/DrainWorker",
+)  # fmt: skip
+# What the coordinator's pools exchange with their own children, over pipes that nobody else has.
+OWN_PICKLES = (
+    "('concurrent.futures.", "('multiprocessing.", "('coordinator.", "('baton.core.", "('queue'", "('_queue'",
+    "('logging'",
+)  # fmt: skip
+FABRIC = (
+    "kv_transfer_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "remote_host",
+    "remote_block_ids",
+    "do_remote_prefill",
+)
+NAMES = (
+    "../../canary",
+    "/etc/canary",
+    "file:///canary",
+    "http://127.0.0.1:9/canary",
+    "canary\0x",
+    "~/canary",
+    "C:\\canary",
+)
+
+
+def bomb(marker: Path) -> bytes:
+    """A pickle that makes a file when it is loaded."""
+    return f"cos\nsystem\n(S'touch {marker}'\ntR.".encode()
+
+
+def listeners(pids: list[int]) -> list[tuple[int, str, int]]:
+    """(pid, address, port) of every TCP listener of these processes."""
+    owner = {}
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if (target := str(entry.readlink())).startswith("socket:["):
+                    owner[target[8:-1]] = pid
+    return [
+        (owner[inode], address, port)
+        for table in ("tcp", "tcp6")
+        for address, port, inode in _listening(Path(f"/proc/net/{table}"))
+        if inode in owner
+    ]
+
+
+def _listening(table: Path) -> Iterator[tuple[str, int, str]]:
+    for line in table.read_text().splitlines()[1:]:
+        words = line.split()
+        if words[3] == "0A":
+            raw, _, port = words[1].partition(":")
+            # Words of 32 bits, each in the machine's byte order.
+            packed = b"".join(struct.pack("=I", int(raw[i : i + 8], 16)) for i in range(0, len(raw), 8))
+            address = ipaddress.ip_address(packed)
+            mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+            yield str(mapped or address), int(port, 16), words[9]
+
+
+def encodings(payload: bytes) -> list[bytes]:
+    """As bare bytes, behind a length, as an HTTP body, as a frame of the channel between ranks."""
+    packed = b"\xc6" + struct.pack(">I", len(payload)) + payload  # msgpack: bytes
+    frame = bytes([VERSION, 1]) + b"\x91" + packed
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: {{}}\r\nContent-Length: {len(payload)}\r\n\r\n"
+    return [
+        payload,
+        struct.pack("<I", len(payload)) + payload,
+        struct.pack(">I", len(payload)) + payload,
+        struct.pack("<I", len(frame)) + frame,
+        struct.pack(">I", len(frame)) + frame,
+        *(head.format(kind).encode() + payload for kind in ("application/json", "application/octet-stream")),
+    ]
+
+
+def throw(port: int, data: bytes) -> None:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5.0) as thrown:
+        thrown.settimeout(0.3)
+        thrown.sendall(data)
+        while thrown.recv(65536):
+            pass
+
+
+async def throw_grpc(port: int, payload: bytes) -> int:
+    """The bare bytes and each of the first 15 fields, to every method. Returns how many calls were refused."""
+    messages = [payload, *(bytes([number << 3 | 2, len(payload)]) + payload for number in range(1, 16))]
+
+    async def call(method: str, message: bytes) -> bool:
+        answer = channel.stream_stream(method)(iter([message]), timeout=2.0)
+        try:
+            async for _ in answer:
+                break
+        except grpc.RpcError:
+            return True
+        answer.cancel()
+        return False
+
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        return sum(await asyncio.gather(*(call(method, message) for method in METHODS for message in messages)))
+
+
+def ask(running: Cluster, **fields: object) -> httpx.Response:
+    body = {"prompt": "def f(x):", "max_tokens": 8, "temperature": 0, **fields}
+    return httpx.post(running.url + "/v1/completions", json=body, timeout=60.0)
+
+
+def test_nothing_is_loaded_run_opened_or_dialled_for_who_asks(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    payload = bomb(marker)
+    with cluster("builtin", env=audit.environment(tmp_path / "audit"), admin_port=0) as running:
+        first = ask(running)
+        assert first.status_code == 200 and ask(running, structured_outputs={"regex": "[a-z]+"}).status_code == 200
+        serving = set(running.processes()) - {running.process.pid}
+        since = time.time()
+
+        found = listeners(sorted(serving | {running.process.pid}))
+        assert {address for _, address, _ in found} <= {"127.0.0.1", "::1"}, found
+        front = {int(url.rpartition(":")[2]) for url in (running.url, running.grpc, running.control)}
+        assert {port for pid, _, port in found if pid == running.coordinator_pid()} == front
+        workers = running.workers()
+        links = {int(str(row["address"]).rpartition(":")[2]) for row in workers.values() if row["role"] == "decode"}
+        ports = {port for _, _, port in found}
+        assert links <= ports and len(ports) >= 4
+
+        with ThreadPoolExecutor(8) as throwers:
+            for port in ports:
+                list(throwers.map(throw, [port] * 7, encodings(payload)))
+        grpc_ports = links | front - {int(running.url.rpartition(":")[2])}
+        for port in grpc_ports:
+            assert asyncio.run(throw_grpc(port, payload)) > 0
+        for name in FABRIC:
+            for value in ("127.0.0.1:9", {"remote_host": "127.0.0.1", "remote_port": 9}, [1]):
+                assert ask(running, **{name: value}).status_code == 400
+        for name in NAMES:
+            assert ask(running, model=name).status_code in (400, 404)
+            asked = httpx.get(f"{running.url}/v1/models/{name.replace(chr(0), '%00')}", timeout=10.0)
+            assert asked.status_code in (400, 404)
+
+        again = ask(running)
+        assert again.json()["choices"] == first.json()["choices"]
+        assert {row["state"] for row in running.workers().values()} == {"ready"}
+        left = set(running.processes())
+        assert serving <= left, "a process has died"
+        seen = audit.events(tmp_path / "audit", since)
+        assert {*serving} & audit.watched(tmp_path / "audit"), "the hook is not loaded"
+
+    assert not marker.exists()
+    assert [e for e in seen if e.name in ("os.system", "os.exec", "subprocess.Popen", "socket.bind")] == []
+    assert [e for e in seen if e.name == "pickle.find_class" and not e.args.startswith(OWN_PICKLES)] == []
+    dialled = [e for e in seen if e.name == "socket.connect" and not any(f", {port})" in e.args for port in ports)]
+    assert dialled == []
+    assert [e for e in seen if "canary" in e.args] == []
