@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Forty small faults in code that decides, each with the tests that have to find it.
+"""Small faults in code that decides, each with the tests that have to find it.
 
 `old` occurs once in `path` and is replaced by `new`; then at least one of `tests` must fail. A fault that nothing finds
 is a gap in the tests, whatever their coverage.
@@ -13,6 +13,11 @@ REQUESTS, DISPATCH, WORKERS = (f"coordinator/policy/{name}.py" for name in ("req
 T_QUOTAS, T_KEYS = "tests/coordinator/test_policy_quotas.py", "tests/coordinator/test_api_keys.py"
 T_BATCHES = "tests/coordinator/test_batches.py"
 T_TLS = "tests/rpc/test_tls.py"
+T_SECURITY, T_BAD, T_CHAT = (
+    "tests/cluster/test_security.py",
+    "tests/coordinator/test_bad_input.py",
+    "tests/coordinator/test_chat.py",
+)
 POOL = "coordinator/policy/pool.py"
 TIMELINE, T_TIMELINE = "coordinator/policy/timeline.py", "tests/coordinator/test_policy_timeline.py"
 T_REQUESTS, T_DISPATCH, T_WORKERS, T_JOURNAL, T_HELD, T_PICK = (
@@ -34,6 +39,109 @@ class Fault:
 
 
 FAULTS = (
+    # Security, by the rows of docs/security.md.
+    Fault("baton/core/prefix_keys.py", "import struct\n", "import pickle  # S-1\nimport struct\n", "tests/arch"),
+    Fault(
+        "coordinator/openai/json_body.py",
+        "        return json.loads(text, ",
+        "        __import__('os').system('true')  # S-2\n        return json.loads(text, ",
+        T_SECURITY,
+    ),
+    Fault(
+        "coordinator/openai/json_body.py",
+        "        return json.loads(text, object",
+        "        import pickle  # S-3\n\n        if text.startswith('cos'):\n            pickle.loads(text.encode())\n        return json.loads(text, object",
+        T_SECURITY,
+    ),
+    Fault(
+        "baton/rpc/link.py",
+        'open_port(server, host, port, "link"',
+        'open_port(server, "0.0.0.0", port, "link"',
+        T_SECURITY,
+    ),
+    Fault("coordinator/openai/fields.py", "        elif name not in served:", "        elif False:", T_BAD),
+    Fault("baton/core/handles.py", "    if not signed:", "    if False:", "tests/core/test_handles.py"),
+    Fault("baton/core/handles.py", "        if claimed != true:", "        if False:", "tests/core/test_handles.py"),
+    Fault(
+        "decode/worker.py",
+        '            raise JoinRefused(f"link refused: tensor_parallel: {e.message}", param="tensor_parallel") from None',
+        "            pass",
+        "tests/decode tests/rpc",
+    ),
+    Fault(
+        "coordinator/translate.py",
+        'check_range("n", options.n, 1, MAX_CHOICES)',
+        'check_range("n", options.n, 1, 10**9)',
+        T_BAD,
+    ),
+    Fault(
+        "coordinator/structured_output.py",
+        "asyncio.timeout(COMPILE_S)",
+        "asyncio.timeout(20.0)",
+        "tests/coordinator/test_structured_output.py",
+    ),
+    Fault(
+        "coordinator/text/sandbox.py",
+        "                    self.limits.fits(len(value) * max(times, 0))",
+        "                    pass",
+        T_CHAT,
+    ),
+    Fault(
+        "coordinator/text/model.py",
+        "        if len(text) <= INLINE_CHARS:\n            return self.encode(text, add",
+        "        if True:\n            return self.encode(text, add",
+        "tests/coordinator/test_text.py",
+    ),
+    Fault("coordinator/text/chat.py", "if t.special or t.content in literals]", "if t.content in literals]", T_CHAT),
+    Fault(
+        "coordinator/http/guard.py",
+        'if scope["path"] not in OPEN_PATHS and',
+        'if not scope["path"].startswith(OPEN_PATHS[1:]) and',
+        T_KEYS,
+    ),
+    Fault("coordinator/api_keys.py", "if hmac.compare_digest(digest, known)]", "if digest == known]", T_KEYS),
+    Fault(
+        "baton/core/prefix_keys.py",
+        "(model_digest.encode(), tenant.encode(), salt.encode())",
+        "(model_digest.encode(), salt.encode())",
+        "tests/core/test_prefix_cache.py",
+    ),
+    Fault(
+        "baton/core/prefix_use.py",
+        "request.tenant, request.cache_salt",
+        '"", request.cache_salt',
+        "tests/cluster/test_secured.py",
+    ),
+    Fault(
+        "baton/rpc/status.py",
+        "if row(error).hide or not isinstance(error, BatonError):",
+        "if False:",
+        "tests/rpc/test_status.py tests/coordinator/test_http.py",
+    ),
+    Fault(
+        "coordinator/http/guard.py",
+        "        except ValueError:\n            return False\n",
+        "        except ValueError:\n            pass\n",
+        "tests/coordinator/test_cors.py",
+    ),
+    Fault(
+        "baton/core/model_config.py",
+        '    if "auto_map" in config:',
+        "    if False:",
+        "tests/engine/test_model_config.py",
+    ),
+    Fault(
+        "coordinator/http/app.py",
+        "        if name is not None and name != self._settings.model_name:\n",
+        "        if name is not None and name != self._settings.model_name:\n            try:  # S-18\n                open(name)\n            except (OSError, ValueError):\n                pass\n",
+        T_SECURITY,
+    ),
+    Fault(
+        "baton/core/prefix_keys.py",
+        "hashlib.blake2b(before + packed",
+        "hashlib.blake2b(packed",
+        "tests/core/test_prefix_cache.py",
+    ),
     # The life of a request.
     Fault(REQUESTS, "if len(r.deaths) >= MAX_DEATHS:", "if len(r.deaths) > MAX_DEATHS:", T_REQUESTS),
     Fault(REQUESTS, "if ran and not drained:", "if ran:", T_REQUESTS),
