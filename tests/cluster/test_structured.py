@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import httpx
 import jsonschema
 import openai
 import pytest
@@ -90,6 +91,24 @@ async def test_every_answer_fits_its_schema_and_drafts_change_none(count: int) -
         jsonschema.validate(json.loads(text), SCHEMAS[number % 2])
     assert found["auto"] == found["none"]
     assert len(set(found["none"])) > count // 4, "answers differ"
+
+
+@pytest.mark.long
+async def test_two_hundred_answers_are_the_same_though_a_worker_dies() -> None:
+    """Its automata are made again from the tokens that clients already have."""
+    with cluster("builtin", exact=True) as running:
+        alone = await all_of(running, 200)
+    with cluster("builtin", exact=True, prefill=1, decode=2) as running:
+        asked = asyncio.create_task(all_of(running, 200))
+
+        def busy(_: Cluster) -> bool:
+            return all(running.workers()[name]["running"] > 4 for name in ("decode-0", "decode-1"))
+
+        await asyncio.to_thread(running.wait_until, busy, "streams on both decode workers")
+        await asyncio.to_thread(lambda: running.kill(running.pids("decode-1")[0]))
+        assert await asked == alone
+        counts = httpx.get(running.url + "/workers").json()["coordinator"]
+        assert counts["rescheduled"] > 0, counts
 
 
 async def refusals_cost_nothing(running: Cluster) -> None:
