@@ -1,0 +1,112 @@
+"""What is answered is what `/openapi.json` says: every route's reply fits its schema, which is closed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+from fastapi import FastAPI
+
+from baton.core.request import TokenLogprob
+from coordinator.batches.store import BatchStore
+from coordinator.http.app import HttpSettings, create_app
+from coordinator.submission import Delta
+from coordinator.text.model import TextModel
+from tests.support.fake_generator import FakeGenerator, say
+from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
+
+RESPONSES = "/v1/responses"
+
+
+@pytest.fixture
+def generator() -> FakeGenerator:
+    return FakeGenerator()
+
+
+@pytest.fixture
+def served(text_model: TextModel, generator: FakeGenerator, tmp_path: Path) -> FastAPI:
+    store = BatchStore(str(tmp_path / "data"), 1 << 20)
+    return create_app(generator, text_model, HttpSettings("tiny"), store=store)
+
+
+@pytest.fixture
+async def asking(served: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://baton") as client:
+        yield client
+
+
+class Document:
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.document = document
+
+    def fits(self, path: str, answer: httpx.Response) -> None:
+        """`path` as the document has it."""
+        replies = self.document["paths"][path][answer.request.method.lower()]["responses"]
+        status = str(answer.status_code)
+        content = (replies.get(status) or replies[f"{status[0]}XX"])["content"]
+        kind = answer.headers["content-type"].partition(";")[0]
+        if kind == "application/json":
+            schema = {**content[kind]["schema"], "components": self.document["components"]}
+            jsonschema.Draft202012Validator(schema).validate(answer.json())
+        else:
+            assert kind in content, (path, kind)
+
+
+async def test_every_reply_is_described(asking: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    document = Document((await asking.get("/openapi.json")).json())
+    seen = set()
+
+    async def check(method: str, path: str, described: str = "", **how: Any) -> httpx.Response:
+        answer = await asking.request(method, path, **how)
+        document.fits(described or path, answer)
+        seen.add((method.lower(), described or path))
+        return answer
+
+    for path in ("/", "/live", "/health", "/ready", "/metrics", "/workers", "/version", "/get_model_info", "/loads"):
+        assert (await check("GET", path)).status_code == 200, path
+    for path in ("/tokenizer_info", "/server_info", "/v1/models", "/requests", "/v1/files", "/v1/batches"):
+        assert (await check("GET", path)).status_code == 200, path
+    assert (await check("GET", "/v1/models/tiny", "/v1/models/{model_id}")).status_code == 200
+    assert (await check("GET", "/requests/nobody", "/requests/{request_id}")).status_code == 404
+    for path, body in (("/tokenize", {"prompt": "a", "return_token_strs": True}), ("/detokenize", {"tokens": [40]})):
+        assert (await check("POST", path, json=body)).status_code == 200
+    entry = TokenLogprob(40, -0.5, 1, (40, 41), (-0.5, -1.0))
+    scored = [Delta("a", (40,), logprobs=(entry,), prompt_logprobs=(entry,)), say("b")[0]]
+    more = {"logprobs": True, "top_logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True}
+    asked: list[tuple[str, dict[str, Any], list[Any]]] = [
+        (COMPLETIONS, {}, say("a", "b")),
+        (COMPLETIONS, {"logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True, "echo": True}, scored),
+        (CHAT, {}, say("a", "b")),
+        (CHAT, more, scored),
+        (COMPLETIONS, {"stream": True}, say("a", "b")),
+        (CHAT, {"temperature": 9}, []),
+        (RESPONSES, {}, say("a", "b")),
+        (RESPONSES, {"stream": True}, say("a", "b")),
+    ]
+    for path, fields, script in asked:
+        generator.script = script
+        good = GOOD.get(path, {"input": "hi"})
+        answer = await check("POST", path, json=good | fields)
+        assert answer.status_code == (200 if script else 400), answer.text
+
+    line = {"custom_id": "1", "method": "POST", "url": COMPLETIONS, "body": GOOD[COMPLETIONS]}
+    form = {"files": {"file": ("in.jsonl", json.dumps(line).encode())}, "data": {"purpose": "batch"}}
+    file = (await check("POST", "/v1/files", **form)).json()["id"]
+    body = {"input_file_id": file, "endpoint": COMPLETIONS, "completion_window": "24h", "metadata": {"a": "b"}}
+    batch = (await check("POST", "/v1/batches", json=body)).json()["id"]
+    assert (await check("GET", "/v1/batches")).json()["data"]
+    for method, path, described in (
+        ("GET", f"/v1/files/{file}", "/v1/files/{file_id}"),
+        ("GET", f"/v1/files/{file}/content", "/v1/files/{file_id}/content"),
+        ("GET", f"/v1/batches/{batch}", "/v1/batches/{batch_id}"),
+        ("POST", f"/v1/batches/{batch}/cancel", "/v1/batches/{batch_id}/cancel"),
+        ("DELETE", f"/v1/files/{file}", "/v1/files/{file_id}"),
+    ):
+        await check(method, path, described)
+    described_routes = {(method, path) for path, methods in document.document["paths"].items() for method in methods}
+    assert seen == described_routes
