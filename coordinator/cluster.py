@@ -175,7 +175,7 @@ class Cluster:
         return True
 
     def session_ended(self, worker: str, incarnation: int, queue: asyncio.Queue[ToWorker], why: str) -> None:
-        """The worker keeps its lease and may redial."""
+        """The worker may redial for a while."""
         if self.is_current(worker, queue):
             del self._outgoing[worker]
             if self.workers.disconnected(worker, incarnation, self.lease_now()):
@@ -206,9 +206,9 @@ class Cluster:
         while True:
             await asyncio.sleep(TICK_S)
             # Leases do not run while nobody reads: a process that stood still reads first what came meanwhile.
-            for worker in self.workers.expire(self._lease_clock.look(time.monotonic())):
+            for worker, why in self.workers.expire(self._lease_clock.look(time.monotonic())):
                 self._outgoing.pop(worker.worker_id, None)
-                self._lost(worker, f"silent for {self.workers.lease_s:g} s")
+                self._lost(worker, why)
             self._execute(self.requests.tick(time.monotonic()))
             if not idle and not len(self.requests):
                 self.requests.check()
@@ -239,8 +239,10 @@ class Cluster:
             await asyncio.sleep(0.02)
 
     def _lost(self, worker: Worker, why: str) -> None:
-        log.warning("%s worker %s is lost: %s", worker.role, worker.worker_id, why)
+        before = self.requests.rescheduled
         self._execute(self.requests.worker_gone(worker.worker_id, why, time.monotonic(), drained=False))
+        moved = self.requests.rescheduled - before
+        log.warning("%s worker %s is lost: %s; %d requests rescheduled", worker.role, worker.worker_id, why, moved)
 
     def _execute(self, actions: Iterable[Action]) -> None:
         for action in actions:

@@ -3,7 +3,7 @@
 States of a worker:
 
     ready     its session is open and it takes new work
-    joining   its session broke; it may redial until its lease ends, and keeps its sequences
+    joining   its session broke; it may redial for REDIAL_S, or until its lease ends, and keeps its sequences
     draining  it takes no new work, finishes or gives back what it has, and leaves
     lost      its lease ended, or a newer incarnation replaced it; an entry stays for `/workers` for a while
 
@@ -25,6 +25,9 @@ from coordinator.policy.joining import OwnModel, check_join, refused
 from coordinator.policy.pool import Pool, Worker
 
 KEEP_LOST_S = 300.0
+REDIAL_S = 1.5
+"""Within which a worker whose session broke is back, if it lives: longer than it ever waits between two dials. What has
+died closes its connections at once, and its requests need not wait for the whole lease."""
 
 
 class Joined(NamedTuple):
@@ -124,11 +127,13 @@ class WorkerTable:
         return True
 
     def disconnected(self, worker_id: str, incarnation: int, now: float) -> bool:
-        """Its session broke; it keeps its lease. False when it is not the present incarnation."""
+        """Its session broke; what is left of its lease is REDIAL_S at most. False when it is not the present
+        incarnation."""
         worker = self.get(worker_id)
         if worker is None or worker.incarnation != incarnation:
             return False
         worker.connected = False
+        worker.lease_until = min(worker.lease_until, now + REDIAL_S)
         if worker.state == "ready":
             worker.state, worker.since = "joining", now
         return True
@@ -156,10 +161,15 @@ class WorkerTable:
     def has_left(self, worker_id: str, incarnation: int | None) -> bool:
         return incarnation is not None and self._left.get(worker_id) == incarnation
 
-    def expire(self, now: float) -> list[Worker]:
-        """Marks as lost, and returns, those whose lease has ended; removes those lost long ago."""
-        expired = [w for w in self._workers.values() if not w.lost and w.lease_until <= now]
-        for worker in expired:
-            worker.state, worker.since, worker.connected = "lost", now, False
+    def expire(self, now: float) -> list[tuple[Worker, str]]:
+        """Marks as lost, and returns with the reason, those whose lease has ended; removes those lost long ago."""
+        expired = []
+        for worker in self._workers.values():
+            if not worker.lost and worker.lease_until <= now:
+                silent = f"silent for {self.lease_s:g} s"
+                expired.append(
+                    (worker, silent if worker.connected else "its connection closed, and it dialled no more")
+                )
+                worker.state, worker.since, worker.connected = "lost", now, False
         self._workers = {n: w for n, w in self._workers.items() if not w.lost or now - w.since <= KEEP_LOST_S}
         return expired

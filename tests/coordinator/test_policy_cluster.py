@@ -34,7 +34,7 @@ def make_requests(count: int, seed: int) -> list[GenerateRequest]:
 def test_a_thousand_requests_with_a_death_every_twenty_steps(seed: int) -> None:
     """Each ends with the tokens of the undisturbed run; or, where two workers died while they ran it, with that error
     and a prefix of them. Nothing is left on any worker."""
-    sim = ClusterSim(*NAMES, seed=seed, kill_every=20, lost_acks=0.02, damaged=0.002)
+    sim = ClusterSim(*NAMES, seed=seed, kill_every=20, lost_acks=0.03, damaged=0.002)
     requests = make_requests(1000, seed)
     for i, request in enumerate(requests):
         sim.submit(request, at=i * 0.01)

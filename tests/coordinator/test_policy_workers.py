@@ -11,7 +11,7 @@ from baton.core.errors import JoinRefused
 from baton.core.events import Load
 from baton.core.model_config import parse_model_config
 from coordinator.policy.joining import OwnModel
-from coordinator.policy.workers import KEEP_LOST_S, WorkerTable
+from coordinator.policy.workers import KEEP_LOST_S, REDIAL_S, WorkerTable
 from tests.support.builders import make_facts, make_join, make_layout
 from tests.support.model_dirs import model_config
 
@@ -156,7 +156,8 @@ def test_heartbeats_keep_a_worker_and_silence_loses_it(workers: WorkerTable) -> 
     workers.join(join(), 0.0)
     assert workers.renew_lease("d0", 1, Load(blocks_free=5), 2.9)
     assert workers.expire(5.8) == []
-    (lost,) = workers.expire(5.9)
+    ((lost, why),) = workers.expire(5.9)
+    assert why == "silent for 3 s"
     assert (lost.worker_id, lost.state, lost.load.blocks_free if lost.load else None) == ("d0", "lost", 5)
     assert not workers.renew_lease("d0", 1, None, 6.0)
     assert workers.expire(6.0) == []
@@ -187,6 +188,19 @@ def test_a_broken_stream_may_come_back_within_the_lease(workers: WorkerTable) ->
     assert state(workers) == "ready"
     assert next(w.row(100.0) for w in workers.all())["blocks_free"] == 3  # what it said last still stands
     assert workers.expire(4.9) == []
+
+
+def test_whose_connection_closed_has_less_time_than_who_is_silent(workers: WorkerTable) -> None:
+    workers.join(join(), 0.0)
+    workers.disconnected("d0", 1, 1.0)
+    assert workers.expire(1.0 + REDIAL_S - 0.01) == []
+    ((lost, why),) = workers.expire(1.0 + REDIAL_S)
+    assert lost.worker_id == "d0" and why == "its connection closed, and it dialled no more"
+    assert not workers.renew_lease("d0", 1, None, 1.0 + REDIAL_S)
+    workers.join(join("d1"), 0.0)
+    workers.disconnected("d1", 1, 2.9)
+    ((lost, why),) = workers.expire(3.0)  # its lease was nearly over already
+    assert lost.worker_id == "d1"
 
 
 def test_a_new_incarnation_replaces_the_old_one_which_is_fenced(workers: WorkerTable) -> None:

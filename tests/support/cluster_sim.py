@@ -214,8 +214,8 @@ class ClusterSim:
         self.later(self.random.choice((1.0, 2.0, 4.0)), lambda: self._start(name))
 
     def _tick(self) -> None:
-        for worker in self.table.expire(self.now):
-            self._execute(self.requests.worker_gone(worker.worker_id, "silent", self.now, drained=False))
+        for worker, why in self.table.expire(self.now):
+            self._execute(self.requests.worker_gone(worker.worker_id, why, self.now, drained=False))
         self._execute(self.requests.tick(self.now))
         self.later(TICK_S, self._tick)
 
