@@ -39,6 +39,7 @@ from baton.token_file import read_token
 
 if TYPE_CHECKING:
     from baton.engine.runner import EngineOptions
+    from baton.rpc.worker_loop import WorkerLoop
 
 log = logging.getLogger("baton.worker")
 
@@ -47,6 +48,8 @@ OPEN_FILES = 65536  # edges, links, and two for each staging buffer in shared me
 
 
 class Worker(Protocol):
+    main_loop: WorkerLoop
+
     async def run(self) -> None: ...
 
     def leave(self, timeout_s: float) -> None: ...
@@ -140,6 +143,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
     started, before = time.monotonic(), len(sys.modules)
     with lasting_imports():
         make = load()
+        from baton.rpc.health import serving_health
         from baton.worker_ranks import lead
     imported = len(sys.modules) - before
     beat_to_agent()  # not before: loading libraries from a cold file system holds the interpreter for long
@@ -186,7 +190,8 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
         _drain_on_sigterm(worker, config.drain_timeout_s)
         stalls = asyncio.create_task(LoopWatch(STALL_S).run(), name="loop watch")
         try:
-            await worker.run()
+            async with serving_health(config.host, config.health_port, lambda: worker.main_loop.takes_work):
+                await worker.run()
         finally:
             stalls.cancel()
 

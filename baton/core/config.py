@@ -114,6 +114,7 @@ class WorkerConfig(WorkerOptions):
     cluster_token_file: str = option("", "file with the cluster token; needed where anything listens off loopback")
     link_port: int = option(0, "port of a decode worker that prefill workers dial; 0: any free one", low=0, high=65535)
     store_port: int = option(0, "port of a decode worker where edges meet; 0: any free one", low=0, high=65535)
+    health_port: int = option(0, "port of gRPC's health service, for probes; 0: none", low=0, high=65535)
     connect_timeout_s: float = option(10.0, "longest a peer may take to connect", low=0.1)
     drain_timeout_s: float = option(30.0, "longest what runs may take to finish when this worker is to end", low=0)
 

@@ -116,6 +116,10 @@ class WorkerLoop:
             await self._tier.close()
             compute.close()
 
+    @property
+    def takes_work(self) -> bool:
+        return self.session.connected and not self.draining
+
     def run_clock_ms(self) -> float:
         """Now, on the clock of the run."""
         return time.monotonic() * 1000 + self._run_clock_ahead_ms

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from launch.failure import find_box
 from tests.support.checkpoints import make_checkpoint
@@ -44,11 +47,17 @@ def ask(topology: Path) -> httpx.Response:
 
 def test_each_node_starts_its_own_part_and_the_coordinator_waits_for_all(tmp_path: Path) -> None:
     topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        probed = free.getsockname()[1]
+    topology.write_text(topology.read_text().replace("[[prefill]]\n", f"[[prefill]]\nhealth_port = {probed}\n"))
     first, second = tmp_path / "a.out", tmp_path / "b.out"
     front = start(topology, first, "--node", "a")
     worker = None
     try:
         until(lambda: "prefill-0     joined" in first.read_text(), "join on node a", first)
+        with grpc.insecure_channel(f"127.0.0.1:{probed}") as channel:
+            health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
         assert " ready " not in first.read_text()
         worker = start(topology, second, "--node", "b")
         until(lambda: " ready " in first.read_text() and " ready " in second.read_text(), "cluster", first, second)

@@ -1,0 +1,74 @@
+"""gRPC's health service for a worker, for probes: Kubernetes' `grpc` probe, grpc_health_probe, a load balancer.
+
+    ""      SERVING while the worker is joined and not draining: it takes work
+    "live"  SERVING while its event loop answers
+
+Never TLS: probes bring no certificates, and it says nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.rpc.ports import open_port
+
+LIVE = "live"
+LOOK_S = 0.5
+"""Between two looks of a Watch."""
+MAX_CALLS = 64
+"""At a time; a probe that comes then is refused."""
+
+
+@asynccontextmanager
+async def serving_health(host: str, port: int, ready: Callable[[], bool]) -> AsyncIterator[None]:
+    """Answers probes on `port` meanwhile; nothing at all where it is 0.
+
+    Raises:
+        StartupError: nobody can listen there.
+    """
+    if not port:
+        yield
+        return
+    server = grpc.aio.server(maximum_concurrent_rpcs=MAX_CALLS)
+    health_pb2_grpc.add_HealthServicer_to_server(_Servicer(ready), server)
+    open_port(server, host, port, "health", "--health-port")
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(0)
+
+
+class _Servicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    def __init__(self, ready: Callable[[], bool]) -> None:
+        self._ready = ready
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        state = self._state(request.service)
+        if state == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service here but '' and {LIVE!r}")
+        return health_pb2.HealthCheckResponse(status=state)
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        before = None
+        while True:
+            state = self._state(request.service)
+            if state != before:
+                yield health_pb2.HealthCheckResponse(status=state)
+            before = state
+            await asyncio.sleep(LOOK_S)
+
+    def _state(self, service: str) -> Any:
+        states = health_pb2.HealthCheckResponse
+        if service == LIVE:
+            return states.SERVING
+        if service:
+            return states.SERVICE_UNKNOWN
+        return states.SERVING if self._ready() else states.NOT_SERVING

@@ -1,0 +1,62 @@
+"""A worker's answers to probes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.core.errors import StartupError
+from baton.rpc import health
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+    yield number
+
+
+async def test_ready_and_live_are_told_apart(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "LOOK_S", 0.02)
+    takes_work = False
+    async with (
+        health.serving_health("127.0.0.1", port, lambda: takes_work),
+        grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        stub = health_pb2_grpc.HealthStub(channel)
+
+        async def check(service: str) -> int:
+            return int((await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)).status)
+
+        assert (await check(""), await check("live")) == (NOT_SERVING, SERVING)
+        watched = stub.Watch(health_pb2.HealthCheckRequest(), timeout=10)
+        assert (await watched.read()).status == NOT_SERVING
+        takes_work = True
+        assert (await watched.read()).status == SERVING
+        assert (await check(""), await check("live")) == (SERVING, SERVING)
+        watched.cancel()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await check("other")
+        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        other = stub.Watch(health_pb2.HealthCheckRequest(service="other"), timeout=10)
+        assert (await other.read()).status == UNKNOWN
+        other.cancel()
+
+
+async def test_without_a_port_nothing_listens_and_a_taken_one_is_named(port: int) -> None:
+    async with health.serving_health("127.0.0.1", 0, lambda: True):
+        with pytest.raises(OSError):
+            await asyncio.open_connection("127.0.0.1", port)
+    taken = rf"health port {port} .* choose another with --health-port"
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(StartupError, match=taken):
+        async with health.serving_health("127.0.0.1", port, lambda: True):
+            pass
