@@ -58,6 +58,8 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     text = TextModel.load(model_dir, own_model.config, max_model_len=longest, tool_parser=config.tool_parser)
     if config.tool_parser != "auto" and not text.template_has_tools:
         log.warning("the chat template does not mention tools, so prompts do not contain them")
+    if text.template_has_tools and text.tool_format is None:
+        log.warning("the chat template writes tool calls in a form that is not read: they stay text; see --tool-parser")
     if text.ignored_defaults:
         log.warning("generation_config asks for what is not served, so it is ignored: %s", text.ignored_defaults)
     for noisy in ("uvicorn.error", "python_multipart"):

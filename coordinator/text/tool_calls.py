@@ -14,6 +14,7 @@ breaks off or is no JSON, is text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -66,6 +67,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
 }
 """The forms by name, with their markers: where these are special tokens, they are kept in the text."""
 THINK = ("<think>", "</think>")
+_JSON_CALL = re.compile(r'\\?"name\\?"')
 
 
 def detect_format(template: str) -> str | None:
@@ -76,7 +78,7 @@ def detect_format(template: str) -> str | None:
         return "harmony"
     if "[TOOL_CALLS]" in template:
         return "mistral"
-    if "<tool_call>" in template:
+    if "<tool_call>" in template and _JSON_CALL.search(template):  # GLM and Qwen3-Coder put other things between
         return "hermes"
     if "<|python_tag|>" in template or ("<|start_header_id|>" in template and "parameters" in template):
         return "llama3"
