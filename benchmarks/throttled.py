@@ -1,0 +1,177 @@
+"""One of two prefill workers is slowed down on purpose: what an operator sees of it, and how soon.
+
+    python benchmarks/throttled.py            2 prefill workers and 1 decode worker, built-in model
+
+Clients ask for a token behind prompts that nobody asked before. After a while prefill-0 runs for a quarter of the time
+only (SIGSTOP and SIGCONT, 25 ms in every 100). Shown before and after, over WINDOW_S each: `baton ps --watch`, the two
+queries of the dashboard's panels "Time of a step" and "Time in each stage" over two scrapes, and the log's line at the
+end of a request of each worker. Found means: at the throttled worker the number is at least twice that of the other
+worker, and was not before. Writes `benchmarks/results/throttled.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.serving import BATON, ROOT, commit, machine, ready_url
+
+WINDOW_S = 15.0
+PROMPT_TOKENS = 1500
+SLOWED = "prefill-0"
+_SAMPLE = re.compile(r"^(\w+)\{([^}]*)\} (\S+)$", re.MULTILINE)
+_LINE = re.compile(r"(prefill-\d) to decode-0; .*?prefill (\d+) ms")
+
+
+class Slowed:
+    """Processes that run for 25 ms in every 100, while this lasts."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self._pids, self._ended = pids, threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            for number, seconds in ((signal.SIGSTOP, 0.075), (signal.SIGCONT, 0.025)):
+                for pid in self._pids:
+                    os.kill(pid, number)
+                time.sleep(seconds)
+
+
+def clients(url: str, count: int, ended: threading.Event, failures: list[str]) -> list[threading.Thread]:
+    def ask(number: int) -> None:
+        source = Random(number)
+        with httpx.Client(timeout=60) as http:
+            while not ended.is_set():
+                prompt = [source.randrange(300, 4000) for _ in range(PROMPT_TOKENS)]
+                answer = http.post(url + "/v1/completions", json={"prompt": prompt, "max_tokens": 2})
+                if answer.status_code != 200:
+                    failures.append(answer.text[:200])
+
+    return [threading.Thread(target=ask, args=(number,)) for number in range(count)]
+
+
+def scrape(url: str) -> dict[tuple[str, str], float]:
+    text = httpx.get(url + "/metrics", timeout=10).text
+    return {(name, labels): float(value) for name, labels, value in _SAMPLE.findall(text)}
+
+
+def step_ms(before: dict[tuple[str, str], float], after: dict[tuple[str, str], float]) -> dict[str, float]:
+    """rate(baton_worker_step_seconds_total) / rate(baton_worker_steps_total), by prefill worker."""
+    found = {}
+    for name, labels in after:
+        if name == "baton_worker_steps_total" and (worker := re.search(r'worker="(prefill-\d)"', labels)):
+            grown = [
+                after[key] - before.get(key, 0.0)
+                for key in (("baton_worker_step_seconds_total", labels), (name, labels))
+            ]
+            found[worker[1]] = grown[0] / grown[1] * 1e3 if grown[1] else 0.0
+    return found
+
+
+def prefill_ms(log: str) -> dict[str, float]:
+    """The median of the stage `prefill` in the log's lines, by worker."""
+    found: dict[str, list[int]] = {}
+    for worker, milliseconds in _LINE.findall(log):
+        found.setdefault(worker, []).append(int(milliseconds))
+    return {worker: statistics.median(values) for worker, values in sorted(found.items())}
+
+
+def window(url: str, log: Path) -> tuple[str, dict[str, float], dict[str, float], str]:
+    """`baton ps --watch` at the end of a window, time of a step, stage in the log, and one line of each worker."""
+    before, from_byte = scrape(url), log.stat().st_size
+    command = [*BATON, "ps", "--watch", str(WINDOW_S), url]
+    watching = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "150"}
+    )
+    time.sleep(WINDOW_S + 2.0)
+    watching.send_signal(signal.SIGINT)
+    shown = watching.communicate(timeout=30)[0].strip()
+    lines = log.read_bytes()[from_byte:].decode(errors="replace")
+    last = {worker: line for line in lines.splitlines() if (worker := (_LINE.search(line) or [None, None])[1])}
+    return shown, step_ms(before, scrape(url)), prefill_ms(lines), "\n".join(last[worker] for worker in sorted(last))
+
+
+def found(before: dict[str, float], after: dict[str, float]) -> bool:
+    """Whether the throttled worker stands out, and did not before."""
+    ratio = [values[SLOWED] / max(v for w, v in values.items() if w != SLOWED) for values in (before, after)]
+    return ratio[0] < 2 <= ratio[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--clients", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "throttled.md")
+    arguments = parser.parse_args()
+    failures: list[str] = []
+    with tempfile.TemporaryDirectory() as directory:
+        run = Path(directory) / "run"
+        command = [*BATON, "up", "builtin", "--prefill", "2", "--port", "0", "--grpc-port", "0", "--run-dir", str(run)]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+        try:
+            url = ready_url(process, run / "cluster.json")
+            rows: list[dict[str, Any]] = httpx.get(url + "/workers").json()["workers"]
+            pids = next(row["pids"] for row in rows if row["id"] == SLOWED)
+            ended = threading.Event()
+            asking = clients(url, arguments.clients, ended, failures)
+            for thread in asking:
+                thread.start()
+            time.sleep(3.0)
+            before = window(url, run / "coordinator.log")
+            with Slowed(pids):
+                after = window(url, run / "coordinator.log")
+            ended.set()
+            for thread in asking:
+                thread.join()
+            states = {row["id"]: row["state"] for row in httpx.get(url + "/workers").json()["workers"]}
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+    parts = [
+        "# A prefill worker that runs for a quarter of the time\n",
+        f"{machine()}. Commit {commit()}, {datetime.date.today()}. `python benchmarks/throttled.py`:"
+        f" {arguments.clients} clients, prompts of {PROMPT_TOKENS} tokens, windows of {WINDOW_S:g} s;"
+        f" {len(failures)} requests failed; states afterwards: {json.dumps(states)}.\n",
+        "| seen in | before, ms | throttled, ms | found |\n| --- | --- | --- | --- |",
+    ]
+    for name, column in (("dashboard: time of a step (`ps --watch`: step ms)", 1), ("log: stage `prefill`, median", 2)):
+        shown = [
+            ", ".join(f"{worker} {value:.1f}" for worker, value in sorted(each[column].items()))
+            for each in (before, after)
+        ]
+        parts.append(
+            f"| {name} | {shown[0]} | {shown[1]} | {'yes' if found(before[column], after[column]) else 'no'} |"
+        )
+    for title, each in (("Before", before), ("Throttled", after)):
+        parts.append(f"\n{title}, `baton ps --watch {WINDOW_S:g}`, and the log's last line of each worker:\n")
+        parts.append(f"```\n{each[0]}\n\n{each[3]}\n```")
+    arguments.out.write_text("\n".join(parts) + "\n")
+    print(arguments.out.read_text())
+
+
+if __name__ == "__main__":
+    main()
