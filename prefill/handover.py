@@ -206,6 +206,11 @@ class HandOver:
         self.block_ids = block_ids
         return self._offer_next()
 
+    @property
+    def reserve_s(self) -> float:
+        """From the offer to its acceptance; 0 before."""
+        return max(0.0, self._accepted_at - self._offered_at)
+
     def offer(self, now: float) -> Offer:
         """The message for the target named last."""
         self._offered_at = now
@@ -341,7 +346,7 @@ class HandOver:
         if self.sent < self.request.num_prefill_tokens:
             return self._send_next()
         self._move(Stage.ENDED)
-        stamps = StageStamps(reserve_s=self._accepted_at - self._offered_at, transfer_s=now - self._accepted_at)
+        stamps = StageStamps(reserve_s=self.reserve_s, transfer_s=now - self._accepted_at)
         return Finish(HandedOver(self.sequence, self._target.worker_id, self.bytes_sent, stamps))
 
     def __repr__(self) -> str:

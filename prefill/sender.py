@@ -146,6 +146,10 @@ class Sender:
             run.over.first_logprob, run.over.cached_tokens = first_logprob, cached_tokens
             run.progress.set()
 
+    def reserve_s(self, sequence: SequenceId) -> float:
+        run = self._runs.get(sequence)
+        return 0.0 if run is None else run.over.reserve_s
+
     def advance_layers(self, sequence: SequenceId, end: int, layers: int) -> None:
         """KV of the first `layers` is complete up to position `end` as well: where this is the leader's alone."""
         run = self._runs.get(sequence)

@@ -158,7 +158,11 @@ class PrefillWorker:
             if p.first_token is not None:
                 logprobs = () if p.first_logprob is None else (p.first_logprob,)
                 first = (p.output_index, (p.first_token,), logprobs, p.prompt_logprobs, p.cached)
-                tokens.append(TokenEvent(current(p.sequence_id), *first))
+                stamps = None  # or in what says that it has ended
+                if p.sequence_id not in ended:
+                    own, reserve_s = self.scheduler.stamps(p.sequence_id), self.outgoing.reserve_s(p.sequence_id)
+                    stamps = replace(own, reserve_s=reserve_s)
+                tokens.append(TokenEvent(current(p.sequence_id), *first, stamps=stamps))
             if p.sequence_id not in ended:
                 reached = (p.computed, p.first_token, plan.step_id, p.first_logprob, p.cached)
                 self.outgoing.advance(p.sequence_id, *reached)

@@ -56,9 +56,10 @@ class SpeculationCounters:
 class TokenEvent:
     """`tokens[i]` is output `first_index + i`, `logprobs[i]` its log-probability where the request asks for them.
 
-    Two come with the first token that a prefill worker samples: `prompt_logprobs`, if asked for (entry i is that of
-    prompt token i + 1; the first has none), and `cached_tokens`, how many tokens before it were not computed. Decode
-    says the latter too: its event may arrive first. `speculation` is the sequence's so far, where something was drafted
+    Three come with the first token that a prefill worker samples: `prompt_logprobs`, if asked for (entry i is that of
+    prompt token i + 1; the first has none), `stamps` of the stages so far (a short answer may be complete before the
+    hand-over is reported), and `cached_tokens`, how many tokens before it were not computed. Decode says the last too:
+    its event may arrive first. `speculation` is the sequence's so far, where something was drafted
     for it."""
 
     sequence: SequenceId
@@ -68,6 +69,7 @@ class TokenEvent:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     cached_tokens: int = 0
     speculation: SpeculationCounters | None = None
+    stamps: StageStamps | None = None
 
 
 @dataclass(frozen=True, slots=True)

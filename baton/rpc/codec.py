@@ -332,6 +332,7 @@ def _token_event_value(message: worker_pb2.TokenEvent) -> events.TokenEvent:
         _token_logprobs(message.prompt_logprobs) if message.prompt_logprobs else (),
         message.cached_tokens,
         _reader(events.SpeculationCounters)(message.speculation) if message.HasField("speculation") else None,
+        _reader(events.StageStamps)(message.stamps) if message.HasField("stamps") else None,
     )
 
 

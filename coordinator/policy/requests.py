@@ -395,6 +395,8 @@ class Requests:
         r = self._find(event.sequence)
         if r is None or r.ended:
             return self._stale(worker, event.sequence)
+        if event.stamps is not None:
+            _add_stamps(r, event.stamps)
         if not r.request.output:
             r.cached_tokens = max(r.cached_tokens, event.cached_tokens)
         try:

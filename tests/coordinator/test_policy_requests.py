@@ -580,6 +580,16 @@ def test_counters_and_times_go_on_over_attempts() -> None:
     assert r.first_token_at == 100.0
 
 
+def test_a_short_answer_has_the_times_of_prefill_though_its_hand_over_is_reported_later() -> None:
+    d = Drive("p0", "d0")
+    r = d.submit(max_tokens=2)
+    s = r.sequence
+    d.tokens("p0", s, 0, 5, stamps=StageStamps(queue_s=0.1, prefill_s=1.0, reserve_s=0.2))
+    d.tokens("d0", s, 1, 6)
+    assert r.stage is Stage.ENDED
+    assert r.all_stamps() == StageStamps(queue_s=0.1, prefill_s=1.0, reserve_s=0.2)
+
+
 def test_time_in_the_queue_adds_up_and_only_new_output_is_expected_again() -> None:
     d = Drive("p0", "d0")
     blocker = d.submit("blocker", prompt=(1,) * 40)

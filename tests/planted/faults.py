@@ -171,6 +171,7 @@ FAULTS = (
     Fault("coordinator/submission.py", "max(self.priority, client.priority)", "self.priority", T_KEYS),
     Fault(TIMELINE, "stamps[run]", "stamps[0]", T_TIMELINE),
     Fault(TIMELINE, 'yield "detokenise", whole', "return", T_TIMELINE),
+    Fault(REQUESTS, "            _add_stamps(r, event.stamps)\n", "            pass\n", T_REQUESTS),
     Fault(REQUESTS, "r.queued_s += now - r.queued_at", "r.queued_s = now - r.queued_at", T_REQUESTS),
     Fault(REQUESTS, "r.journal.next_index - len(r.request.output))", "r.journal.next_index)", T_REQUESTS),
     Fault(

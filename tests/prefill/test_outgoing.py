@@ -63,7 +63,10 @@ async def test_chunks_are_sent_before_the_last_is_computed() -> None:
             await until(lambda sent=expected: source.worker.outgoing.counters.bytes_sent == sent)
         assert not source.told.tokens
         source.step()
+        stamps = source.told.tokens[0].stamps
+        assert stamps is not None and stamps.prefill_s > 0 and stamps.reserve_s > 0
         await until(lambda: source.told.handed_over)
+        assert source.told.handed_over[0].stamps.prefill_s == stamps.prefill_s
         decode.compute()
         assert decode.told.output("r") == dict(enumerate(oracle(range(1000, 1030), 4)))
 

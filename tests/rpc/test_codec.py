@@ -100,7 +100,6 @@ LATER = {
     "SamplingParams": {"ignore_eos"},
     "SequenceRequest": {"sequence"},  # its parts are fields of the core's request
     "LayerLayout": {"latent_size"},
-    "TokenEvent": {"stamps"},
     "SequenceEnded": {"speculation", "blamed"},
     "WorkerFacts": {"draft_digest"},
 }
