@@ -111,8 +111,9 @@ class Cluster:
 
     # For sessions with workers.
 
-    def join(self, join: Join) -> asyncio.Queue[ToWorker]:
-        """Takes a worker in; what the returned queue yields is to be sent to it, a Welcome first.
+    def join(self, join: Join, peer: str = "") -> asyncio.Queue[ToWorker]:
+        """Takes a worker in; what the returned queue yields is to be sent to it, a Welcome first. `peer` is where it
+        dialled from, for the log.
 
         Raises:
             JoinRefused: it does not fit; the message names the field.
@@ -130,7 +131,7 @@ class Cluster:
             joined = self.workers.join(replace(join, token=""), self.lease_now())
         except JoinRefused as e:
             self.joins_refused[e.param or ""] += 1
-            log.warning("%s", e.message)
+            log.warning("%s (it dialled from %s)", e.message, peer)
             raise
         # Also after its lease has ended: it may have kept what was handed over to it, and would drop it in silence.
         following = () if joined.replaced else self.requests.following(worker)

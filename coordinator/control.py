@@ -53,7 +53,7 @@ class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
         except JoinRefused as e:
             cluster.joins_refused[e.param or ""] += 1
             raise
-        queue = cluster.join(first)
+        queue = cluster.join(first, stream.peer)
 
         def ended() -> None:
             cluster.session_ended(worker, incarnation, queue, stream.ended or "ended here")

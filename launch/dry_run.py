@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import socket
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from baton.core.errors import StartupError
@@ -30,6 +32,9 @@ def dry_run(plan: Plan, programs: Programs, console: Console | None = None) -> i
             console.print(found, highlight=False)
         else:
             show(found, console)
+    for node in plan.topology.nodes:
+        if node.address and not _resolves(node.address):
+            console.print(f"\n[yellow]node {escape(node.name)}: {escape(node.address)} does not resolve here[/]")
     console.print("\n[bold]commands[/]")
     if not place.control_port:
         console.print("# workers get the control port that the coordinator takes in place of 0")
@@ -41,6 +46,14 @@ def dry_run(plan: Plan, programs: Programs, console: Console | None = None) -> i
         console.print(f"# {part.name}   node {part.node.name}")
         console.out(shlex.join([*words, *programs.worker(plan, part)]), highlight=False)
     return 0
+
+
+def _resolves(address: str) -> bool:
+    try:
+        socket.getaddrinfo(address, None)
+    except OSError:
+        return False
+    return True
 
 
 def _placement(plan: Plan) -> Table:

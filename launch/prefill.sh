@@ -10,6 +10,10 @@
 # PYTHON names the interpreter baton is installed in. Options: python -m prefill --help.
 set -euo pipefail
 export PYTHONSAFEPATH=1
+if [ -z "${PYTHON:-}" ] && ! python3 -c 'import coordinator' 2>/dev/null; then
+  echo "error: Baton is not installed for python3; PYTHON names the interpreter that has it" >&2
+  exit 3
+fi
 exec "${PYTHON:-python3}" -m launch.agent \
   --nnodes "${NNODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node "${RANKS:-1}" --max-restarts 0 \
   --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-0}" \

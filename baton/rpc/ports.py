@@ -34,7 +34,7 @@ def open_port(
             return int(bound)
     except RuntimeError:
         pass
-    raise StartupError(f"{what} port {port} on {host} {_why(host, port)}; choose another with {flag}")
+    raise StartupError(f"{what} port {port} on {host} {_why(host, port, flag)}")
 
 
 def check_free(host: str, port: int, whose: str) -> None:
@@ -44,15 +44,21 @@ def check_free(host: str, port: int, whose: str) -> None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise StartupError(f"port {port} on {host} is in use; choose another with {whose}") from None
-        raise StartupError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+        raise StartupError(f"cannot listen on {host} port {port} ({whose}): {_reason(error)}") from None
 
 
-def _why(host: str, port: int) -> str:
+def _why(host: str, port: int, flag: str) -> str:
     try:
         _listen(host, port)
     except OSError as error:
-        return "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror or error}"
+        taken = error.errno == errno.EADDRINUSE
+        return f"is in use; choose another with {flag}" if taken else f"cannot be used: {_reason(error)}"
     return "cannot be used: gRPC does not say why"
+
+
+def _reason(error: OSError) -> str:
+    what = error.strerror or str(error)
+    return f"{what}; --host has to be one of this machine's" if error.errno == errno.EADDRNOTAVAIL else what
 
 
 def _listen(host: str, port: int) -> None:

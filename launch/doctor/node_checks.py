@@ -55,9 +55,9 @@ def check_node(plan: Plan, name: str, full_digest: bool) -> tuple[list[Finding],
             what = f"{listener.member} {listener.key} {listener.host}:{listener.port}"
             try:
                 check_free(listener.host, listener.port, f"--{listener.key.replace('_', '-')} of {listener.member}")
-                findings.append(Finding("port", name, True, what))
+                findings.append(Finding(f"port {listener.port}", name, True, what))
             except StartupError as error:
-                findings.append(Finding("port", name, False, error.message))
+                findings.append(Finding(f"port {listener.port}", name, False, error.message))
     return [*findings, *_token(plan, name)], facts
 
 

@@ -90,6 +90,7 @@ async def test_it_is_refused_by_the_name_of_the_field(case: str, caplog: pytest.
         assert caught.value.code == "join_refused"
         assert f" {field}: " in caught.value.message
         assert b.pipeline.workers()["joins_refused"] == {field: 1}
+        assert "(it dialled from ipv4:127.0.0.1:" in caplog.text
         assert TOKEN not in caplog.text + caught.value.message + repr(HERE)
         assert [r.worker_id for r in b.cluster.workers.all()] == ["d0"]
         record = b.cluster.workers.get("d0")

@@ -102,3 +102,15 @@ def test_installed_wheel_serves_the_built_in_model(python: Path, tmp_path: Path)
         running.stop()
     finally:
         running.destroy()
+
+
+@pytest.mark.parametrize("script", ["coordinator", "prefill", "decode"])
+def test_a_script_whose_python_has_no_baton_says_so(script: str, tmp_path: Path) -> None:
+    empty = tmp_path / "python3"
+    empty.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    empty.chmod(0o755)
+    path = Path(__file__).parents[2] / "launch" / f"{script}.sh"
+    environment = {"PATH": f"{tmp_path}:/bin:/usr/bin"}
+    done = subprocess.run([str(path), "--help"], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 3 and "Baton is not installed for python3; PYTHON names" in done.stderr
+    assert "No module" not in done.stderr

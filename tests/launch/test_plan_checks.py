@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from launch.members import Programs
 from launch.plan import Plan, local_topology, make_plan
 from launch.plan_checks import check_memory, check_plan, host_memory_bytes
 from launch.topology import WorkerPlace
+from launch.up import topology_plan
 from launch.up_config import UpConfig
 from tests.support.builders import make_facts
 from tests.support.model_dirs import model_config
@@ -208,6 +210,20 @@ def test_off_loopback_a_member_of_this_host_needs_a_token(tmp_path: Path) -> Non
     ):
         with pytest.raises(StartupError, match=f"^{error}: there joining takes a cluster token"):
             launch.up.up(replace(config, node=node))
+
+
+def test_a_dry_run_names_addresses_that_do_not_resolve(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lookup(host: str, *_: object) -> list[object]:
+        if host == "127.0.0.2":
+            raise socket.gaierror
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+    assert dry_run(topology_plan(topology(tmp_path, "cores = 2", "cores = 2").topology), Programs()) == 0
+    shown = capsys.readouterr().out
+    assert "node b: 127.0.0.2 does not resolve here" in shown and "node a: " not in shown
 
 
 def test_a_dry_run_that_is_refused_prints_no_half_of_a_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

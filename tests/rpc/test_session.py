@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections.abc import Collection
+
+import pytest
 
 from baton.core.commands import Command, Following, Join, Welcome
 from baton.core.events import Load, SequenceEnded, StepEvents, TokenEvent
 from baton.core.request import SequenceId
 from baton.rpc.session import WorkerSession
+from baton.rpc.streams import LinkLost
 
 OLD, DROPPED, NEW, SHORT = (SequenceId(name) for name in ("old", "dropped", "new", "short"))
 
@@ -79,3 +84,24 @@ async def test_another_run_of_the_coordinator_wants_nothing_of_all_that() -> Non
     session.post(StepEvents(tokens=(TokenEvent(NEW, 0, (5,)),)))
     session._begin(Welcome("run", 3.0, 1.0, b""), known)
     assert owner.here == [] and said(session) == [StepEvents()]
+
+
+async def test_who_finds_no_coordinator_says_so_every_half_minute(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "baton.session")
+    session, tries = WorkerSession("nowhere:1", Owner()), 0
+
+    async def fails() -> str:
+        nonlocal tries
+        tries += 1
+        raise LinkLost("nobody listens")
+
+    session._one_session, session._clock = fails, itertools.count(0.0, 5.0).__next__  # type: ignore[method-assign,assignment]
+    running = asyncio.create_task(session.run())
+    async with asyncio.timeout(10):
+        while tries < 7:
+            await asyncio.sleep(0.01)
+    running.cancel()
+    said = [record.message for record in caplog.records]
+    assert 2 <= len(said) <= 4 < tries and all("dialling on: nobody listens" in message for message in said)
+    times = [int(message.split(" s,")[0].rpartition(" ")[2]) for message in said]
+    assert times[0] < 30 and all(later - earlier >= 30 for earlier, later in itertools.pairwise(times))
