@@ -146,7 +146,7 @@ def test_no_text_takes_the_square_of_its_length(make: Callable[[], Any], piece: 
             best = min(best, time.process_time() - start)
         return best
 
-    assert any(cost(1 << 18) <= 11 * cost(1 << 16) for _ in range(3))
+    assert any(cost(1 << 17) <= 11 * cost(1 << 15) for _ in range(3))
 
 
 async def count_turns(turns: list[float]) -> None:
