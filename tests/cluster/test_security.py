@@ -125,6 +125,10 @@ async def throw_grpc(port: int, payload: bytes) -> int:
         return sum(await asyncio.gather(*(call(method, message) for method in METHODS for message in messages)))
 
 
+async def throw_at_all(ports: set[int], payload: bytes) -> list[int]:
+    return await asyncio.gather(*(throw_grpc(port, payload) for port in ports))
+
+
 def ask(running: Cluster, **fields: object) -> httpx.Response:
     body = {"prompt": "def f(x):", "max_tokens": 8, "temperature": 0, **fields}
     return httpx.post(running.url + "/v1/completions", json=body, timeout=60.0)
@@ -152,8 +156,7 @@ def test_nothing_is_loaded_run_opened_or_dialled_for_who_asks(tmp_path: Path) ->
             for port in ports:
                 list(throwers.map(throw, [port] * 7, encodings(payload)))
         grpc_ports = links | front - {int(running.url.rpartition(":")[2])}
-        for port in grpc_ports:
-            assert asyncio.run(throw_grpc(port, payload)) > 0
+        assert all(asyncio.run(throw_at_all(grpc_ports, payload)))
         for name in FABRIC:
             for value in ("127.0.0.1:9", {"remote_host": "127.0.0.1", "remote_port": 9}, [1]):
                 assert ask(running, **{name: value}).status_code == 400
