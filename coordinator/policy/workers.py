@@ -26,8 +26,8 @@ from coordinator.policy.pool import Pool, Worker
 
 KEEP_LOST_S = 300.0
 REDIAL_S = 1.5
-"""Within which a worker whose session broke is back, if it is alive: longer than it ever waits between two dials. What has
-died closes its connections at once, and its requests need not wait for the whole lease."""
+"""Within which a worker whose session broke is back, if it is alive: longer than it ever waits between two dials. What
+has died closes its connections at once, and its requests need not wait for the whole lease."""
 
 
 class Joined(NamedTuple):
