@@ -3,9 +3,9 @@
     python benchmarks/throttled.py            2 prefill workers and 1 decode worker, built-in model
 
 Clients ask for a token behind prompts that nobody asked before. After a while prefill-0 runs for a quarter of the time
-only (SIGSTOP and SIGCONT, 25 ms in every 100). Shown before and after, over WINDOW_S each: `baton ps --watch`, the two
-queries of the dashboard's panels "Time of a step" and "Time in each stage" over two scrapes, and the log's line at the
-end of a request of each worker. Found means: at the throttled worker the number is at least twice that of the other
+only (SIGSTOP and SIGCONT, 25 ms in every 100). Shown before and after, over WINDOW_S each: `baton ps --watch`, the
+query of the dashboard's panel "Time of a step" over two scrapes, and the stage in the log's lines at the end of
+requests. Found means: at the throttled worker the number is at least twice that of the other
 worker, and was not before. Writes `benchmarks/results/throttled.md`.
 """
 

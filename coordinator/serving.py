@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from coordinator.tracing import Tracing
 from coordinator.translate import Translator
 
 log = logging.getLogger("baton.coordinator")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
 
 async def run_coordinator(config: CoordinatorConfig) -> None:
@@ -81,7 +83,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         request_timeout_s=config.request_timeout_s,
         max_body_bytes=max_body_bytes,
         api_keys=keys,
-        allowed_origins=tuple(filter(None, (origin.strip() for origin in config.allowed_origins.split(",")))),
+        allowed_origins=_origins(config.allowed_origins),
         routes="api" if apart else "all",
         local_names_only=not keys and on_loopback(config.host),
         max_file_bytes=round(config.max_file_mib * (1 << 20)),
@@ -166,6 +168,15 @@ def _own_model(model_dir: Path) -> OwnModel:
     except OSError as error:
         raise StartupError(f"cannot read {path}: {error.strerror or error}") from None
     return OwnModel(str(model_dir), hashlib.sha256(data).hexdigest(), parse_model_config(parse_config_json(data)))
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    """Raises StartupError for what is no origin."""
+    found = tuple(filter(None, (origin.strip() for origin in text.split(","))))
+    for origin in found:
+        if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+            raise StartupError(f"--allowed-origins: {origin[:100]!r} is no origin such as https://chat.example")
+    return found
 
 
 def _end_on_failure(task: asyncio.Task[None], stop: asyncio.Event) -> None:

@@ -59,8 +59,7 @@ class TokenEvent:
     Three come with the first token that a prefill worker samples: `prompt_logprobs`, if asked for (entry i is that of
     prompt token i + 1; the first has none), `stamps` of the stages so far (a short answer may be complete before the
     hand-over is reported), and `cached_tokens`, how many tokens before it were not computed. Decode says the last too:
-    its event may arrive first. `speculation` is the sequence's so far, where something was drafted
-    for it."""
+    its event may arrive first. `speculation` is the sequence's so far, where something was drafted for it."""
 
     sequence: SequenceId
     first_index: int

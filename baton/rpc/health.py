@@ -18,6 +18,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.rpc.ports import open_port
+from baton.rpc.streams import SERVER_OPTIONS
 
 LIVE = "live"
 LOOK_S = 0.5
@@ -36,7 +37,7 @@ async def serving_health(host: str, port: int, ready: Callable[[], bool]) -> Asy
     if not port:
         yield
         return
-    server = grpc.aio.server(maximum_concurrent_rpcs=MAX_CALLS)
+    server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
     health_pb2_grpc.add_HealthServicer_to_server(_Servicer(ready), server)
     open_port(server, host, port, "health", "--health-port")
     await server.start()

@@ -44,7 +44,7 @@ def check_free(host: str, port: int, whose: str) -> None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise StartupError(f"port {port} on {host} is in use; choose another with {whose}") from None
-        raise StartupError(f"cannot listen on {host} port {port} ({whose}): {_reason(error)}") from None
+        raise StartupError(f"cannot listen on {host} port {port} ({whose}): {_reason(error, whose)}") from None
 
 
 def _why(host: str, port: int, flag: str) -> str:
@@ -52,13 +52,14 @@ def _why(host: str, port: int, flag: str) -> str:
         _listen(host, port)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
-        return f"is in use; choose another with {flag}" if taken else f"cannot be used: {_reason(error)}"
+        return f"is in use; choose another with {flag}" if taken else f"cannot be used: {_reason(error, flag)}"
     return "cannot be used: gRPC does not say why"
 
 
-def _reason(error: OSError) -> str:
+def _reason(error: OSError, port_flag: str) -> str:
     what = error.strerror or str(error)
-    return f"{what}; --host has to be one of this machine's" if error.errno == errno.EADDRNOTAVAIL else what
+    host_flag = "--control-host" if port_flag.startswith(("--control", "--admin")) else "--host"
+    return f"{what}; {host_flag} has to be one of this machine's" if error.errno == errno.EADDRNOTAVAIL else what
 
 
 def _listen(host: str, port: int) -> None:

@@ -44,7 +44,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 log = logging.getLogger("baton.session")
 LEASE_CHECK_S = 0.2
 KEEP_SEQUENCES_S = 30.0
-SAY_AGAIN_S = 30.0
+LOG_EVERY_S = 30.0
 """Between two lines of the log while no coordinator answers."""
 
 
@@ -112,21 +112,21 @@ class WorkerSession:
             JoinRefused: this worker does not fit the cluster; the message names the field.
         """
         watchdog = asyncio.create_task(self._watch_lease(), name="lease watchdog")
-        delay, alone_since, said_at = 0.1, self._clock(), -math.inf
+        delay, alone_since, logged_at = 0.1, self._clock(), -math.inf
         try:
             while not self._left.is_set():
                 started = self._clock()
                 try:
                     ended = await self._one_session()
-                    alone_since, said_at = self._clock(), -math.inf
+                    alone_since, logged_at = self._clock(), -math.inf
                     if self._empty and ended == CLOSED_BY_PEER:
                         self._left.set()
                         return
                     log.warning("session with %s ended, dialling again: %s", self._address, ended)
                 except LinkLost as e:
-                    if (now := self._clock()) - said_at >= SAY_AGAIN_S:
+                    if (now := self._clock()) - logged_at >= LOG_EVERY_S:
                         log.info("no coordinator for %.0f s, dialling on: %s", now - alone_since, e.message)
-                        said_at = now
+                        logged_at = now
                 except BatonError as e:
                     if e.code == "join_refused" and self._empty:
                         self._left.set()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -63,8 +64,10 @@ def first_model(base: str, api_key: str) -> str:
     """
     document = _get(f"{base}/models", api_key)
     try:
-        return str(document["data"][0]["id"])
-    except (LookupError, TypeError):
+        name = str(document["data"][0]["id"])
+        name.encode()  # half a surrogate pair could not be sent back
+        return name
+    except (LookupError, TypeError, UnicodeError):
         raise OSError(f"GET {base}/models: no list of models") from None
 
 
@@ -74,7 +77,7 @@ def speaks_baton(base: str, api_key: str) -> bool:
         document = _get(f"{base.removesuffix('/v1')}/openapi.json", api_key)
     except OSError:
         return False
-    return "return_timeline" in orjson.dumps(document).decode()
+    return "return_timeline" in json.dumps(document)
 
 
 def server_version(base: str, api_key: str) -> str:

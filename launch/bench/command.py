@@ -274,7 +274,7 @@ def _sweep(target: Target, options: Options, first: float, report: Report) -> No
         report.runs.append(run)
         search.tried(rate, kept=statistics(run.records, options.slo).met_share >= options.slo.share)
         if not search.kept and all(record.error is not None for record in run.records):
-            break  # no lower rate mends a server that answers nothing
+            break  # a lower rate is no use where nothing is answered
         number += 1
     report.best_rate = search.best
 

@@ -24,7 +24,7 @@ KEY, A, B = (f"sk-0123456789abcde{digit}" for digit in "fab")
 
 
 def tenants_do_not_see_each_others_prefixes(url: str, http: httpx.Client) -> None:
-    """Neither whoever guesses a prompt, nor whoever names his salt after the other; each finds his own."""
+    """Neither who sends the other's prompt, nor who names a salt after the other; each finds its own."""
     prompt = "".join(f"def f{number}(x):\n    return {number}\n" for number in range(20))
 
     def cached(key: str, **extra: str) -> int:

@@ -1,5 +1,5 @@
 """A cluster under attack, watched from inside: nothing is unpickled, run, opened or dialled for whoever asks, and what
-listens is what is declared. Rows S-2 to S-5, S-15 and S-18 of docs/security.md."""
+listens is what is declared. Rows S-2 to S-5 and S-18 of docs/security.md."""
 
 from __future__ import annotations
 
@@ -171,10 +171,11 @@ def test_nothing_is_loaded_run_opened_or_dialled_for_who_asks(tmp_path: Path) ->
         left = set(running.processes())
         assert serving <= left, "a process has died"
         seen = audit.events(tmp_path / "audit", since)
-        assert {*serving} & audit.watched(tmp_path / "audit"), "the hook is not loaded"
+        assert serving <= audit.watched(tmp_path / "audit"), "a process has not loaded the hook"
 
     assert not marker.exists()
-    assert [e for e in seen if e.name in ("os.system", "os.exec", "subprocess.Popen", "socket.bind")] == []
+    never = ("os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "socket.bind")
+    assert [e for e in seen if e.name in never] == []
     assert [e for e in seen if e.name == "pickle.find_class" and not e.args.startswith(OWN_PICKLES)] == []
     dialled = [e for e in seen if e.name == "socket.connect" and not any(f", {port})" in e.args for port in ports)]
     assert dialled == []

@@ -9,7 +9,9 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from baton.core.errors import StartupError
 from coordinator.http.app import HttpSettings, create_app
+from coordinator.serving import _origins
 from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator
 from tests.support.requests_kit import CHAT, GOOD
@@ -79,3 +81,15 @@ async def test_a_page_that_gives_its_name_this_machines_address_is_refused(text_
     assert await statuses(named, FOREIGN) == {403}
     assert await statuses(replace(shut, allowed_origins=("*",)), FOREIGN) == {200}
     assert await statuses(HttpSettings("tiny"), FOREIGN) == {200}
+
+
+@pytest.mark.parametrize("text", ["chat.example", "https://", "https://a/b", "http://[", "https://a b", "*, x"])
+def test_what_is_no_origin_is_refused_by_name(text: str) -> None:
+    with pytest.raises(StartupError, match=r"--allowed-origins: .* is no origin such as"):
+        _origins(text)
+    assert _origins(" https://a.example:8443, null,*,http://[::1]:3000,") == (
+        "https://a.example:8443",
+        "null",
+        "*",
+        "http://[::1]:3000",
+    )

@@ -221,3 +221,9 @@ def test_a_sweep_of_a_server_that_answers_nothing_ends(tmp_path: Path, monkeypat
         flags = ["--sweep", "--slo", "ttft=0.1", "--rate", "200", "--output-len", "1", "--input-len", "2"]
         code, shown, report = bench(server, tmp_path, *flags)
     assert code == 1 and len(report["runs"]) == 1 and report["best_rate"] == 0 and "no rate was found" in shown
+
+
+def test_a_name_that_cannot_be_sent_back_is_no_name() -> None:
+    with fake_server(model="\ud800") as server:
+        result = CliRunner().invoke(baton, ["bench", server.url, "--requests", "1"], standalone_mode=False)
+    assert isinstance(result.exception, StartupError) and "no list of models" in result.exception.message

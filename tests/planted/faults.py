@@ -142,6 +142,7 @@ FAULTS = (
         "hashlib.blake2b(packed",
         "tests/core/test_prefix_cache.py",
     ),
+    Fault("baton/rpc/health.py", "options=SERVER_OPTIONS, ", "", "tests/rpc/test_health.py"),
     # The life of a request.
     Fault(REQUESTS, "if len(r.deaths) >= MAX_DEATHS:", "if len(r.deaths) > MAX_DEATHS:", T_REQUESTS),
     Fault(REQUESTS, "if ran and not drained:", "if ran:", T_REQUESTS),

@@ -56,6 +56,10 @@ async def test_without_a_port_nothing_listens_and_a_taken_one_is_named(port: int
     async with health.serving_health("127.0.0.1", 0, lambda: True):
         with pytest.raises(OSError):
             await asyncio.open_connection("127.0.0.1", port)
+    async with health.serving_health("127.0.0.1", port, lambda: True):
+        with pytest.raises(StartupError, match=rf"health port {port} "):  # two workers of one host
+            async with health.serving_health("127.0.0.1", port, lambda: True):
+                pass
     taken = rf"health port {port} .* choose another with --health-port"
     with socket.create_server(("127.0.0.1", port)), pytest.raises(StartupError, match=taken):
         async with health.serving_health("127.0.0.1", port, lambda: True):

@@ -48,6 +48,8 @@ async def test_a_taken_port_and_a_foreign_address_are_two_things() -> None:
         open_port(grpc.aio.server(), "192.0.2.1", port, "link", "--link-port")
     with pytest.raises(StartupError, match=r"^cannot listen on 192\.0\.2\.1 port \d+ \(--port\): .*; --host has to be"):
         check_free("192.0.2.1", port, "--port")
+    with pytest.raises(StartupError, match=r"--control-host has to be one of this machine's$"):
+        check_free("192.0.2.1", port, "--control-port")
 
 
 def test_an_ipv6_address_stands_in_brackets() -> None:

@@ -1,9 +1,5 @@
-"""What every Python process of a cluster does once it serves: an audit hook (PEP 578) that writes to a file.
-
-with cluster(model, env=audit.environment(folder)) as running:
-    since = time.time()
-    ...
-    audit.events(folder, since)
+"""What every Python process of a cluster does once it serves: an audit hook (PEP 578) that writes to a file. Start the
+cluster with `env=audit.environment(folder)`, take `since = time.time()`, and ask for `audit.events(folder, since)`.
 """
 
 from __future__ import annotations
