@@ -100,7 +100,7 @@ class Pipeline:
             try:
                 async with aclosing(self._choice(submission, other)) as deltas:
                     async for delta in deltas:
-                        yield replace(delta, choice=choice)
+                        yield delta._replace(choice=choice)
             finally:
                 self._cluster.forget(other)
 
@@ -130,7 +130,7 @@ class Pipeline:
                 if piece.stopped is not None:
                     delta, reason = _last(request, delta, read, piece.stopped), "done"
                 elif journal.finish is not None and read == journal.next_index:
-                    delta = replace(delta, text=piece.text + text.finish())
+                    delta = delta._replace(text=piece.text + text.finish())
                     delta, reason = _last(request, delta, read, text.stopped), "done"
                 if reason == "done":
                     # Everything is known: free both pools before the client has read the last delta.
@@ -236,7 +236,7 @@ def _last(r: Request, delta: Delta, total: int, stopped: str | None) -> Delta:
     prompt_tokens = len(r.request.prompt)
     cached = min(r.cached_tokens, prompt_tokens)
     usage = Usage(prompt_tokens, completion_tokens=total, cached_tokens=cached, speculation=r.speculation)
-    return replace(delta, finish_reason=finish, stop_reason=reason, usage=usage, timeline=_timeline(r))
+    return delta._replace(finish_reason=finish, stop_reason=reason, usage=usage, timeline=_timeline(r))
 
 
 def _timeline(r: Request) -> Timeline:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from baton.core.events import SpeculationCounters
 from baton.core.request import FinishReason, SamplingParams, TokenLogprob
@@ -69,8 +69,7 @@ class Timeline:
     spans: tuple[Span, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """New text and the new token ids it came from. Text may lag behind ids (half a code point, a possible stop
     string). `logprobs` has one entry per id where they are asked for; `prompt_logprobs` comes with the first delta, one
     entry per prompt token after the first. `stop_reason` is the stop string or the stop token that ended the text. The
@@ -90,7 +89,8 @@ class Delta:
 class Generates(Protocol):
     def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
         """Yields at least one delta per choice, in any order of choices, the last of each with a finish reason. Nothing
-        is yielded before the first token, so a front end can still answer with a status code.
+        is yielded before the first token, so a front end can still answer with a status code. Between two deltas of a
+        choice it waits for more tokens: it cannot keep the event loop for itself.
 
         Raises:
             BatonError: refused, lost or past its deadline; also in the middle of the stream.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, field
 from operator import add
+from typing import NamedTuple
 
 from baton.core.request import SequenceId, TokenLogprob
 
@@ -52,8 +53,7 @@ class SpeculationCounters:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """`tokens[i]` is output `first_index + i`, `logprobs[i]` its log-probability where the request asks for them.
 
     Three come with the first token that a prefill worker samples: `prompt_logprobs`, if asked for (entry i is that of

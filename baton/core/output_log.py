@@ -6,7 +6,7 @@ After a redial the coordinator names its next index per sequence and the worker 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from baton.core.commands import Following
 from baton.core.errors import InvariantError
@@ -99,9 +99,8 @@ class OutputLog:
             rest = tuple(record.tokens[start - first :])
             if rest or record.prompt_logprobs:
                 logprobs = tuple(record.logprobs[start - first :])
-                event = TokenEvent(item.sequence, start, rest, logprobs, record.prompt_logprobs, record.cached_tokens)
-                event = replace(event, speculation=record.speculation)
-                tokens.append(event)
+                scores, cached = record.prompt_logprobs, record.cached_tokens
+                tokens.append(TokenEvent(item.sequence, start, rest, logprobs, scores, cached, record.speculation))
             if record.ended is not None:
                 ended.append(record.ended)
             if record.parked is not None:

@@ -5,7 +5,7 @@
 The answer runs as a task beside a task that waits for the client to leave; whichever ends first ends the other, so a
 client that goes away closes the generator at once, streaming or not. The generator is asked for its next delta only
 when the socket has taken the one before: a slow reader holds back its own stream and no memory, and is cut off when it
-takes nothing for `send_timeout_s`. A generator that always has something ready still gives way to other tasks.
+takes nothing for `send_timeout_s`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from coordinator.openai.render import server_timing
 from coordinator.submission import Delta, Generates, Submission, Usage
 
 ABORT = "baton.abort"
+SEND = "baton.send"
+"""The server's own `send`. What stands between it and an answer looks only at how the answer starts."""
 SLICE_BYTES = 256 * 1024
-_TURN_S = 0.001
 _NOT_SHOWN = Usage(0, 0)
 _SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -82,8 +83,8 @@ class EchoOnly:
             async for delta in deltas:
                 usage = None if delta.usage is None else replace(delta.usage, completion_tokens=0)
                 finish = delta.finish_reason and "length"
-                yield replace(
-                    delta, text="", token_ids=(), logprobs=(), finish_reason=finish, stop_reason=None, usage=usage
+                yield delta._replace(
+                    text="", token_ids=(), logprobs=(), finish_reason=finish, stop_reason=None, usage=usage
                 )
 
 
@@ -134,7 +135,6 @@ class GenerationResponse(Response):
         self._render = render
         self._stream = stream
         self._send_timeout_s = send_timeout_s
-        self._turn_ends = 0.0
         self._writing_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -168,7 +168,6 @@ class GenerationResponse(Response):
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         deltas = self._deltas()
-        self._turn_ends = asyncio.get_running_loop().time() + _TURN_S
         try:
             try:
                 delta = await self._next(deltas)
@@ -178,7 +177,7 @@ class GenerationResponse(Response):
             if response is not None:
                 await self._write_whole(response, send)
             else:
-                await self._events(delta, deltas, send)
+                await self._events(delta, deltas, scope, send)
         finally:
             await deltas.aclose()
 
@@ -191,7 +190,7 @@ class GenerationResponse(Response):
         submission = self._submissions[number]
         async with aclosing(self._generator.generate(submission)) as deltas:
             async for delta in deltas:
-                yield replace(delta, choice=number * submission.n + delta.choice)
+                yield delta._replace(choice=number * submission.n + delta.choice)
 
     async def _whole(self, delta: Delta, deltas: AsyncGenerator[Delta, None]) -> Response:
         parts = [delta]
@@ -202,8 +201,7 @@ class GenerationResponse(Response):
         for part in parts:
             of_choice[part.choice].append(part)
         answers = [
-            replace(
-                mine[-1],
+            mine[-1]._replace(
                 text="".join(part.text for part in mine),
                 token_ids=tuple(chain.from_iterable(part.token_ids for part in mine)),
                 logprobs=tuple(chain.from_iterable(part.logprobs for part in mine)),
@@ -222,9 +220,10 @@ class GenerationResponse(Response):
             end = start + SLICE_BYTES
             await self._write(send, bytes(body[start:end]), more=end < len(body))
 
-    async def _events(self, delta: Delta, deltas: AsyncGenerator[Delta, None], send: Send) -> None:
+    async def _events(self, delta: Delta, deltas: AsyncGenerator[Delta, None], scope: Scope, send: Send) -> None:
         headers = [(name.encode(), value.encode()) for name, value in _SSE_HEADERS.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        send = scope.get(SEND, send)
         counted, render, opened = _Counted(self._submissions), self._render, set[int]()
         body, more = b"", True
         try:
@@ -239,7 +238,8 @@ class GenerationResponse(Response):
                 if delta.finish_reason is not None:
                     body += await off_loop.make(large, render.last, delta, usage)
                 elif render.tells(delta):
-                    body += await off_loop.make(large, render.text, delta, usage)
+                    text = await asyncio.to_thread(render.text, delta, usage) if large else render.text(delta, usage)
+                    body += text
                 if body and more:
                     await self._write(send, body)
                     body = b""
@@ -253,10 +253,6 @@ class GenerationResponse(Response):
 
     async def _next(self, deltas: AsyncGenerator[Delta, None]) -> Delta:
         """The next delta. Raises what the generator raises, and if it ends without a finish reason."""
-        loop = asyncio.get_running_loop()
-        if loop.time() > self._turn_ends:
-            await asyncio.sleep(0)
-            self._turn_ends = loop.time() + _TURN_S
         try:
             delta = await anext(deltas)
         except StopAsyncIteration:

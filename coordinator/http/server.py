@@ -31,7 +31,7 @@ from baton.core.errors import StartupError, Unavailable
 from baton.process import allow_open_files
 from baton.rpc.status import error_body
 from coordinator.http.errors import error_response
-from coordinator.http.generation import ABORT
+from coordinator.http.generation import ABORT, SEND
 
 MAX_UNFINISHED_HEAD_BYTES = 25 * 1024  # more than `guard` takes of a whole head
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
@@ -311,6 +311,7 @@ class _Ending:
             await send(message)
 
         try:
+            cast(dict[str, Any], scope)[SEND] = send
             await self._app(scope, receive, watched)
         except asyncio.CancelledError:
             if not started:

@@ -6,8 +6,8 @@ from prefill and token 2 from decode, on different streams). Text, usage and the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 from baton.core.errors import InvariantError
 from baton.core.request import FinishReason, GenerateRequest, TokenLogprob, finish_reason
@@ -15,8 +15,7 @@ from baton.core.request import FinishReason, GenerateRequest, TokenLogprob, fini
 MAX_HELD_TOKENS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Appended:
+class Appended(NamedTuple):
     """`tokens` are new, from output index `first_index` on; `finish` is set when the last of them ends the choice."""
 
     first_index: int

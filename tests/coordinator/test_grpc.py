@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -210,7 +209,7 @@ async def test_a_port_in_use_is_one_plain_line(generator: FakeGenerator, text_mo
 
 async def test_choices_are_told_apart(grpc_client: Client, generator: FakeGenerator) -> None:
     mixed = zip(say("a", "b"), say("x", "y", finish="length"), strict=True)
-    generator.script = [replace(d, choice=c) for pair in mixed for c, d in enumerate(pair)]  # type: ignore[type-var]
+    generator.script = [d._replace(choice=c) for pair in mixed for c, d in enumerate(pair)]  # type: ignore[union-attr]
     messages = await grpc_client.all(n=2)
     assert generator.submissions[0].n == 2
     deltas = [m.delta for m in messages if m.WhichOneof("message") == "delta"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -172,7 +171,7 @@ async def test_the_prompt_is_scored_once_for_all_choices_and_not_on_the_event_lo
     entry = TokenLogprob(3, -0.5, 1, tuple(range(5)), (-0.5,) * 5)
     prompt = (entry,) * 999
     ends = Delta("a", (3,), "stop", usage=Usage(1000, 1), logprobs=(entry,))
-    script = [replace(ends, choice=c, prompt_logprobs=None if c else prompt) for c in range(4)]
+    script = [ends._replace(choice=c, prompt_logprobs=None if c else prompt) for c in range(4)]
     generator = FakeGenerator(script)
     monkeypatch.setattr(text_model, "max_model_len", 8192)
     asked = {"prompt": [3] * 1000, "n": 4, "echo": True, "logprobs": 5, "max_tokens": 1}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def scored() -> list[Any]:
     """Two deltas with log-probabilities of three tokens, one of them special, and of the prompt."""
     entries = [TokenLogprob(i, -0.5 * i, i, (7, i), (-0.25, -0.5 * i)) for i in (40, 41, 1)]
     first = Delta("Hé", (40, 41), logprobs=tuple(entries[:2]), prompt_logprobs=(TokenLogprob(6, -1.5, 2),))
-    last = replace(say("lo")[0], token_ids=(1,), logprobs=(entries[2],))  # type: ignore[type-var]
+    last = say("lo")[0]._replace(token_ids=(1,), logprobs=(entries[2],))  # type: ignore[union-attr]
     return [first, last]
 
 
@@ -58,7 +57,7 @@ async def test_choices_are_told_apart_and_the_prompt_counts_once(
     client: httpx.AsyncClient, generator: FakeGenerator, path: str
 ) -> None:
     mixed = zip(say("a", "b"), say("x", "y", finish="length"), strict=True)
-    generator.script = [replace(d, choice=c) for pair in mixed for c, d in enumerate(pair)]  # type: ignore[type-var]
+    generator.script = [d._replace(choice=c) for pair in mixed for c, d in enumerate(pair)]  # type: ignore[union-attr]
     whole = (await client.post(path, json=GOOD[path] | {"n": 2})).json()
     fits("CreateChatCompletionResponse" if path == CHAT else "CreateCompletionResponse", whole)
     texts = [c["message"]["content"] if path == CHAT else c["text"] for c in whole["choices"]]

@@ -51,6 +51,7 @@ class FakeGenerator:
             while True:
                 for step in self.script:
                     if isinstance(step, Delta):
+                        await asyncio.sleep(0)
                         self.yielded += 1
                         yield step
                     elif isinstance(step, BaseException):
