@@ -9,8 +9,14 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from baton.core.errors import StartupError
+
+_SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
+_NAMES = {_SERVER: "serverAuth", _CLIENT: "clientAuth"}
+USAGES = {"coordinator": (_SERVER,), "prefill": (_CLIENT,), "decode": (_SERVER, _CLIENT), "operator": (_CLIENT,)}
+"""What a role does with its certificate: workers dial the coordinator, prefill workers dial decode workers."""
 
 
 def load_certificates(data: bytes, path: Path, flag: str) -> list[x509.Certificate]:
@@ -57,17 +63,31 @@ def check_authority(
     """That one of `authority` has signed `chain`, directly or by a chain of certificates behind the first.
 
     Raises:
-        StartupError: none has, or the one that has does not hold any more.
+        StartupError: none has, or one on the way does not hold any more.
     """
     found: x509.Certificate | None = chain[0]
     for _ in chain:
         if found is None:
             break
         if (root := _issuer(found, authority)) is not None:
-            check_time(root, path, flag)
+            check_time(root, path.with_name("ca.pem"), flag)
             return
-        found = _issuer(found, chain[1:])
+        if (found := _issuer(found, chain[1:])) is not None:
+            check_time(found, path, flag)
     raise StartupError(f"{flag} {path}: it is not signed by the authority of this directory (ca.pem)")
+
+
+def check_usages(certificate: x509.Certificate, needed: Iterable[x509.ObjectIdentifier], path: Path, flag: str) -> None:
+    """Raises:
+    StartupError: it says what it is for, and one that is `needed` is not among that.
+    """
+    try:
+        usages = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    except x509.ExtensionNotFound:
+        return
+    for usage in needed:
+        if usage not in usages:
+            raise StartupError(f"{flag} {path}: its extended key usage has no {_NAMES[usage]}, which its role needs")
 
 
 def dns_names(certificate: x509.Certificate) -> list[str]:
@@ -83,8 +103,10 @@ def dns_names(certificate: x509.Certificate) -> list[str]:
 def _issuer(certificate: x509.Certificate, among: Iterable[x509.Certificate]) -> x509.Certificate | None:
     for candidate in among:
         try:
+            if not candidate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca:
+                continue
             certificate.verify_directly_issued_by(candidate)
-        except (ValueError, TypeError, InvalidSignature):
+        except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
             continue
         return candidate
     return None

@@ -12,12 +12,12 @@ CA = "ca.pem"
 _MAX_BYTES = 1 << 16
 
 
-def read_cluster_tls(directory: str, role: str) -> ClusterTls | None:
-    """What a process of `role` finds in a directory; None for no directory.
+def read_cluster_tls(directory: str, role: str, flag: str = FLAG) -> ClusterTls | None:
+    """What a process of `role` finds in a directory; None for no directory. Messages begin with `flag`.
 
     Raises:
         StartupError: a file is missing, empty, or a key that everybody may read; or the certificate is out of its time,
-            for another role, or does not belong to its key or to the authority.
+            for another role or use, or does not belong to its key or to the authority.
     """
     if not directory:
         return None
@@ -25,14 +25,15 @@ def read_cluster_tls(directory: str, role: str) -> ClusterTls | None:
 
     path = Path(directory).expanduser()
     ca_path, own = path / CA, path / f"{role}.pem"
-    authority, certificate = read_pem(ca_path, FLAG), read_pem(own, FLAG)
-    key = read_pem(path / f"{role}-key.pem", FLAG, secret=True)
-    chain = certificates.load_certificates(certificate, own, FLAG)
-    certificates.check_time(chain[0], own, FLAG)
-    certificates.check_key(chain[0], key, own, FLAG)
-    certificates.check_authority(chain, certificates.load_certificates(authority, ca_path, FLAG), own, FLAG)
+    authority, certificate = read_pem(ca_path, flag), read_pem(own, flag)
+    key = read_pem(path / f"{role}-key.pem", flag, secret=True)
+    chain = certificates.load_certificates(certificate, own, flag)
+    certificates.check_time(chain[0], own, flag)
+    certificates.check_key(chain[0], key, own, flag)
+    certificates.check_authority(chain, certificates.load_certificates(authority, ca_path, flag), own, flag)
+    certificates.check_usages(chain[0], certificates.USAGES[role], own, flag)
     if role + DOMAIN not in (names := certificates.dns_names(chain[0])):
-        raise StartupError(f"{FLAG} {own}: it is for {', '.join(names) or 'no name'}, not {role}{DOMAIN}")
+        raise StartupError(f"{flag} {own}: it is for {', '.join(names) or 'no name'}, not {role}{DOMAIN}")
     return ClusterTls(role, authority, certificate, key)
 
 

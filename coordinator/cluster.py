@@ -111,7 +111,7 @@ class Cluster:
 
     # For sessions with workers.
 
-    def join(self, join: Join, peer: str = "") -> asyncio.Queue[ToWorker]:
+    def join(self, join: Join, peer: str) -> asyncio.Queue[ToWorker]:
         """Takes a worker in; what the returned queue yields is to be sent to it, a Welcome first. `peer` is where it
         dialled from, for the log.
 
@@ -130,8 +130,7 @@ class Cluster:
                 raise Unavailable(f"{worker} cannot join: the cluster is draining", code="draining")
             joined = self.workers.join(replace(join, token=""), self.lease_now())
         except JoinRefused as e:
-            self.joins_refused[e.param or ""] += 1
-            log.warning("%s (it dialled from %s)", e.message, peer)
+            self.refused(e, peer)
             raise
         # Also after its lease has ended: it may have kept what was handed over to it, and would drop it in silence.
         following = () if joined.replaced else self.requests.following(worker)
@@ -146,6 +145,11 @@ class Cluster:
             self._lost(joined.replaced, "it was replaced by a new incarnation")
         self._execute(self.requests.worker_joined(time.monotonic()))
         return queue
+
+    def refused(self, error: JoinRefused, peer: str) -> None:
+        """Counts and logs it."""
+        self.joins_refused[error.param or ""] += 1
+        log.warning("%s (it dialled from %s)", error.message, peer)
 
     def is_current(self, worker: str, queue: asyncio.Queue[ToWorker]) -> bool:
         """Whether this is the worker's present session: a redial opens another one."""

@@ -39,7 +39,7 @@ class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
             cluster.drain_worker(request.worker_id, max(request.timeout_ms, 0) / 1000)
         except BatonError as e:
             if isinstance(e, JoinRefused):
-                cluster.joins_refused[e.param or ""] += 1
+                cluster.refused(e, context.peer())
             await context.abort(grpc_code(e), e.message)
         return worker_pb2.DrainWorkerResponse()
 
@@ -51,7 +51,7 @@ class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
         try:
             check_role(self._tls, stream.peer_role, (first.role,), f"{first.role} worker {worker[:128]!r}")
         except JoinRefused as e:
-            cluster.joins_refused[e.param or ""] += 1
+            cluster.refused(e, stream.peer)
             raise
         queue = cluster.join(first, stream.peer)
 

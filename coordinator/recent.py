@@ -105,7 +105,7 @@ def _own_id(inner: str) -> set[str]:
     """The ids by which a request may be asked for: inside, a client's has a suffix that makes it unique, and one of
     several prompts its number behind that."""
     parts = _INNER.fullmatch(inner)
-    return {inner, *parts.group(1, 2)} if parts else {inner}
+    return {inner, *filter(None, parts.group(1, 2))} if parts else {inner}
 
 
 def _record(request: Request, outcome: str, now: float) -> Record:

@@ -11,6 +11,7 @@ import re
 import signal
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from baton.core.cluster_token import check_listening, on_loopback
 from baton.core.config import CoordinatorConfig
@@ -29,7 +30,7 @@ from coordinator.front_tls import read_front_tls
 from coordinator.garbage import search_when_grown
 from coordinator.grpc.service import PublicServer
 from coordinator.http.app import HttpSettings, create_app
-from coordinator.http.server import allow_connections, serve
+from coordinator.http.server import HttpServer, allow_connections, bind
 from coordinator.metrics import Metrics
 from coordinator.pipeline import Pipeline
 from coordinator.policy.joining import OwnModel
@@ -39,7 +40,8 @@ from coordinator.tracing import Tracing
 from coordinator.translate import Translator
 
 log = logging.getLogger("baton.coordinator")
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}  # browsers leave them out
 
 
 async def run_coordinator(config: CoordinatorConfig) -> None:
@@ -78,6 +80,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     max_body_bytes = round(config.max_body_mib * (1 << 20))
 
     apart = bool(keys or front_tls)  # operators need neither keys nor certificates, and no client may ask what they do
+    http_socket = bind(config.host, config.port)
     settings = HttpSettings(
         model_name=name,
         request_timeout_s=config.request_timeout_s,
@@ -85,18 +88,25 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         api_keys=keys,
         allowed_origins=_origins(config.allowed_origins),
         routes="api" if apart else "all",
-        local_names_only=not keys and on_loopback(config.host),
+        local_names_only=not keys and on_loopback(http_socket.getsockname()[0]),
         max_file_bytes=round(config.max_file_mib * (1 << 20)),
     )
     store = BatchStore(config.data_dir, round(config.max_data_mib * (1 << 20))) if config.data_dir else None
     app = create_app(pipeline, text, settings, translator, store)
     allow_connections()
-    http = serve(app, config.host, config.port, grace_s=2.0, tls=front_tls.context if front_tls else None)
+    http = HttpServer(app, http_socket, grace_s=2.0, tls=front_tls.context if front_tls else None)
     servers, apps = {"HTTP server": http}, [app]
     if apart:
-        own = replace(settings, api_keys=ApiKeys(), routes="admin", local_names_only=on_loopback(config.control_host))
+        admin_socket = bind(config.control_host, config.admin_port)
+        own = replace(
+            settings,
+            api_keys=ApiKeys(),
+            routes="admin",
+            allowed_origins=(),  # those are for clients with keys; here nobody needs one
+            local_names_only=on_loopback(admin_socket.getsockname()[0]),
+        )
         apps.append(create_app(pipeline, text, own, translator))
-        servers["admin server"] = serve(apps[-1], config.control_host, config.admin_port, grace_s=2.0)
+        servers["admin server"] = HttpServer(apps[-1], admin_socket, grace_s=2.0)
     public = PublicServer(
         pipeline, translator, name, max_body_bytes, keys, front_tls.credentials if front_tls else None
     )
@@ -171,12 +181,19 @@ def _own_model(model_dir: Path) -> OwnModel:
 
 
 def _origins(text: str) -> tuple[str, ...]:
-    """Raises StartupError for what is no origin."""
-    found = tuple(filter(None, (origin.strip() for origin in text.split(","))))
-    for origin in found:
-        if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
-            raise StartupError(f"--allowed-origins: {origin[:100]!r} is no origin such as https://chat.example")
-    return found
+    """As browsers write them. Raises StartupError for what is no origin."""
+    found = []
+    for given in filter(None, (origin.strip() for origin in text.split(","))):
+        origin = given.lower()
+        try:
+            parts = urlsplit(origin)
+            valid = origin in ("*", "null") or (parts.port != 0 and _ORIGIN.fullmatch(origin))
+        except ValueError:  # no address between brackets, or no port
+            valid = False
+        if not valid:
+            raise StartupError(f"--allowed-origins: {given[:100]!r} is no origin such as https://chat.example")
+        found.append(origin.removesuffix(_DEFAULT_PORTS.get(parts.scheme, " ")))
+    return tuple(found)
 
 
 def _end_on_failure(task: asyncio.Task[None], stop: asyncio.Event) -> None:

@@ -24,6 +24,7 @@ CA_KEY = "ca-key.pem"
 SERVER = "server"
 DEFAULT_HOSTS = ("localhost", "127.0.0.1", "::1")
 _CA_DAYS = 3650
+_COMMAND = "baton certs:"
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _NAME = re.compile(rf"(?=.{{1,253}}$)(\*\.)?{_LABEL}(\.{_LABEL})*")
 _BACKDATED = datetime.timedelta(minutes=5)  # clocks of hosts differ
@@ -55,8 +56,9 @@ def _make(directory: Path, hosts: Sequence[str], days: int, now: datetime.dateti
     if ca_path.exists() != ca_key_path.exists():
         raise StartupError(f"{directory}: of {CA} and {CA_KEY} one is missing; the other cannot sign anything")
     if ca_path.exists():
-        authority = x509.load_pem_x509_certificate(ca_path.read_bytes())
-        signer = serialization.load_pem_private_key(ca_key_path.read_bytes(), None)
+        authority = load_certificates(read_pem(ca_path, _COMMAND), ca_path, _COMMAND)[0]
+        check_time(authority, ca_path, _COMMAND)
+        signer = serialization.load_pem_private_key(read_pem(ca_key_path, _COMMAND, secret=True), None)
         if not isinstance(signer, ec.EllipticCurvePrivateKey):
             raise StartupError(f"{ca_key_path}: not a key that `baton certs` has made")
         if signer.public_key() != authority.public_key():
@@ -80,21 +82,21 @@ def _make(directory: Path, hosts: Sequence[str], days: int, now: datetime.dateti
 def _check_present(directory: Path, name: str, hosts: Sequence[str]) -> None:
     """What is kept has to be of use: an empty file would come to light only when a worker starts."""
     if name != SERVER:
-        read_cluster_tls(str(directory), name)
+        read_cluster_tls(str(directory), name, _COMMAND)
         return
     path = directory / f"{SERVER}.pem"
-    certificate = load_certificates(read_pem(path, "certs"), path, "certs")[0]
-    check_time(certificate, path, "certs")
-    check_key(certificate, read_pem(directory / f"{SERVER}-key.pem", "certs", secret=True), path, "certs")
+    certificate = load_certificates(read_pem(path, _COMMAND), path, _COMMAND)[0]
+    check_time(certificate, path, _COMMAND)
+    check_key(certificate, read_pem(directory / f"{SERVER}-key.pem", _COMMAND, secret=True), path, _COMMAND)
     there = dns_names(certificate)
-    if hosts and {_canonical(host) for host in hosts} != set(there):
+    if hosts and {_canonical(host) for host in hosts} != {_canonical(host) for host in there}:
         raise StartupError(f"{path} is for {', '.join(there)}; remove it for a certificate with other hosts")
 
 
 def _authority(key: ec.EllipticCurvePrivateKey, now: datetime.datetime) -> x509.Certificate:
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Baton cluster authority")])
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates and lists
-    builder = _builder(name, name, key.public_key(), now, _CA_DAYS)
+    builder = _builder(name, name, key.public_key(), now, now + datetime.timedelta(_CA_DAYS))
     return (
         builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
@@ -114,9 +116,10 @@ def _certificate(
 ) -> x509.Certificate:
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"baton {name}")])
     usages = [ExtendedKeyUsageOID.SERVER_AUTH, *([] if name == SERVER else [ExtendedKeyUsageOID.CLIENT_AUTH])]
+    until = min(now + datetime.timedelta(days), authority.not_valid_after_utc)
     identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
     return (
-        _builder(subject, authority.subject, key, now, days)
+        _builder(subject, authority.subject, key, now, until)
         .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in hosts]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
@@ -126,7 +129,11 @@ def _certificate(
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, now: datetime.datetime, days: int
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    now: datetime.datetime,
+    until: datetime.datetime,
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
@@ -135,7 +142,7 @@ def _builder(
         .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _BACKDATED)
-        .not_valid_after(now + datetime.timedelta(days=days))
+        .not_valid_after(until)
     )
 
 
@@ -152,7 +159,7 @@ def _is_address(host: str) -> bool:
 
 
 def _canonical(host: str) -> str:
-    return str(ipaddress.ip_address(host)) if _is_address(host) else host
+    return str(ipaddress.ip_address(host)) if _is_address(host) else host.lower()
 
 
 def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> Path:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+MAX_BYTES = 16 << 20
 _MISSING = object()
 
 
@@ -15,10 +17,11 @@ def request_json(
     method: str, url: str, timeout_s: float, body: object = _MISSING, headers: Mapping[str, str] | None = None
 ) -> tuple[int, Any]:
     """The status and the JSON value of the answer, None where its body is not JSON. `timeout_s` limits each wait for
-    the socket; `url` may lack its scheme (http).
+    the socket, and the whole of the answer's body; `url` may lack its scheme (http).
 
     Raises:
-        OSError: `url` is no address, nothing answers in time, or what answers does not speak HTTP.
+        OSError: `url` is no address, nothing answers in time, or what answers does not speak HTTP or does not end
+            within MAX_BYTES.
     """
     try:
         parts = urlsplit(url if "//" in url else f"http://{url}")
@@ -34,7 +37,11 @@ def request_json(
         data = None if body is _MISSING else json.dumps(body)
         connection.request(method, f"{path}?{parts.query}" if parts.query else path, data, dict(headers or {}))
         answer = connection.getresponse()
-        text = answer.read()
+        text, deadline = bytearray(), time.monotonic() + timeout_s
+        while part := answer.read1(1 << 16):
+            text += part
+            if len(text) > MAX_BYTES or time.monotonic() > deadline:
+                raise OSError(f"{method} {parts.path}: the answer does not end ({len(text)} bytes so far)")
     except (http.client.HTTPException, ValueError) as error:
         raise OSError(f"{method} {parts.path}: {error!r}") from None
     finally:

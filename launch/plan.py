@@ -151,6 +151,8 @@ class Plan:
             keys = ("rendezvous_port", "link_port", "store_port") if worker.role == "decode" else ("rendezvous_port",)
             for key in keys:
                 found.append(Listener(leader.name, leader.address, getattr(worker, key), worker.name, key))
+            if port := worker.options.get("health_port"):
+                found.append(Listener(leader.name, leader.address, int(str(port)), worker.name, "health_port"))
         return tuple(found)
 
 

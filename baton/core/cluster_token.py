@@ -41,6 +41,8 @@ def check_listening(flag: str, host: str, token: str) -> None:
 def on_loopback(host: str) -> bool:
     """Whether a listening address is reached from this machine only. A name other than localhost may be anything."""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        address = ipaddress.ip_address(host.strip("[]"))
     except ValueError:
-        return host == "localhost"
+        return host.lower() == "localhost"
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback

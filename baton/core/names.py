@@ -10,7 +10,8 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
 _MODEL_NAME_CHARS = 256
-_ADDRESS = re.compile(r"[A-Za-z0-9:][A-Za-z0-9._:%-]{0,252}|\[[A-Fa-f0-9:][A-Za-z0-9.:%_-]{1,60}\]")
+_LABELS = r"(?!.*([^.]{64}|\.\.))"  # a resolver takes none that is empty or longer
+_ADDRESS = re.compile(_LABELS + r"[A-Za-z0-9:][A-Za-z0-9._:%-]{0,252}|\[[A-Fa-f0-9:][A-Za-z0-9.:%_-]{1,60}\]")
 
 
 def name_error(name: str) -> str | None:

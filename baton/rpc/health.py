@@ -3,12 +3,12 @@
     ""      SERVING while the worker is joined and not draining: it takes work
     "live"  SERVING while its event loop answers
 
-Never TLS: probes bring no certificates, and it says nothing else.
+Never TLS: probes bring no certificates, and it says nothing else. No `Watch` either: no probe uses it, and calls that
+stay open would keep the others out.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -21,8 +21,6 @@ from baton.rpc.ports import open_port
 from baton.rpc.streams import SERVER_OPTIONS
 
 LIVE = "live"
-LOOK_S = 0.5
-"""Between two looks of a Watch."""
 MAX_CALLS = 64
 """At a time; a probe that comes then is refused."""
 
@@ -57,14 +55,8 @@ class _Servicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service here but '' and {LIVE!r}")
         return health_pb2.HealthCheckResponse(status=state)
 
-    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        before = None
-        while True:
-            state = self._state(request.service)
-            if state != before:
-                yield health_pb2.HealthCheckResponse(status=state)
-            before = state
-            await asyncio.sleep(LOOK_S)
+    async def Watch(self, request: Any, context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Check alone is served")
 
     def _state(self, service: str) -> Any:
         states = health_pb2.HealthCheckResponse

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from baton.core.errors import BatonError, InvalidRequest, InvariantError, Unavailable
 from baton.rpc import codec
@@ -112,6 +113,8 @@ class MessageStream:
             if self.ended is None or task is None or task.cancelling() > cancels:
                 raise
             return None  # grpc says so when `end` cancelled the call under a reader that nobody cancelled
+        except DecodeError as e:
+            raise InvalidRequest(f"what {self.peer} sent is no message of this protocol") from e
         except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.BaseError) as e:
             self.end(_reason(e))
             return None

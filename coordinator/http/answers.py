@@ -1,5 +1,6 @@
 """What the routes answer, as JSON schemas for `/openapi.json`. Objects are closed: a field that is not here is a fault,
-which the tests find."""
+which the tests find. Open are `Response` (the tests hold it against OpenAI's own types), `TokenizerInfo` (a file of the
+checkpoint) and `Workers` (what `baton ps` reads, which changes)."""
 
 from __future__ import annotations
 
@@ -64,6 +65,12 @@ _SCORED: Schema = _object(
     bytes=_or_null(_list(WHOLE)),
     top_logprobs_=_list(_object(token=TEXT, logprob=NUMBER, bytes=_or_null(_list(WHOLE)))),
 )
+_LOGPROBS = _object(
+    tokens=_list(TEXT),
+    token_logprobs=_list(_or_null(NUMBER)),
+    top_logprobs=_list(_or_null(_map(NUMBER))),
+    text_offset=_list(WHOLE),
+)
 _USAGE = _object(
     prompt_tokens=WHOLE,
     completion_tokens=WHOLE,
@@ -125,7 +132,7 @@ def _page(of: str) -> Schema:
 SCHEMAS: dict[str, Schema] = {
     "Completion": _object(
         object=_const("text_completion"),
-        choices=_list(_object(text=TEXT, logprobs=_or_null(ANY), **_CHOICE)),
+        choices=_list(_object(text=TEXT, logprobs=_or_null(_LOGPROBS), **_CHOICE)),
         **_HEAD,
     ),
     "ChatCompletion": _object(

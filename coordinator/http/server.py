@@ -1,6 +1,6 @@
 """The listening socket and the server under the app: uvicorn with httptools, without its signal handlers.
 
-    serve(app, host, port)   binds at once: a port in use is a StartupError of one line
+    bind(host, port)         at once: a port in use is a StartupError of one line
     await server.serve()     accepts until shutdown, returns when running answers have ended or the grace is over
     server.shutdown()        stop accepting, close idle connections, let running answers end
 
@@ -262,19 +262,6 @@ class HttpServer:
     def shutdown(self) -> None:
         """Begins the end; `serve` returns when it is over."""
         self._server.should_exit = True
-
-
-def serve(
-    app: ASGIApp,
-    host: str,
-    port: int,
-    sock: socket.socket | None = None,
-    *,
-    grace_s: float = 30.0,
-    tls: ssl.SSLContext | None = None,
-) -> HttpServer:
-    """Binds `host:port` (port 0: any), or takes a bound `sock`. Raises StartupError in one line."""
-    return HttpServer(app, bind(host, port) if sock is None else sock, grace_s=grace_s, tls=tls)
 
 
 def bind(host: str, port: int) -> socket.socket:

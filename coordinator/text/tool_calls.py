@@ -14,7 +14,6 @@ breaks off or is no JSON, is text.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -67,7 +66,6 @@ FORMATS: dict[str, tuple[str, ...]] = {
 }
 """The forms by name, with their markers: where these are special tokens, they are kept in the text."""
 THINK = ("<think>", "</think>")
-_JSON_CALL = re.compile(r'\\?"name\\?"')
 
 
 def detect_format(template: str) -> str | None:
@@ -78,8 +76,8 @@ def detect_format(template: str) -> str | None:
         return "harmony"
     if "[TOOL_CALLS]" in template:
         return "mistral"
-    if "<tool_call>" in template and _JSON_CALL.search(template):  # GLM and Qwen3-Coder put other things between
-        return "hermes"
+    if "<tool_call>" in template:  # GLM and Qwen3-Coder do not put JSON behind it
+        return None if "<arg_key>" in template or "<function=" in template else "hermes"
     if "<|python_tag|>" in template or ("<|start_header_id|>" in template and "parameters" in template):
         return "llama3"
     return None

@@ -25,6 +25,8 @@ from launch.http_json import request_json
 CONNECT_TIMEOUT_S = 10.0
 _MAX_SHOWN = 200
 """Characters of a server's own text in a report."""
+_MAX_EVENT_BYTES = 16 << 20
+_MAX_REFUSAL_BYTES = 64 << 10
 _MAX_COUNT = 1 << 40
 """Tokens, and milliseconds, beyond which a server's number is taken for nonsense."""
 
@@ -160,14 +162,14 @@ async def send(session: aiohttp.ClientSession, target: Target, job: Job, due: fl
         async with asyncio.timeout(target.timeout_s):
             async with session.post(target.base + job.path, data=content, headers=headers) as answer:
                 if answer.status != 200:
-                    return Record(sent, error=_refusal(answer.status, _parsed(await answer.read())))
+                    return Record(sent, error=await _refused(answer))
                 async for chunk in answer.content.iter_any():
                     stream.feed(time.perf_counter(), chunk)
         return stream.record(sent, time.perf_counter())
     except aiohttp.ClientError as error:  # first: no connection in time is one of these and a TimeoutError too
         return Record(sent, error=describe(error))
     except TimeoutError:
-        return Record(sent, error=f"no end within {target.timeout_s:g} s")
+        return Record(sent, error=f"no end within {target.timeout_s:g} s", timed_out=True)
     except (OSError, ValueError) as error:
         return Record(sent, error=describe(error))
 
@@ -176,7 +178,8 @@ class _Stream:
     """Server-sent events of one completion, as they arrive."""
 
     def __init__(self) -> None:
-        self._partial = b""
+        self._partial: list[bytes] = []  # of a line that has no end yet
+        self._partial_bytes = 0
         self._text: list[float] = []
         self._choices: list[float] = []
         self._finished_at: float | None = None
@@ -188,10 +191,18 @@ class _Stream:
 
     def feed(self, now: float, chunk: bytes) -> None:
         """Raises:
-        ValueError: an event that is not one of a completion.
+        ValueError: an event that is not one of a completion, or that does not end.
         """
-        lines = (self._partial + chunk).split(b"\n")
-        self._partial = lines.pop()
+        first, *lines = chunk.split(b"\n")
+        self._partial.append(first)
+        self._partial_bytes += len(first)
+        if self._partial_bytes > _MAX_EVENT_BYTES:
+            raise ValueError(f"an event of more than {_MAX_EVENT_BYTES >> 20} MiB")
+        if not lines:
+            return
+        lines.insert(0, b"".join(self._partial))
+        self._partial = [lines.pop()]
+        self._partial_bytes = len(self._partial[0])
         for line in lines:
             if line.startswith(b"data:"):
                 try:
@@ -263,11 +274,16 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _parsed(body: bytes) -> Any:
+async def _refused(answer: aiohttp.ClientResponse) -> str:
+    body = bytearray()
+    async for chunk in answer.content.iter_any():
+        body += chunk
+        if len(body) > _MAX_REFUSAL_BYTES:
+            break
     try:
-        return orjson.loads(body)
+        return _refusal(answer.status, orjson.loads(body))
     except ValueError:
-        return None
+        return _refusal(answer.status, None)
 
 
 def _refusal(status: int, document: Any) -> str:

@@ -273,8 +273,8 @@ def _sweep(target: Target, options: Options, first: float, report: Report) -> No
         run = _run(target, step, 0, f"{rate:.3g} requests/s")
         report.runs.append(run)
         search.tried(rate, kept=statistics(run.records, options.slo).met_share >= options.slo.share)
-        if not search.kept and all(record.error is not None for record in run.records):
-            break  # a lower rate is no use where nothing is answered
+        if not search.kept and all(record.error is not None and not record.timed_out for record in run.records):
+            break  # a lower rate is no use where all is refused
         number += 1
     report.best_rate = search.best
 

@@ -88,6 +88,7 @@ class Record:
     output_tokens: int = 0
     counted: bool = True
     error: str | None = None
+    timed_out: bool = False
     stages: Mapping[str, float] = field(default_factory=dict)
 
     @property

@@ -47,6 +47,7 @@ async def test_clients_operators_and_workers_each_have_their_way_in(tmp_path: Pa
     with cluster(
         "builtin",
         api_key_file=keys,
+        allowed_origins="*",  # for clients, who have keys; not for the operators' port
         admin_port=0,
         tls_cert_file=certificates / "server.pem",
         tls_key_file=certificates / "server-key.pem",
@@ -68,6 +69,10 @@ async def test_clients_operators_and_workers_each_have_their_way_in(tmp_path: Pa
         rows = httpx.get(running.admin + "/requests").json()["requests"]
         assert [row["generated_tokens"] for row in rows[-2:]] == [2, 8]
         assert httpx.get(running.admin + "/v1/models").status_code == 404
+        rebound = httpx.get(running.admin + "/requests", headers={"host": "evil.example"})
+        assert rebound.status_code == 403
+        foreign = httpx.get(running.admin + "/requests", headers={"origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in foreign.headers
         assert running.workers()["decode-0"]["kv_bytes_received"] > 0
 
         address = running.workers()["decode-0"]["address"]

@@ -83,12 +83,16 @@ async def test_a_page_that_gives_its_name_this_machines_address_is_refused(text_
     assert await statuses(HttpSettings("tiny"), FOREIGN) == {200}
 
 
-@pytest.mark.parametrize("text", ["chat.example", "https://", "https://a/b", "http://[", "https://a b", "*, x"])
+@pytest.mark.parametrize(
+    "text",
+    ["chat.example", "https://", "https://a/b", "http://[", "http://[1.2]", "https://a b", "https://a:99999", "*, x"],
+)
 def test_what_is_no_origin_is_refused_by_name(text: str) -> None:
     with pytest.raises(StartupError, match=r"--allowed-origins: .* is no origin such as"):
         _origins(text)
-    assert _origins(" https://a.example:8443, null,*,http://[::1]:3000,") == (
+    assert _origins(" https://A.example:8443, https://a.example:443,null,*,http://[::1]:3000,") == (
         "https://a.example:8443",
+        "https://a.example",
         "null",
         "*",
         "http://[::1]:3000",

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from baton.core.errors import StartupError
 from coordinator.http import server as http_server
 from coordinator.http.app import HttpSettings, create_app
-from coordinator.http.server import serve
+from coordinator.http.server import bind
 from coordinator.submission import Delta
 from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator, say
@@ -92,11 +92,11 @@ async def test_stop_ends_what_does_not_end_by_itself(app: FastAPI, generator: Fa
 async def test_a_port_in_use_is_one_line(app: FastAPI) -> None:
     async with running(app) as server:
         with pytest.raises(StartupError) as caught:
-            serve(app, *server.address)
+            bind(*server.address)
         host, port = server.address
         assert str(caught.value) == f"cannot listen on {host}:{port}: Address already in use"
     with pytest.raises(StartupError, match=r"cannot listen on no-such-host\.invalid:1"):
-        serve(app, "no-such-host.invalid", 1)
+        bind("no-such-host.invalid", 1)
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\n"

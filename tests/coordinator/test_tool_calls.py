@@ -133,9 +133,12 @@ def test_the_form_is_that_of_the_template() -> None:
     assert {form: detect_format(template) for form, template in TEMPLATES.items()} == {form: form for form in FORMATS}
     assert detect_format(CHATML) is None and detect_format("") is None
     assert detect_format("{{ tools }}") is None
+    llama = "<|start_header_id|>parameters"
+    for call in ("{{ call.function | tojson }}", "{{ {'name': call.name} | tojson }}", '{"name": "{{ call.name }}"}'):
+        assert detect_format(llama + "{{ tools }}<tool_call>" + call + "</tool_call>") == "hermes"
     # The same marks, and no JSON between them.
-    assert detect_format("{{ tools }}<tool_call>{{ call.name }}<arg_key>{{ key }}</arg_key></tool_call>") is None
-    assert detect_format("{{ tools }}<tool_call>\n<function={{ call.name }}>\n</function></tool_call>") is None
+    for call in ("{{ call.name }}<arg_key>{{ key }}</arg_key>", "\n<function={{ call.name }}>\n</function>"):
+        assert detect_format(llama + '{{ tools }}"name"<tool_call>' + call + "</tool_call>") is None
 
 
 def test_nothing_is_parsed_where_nothing_is_wanted() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
+import threading
 from pathlib import Path
 
 import aiohttp
@@ -10,8 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 from baton.core.errors import StartupError
-from launch.bench.client import Target, send
-from launch.bench.load import completion
+from launch.bench.client import Target, client_session, first_model, send
+from launch.bench.load import Job, completion
+from launch.bench.stats import Record
 from launch.cli import baton
 from tests.support.fake_openai_server import FakeServer, fake_server
 
@@ -221,6 +225,40 @@ def test_a_sweep_of_a_server_that_answers_nothing_ends(tmp_path: Path, monkeypat
         flags = ["--sweep", "--slo", "ttft=0.1", "--rate", "200", "--output-len", "1", "--input-len", "2"]
         code, shown, report = bench(server, tmp_path, *flags)
     assert code == 1 and len(report["runs"]) == 1 and report["best_rate"] == 0 and "no rate was found" in shown
+
+
+def test_an_answer_that_does_not_end_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.http_json.MAX_BYTES", 1 << 20)
+    monkeypatch.setattr("launch.bench.client._MAX_EVENT_BYTES", 1 << 20)
+    endless = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {"
+
+    def drip(listening: socket.socket) -> None:
+        while True:
+            try:
+                caller, _ = listening.accept()
+                with caller:
+                    caller.recv(65536)
+                    caller.sendall(endless)
+                    while True:
+                        caller.sendall(b" " * 65536)
+            except ConnectionError:
+                continue
+            except OSError:
+                return
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=drip, args=(listening,), daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(OSError, match="the answer does not end"):
+            first_model(f"{url}/v1", "")
+        target = Target(f"{url}/v1", "m", "", 30.0, {})
+
+        async def ask() -> Record:
+            async with client_session(target) as session:
+                return await send(session, target, Job("/completions", {"prompt": "x"}))
+
+        assert "an event of more than 1 MiB" in str(asyncio.run(ask()).error)
+        listening.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_name_that_cannot_be_sent_back_is_no_name() -> None:

@@ -143,6 +143,9 @@ def put(*path: str | int, value: object) -> Callable[[dict[str, Any]], None]:
         (put("prefill", 0, "step_tokens", value="x"), "'step_tokens' must be int"),
         (put("prefill", 0, "name", value="d"), "member 'd' is named twice"),
         (put("decode", 0, "link_port", value=9102), "--link-port of d and --store-port of d are both 9102"),
+        (put("decode", 0, "health_port", value=9102), "--store-port of d and --health-port of d are both 9102"),
+        (put("nodes", 1, "address", value="x" * 64 + ".y"), "is no host name and no IP address"),
+        (put("nodes", 1, "address", value="x..y"), "is no host name and no IP address"),
         (put("nodes", 2, value={"name": "c", "address": "x"}), "say how many 'cores'"),
     ],
 )

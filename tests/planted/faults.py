@@ -285,6 +285,19 @@ FAULTS = (
         "",
         "tests/core/test_handles.py",
     ),
+    Fault(
+        "coordinator/serving.py",
+        "            allowed_origins=(),  # those are for clients with keys; here nobody needs one\n",
+        "",
+        "tests/cluster/test_secured.py",
+    ),
+    Fault(
+        "baton/tls_files.py",
+        "    certificates.check_usages(chain[0], certificates.USAGES[role], own, flag)\n",
+        "",
+        T_TLS,
+    ),
+    Fault("baton/certificates.py", "BasicConstraints).value.ca:", "BasicConstraints):", T_TLS),
     # The schedulers.
     Fault(
         "prefill/scheduler.py",

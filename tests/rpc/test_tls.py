@@ -12,6 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from baton.core.errors import BatonError, NotFound, StartupError, Unavailable
 from baton.core.handover import LinkHello, Ping
@@ -133,6 +137,47 @@ def test_a_certificate_that_others_would_refuse_is_refused_at_the_start(
         shutil.copy(mine / "prefill-key.pem", mine / "decode-key.pem")
     with pytest.raises(StartupError, match=f"--cluster-tls-dir .*decode.pem: .*{complaint}"):
         read_cluster_tls(str(mine), "decode")
+
+
+def reissued(directory: Path, signer: str, *usages: x509.ObjectIdentifier) -> bytes:
+    """decode.pem for other usages, signed by `signer`."""
+    old = x509.load_pem_x509_certificate((directory / "decode.pem").read_bytes())
+    authority = x509.load_pem_x509_certificate((directory / f"{signer}.pem").read_bytes())
+    key = serialization.load_pem_private_key((directory / f"{signer}-key.pem").read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    builder = x509.CertificateBuilder(authority.subject, old.subject, old.public_key(), x509.random_serial_number())
+    builder = builder.not_valid_before(old.not_valid_before_utc).not_valid_after(old.not_valid_after_utc)
+    names = old.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    builder = builder.add_extension(names, False).add_extension(x509.ExtendedKeyUsage(usages), False)
+    return builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def test_a_certificate_for_another_use_or_of_a_leaf_is_refused(made: Path, tmp_path: Path) -> None:
+    shutil.copytree(made, tmp_path / "d")
+    server, client = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
+    own = tmp_path / "d" / "decode.pem"
+    own.write_bytes(reissued(made, "ca", server, client))
+    assert of(tmp_path / "d", "decode").certificate == own.read_bytes()
+    for usage, lacks in ((server, "clientAuth"), (client, "serverAuth")):
+        own.write_bytes(reissued(made, "ca", usage))
+        with pytest.raises(StartupError, match=f"decode.pem: its extended key usage has no {lacks}"):
+            read_cluster_tls(str(tmp_path / "d"), "decode")
+    own.write_bytes(reissued(made, "prefill", server, client) + (made / "prefill.pem").read_bytes())
+    with pytest.raises(StartupError, match="not signed by the authority"):
+        read_cluster_tls(str(tmp_path / "d"), "decode")
+
+
+def test_nothing_is_signed_by_an_expired_authority_or_outlives_it(tmp_path: Path) -> None:
+    now = datetime.datetime.now(datetime.UTC)
+    make_certificates(tmp_path / "old", HOSTS, 1, now - datetime.timedelta(4000))
+    (tmp_path / "old" / "decode.pem").unlink()
+    with pytest.raises(StartupError, match=r"baton certs: .*ca.pem: the certificate has expired"):
+        make_certificates(tmp_path / "old", HOSTS, 30)
+    make_certificates(tmp_path / "long", HOSTS, 9999)
+    ends = [
+        x509.load_pem_x509_certificate((tmp_path / "long" / name).read_bytes()) for name in ("ca.pem", "decode.pem")
+    ]
+    assert ends[0].not_valid_after_utc == ends[1].not_valid_after_utc
 
 
 def test_a_certificate_behind_another_of_its_chain_will_do(made: Path, tmp_path: Path) -> None:

@@ -63,13 +63,15 @@ def test_tokens_are_compared_whole() -> None:
         assert caught.value.param == "token" and TOKEN not in caught.value.message
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.0.9", "::1", "[::1]", "localhost"])
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", "127.3.0.9", "::1", "[::1]", "localhost", "LOCALHOST", "::ffff:127.0.0.1"]
+)
 def test_loopback_needs_no_token(host: str) -> None:
     assert on_loopback(host)
     check_listening("--host", host, "")
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "[fe80::1]", "node7", ""])
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "[fe80::1]", "::ffff:10.0.0.1", "node7", ""])
 def test_elsewhere_nobody_listens_without_one(host: str) -> None:
     check_listening("--host", host, TOKEN)
     with pytest.raises(StartupError, match="--cluster-token-file") as caught:

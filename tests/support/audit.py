@@ -20,8 +20,8 @@ _OWN = tuple({*sysconfig.get_paths().values(), sys.base_prefix})
 
 def _hook(event, args):
     if event in _WATCHED:
-        first = args[0]
-        if event == "open" and (isinstance(first, int) or os.fspath(first).startswith(_OWN)):
+        first = args[0] if args else ""
+        if event == "open" and (isinstance(first, int) or os.fsdecode(first).startswith(_OWN)):
             return
         said = args[1:] if event.startswith("socket.") else args
         text = f"{time.time():.3f} {event} {said!r}".encode("utf-8", "backslashreplace")

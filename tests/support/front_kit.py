@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from coordinator.http.server import HttpServer, serve
+from coordinator.http.server import HttpServer, bind
 
 
 @contextlib.asynccontextmanager
@@ -20,7 +20,7 @@ async def running(
     app: ASGIApp, *, grace_s: float = 1.0, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[HttpServer]:
     """`app` served on a free port of the loopback interface."""
-    server = serve(app, "127.0.0.1", 0, grace_s=grace_s, tls=tls)
+    server = HttpServer(app, bind("127.0.0.1", 0), grace_s=grace_s, tls=tls)
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.005)
