@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import hashlib
 import logging
@@ -143,6 +144,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
     started, before = time.monotonic(), len(sys.modules)
     with lasting_imports():
         make = load()
+        from baton.engine.device import gpu_uuids
         from baton.rpc.health import serving_health
         from baton.worker_ranks import lead
     imported = len(sys.modules) - before
@@ -190,7 +192,13 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
         _drain_on_sigterm(worker, config.drain_timeout_s)
         stalls = asyncio.create_task(LoopWatch(STALL_S).run(), name="loop watch")
         try:
-            async with serving_health(config.host, config.health_port, lambda: worker.main_loop.takes_work):
+            async with contextlib.AsyncExitStack() as beside:
+                health = serving_health(config.host, config.health_port, lambda: worker.main_loop.takes_work)
+                await beside.enter_async_context(health)
+                if uuids := gpu_uuids(config.device, config.exact, ranks.local_size):
+                    from baton.gpu_usage import watching_gpus  # slow to import
+
+                    await beside.enter_async_context(watching_gpus(uuids, worker.main_loop.session.show_gpu))
                 await worker.run()
         finally:
             stalls.cancel()

@@ -164,7 +164,8 @@ class Cluster:
         match message:
             case StepEvents():
                 self._execute(self.requests.on_events(worker, message, time.monotonic()))
-            case Heartbeat(number):
+            case Heartbeat(number, _, gpu):
+                self.workers.update_gpu(worker, gpu)
                 self.send(worker, HeartbeatAck(number))
             case Leave(timeout_s):
                 log.info("%s leaves within %.1f s", worker, timeout_s)

@@ -45,6 +45,11 @@ VLLM = {
 
 WORKER_GAUGES = ("running", "waiting", "sequences", "blocks_total", "blocks_free")
 WORKER_COUNTERS = tuple(name for name in LOAD_COLUMNS if name not in WORKER_GAUGES)
+GPU_GAUGES = {
+    "memory_used_bytes": "memory in use on the GPUs of a worker's first node, by whatever process",
+    "memory_total_bytes": "memory of these GPUs",
+    "utilisation": "mean share of time, 0 to 1, in which a kernel ran on them",
+}
 _UNITS = {"step_s": "step_seconds"}
 """Names of metrics spell their unit."""
 
@@ -259,6 +264,11 @@ class _State(Collector):
                 for w in workers:
                     made.add_metric([w["id"], w["role"]], w[name])
                 yield made
+        for name, what in GPU_GAUGES.items():
+            made = gauge(f"baton_worker_gpu_{name}", what, labels=["worker", "role"])
+            for w in (w for w in workers if w.get("gpu")):
+                made.add_metric([w["id"], w["role"]], w["gpu"][name])
+            yield made
 
 
 class _Renamed(Collector):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from baton.core.events import Load
+from baton.core.events import GpuUsage, Load
 from baton.core.handles import Handle
 from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, SequenceId
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """To be raised when anything on the wire changes: proto/, or what edges send (tests/rpc/test_wire_version.py)."""
 Role = Literal["prefill", "decode"]
 
@@ -155,6 +155,7 @@ class Drained:
 class Heartbeat:
     sequence_number: int
     load: Load | None = None
+    gpu: GpuUsage | None = None
 
 
 @dataclass(frozen=True, slots=True)

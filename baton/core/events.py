@@ -141,6 +141,16 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuUsage:
+    """All GPUs that a worker has on its leader's node: memory as the driver counts it, of every process, and the mean
+    share (0 to 1) of the driver's last interval in which a kernel ran."""
+
+    memory_used_bytes: int
+    memory_total_bytes: int
+    utilisation: float
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheEvents:
     """Hints (the first bytes of keys, `baton.core.prefix_keys`) of full blocks that became or stopped being reusable
     at a worker. `cleared`: what was told before does not count any more."""

@@ -34,6 +34,14 @@ def choose_device(wanted: str, exact: bool, local_rank: int = 0) -> torch.device
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
+def gpu_uuids(wanted: str, exact: bool, local_size: int) -> list[str]:
+    """Of the GPUs that a worker's ranks on this machine compute on, as NVML names them; none on CPU."""
+    if choose_device(wanted, exact).type != "cuda":
+        return []
+    used = range(min(local_size, torch.cuda.device_count()))
+    return [f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in used]
+
+
 def choose_dtype(wanted: str, device: torch.device, exact: bool, kernels: str = "auto") -> ComputeDType:
     """ "auto" is bfloat16 on CUDA, on CPUs that multiply it in hardware, and where compiled kernels for AVX2 or
     AVX-512 compute (of the `kernels` asked for), else float32, as in exact mode."""

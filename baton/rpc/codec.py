@@ -31,6 +31,7 @@ _MESSAGES: dict[type, type[Message]] = {
     kv_layout.KVLayout: types_pb2.KVLayout,
     events.StageStamps: types_pb2.StageStamps,
     events.SpeculationCounters: types_pb2.SpeculationCounters,
+    events.GpuUsage: worker_pb2.GpuUsage,
     events.TokenEvent: worker_pb2.TokenEvent,
     events.SequenceEnded: worker_pb2.SequenceEnded,
     events.Parked: worker_pb2.Parked,
@@ -71,6 +72,7 @@ _OPTIONAL = (
     events.Load,
     events.KVCacheEvents,
     events.SpeculationCounters,
+    events.GpuUsage,
     request.TokenLogprob,
 )  # messages that may be missing
 

@@ -34,7 +34,7 @@ from baton.core.commands import (
     Welcome,
 )
 from baton.core.errors import BatonError, InvalidRequest, InvariantError, JoinRefused
-from baton.core.events import Load, SequenceEnded, StepEvents
+from baton.core.events import GpuUsage, Load, SequenceEnded, StepEvents
 from baton.core.output_log import OutputLog
 from baton.core.request import SequenceId
 from baton.rpc.streams import CLOSED_BY_PEER, LinkLost, MessageStream, dial
@@ -93,6 +93,7 @@ class WorkerSession:
         self._lease_s = 3.0
         self.run_id = ""
         self.log = OutputLog()
+        self._gpu: GpuUsage | None = None
 
     @property
     def connected(self) -> bool:
@@ -104,6 +105,10 @@ class WorkerSession:
         self.log.record(events)
         if self._connected:
             self._outgoing.put_nowait(events)
+
+    def show_gpu(self, usage: GpuUsage) -> None:
+        """In the next heartbeats."""
+        self._gpu = usage
 
     async def run(self) -> None:
         """Keeps a session up until cancelled, or until the worker has left.
@@ -235,7 +240,7 @@ class WorkerSession:
         with contextlib.suppress(LinkLost):
             while True:
                 number += 1
-                await stream.send(Heartbeat(number, self._owner.load()))
+                await stream.send(Heartbeat(number, self._owner.load(), self._gpu))
                 await asyncio.sleep(interval_s)
 
     async def _receive(self, stream: MessageStream) -> None:

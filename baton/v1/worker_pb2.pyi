@@ -208,12 +208,24 @@ class Drained(_message.Message):
     def __init__(self) -> None: ...
 
 class Heartbeat(_message.Message):
-    __slots__ = ("sequence_number", "load")
+    __slots__ = ("sequence_number", "load", "gpu")
     SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
     sequence_number: int
     load: Load
-    def __init__(self, sequence_number: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    gpu: GpuUsage
+    def __init__(self, sequence_number: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., gpu: _Optional[_Union[GpuUsage, _Mapping]] = ...) -> None: ...
+
+class GpuUsage(_message.Message):
+    __slots__ = ("memory_used_bytes", "memory_total_bytes", "utilisation")
+    MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UTILISATION_FIELD_NUMBER: _ClassVar[int]
+    memory_used_bytes: int
+    memory_total_bytes: int
+    utilisation: float
+    def __init__(self, memory_used_bytes: _Optional[int] = ..., memory_total_bytes: _Optional[int] = ..., utilisation: _Optional[float] = ...) -> None: ...
 
 class HeartbeatAck(_message.Message):
     __slots__ = ("sequence_number",)

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Literal
 
 from baton.core.commands import Join, Role
-from baton.core.events import KVCacheEvents, Load
+from baton.core.events import GpuUsage, KVCacheEvents, Load
 
 WorkerState = Literal["joining", "ready", "draining", "lost"]
 BACKLOG_STEPS = 2
@@ -123,6 +123,7 @@ class Worker:
         self.reserved_blocks = self.backlog_tokens = self.running = self.growth = 0
         self._state: WorkerState = "ready"
         self._load: Load | None = None
+        self.gpu: GpuUsage | None = None
         self._join, self._pool = join, pool
         self.slot, self._order = pool.add(self), 0
         self.held = HeldBlocks(join.blocks_total, pool.index, 1 << self.slot)
@@ -245,6 +246,7 @@ class Worker:
             "blocks_total": load.blocks_total or self.join.blocks_total,
             **{name: getattr(load, name) for name in LOAD_COLUMNS},
             "speculation": None if load.speculation is None else asdict(load.speculation),
+            "gpu": None if self.gpu is None else asdict(self.gpu),
         }
 
 

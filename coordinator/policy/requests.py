@@ -75,6 +75,7 @@ LEGAL_MOVES: dict[Stage, frozenset[Stage]] = {
     Stage.ENDED: frozenset(),
 }
 AT_PREFILL = (Stage.PREFILL, Stage.HANDOVER, Stage.PARKED)
+WAITING = (Stage.QUEUED, Stage.PARKED)
 
 # What an error code of a worker means to the client; any other is a bug of this project.
 _WORKER_ERRORS: dict[str, type[BatonError]] = {
@@ -226,9 +227,9 @@ class Request:
 
 
 class Requests:
-    """Complete state: the requests by choice, the dispatcher and the worker table under it, the numbers given last
-    (`_attempt` is global: no two requests share one, so that a request id may be used again at once), whether the
-    cluster drains, and counters. Every method returns actions, to be executed in order."""
+    """Complete state: the requests by choice, those of them that wait for a worker, the dispatcher and the worker table
+    under it, the numbers given last (`_attempt` is global: no two requests share one, so that a request id may be used
+    again at once), whether the cluster drains, and counters. Every method returns actions, to be executed in order."""
 
     def __init__(
         self, workers: WorkerTable, max_queued_requests: int, max_queued_tokens: int, hold_s: float = 30.0
@@ -241,6 +242,7 @@ class Requests:
         self.reassigned = 0
         self._hold_s = hold_s
         self._requests: dict[ChoiceId, Request] = {}
+        self._waiting: dict[ChoiceId, Request] = {}
         self._attempt = 0
         self._age = 0
 
@@ -286,7 +288,7 @@ class Requests:
             self.dispatcher.submit(self._ticket(r), choices)
         else:
             self.dispatcher.resubmit(self._ticket(r))
-        self._requests[request.choice_id] = r
+        self._requests[request.choice_id] = self._waiting[request.choice_id] = r
         return r, self._place(now)
 
     def end(self, r: Request, reason: str, now: float) -> list[Action]:
@@ -349,7 +351,7 @@ class Requests:
 
     def oldest_queued_s(self, now: float) -> float:
         """How long the oldest request in the queue waits; 0.0 where none does."""
-        return now - min((r.queued_at for r in self._requests.values() if r.stage is Stage.QUEUED), default=now)
+        return now - min((r.queued_at for r in self._waiting.values() if r.stage is Stage.QUEUED), default=now)
 
     def following(self, worker: str) -> tuple[Following, ...]:
         """The sequences that this coordinator expects at a worker, with the next output index of each."""
@@ -364,12 +366,10 @@ class Requests:
         """Deadlines, requests that nobody can serve, parked KV, the queue. To be called every 0.1 s or so."""
         actions: list[Action] = []
         self._update_servable(now)
-        for r in list(self._requests.values()):
-            if r.ended:
-                continue
-            if now >= r.deadline_at:
-                actions += self._fail(r, r.late(), now)
-            elif r.unservable is not None and now - r.unservable_since >= self._hold_s:
+        for r in [r for r in self._requests.values() if now >= r.deadline_at and not r.ended]:
+            actions += self._fail(r, r.late(), now)
+        for r in list(self._waiting.values()):
+            if r.unservable is not None and now - r.unservable_since >= self._hold_s:
                 what, code = r.unservable
                 actions += self._fail(r, Unavailable(what, code=code, retry_after_s=2), now)
             elif r.stage is Stage.PARKED and now >= r.offer_at:
@@ -382,8 +382,10 @@ class Requests:
         return [action for r in list(self._requests.values()) for action in self._fail(r, error, now)]
 
     def check(self) -> None:
-        """Raises InvariantError when the dispatcher holds other requests than those in flight."""
+        """Raises InvariantError when the dispatcher, or what waits, holds other requests than those in flight."""
         self.dispatcher.check()
+        if self._waiting != {name: r for name, r in self._requests.items() if r.stage in WAITING}:
+            raise InvariantError(f"{self!r} does not fit what waits: {[*self._waiting]}")
         stages = [r.stage for r in self._requests.values()]
         queued, ended = stages.count(Stage.QUEUED), stages.count(Stage.ENDED)
         if (self.dispatcher.num_queued, self.dispatcher.num_active) != (queued, len(stages) - queued - ended):
@@ -618,12 +620,11 @@ class Requests:
         """Whether any worker that stays can serve what waits: the clock of `hold_s` starts when the last one has gone.
         Parked KV needs a decode worker only; its prefill worker may drain and still hand it over."""
         capacity = self.dispatcher.capacity()
-        for r in self._requests.values():
-            if r.stage in (Stage.QUEUED, Stage.PARKED):
-                why = self.dispatcher.unservable(self._size(r), capacity, parked=r.stage is Stage.PARKED)
-                if why is not None and r.unservable is None:
-                    r.unservable_since = now
-                r.unservable = why
+        for r in self._waiting.values():
+            why = self.dispatcher.unservable(self._size(r), capacity, parked=r.stage is Stage.PARKED)
+            if why is not None and r.unservable is None:
+                r.unservable_since = now
+            r.unservable = why
 
     def _awaits_prompt_logprobs(self, r: Request) -> bool:
         return r.request.sampling.prompt_logprobs is not None and r.journal.prompt_logprobs is None
@@ -633,6 +634,10 @@ class Requests:
         if stage not in LEGAL_MOVES[r.stage]:
             raise InvariantError(f"{r.sequence} cannot go from {r.stage.value} to {stage.value}")
         r.stage, r.unservable = stage, None
+        if stage in WAITING:
+            self._waiting[r.name] = r
+        else:
+            self._waiting.pop(r.name, None)
         at_worker = r.decode_worker if stage is Stage.DECODE else r.prefill_worker if stage in AT_PREFILL else ""
         r.history.append(Entered(stage, now, at_worker))
 

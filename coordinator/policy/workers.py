@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from baton.core.commands import Join, Role, WorkerFacts
 from baton.core.errors import InvariantError, NotFound
-from baton.core.events import Load
+from baton.core.events import GpuUsage, Load
 from coordinator.policy.joining import OwnModel, check_join, refused
 from coordinator.policy.pool import Pool, Worker
 
@@ -125,6 +125,10 @@ class WorkerTable:
         if load is not None:
             worker.load = load
         return True
+
+    def update_gpu(self, worker_id: str, gpu: GpuUsage | None) -> None:
+        if (worker := self.get(worker_id)) is not None:
+            worker.gpu = gpu
 
     def disconnected(self, worker_id: str, incarnation: int, now: float) -> bool:
         """Its session broke; what is left of its lease is REDIAL_S at most. False when it is not the present

@@ -60,6 +60,7 @@ RESTRICTED: dict[str, tuple[str, ...]] = {
     "pydantic": SCHEMA_FILES,
     "uvicorn": HTTP_FILES,
     "msgpack": ("baton/rpc/frames.py",),
+    "pynvml": ("baton/gpu_usage.py",),
     "prometheus_client": ("coordinator/metrics.py",),
     "llguidance": ("baton/engine/grammars.py", "coordinator/structured_output.py"),
 }

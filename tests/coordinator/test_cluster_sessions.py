@@ -8,6 +8,7 @@ import pytest
 
 from baton.core.commands import Following, Prefill
 from baton.core.errors import Unavailable
+from baton.core.events import GpuUsage
 from coordinator.policy.requests import Stage
 from coordinator.submission import Submission
 from tests.support.fake_workers import begun, bench, run_out
@@ -126,3 +127,15 @@ async def test_two_sessions_of_one_worker_are_one_worker() -> None:
         run_out(p, twin, s)
         assert len(await reader.done()) == 4
         b.requests.check()
+
+
+async def test_heartbeats_bring_the_usage_of_gpus() -> None:
+    async with bench("p0", "d0") as b:
+        b.workers[1].session.show_gpu(GpuUsage(3 << 30, 80 << 30, 0.25))
+
+        def shown() -> dict[str, object]:
+            return {row["id"]: row["gpu"] for row in b.pipeline.workers()["workers"]}  # type: ignore[attr-defined]
+
+        await until(lambda: shown()["d0"], timeout_s=5, what="a heartbeat")
+        usage = {"memory_used_bytes": 3 << 30, "memory_total_bytes": 80 << 30, "utilisation": 0.25}
+        assert shown() == {"p0": None, "d0": usage}

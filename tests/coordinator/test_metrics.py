@@ -17,9 +17,10 @@ from coordinator.submission import Delta, Submission, Timeline, Usage
 from tests.support.fake_generator import FakeGenerator
 
 ROW: dict[str, Any] = dict.fromkeys((*WORKER_GAUGES, *WORKER_COUNTERS), 0)
+GPU = {"memory_used_bytes": 3 << 30, "memory_total_bytes": 80 << 30, "utilisation": 0.5}
 CLUSTER: dict[str, Any] = {
     "workers": [
-        ROW | {"id": "prefill-0", "role": "prefill", "state": "ready", "prompt_tokens_computed": 700},
+        ROW | {"id": "prefill-0", "role": "prefill", "state": "ready", "prompt_tokens_computed": 700, "gpu": GPU},
         ROW | {"id": "decode-0", "role": "decode", "state": "lost", "blocks_total": 40, "blocks_free": 30},
     ],
     "joins_refused": {"dtype": 2},
@@ -139,6 +140,10 @@ def test_the_cluster_is_as_workers_says() -> None:
     assert value(metrics, "baton_worker_up", worker="decode-0", role="decode", state="lost") == 0
     assert value(metrics, "baton_worker_blocks_free", worker="decode-0", role="decode") == 30
     assert value(metrics, "baton_worker_prompt_tokens_computed_total", worker="prefill-0", role="prefill") == 700
+    assert value(metrics, "baton_worker_gpu_memory_used_bytes", worker="prefill-0", role="prefill") == 3 << 30
+    assert value(metrics, "baton_worker_gpu_utilisation", worker="prefill-0", role="prefill") == 0.5
+    gpus = [labels for name, labels in samples(metrics) if name == "baton_worker_gpu_memory_total_bytes"]
+    assert gpus == [(("role", "prefill"), ("worker", "prefill-0"))]  # on CPU there is nothing to say
 
 
 def test_names_of_vllm(clock: Clock) -> None:

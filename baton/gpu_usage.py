@@ -1,0 +1,55 @@
+"""Memory and utilisation of a worker's GPUs for its heartbeats, by NVML: once a second, on a thread, since a driver
+takes milliseconds to answer, and sometimes many."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import ModuleType
+
+import pynvml
+
+from baton.core.events import GpuUsage
+
+log = logging.getLogger("baton.worker")
+INTERVAL_S = 1.0
+
+
+@contextlib.asynccontextmanager
+async def watching_gpus(
+    uuids: Sequence[str], report: Callable[[GpuUsage], None], nvml: ModuleType = pynvml
+) -> AsyncIterator[None]:
+    """Reports usage meanwhile, until NVML fails, which the log says."""
+    watching = asyncio.create_task(_watch(uuids, report, nvml), name="GPU usage")
+    try:
+        yield
+    finally:
+        watching.cancel()
+
+
+async def _watch(uuids: Sequence[str], report: Callable[[GpuUsage], None], nvml: ModuleType) -> None:
+    try:
+        await asyncio.to_thread(nvml.nvmlInit)
+        while True:
+            report(await asyncio.to_thread(read_usage, uuids, nvml))
+            await asyncio.sleep(INTERVAL_S)
+    except nvml.NVMLError as error:
+        log.warning("memory and utilisation of the GPU are not known: NVML: %s", error)
+
+
+def read_usage(uuids: Sequence[str], nvml: ModuleType) -> GpuUsage:
+    """Of GPUs or MIG instances. Of an instance the driver knows no utilisation: it counts as 0.
+
+    Raises:
+        nvml.NVMLError: the driver does not know one of them, or does not answer.
+    """
+    used = total = busy = 0
+    for uuid in uuids:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        used, total = used + memory.used, total + memory.total
+        with contextlib.suppress(nvml.NVMLError_NotSupported):
+            busy += nvml.nvmlDeviceGetUtilizationRates(handle).gpu
+    return GpuUsage(used, total, busy / 100 / len(uuids))
