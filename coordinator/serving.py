@@ -60,12 +60,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     own_model = _own_model(model_dir)
     longest = config.max_model_len or None
     text = TextModel.load(model_dir, own_model.config, max_model_len=longest, tool_parser=config.tool_parser)
-    if config.tool_parser != "auto" and not text.template_has_tools:
-        log.warning("the chat template does not mention tools, so prompts do not contain them")
-    if text.template_has_tools and text.tool_format is None:
-        log.warning("the chat template writes tool calls in a form that is not read: they stay text; see --tool-parser")
-    if text.ignored_defaults:
-        log.warning("generation_config asks for what is not served, so it is ignored: %s", text.ignored_defaults)
+    _warn_of(text, config)
     for noisy in ("uvicorn.error", "python_multipart"):
         logging.getLogger(noisy).setLevel(logging.ERROR)  # one line per malformed request is for its sender
     cluster = Cluster(
@@ -140,11 +135,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         if apart:
             addresses["admin"] = host_port(config.control_host, servers["admin server"].address[1])
         log.info("serving %s: %s", name, addresses)
-        if config.ready_file:
-            try:
-                _write_atomically(Path(config.ready_file), json.dumps(addresses))
-            except OSError as error:
-                raise StartupError(f"--ready-file {config.ready_file}: {error.strerror or error}") from None
+        _write_ready_file(config.ready_file, addresses)
 
         await stop.wait()  # until SIGTERM or SIGINT, or a background task fails
         await cluster.drain(config.drain_timeout_s)
@@ -168,6 +159,15 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     failed = [t for t in background if t.done() and not t.cancelled() and t.exception() is not None]
     if failed:
         raise StartupError(f"{failed[0].get_name()} failed: {failed[0].exception()}")
+
+
+def _warn_of(text: TextModel, config: CoordinatorConfig) -> None:
+    if config.tool_parser != "auto" and not text.template_has_tools:
+        log.warning("the chat template does not mention tools, so prompts do not contain them")
+    if text.template_has_tools and text.tool_format is None:
+        log.warning("the chat template writes tool calls in a form that is not read: they stay text; see --tool-parser")
+    if text.ignored_defaults:
+        log.warning("generation_config asks for what is not served, so it is ignored: %s", text.ignored_defaults)
 
 
 def _own_model(model_dir: Path) -> OwnModel:
@@ -202,7 +202,13 @@ def _end_on_failure(task: asyncio.Task[None], stop: asyncio.Event) -> None:
         stop.set()
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+def _write_ready_file(path: str, addresses: dict[str, str]) -> None:
+    """At once for who reads it; nothing without a path."""
+    if not path:
+        return
+    temporary = Path(path).with_suffix(".tmp")
+    try:
+        temporary.write_text(json.dumps(addresses))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise StartupError(f"--ready-file {path}: {error.strerror or error}") from None

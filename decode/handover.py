@@ -200,7 +200,7 @@ class HandOvers:
         cached = self._scheduler.num_cached(sequence)
         arrived = dict.fromkeys(peer.plans, cached)
         peer.transfers[sequence] = Transfer(blocks, offer.num_tokens, self._vocab_size, arrived)
-        return Accept(sequence, cached, self._scheduler.generations(sequence))
+        return Accept(sequence, cached)
 
     def reserve(self, peer: Peer, offer: Offer, admission: Admission, now: float) -> tuple[int, ...]:
         """The blocks of the sequence. Raises BatonError with the reason to refuse it."""

@@ -102,9 +102,6 @@ class DecodeScheduler:
         """Positions of a receiving sequence whose KV is here already."""
         return self._entries[sequence_id].prefix.cached
 
-    def generations(self, sequence_id: SequenceId) -> tuple[int, ...]:
-        return self.blocks.generations(self.block_ids(sequence_id))
-
     def knows(self, sequence_id: SequenceId) -> bool:
         return sequence_id in self._entries
 

@@ -208,7 +208,6 @@ class DecodeWorker:
             raise
         return LinkWelcome(
             self.config.worker_id,
-            self.incarnation,
             self.config.host,
             self.store.port,
             self.store.nonce,

@@ -318,7 +318,6 @@ class HandOver:
             first_logprob=self.first_logprob if last else None,
             cached_tokens=self.cached_tokens if last else 0,
             last=last,
-            resend=self.sends - 1,
         )
 
     def chunk_sent(self, num_bytes: int) -> None:

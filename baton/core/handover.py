@@ -36,7 +36,6 @@ class LinkHello:
 @dataclass(frozen=True, slots=True)
 class LinkWelcome:
     decode_worker: str
-    decode_incarnation: int
     store_host: str
     store_port: int
     store_nonce: str
@@ -81,7 +80,6 @@ class Offer:
 class Accept:
     sequence: SequenceId
     prefix_tokens: int = 0
-    block_generations: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ class Refuse:
 class Chunk:
     """Announces KV of layers [start_layer, end_layer) and tokens [start_token, end_token), `num_bytes` in one
     contiguous buffer. `first_token` is set on the last chunk, with `cached_tokens`, how many tokens before it
-    prefill did not compute, and `first_logprob` where it is asked for. `resend` counts earlier sends.
+    prefill did not compute, and `first_logprob` where it is asked for.
     """
 
     sequence: SequenceId
@@ -110,7 +108,6 @@ class Chunk:
     decode_rank: int = 0
     first_token: int | None = None
     last: bool = False
-    resend: int = 0
     first_logprob: TokenLogprob | None = None
     cached_tokens: int = 0
 

@@ -1,8 +1,7 @@
 from baton.v1 import types_pb2 as _types_pb2
-from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from collections.abc import Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -70,9 +69,8 @@ class LinkHello(_message.Message):
     def __init__(self, prefill_worker: _Optional[str] = ..., prefill_incarnation: _Optional[int] = ..., run_id: _Optional[str] = ..., model_digest: _Optional[str] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., tensor_parallel: _Optional[int] = ..., protocol_version: _Optional[int] = ..., token: _Optional[str] = ..., edge_kind: _Optional[str] = ..., code_version: _Optional[str] = ..., quantize: _Optional[str] = ...) -> None: ...
 
 class LinkWelcome(_message.Message):
-    __slots__ = ("decode_worker", "decode_incarnation", "store_host", "store_port", "tensor_parallel", "layout", "store_nonce", "staging_bytes")
+    __slots__ = ("decode_worker", "store_host", "store_port", "tensor_parallel", "layout", "store_nonce", "staging_bytes")
     DECODE_WORKER_FIELD_NUMBER: _ClassVar[int]
-    DECODE_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STORE_HOST_FIELD_NUMBER: _ClassVar[int]
     STORE_PORT_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
@@ -80,14 +78,13 @@ class LinkWelcome(_message.Message):
     STORE_NONCE_FIELD_NUMBER: _ClassVar[int]
     STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
     decode_worker: str
-    decode_incarnation: int
     store_host: str
     store_port: int
     tensor_parallel: int
     layout: _types_pb2.KVLayout
     store_nonce: str
     staging_bytes: int
-    def __init__(self, decode_worker: _Optional[str] = ..., decode_incarnation: _Optional[int] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., store_nonce: _Optional[str] = ..., staging_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, decode_worker: _Optional[str] = ..., store_host: _Optional[str] = ..., store_port: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., layout: _Optional[_Union[_types_pb2.KVLayout, _Mapping]] = ..., store_nonce: _Optional[str] = ..., staging_bytes: _Optional[int] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ("nonce",)
@@ -130,14 +127,12 @@ class Offer(_message.Message):
     def __init__(self, request: _Optional[_Union[_types_pb2.SequenceRequest, _Mapping]] = ..., handle: _Optional[_Union[_types_pb2.Handle, _Mapping]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Accept(_message.Message):
-    __slots__ = ("sequence", "prefix_tokens", "block_generations")
+    __slots__ = ("sequence", "prefix_tokens")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     sequence: _types_pb2.SequenceId
     prefix_tokens: int
-    block_generations: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., prefix_tokens: _Optional[int] = ..., block_generations: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., prefix_tokens: _Optional[int] = ...) -> None: ...
 
 class Refuse(_message.Message):
     __slots__ = ("sequence", "code", "message")
@@ -150,7 +145,7 @@ class Refuse(_message.Message):
     def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., code: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("sequence", "index", "start_token", "end_token", "start_layer", "end_layer", "num_bytes", "edge_generation", "prefill_rank", "decode_rank", "first_token", "last", "resend", "first_logprob", "cached_tokens")
+    __slots__ = ("sequence", "index", "start_token", "end_token", "start_layer", "end_layer", "num_bytes", "edge_generation", "prefill_rank", "decode_rank", "first_token", "last", "first_logprob", "cached_tokens")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     START_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -163,7 +158,6 @@ class Chunk(_message.Message):
     DECODE_RANK_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
-    RESEND_FIELD_NUMBER: _ClassVar[int]
     FIRST_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequence: _types_pb2.SequenceId
@@ -178,10 +172,9 @@ class Chunk(_message.Message):
     decode_rank: int
     first_token: int
     last: bool
-    resend: int
     first_logprob: _types_pb2.TokenLogprob
     cached_tokens: int
-    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., index: _Optional[int] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ..., start_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., num_bytes: _Optional[int] = ..., edge_generation: _Optional[int] = ..., prefill_rank: _Optional[int] = ..., decode_rank: _Optional[int] = ..., first_token: _Optional[int] = ..., last: _Optional[bool] = ..., resend: _Optional[int] = ..., first_logprob: _Optional[_Union[_types_pb2.TokenLogprob, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, sequence: _Optional[_Union[_types_pb2.SequenceId, _Mapping]] = ..., index: _Optional[int] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ..., start_layer: _Optional[int] = ..., end_layer: _Optional[int] = ..., num_bytes: _Optional[int] = ..., edge_generation: _Optional[int] = ..., prefill_rank: _Optional[int] = ..., decode_rank: _Optional[int] = ..., first_token: _Optional[int] = ..., last: _Optional[bool] = ..., first_logprob: _Optional[_Union[_types_pb2.TokenLogprob, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Posted(_message.Message):
     __slots__ = ("sequence", "index", "edge_generation", "prefill_rank", "decode_rank")

@@ -80,7 +80,3 @@ def test_chunk_identity_tells_request_place_and_time_apart() -> None:
     names = [SequenceId("r2"), SequenceId(""), SequenceId("r", 1), SequenceId("r", 0, 2), SequenceId("r" + "\0" * 8)]
     chunks += [replace(chunk, sequence=name) for name in names]
     assert len({chunk_identity(c) for c in (chunk, *chunks)}) == 1 + len(PLACE) + len(names)
-
-
-def test_chunk_sent_again_keeps_its_identity() -> None:
-    assert chunk_identity(make_chunk(resend=1)) == chunk_identity(make_chunk())

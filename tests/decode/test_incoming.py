@@ -21,7 +21,7 @@ async def test_the_whole_conversation() -> None:
     async with peer() as p:
         assert await p.ask(Ping(3)) == Ping(3)
         accept = await p.ask(p.offer())
-        assert isinstance(accept, Accept) and len(accept.block_generations) == 2
+        assert isinstance(accept, Accept)
         assert await p.open_edge(1) == EdgeReady(0, 0, 1)
         assert await p.send(*p.chunk(0, 5)) == Ack(R, 0)
         assert await p.send(*p.chunk(5, 8)) == Ack(R, 5, complete=True)

@@ -18,7 +18,7 @@ from baton.rpc.streams import LinkLost, MessageStream
 from tests.support.builders import make_layout
 
 HELLO = LinkHello("p0", 1, "run", "m", make_layout(), 1, 1, "0.1.0")
-WELCOME = LinkWelcome("d0", 2, "127.0.0.1", 1, "n", 1, make_layout(), 1 << 20)
+WELCOME = LinkWelcome("d0", "127.0.0.1", 1, "n", 1, make_layout(), 1 << 20)
 
 
 @contextlib.asynccontextmanager
