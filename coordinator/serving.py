@@ -25,12 +25,13 @@ from baton.token_file import read_token
 from coordinator.api_keys import ApiKeys, read_api_keys
 from coordinator.batches.store import BatchStore
 from coordinator.cluster import Cluster
+from coordinator.connections import allow_connections
 from coordinator.control import serve_control
 from coordinator.front_tls import read_front_tls
 from coordinator.garbage import search_when_grown
 from coordinator.grpc.service import PublicServer
 from coordinator.http.app import HttpSettings, create_app
-from coordinator.http.server import HttpServer, allow_connections, bind
+from coordinator.http.server import HttpServer, bind
 from coordinator.metrics import Metrics
 from coordinator.pipeline import Pipeline
 from coordinator.policy.joining import OwnModel

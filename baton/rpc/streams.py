@@ -21,6 +21,8 @@ from baton.rpc.tls import ClusterTls, explained, peer_role
 
 log = logging.getLogger("baton.rpc")
 MAX_MESSAGE_BYTES = 16 << 20
+MAX_CONNECTIONS = 4_096
+"""Of one server; more are closed as they come."""
 CLOSED_BY_PEER = "closed by the peer"
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -41,6 +43,7 @@ SERVER_OPTIONS = [
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.so_reuseport", 0),
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ("grpc.server_handshake_timeout_ms", 5_000),  # a connection that says nothing takes a file descriptor
 ]
 

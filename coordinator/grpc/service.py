@@ -25,6 +25,7 @@ from baton.rpc.streams import SERVER_OPTIONS
 from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2
 from coordinator import off_loop
 from coordinator.api_keys import ApiKeys
+from coordinator.connections import GRPC, connection_limit
 from coordinator.structured_output import Constraint
 from coordinator.submission import Delta, Generator, Submission
 from coordinator.text.chat import ChatMessage
@@ -337,8 +338,9 @@ class PublicServer:
             ("grpc.max_connection_idle_ms", IDLE_CONNECTION_S * 1000),
             ("grpc.max_connection_age_ms", CONNECTION_AGE_S * 1000),
             ("grpc.max_connection_age_grace_ms", CONNECTION_AGE_S * 1000),
+            ("grpc.max_allowed_incoming_connections", round(connection_limit(0) * GRPC)),
         ]
-        options = [o for o in SERVER_OPTIONS if o[0] != "grpc.max_receive_message_length"] + limits
+        options = list({**dict(SERVER_OPTIONS), **dict(limits)}.items())
         self._server = grpc.aio.server(options=options, interceptors=[_KeyCheck(keys)] if keys else None)
         self._generator = generator
         self._health = health.aio.HealthServicer()

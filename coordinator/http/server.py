@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import resource
 import socket
 import ssl
-from collections import Counter
 from collections.abc import Generator
 from functools import partial
 from typing import Any, cast
@@ -28,8 +25,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from baton.core.errors import StartupError, Unavailable
-from baton.process import allow_open_files
 from baton.rpc.status import error_body
+from coordinator.connections import ConnectionLimit
 from coordinator.http.errors import error_response
 from coordinator.http.generation import ABORT, SEND
 
@@ -39,9 +36,6 @@ MAX_PIPELINED = 16
 CLOSE_S = 5.0
 HEAD_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 30
-MAX_CONNECTIONS = 16_384
-ONE_ADDRESS = 0.75  # of them
-RESERVED_FILES = 128  # what the process may open next: sessions of workers, logs
 COUNT_FILES_S = 1.0
 BACKLOG = 1_024
 ACCEPTS_PER_TURN = 16  # so that a burst is refused before it takes the files that are reserved
@@ -52,34 +46,6 @@ _NOT_HTTP: _Refusal = (400, "invalid_http", "this is not an HTTP/1.1 request")
 _HEAD_TOO_LARGE: _Refusal = (431, "headers_too_large", "the head of the request is too large")
 _HEAD_TOO_SLOW: _Refusal = (408, "request_timeout", "the head of the request took too long")
 _FULL: _Refusal = (503, "overloaded", "too many connections")
-
-
-class ConnectionLimit:
-    """How many connections may be open: as many files as the process may have and nothing else has open (connections of
-    gRPC have), MAX_CONNECTIONS at most, and for one address, unless it is loopback, three quarters of that.
-
-    Its state: the open connections of each address, of all, and the limit."""
-
-    def __init__(self) -> None:
-        self._of: Counter[str] = Counter()
-        self._total, self.limit = 0, connection_limit(0)
-
-    def opened(self, address: str) -> bool:
-        """Counts a connection; whether it may stay."""
-        self._of[address] += 1
-        self._total += 1
-        share = self.limit if _is_loopback(address) else max(1, int(self.limit * ONE_ADDRESS))
-        return self._total <= self.limit and self._of[address] <= share
-
-    def closed(self, address: str) -> None:
-        self._total -= 1
-        self._of[address] -= 1
-        if not self._of[address]:
-            del self._of[address]
-
-    def count_files(self) -> None:
-        """Sets the limit anew. With 16,000 open files this takes 50 ms: not for the event loop."""
-        self.limit = connection_limit(max(0, _open_files() - self._total))
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -186,32 +152,6 @@ class GuardedProtocol(HttpToolsProtocol):
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(STATUS_LINE[http] + head.encode() + body)
         self._close()
-
-
-def allow_connections() -> None:
-    """As many open files as MAX_CONNECTIONS needs, where that may be. At the limit every accept fails, which asyncio
-    logs thousands of times a second."""
-    allow_open_files(MAX_CONNECTIONS + RESERVED_FILES)
-
-
-def connection_limit(other_files: int) -> int:
-    """How many connections leave files to open for everything else, of which `other_files` are open."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
-    return max(1, min(MAX_CONNECTIONS, soft - RESERVED_FILES - other_files))
-
-
-def _is_loopback(address: str) -> bool:
-    """A proxy on this host has the connections of all clients."""
-    return address.startswith("127.") or address in ("::1", "")
-
-
-def _open_files() -> int:
-    try:
-        return len(os.listdir("/proc/self/fd"))
-    except OSError:  # not Linux
-        return 0
 
 
 class HttpServer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 from baton.core import errors
 from baton.v1 import serving_pb2 as pb
 from baton.v1 import types_pb2
+from coordinator.grpc import service as grpc_service
 from coordinator.grpc.service import SERVICE
 from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator, say
-from tests.support.grpc_kit import Client
+from tests.support.grpc_kit import Client, served
 
 
 @pytest.mark.parametrize("method", [m.name for m in pb.DESCRIPTOR.services_by_name["Serving"].methods])
@@ -27,6 +29,21 @@ async def test_bytes_that_are_no_message_are_bad_input(
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "the request is not a message of its type: " in (caught.value.details() or "")
     assert not caplog.records
+
+
+async def test_connections_that_say_nothing_leave_files_and_answers_for_others(
+    generator: FakeGenerator, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_service, "connection_limit", lambda other_files: 20)  # five of them gRPC's
+    async with served(generator, text_model) as client:
+        await client.all(text="a")
+        silent = [await asyncio.open_connection("127.0.0.1", client.port) for _ in range(12)]
+        async with asyncio.timeout(10):
+            greeted = [bool(await reader.read(1024)) for reader, _ in silent]  # gRPC begins with its settings
+        assert greeted == [True] * 4 + [False] * 8
+        await client.all(text="a")
+        for _, writer in silent:
+            writer.close()
 
 
 BAD_SAMPLING: list[tuple[str, dict[str, Any]]] = [

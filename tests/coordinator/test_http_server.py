@@ -13,6 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from baton.core.errors import StartupError
+from coordinator import connections as connection_limits
 from coordinator.http import server as http_server
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.http.server import bind
@@ -173,7 +174,7 @@ async def test_connections_are_kept_and_pipelined(app: FastAPI) -> None:
 
 
 async def test_too_many_connections_are_turned_away(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS", 2)
     async with running(app) as server:
         clients = [await RawClient.connect(server) for _ in range(3)]
         status, _, body = await clients[2].answer()
@@ -183,8 +184,8 @@ async def test_too_many_connections_are_turned_away(app: FastAPI, monkeypatch: p
 
 
 def test_one_address_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 8)
-    connections = http_server.ConnectionLimit()
+    monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS", 8)
+    connections = connection_limits.ConnectionLimit()
     assert [connections.opened("10.0.0.1") for _ in range(8)] == [True] * 6 + [False] * 2
     for _ in range(2):
         connections.closed("10.0.0.1")  # they were refused and are closed
@@ -197,20 +198,20 @@ def test_one_address_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_files_that_others_open_leave_fewer_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = http_server.RESERVED_FILES + 20
-    monkeypatch.setattr(http_server.resource, "getrlimit", lambda which: (limit, limit))
-    connections = http_server.ConnectionLimit()
+    limit = connection_limits.RESERVED_FILES + 20
+    monkeypatch.setattr(connection_limits.resource, "getrlimit", lambda which: (limit, limit))
+    connections = connection_limits.ConnectionLimit()
     assert connections.limit == 20 and connections.opened("a") and connections.opened("b")
-    monkeypatch.setattr(http_server, "_open_files", lambda: 20)
+    monkeypatch.setattr(connection_limits, "_open_files", lambda: 20)
     connections.count_files()
     assert connections.limit == 2 and not connections.opened("c")
 
 
 async def test_connections_leave_files_to_open(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the limit of open files every accept would fail and be logged, thousands of times a second."""
-    few = http_server.RESERVED_FILES + 50
-    monkeypatch.setattr(http_server.resource, "getrlimit", lambda which: (few, few))
-    monkeypatch.setattr(http_server, "_open_files", lambda: 48)  # gRPC's connections, say
+    few = connection_limits.RESERVED_FILES + 50
+    monkeypatch.setattr(connection_limits.resource, "getrlimit", lambda which: (few, few))
+    monkeypatch.setattr(connection_limits, "_open_files", lambda: 48)  # gRPC's connections, say
     async with running(app) as server:
         await asyncio.sleep(0.1)  # they are counted
         clients = [await RawClient.connect(server) for _ in range(3)]
@@ -228,9 +229,9 @@ def test_the_limit_of_open_files_is_raised_as_far_as_it_goes(
     soft: int, hard: int, expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(http_server.resource, "getrlimit", lambda which: (soft, hard))
-    monkeypatch.setattr(http_server.resource, "setrlimit", lambda which, limits: asked.append(limits))
-    http_server.allow_connections()
+    monkeypatch.setattr(connection_limits.resource, "getrlimit", lambda which: (soft, hard))
+    monkeypatch.setattr(connection_limits.resource, "setrlimit", lambda which, limits: asked.append(limits))
+    connection_limits.allow_connections()
     assert asked == ([expected] if expected else [])
 
 
@@ -238,7 +239,7 @@ async def test_a_burst_of_connections_does_not_use_up_the_files(
     app: FastAPI, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    monkeypatch.setattr(http_server, "connection_limit", lambda other_files: 3)
+    monkeypatch.setattr(connection_limits, "connection_limit", lambda other_files: 3)
     async with running(app) as server:
         await RawClient.connect(server)
         opened = len(os.listdir("/proc/self/fd"))

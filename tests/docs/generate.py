@@ -19,6 +19,7 @@ from baton.core.config import CoordinatorConfig, WorkerConfig
 from baton.core.sampling_limits import MAX_GRAMMAR_CHARS
 from baton.rpc import status
 from baton.v1 import serving_pb2, types_pb2
+from coordinator import connections as connection_limits
 from coordinator import structured_output, translate
 from coordinator.grpc import service as grpc_service
 from coordinator.http import body as http_body
@@ -135,8 +136,9 @@ LIMITS = (
     ("path and query", f"{http_guard.MAX_TARGET_BYTES:,} bytes"),
     ("characters of a request id", str(http_guard.MAX_ID_CHARS)),
     ("time for a head to arrive", f"{http_server.HEAD_TIMEOUT_S:g} s"),
-    ("HTTP connections", f"{http_server.MAX_CONNECTIONS:,}"),
-    ("of them, from one address that is not loopback", f"{http_server.ONE_ADDRESS:.0%}"),
+    ("HTTP connections", f"{connection_limits.MAX_CONNECTIONS:,}"),
+    ("of them, from one address that is not loopback", f"{connection_limits.ONE_ADDRESS:.0%}"),
+    ("gRPC connections, of all", f"{connection_limits.GRPC:.0%}"),
     ("gRPC streams of a connection", f"{grpc_service.MAX_CONCURRENT_STREAMS:,}"),
     ("time of a request", f"{CoordinatorConfig().request_timeout_s:g} s (`--request-timeout-s` of the coordinator)"),
     (
