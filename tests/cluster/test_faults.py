@@ -19,6 +19,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.client import Client
 from tests.support.fault_cluster import FaultCluster, fault_cluster
 from tests.support.fault_load import BYSTANDER, COUNT, PROMPT, calm, disturbed, expected, start
+from tests.support.limits import Stall
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -77,8 +78,9 @@ async def test_kill_9(running: FaultCluster, client: Client, victim: str, when: 
             await asyncio.wait_for(bystander.decoding.wait(), 60)
         killed = running.signal(victim)
         if when == "during" or (when, victim) == ("between", "prefill-0"):  # seen by who is left, in mid-transfer
-            seen = await running.first(*WITNESS[victim], since=killed)
-            assert seen - killed < KILL_SEEN_S, running.cluster.logs()
+            with Stall() as stall:
+                seen = await running.first(*WITNESS[victim], since=killed)
+            assert seen - killed < stall.allows(KILL_SEEN_S), running.cluster.logs()
         if hold:
             running.release("prefill-0", hold)
         told = await request.end()
@@ -118,10 +120,14 @@ async def test_stopped_for_ten_seconds(running: FaultCluster, client: Client, vi
         stopped = running.signal(victim, signal.SIGSTOP)
         resumed = asyncio.get_running_loop().call_later(STOPPED_S, running.signal, victim, signal.SIGCONT)
         try:
-            await running.until(lambda: running.cluster.workers()[victim]["state"] == "lost", "the end of its lease")
-            assert time.monotonic() - stopped < STOP_SEEN_S
-            if victim == "prefill-0":
-                assert await running.first(*WITNESS[victim], since=stopped) - stopped < STOP_SEEN_S
+            with Stall() as stall:
+                await running.until(
+                    lambda: running.cluster.workers()[victim]["state"] == "lost", "the end of its lease"
+                )
+                seen = time.monotonic()
+                if victim == "prefill-0":
+                    seen = max(seen, await running.first(*WITNESS[victim], since=stopped))
+            assert seen - stopped < stall.allows(STOP_SEEN_S), running.cluster.logs()
             running.release("prefill-0", "hold_send")
             told = await request.end()
             assert (told.error, told.tokens) == ("", answer), running.cluster.logs()
