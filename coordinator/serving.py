@@ -9,8 +9,9 @@ import logging
 import os
 import re
 import signal
-from dataclasses import replace
+import socket
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 from baton.core.cluster_token import check_listening, on_loopback
@@ -73,39 +74,20 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     pipeline = Pipeline(cluster, text.vocabulary, loop_watch, metrics, tracing)
     grammars = GrammarCompiler(model_dir, text.vocab_size)
     translator = Translator(text, deadline_s=config.request_timeout_s, grammars=grammars)
-    max_body_bytes = round(config.max_body_mib * (1 << 20))
-
     apart = bool(keys or front_tls)  # operators need neither keys nor certificates, and no client may ask what they do
-    http_socket = bind(config.host, config.port)
-    settings = HttpSettings(
-        model_name=name,
-        request_timeout_s=config.request_timeout_s,
-        max_body_bytes=max_body_bytes,
-        api_keys=keys,
-        allowed_origins=_origins(config.allowed_origins),
-        routes="api" if apart else "all",
-        local_names_only=not keys and on_loopback(http_socket.getsockname()[0]),
-        max_file_bytes=round(config.max_file_mib * (1 << 20)),
-    )
+    front = bind(config.host, config.port)
+    settings = _settings(config, name, keys, "api" if apart else "all", front)
     store = BatchStore(config.data_dir, round(config.max_data_mib * (1 << 20))) if config.data_dir else None
     app = create_app(pipeline, text, settings, translator, store)
     allow_connections()
-    http = HttpServer(app, http_socket, grace_s=2.0, tls=front_tls.context if front_tls else None)
+    http = HttpServer(app, front, grace_s=2.0, tls=front_tls.context if front_tls else None)
     servers, apps = {"HTTP server": http}, [app]
     if apart:
-        admin_socket = bind(config.control_host, config.admin_port)
-        own = replace(
-            settings,
-            api_keys=ApiKeys(),
-            routes="admin",
-            allowed_origins=(),  # those are for clients with keys; here nobody needs one
-            local_names_only=on_loopback(admin_socket.getsockname()[0]),
-        )
-        apps.append(create_app(pipeline, text, own, translator))
-        servers["admin server"] = HttpServer(apps[-1], admin_socket, grace_s=2.0)
-    public = PublicServer(
-        pipeline, translator, name, max_body_bytes, keys, front_tls.credentials if front_tls else None
-    )
+        admin = bind(config.control_host, config.admin_port)
+        apps.append(create_app(pipeline, text, _settings(config, name, ApiKeys(), "admin", admin), translator))
+        servers["admin server"] = HttpServer(apps[-1], admin, grace_s=2.0)
+    credentials = front_tls.credentials if front_tls else None
+    public = PublicServer(pipeline, translator, name, settings.max_body_bytes, keys, credentials)
     control, control_port = await serve_control(cluster, config.control_host, config.control_port, cluster_tls)
     background: list[asyncio.Task[None]] = []
     try:
@@ -160,6 +142,22 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     failed = [t for t in background if t.done() and not t.cancelled() and t.exception() is not None]
     if failed:
         raise StartupError(f"{failed[0].get_name()} failed: {failed[0].exception()}")
+
+
+def _settings(
+    config: CoordinatorConfig, name: str, keys: ApiKeys, routes: Literal["all", "api", "admin"], sock: socket.socket
+) -> HttpSettings:
+    """Of the server of clients, or of operators, which takes no origins: those are for clients that have keys."""
+    return HttpSettings(
+        model_name=name,
+        request_timeout_s=config.request_timeout_s,
+        max_body_bytes=round(config.max_body_mib * (1 << 20)),
+        api_keys=keys,
+        allowed_origins=() if routes == "admin" else _origins(config.allowed_origins),
+        routes=routes,
+        local_names_only=not keys and on_loopback(sock.getsockname()[0]),
+        max_file_bytes=round(config.max_file_mib * (1 << 20)),
+    )
 
 
 def _warn_of(text: TextModel, config: CoordinatorConfig) -> None:

@@ -287,8 +287,8 @@ FAULTS = (
     ),
     Fault(
         "coordinator/serving.py",
-        "            allowed_origins=(),  # those are for clients with keys; here nobody needs one\n",
-        "",
+        '() if routes == "admin" else _origins(',
+        "_origins(",
         "tests/cluster/test_secured.py",
     ),
     Fault(
