@@ -207,8 +207,8 @@ FAULTS = (
     Fault(REQUESTS, "self.workers.incarnation(over.decode_worker) != taker", "False", T_REQUESTS),
     Fault(
         REQUESTS,
-        "        self._update_servable(now)\n        for r in list",
-        "        for r in list",
+        "        self._update_servable(now)\n        for r in [r",
+        "        for r in [r",
         T_REQUESTS,
     ),
     Fault(REQUESTS, "self._age if first is None else first.age", "self._age", T_REQUESTS),
