@@ -100,13 +100,20 @@ def dns_names(certificate: x509.Certificate) -> list[str]:
     return [*names.get_values_for_type(x509.DNSName), *addresses]
 
 
+def is_authority(certificate: x509.Certificate) -> bool:
+    """Whether it may sign others."""
+    try:
+        return certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except x509.ExtensionNotFound:
+        return False
+
+
 def _issuer(certificate: x509.Certificate, among: Iterable[x509.Certificate]) -> x509.Certificate | None:
     for candidate in among:
         try:
-            if not candidate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca:
-                continue
             certificate.verify_directly_issued_by(candidate)
-        except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
+        except (ValueError, TypeError, InvalidSignature):
             continue
-        return candidate
+        if is_authority(candidate):
+            return candidate
     return None

@@ -25,7 +25,7 @@ def read_front_tls(cert_file: str, key_file: str) -> FrontTls | None:
 
     Raises:
         StartupError: one of the two is missing, cannot be read, or they do not belong together; or the certificate is
-            out of its time.
+            out of its time or for another use.
     """
     if not cert_file and not key_file:
         return None
@@ -36,7 +36,9 @@ def read_front_tls(cert_file: str, key_file: str) -> FrontTls | None:
 
     path = Path(cert_file).expanduser()
     certificate = read_pem(path, CERT_FLAG)
-    certificates.check_time(certificates.load_certificates(certificate, path, CERT_FLAG)[0], path, CERT_FLAG)
+    own = certificates.load_certificates(certificate, path, CERT_FLAG)[0]
+    certificates.check_time(own, path, CERT_FLAG)
+    certificates.check_usages(own, certificates.USAGES["coordinator"], path, CERT_FLAG)
     key = read_pem(Path(key_file).expanduser(), KEY_FLAG, secret=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

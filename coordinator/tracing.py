@@ -8,6 +8,7 @@ what its collector does not take.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from baton.core.errors import StartupError
@@ -23,8 +24,10 @@ class Tracing:
         """`endpoint` is the URL of a collector's HTTP receiver, such as http://127.0.0.1:4318.
 
         Raises:
-            StartupError: the packages of the extra are not installed.
+            StartupError: `endpoint` is none, or the packages of the extra are not installed.
         """
+        if not re.fullmatch(r"https?://[^/\s]+\S*", endpoint):
+            raise StartupError(f"{FLAG} {endpoint[:100]!r} is no URL such as http://127.0.0.1:4318")
         try:
             from opentelemetry import trace
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

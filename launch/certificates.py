@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from baton.certificates import check_key, check_time, dns_names, load_certificates
+from baton.certificates import check_key, check_time, dns_names, is_authority, load_certificates
 from baton.core.errors import StartupError
 from baton.rpc.tls import DOMAIN, ROLES
 from baton.tls_files import CA, read_cluster_tls, read_pem
@@ -58,7 +58,12 @@ def _make(directory: Path, hosts: Sequence[str], days: int, now: datetime.dateti
     if ca_path.exists():
         authority = load_certificates(read_pem(ca_path, _COMMAND), ca_path, _COMMAND)[0]
         check_time(authority, ca_path, _COMMAND)
-        signer = serialization.load_pem_private_key(read_pem(ca_key_path, _COMMAND, secret=True), None)
+        if not is_authority(authority):
+            raise StartupError(f"{ca_path}: the certificate may not sign others (its basic constraints)")
+        try:
+            signer = serialization.load_pem_private_key(read_pem(ca_key_path, _COMMAND, secret=True), None)
+        except (ValueError, TypeError):  # TypeError: it has a password
+            raise StartupError(f"{ca_key_path}: the key cannot be read, or has a password") from None
         if not isinstance(signer, ec.EllipticCurvePrivateKey):
             raise StartupError(f"{ca_key_path}: not a key that `baton certs` has made")
         if signer.public_key() != authority.public_key():

@@ -94,6 +94,8 @@ def explain_command(request_id: str, url: str, as_json: bool) -> int:
     or the id in its answer."""
     from launch.timelines import get_requests, print_request
 
+    if not request_id:
+        raise StartupError("an empty id is no request's")
     rows = get_requests(url, request_id)
     if as_json:
         click.echo(json.dumps(rows, indent=2))

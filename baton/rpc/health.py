@@ -21,8 +21,13 @@ from baton.rpc.ports import open_port
 from baton.rpc.streams import SERVER_OPTIONS
 
 LIVE = "live"
-MAX_CALLS = 64
-"""At a time; a probe that comes then is refused."""
+_OPTIONS = (
+    *SERVER_OPTIONS,
+    ("grpc.max_concurrent_streams", 4),
+    ("grpc.max_connection_age_ms", 10_000),
+    ("grpc.max_connection_age_grace_ms", 1_000),
+)
+"""A call that sends no message ends with its connection, and holds up no other's."""
 
 
 @asynccontextmanager
@@ -35,7 +40,7 @@ async def serving_health(host: str, port: int, ready: Callable[[], bool]) -> Asy
     if not port:
         yield
         return
-    server = grpc.aio.server(options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CALLS)
+    server = grpc.aio.server(options=_OPTIONS)
     health_pb2_grpc.add_HealthServicer_to_server(_Servicer(ready), server)
     open_port(server, host, port, "health", "--health-port")
     await server.start()

@@ -77,7 +77,8 @@ class Guard:
                 raise HttpProblem(
                     403,
                     "host_not_allowed",
-                    "on loopback and without API keys only local names are answered; see --allowed-origins",
+                    "where no API key is asked for, only local names are answered on loopback; for clients, but not for"
+                    " operators, --allowed-origins names others",
                     param="host",
                 )
             if scope["path"] not in OPEN_PATHS and CLIENT not in scope:

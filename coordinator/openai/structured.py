@@ -88,7 +88,8 @@ def constraint_of(
 
 def _of_response_format(wanted: ResponseFormat) -> Constraint | None:
     if (wanted.type == "json_schema") != (wanted.json_schema is not None):
-        what = "response_format.json_schema goes with 'type': 'json_schema', and with no other"
+        goes = "is required with" if wanted.json_schema is None else "goes only with"
+        what = f"response_format.json_schema {goes} 'type': 'json_schema'"
         raise InvalidRequest(what, param="response_format.json_schema")
     if wanted.json_schema is not None:
         schema, lenient = wanted.json_schema.schema_, not wanted.json_schema.strict

@@ -160,6 +160,8 @@ def bench_command(
         load=load,
     )
     targets = [_target(each, model, api_key, timeout_s) for each in (url, against) if each]
+    for path in filter(None, (json_path, markdown_path, html_path)):
+        _check_writable(Path(path))
     settings = _settings(options, targets, "sweep" if sweep else "open loop" if load.is_open else "closed loop")
     report = Report(settings, options.slo)
     if sweep:
@@ -277,6 +279,14 @@ def _sweep(target: Target, options: Options, first: float, report: Report) -> No
             break  # a lower rate is no use where all is refused
         number += 1
     report.best_rate = search.best
+
+
+def _check_writable(path: Path) -> None:
+    """Before the measurement, which would be lost. Raises StartupError."""
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise StartupError(f"the report could not be written: {error}") from None
 
 
 def _write(report: Report, json_path: str | None, markdown_path: str | None, html_path: str | None) -> int:

@@ -213,6 +213,14 @@ def test_texts_of_a_server_are_shown_as_they_are(tmp_path: Path) -> None:
     assert report["settings"]["model"] == "[/x] :smile: \\x1b[31m"
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    with fake_server() as server:
+        flags = ["bench", server.url, "--requests", "1", "--json", str(tmp_path / "no" / "x.json")]
+        result = CliRunner().invoke(baton, flags, standalone_mode=False)
+        assert isinstance(result.exception, StartupError) and "No such file" in result.exception.message
+        assert not server.bodies
+
+
 def test_a_password_in_a_url_is_refused() -> None:
     result = CliRunner().invoke(baton, ["bench", "http://me:sk-secret@127.0.0.1:1"], standalone_mode=False)
     assert isinstance(result.exception, StartupError) and "use --api-key" in result.exception.message

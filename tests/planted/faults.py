@@ -142,7 +142,7 @@ FAULTS = (
         "hashlib.blake2b(packed",
         "tests/core/test_prefix_cache.py",
     ),
-    Fault("baton/rpc/health.py", "options=SERVER_OPTIONS, ", "", "tests/rpc/test_health.py"),
+    Fault("baton/rpc/health.py", "options=_OPTIONS", "", "tests/rpc/test_health.py"),
     # The life of a request.
     Fault(REQUESTS, "if len(r.deaths) >= MAX_DEATHS:", "if len(r.deaths) > MAX_DEATHS:", T_REQUESTS),
     Fault(REQUESTS, "if ran and not drained:", "if ran:", T_REQUESTS),
@@ -297,7 +297,12 @@ FAULTS = (
         "",
         T_TLS,
     ),
-    Fault("baton/certificates.py", "BasicConstraints).value.ca:", "BasicConstraints):", T_TLS),
+    Fault(
+        "baton/certificates.py",
+        "        if is_authority(candidate):\n            return",
+        "        if True:\n            return",
+        T_TLS,
+    ),
     # The schedulers.
     Fault(
         "prefill/scheduler.py",

@@ -167,6 +167,23 @@ def test_a_certificate_for_another_use_or_of_a_leaf_is_refused(made: Path, tmp_p
         read_cluster_tls(str(tmp_path / "d"), "decode")
 
 
+def test_nothing_is_signed_by_what_is_no_authority_or_with_a_locked_key(made: Path, tmp_path: Path) -> None:
+    leaf, locked = tmp_path / "leaf", tmp_path / "locked"
+    for directory in (leaf, locked):
+        directory.mkdir()
+    shutil.copy(made / "decode.pem", leaf / "ca.pem")
+    shutil.copy(made / "decode-key.pem", leaf / "ca-key.pem")
+    with pytest.raises(StartupError, match=r"ca.pem: the certificate may not sign others"):
+        make_certificates(leaf, HOSTS, 1)
+    shutil.copy(made / "ca.pem", locked / "ca.pem")
+    key = serialization.load_pem_private_key((made / "ca-key.pem").read_bytes(), None)
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    (locked / "ca-key.pem").write_bytes(key.private_bytes(pem, pkcs8, serialization.BestAvailableEncryption(b"x")))
+    (locked / "ca-key.pem").chmod(0o600)
+    with pytest.raises(StartupError, match=r"ca-key.pem: the key cannot be read, or has a password"):
+        make_certificates(locked, HOSTS, 1)
+
+
 def test_nothing_is_signed_by_an_expired_authority_or_outlives_it(tmp_path: Path) -> None:
     now = datetime.datetime.now(datetime.UTC)
     make_certificates(tmp_path / "old", HOSTS, 1, now - datetime.timedelta(4000))
