@@ -19,9 +19,9 @@ INTERVAL_S = 1.0
 
 @contextlib.asynccontextmanager
 async def watching_gpus(
-    uuids: Sequence[str], report: Callable[[GpuUsage], None], nvml: ModuleType = pynvml
+    uuids: Sequence[str], report: Callable[[GpuUsage | None], None], nvml: ModuleType = pynvml
 ) -> AsyncIterator[None]:
-    """Reports usage meanwhile, until NVML fails, which the log says."""
+    """Reports usage meanwhile; None once NVML has failed, which the log says."""
     watching = asyncio.create_task(_watch(uuids, report, nvml), name="GPU usage")
     try:
         yield
@@ -29,13 +29,14 @@ async def watching_gpus(
         watching.cancel()
 
 
-async def _watch(uuids: Sequence[str], report: Callable[[GpuUsage], None], nvml: ModuleType) -> None:
+async def _watch(uuids: Sequence[str], report: Callable[[GpuUsage | None], None], nvml: ModuleType) -> None:
     try:
         await asyncio.to_thread(nvml.nvmlInit)
         while True:
             report(await asyncio.to_thread(read_usage, uuids, nvml))
             await asyncio.sleep(INTERVAL_S)
     except nvml.NVMLError as error:
+        report(None)
         log.warning("memory and utilisation of the GPU are not known: NVML: %s", error)
 
 

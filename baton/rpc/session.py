@@ -106,7 +106,7 @@ class WorkerSession:
         if self._connected:
             self._outgoing.put_nowait(events)
 
-    def show_gpu(self, usage: GpuUsage) -> None:
+    def show_gpu(self, usage: GpuUsage | None) -> None:
         """In the next heartbeats."""
         self._gpu = usage
 

@@ -64,11 +64,11 @@ async def test_usage_is_reported_until_nvml_fails(
 ) -> None:
     monkeypatch.setattr("baton.gpu_usage.INTERVAL_S", 0.0)
     nvml: Any = Nvml(fails_at=4)
-    seen: list[GpuUsage] = []
+    seen: list[GpuUsage | None] = []
     async with asyncio.timeout(10), watching_gpus(["GPU-a"], seen.append, nvml):
         while not caplog.records:
             await asyncio.sleep(0.01)
-    assert seen == [GpuUsage(10 * GIB, 80 * GIB, 0.3)] * 3
+    assert seen == [GpuUsage(10 * GIB, 80 * GIB, 0.3)] * 3 + [None]  # an old reading is no use
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
         "memory and utilisation of the GPU are not known: NVML: GPU is lost"
     ]

@@ -292,6 +292,12 @@ FAULTS = (
         "tests/cluster/test_secured.py",
     ),
     Fault(
+        "coordinator/grpc/service.py",
+        '            ("grpc.max_allowed_incoming_connections", round(connection_limit(0) * GRPC)),\n',
+        "",
+        "tests/coordinator/test_grpc_refused.py",
+    ),
+    Fault(
         "baton/tls_files.py",
         "    certificates.check_usages(chain[0], certificates.USAGES[role], own, flag)\n",
         "",
