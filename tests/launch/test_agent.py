@@ -278,3 +278,5 @@ def test_it_loads_no_torch_and_a_lone_rank_opens_no_port(agent: Any) -> None:
     assert "libtorch" not in Path(f"/proc/{made.process.pid}/maps").read_text()
     found = [os.readlink(entry) for entry in Path(f"/proc/{made.process.pid}/fd").iterdir()]
     assert len([f for f in found if f.startswith("socket:")]) == 2  # to wake itself at a signal
+    made.process.terminate()
+    assert made.ends() == 0
