@@ -4,14 +4,15 @@
     python benchmarks/front.py --before DIR           another checkout beside it, by turns
     python benchmarks/front.py --profile FILE         the coordinator's own profile (cProfile) of the last size
 
-A real coordinator serves HTTP; a prefill worker and a decode worker for each 64 streams (16 at most) are stubs that
-speak the real protocol in a process of their own: a prompt takes no time, every stream gets one token a step,
-`--tokens-per-s` in all, and decode workers take their steps in turn. Clients are a third process. What is counted
-between two instants in which all streams run are the tokens that reached clients and the coordinator's processor time
-(schedstat of its threads, by the kernel), which depends little on what else the machine does: `tokens/s per core` is
-their quotient. Where more tokens come than one core can send, readers lag and tokens are sent together. `added latency`
-is the time from a step's post by the stub to the token's arrival at a client that reads one of 16 streams. Writes
-`benchmarks/results/front.md`.
+A real coordinator serves HTTP; a prefill worker and decode workers of `--streams-each` streams (64, the default of
+`--max-running`) are stubs that speak the real protocol in a process of their own: a prompt takes no time, every stream
+gets one token a step, `--tokens-per-s` in all, and decode workers take their steps in turn. Clients are a third
+process. What is counted between two instants in which all streams run are the tokens that reached clients and the
+coordinator's processor time (schedstat of its threads, by the kernel), which depends little on what else the machine
+does: `tokens/s per core` is their quotient. Where more tokens come than one core can send, readers lag and tokens are
+sent together. `added latency` is the time from a step's post by the stub to the token's arrival in the kernel's socket
+of its client (SO_TIMESTAMPNS), of one of 16 streams: how soon the client process then reads is not the coordinator's.
+Writes `benchmarks/results/front.md`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import itertools
 import json
 import os
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -37,12 +40,13 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "benchmarks" / "results" / "front.md"
 STREAMS = (16, 256, 2000, 10000)
 RATES = (10000.0, 40000.0)
-STREAMS_EACH, MOST_DECODERS = 64, 16
+STREAMS_EACH = 64
 MOST_OPENED_UNDER_FULL_LOAD = 256  # to open more takes minutes there
 SAMPLED = 16  # of the streams, for latencies
 WARM_S, MEASURED_S, LAG_S, LIMIT_S = 2.0, 6.0, 1.0, 120.0
 TEXT = " the"  # one token, so that readers can count them
 MAX_TOKENS = 100_000  # and the number of the stream, by which its posts and arrivals are compared
+SO_TIMESTAMPNS = 35  # the option and its control message: a timespec
 
 
 # ---- the workers
@@ -121,7 +125,7 @@ async def stubs(control: str, model: str, step_s: float, decoders: int) -> None:
                 limit = command.request.max_tokens
                 decode[target].running[sequence] = [1, limit]
                 if limit % SAMPLED == 0:
-                    posted[limit] = decode[target].sampled[sequence] = [time.monotonic()]
+                    posted[limit] = decode[target].sampled[sequence] = [time.time()]
 
         def compute(self) -> None:
             """A step."""
@@ -135,7 +139,7 @@ async def stubs(control: str, model: str, step_s: float, decoders: int) -> None:
                     ended.append(SequenceEnded(sequence, "length"))
             for end in ended:
                 del self.running[end.sequence]
-            now = time.monotonic()
+            now = time.time()
             for times in self.sampled.values():
                 times.append(now)
             self.session.post(StepEvents(self.step, tuple(tokens), tuple(ended), load=self.load()))
@@ -167,29 +171,54 @@ async def clients(url: str, streams: int) -> None:
     count = opened = 0
     arrived: dict[int, list[float]] = {}
 
-    async def one(limit: int) -> None:
-        nonlocal count, opened
+    def request(limit: int) -> bytes:
         body = json.dumps({"model": "m", "prompt": [5] * 8, "max_tokens": limit, "stream": True, "ignore_eos": True})
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+        return f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
+
+    async def one(limit: int) -> None:
+        nonlocal count, opened
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
-        times = arrived.setdefault(limit, []) if limit % SAMPLED == 0 else None
+        writer.write(request(limit))
         seen = False
         while data := await reader.read(1 << 16):
-            now = time.monotonic()
             if not seen:
                 seen = True
                 opened += 1
                 if b" 200 " not in data[:40]:
                     raise SystemExit(data[:400].decode())
+            count += data.count(token)
+
+    async def sampled(limit: int) -> None:
+        """One whose arrivals are timed by the kernel."""
+        nonlocal count, opened
+        loop, times, ended = asyncio.get_running_loop(), arrived.setdefault(limit, []), asyncio.Event()
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
+        sock.setblocking(False)
+        await loop.sock_connect(sock, (host, int(port)))
+        await loop.sock_sendall(sock, request(limit))
+
+        def readable() -> None:
+            nonlocal count, opened
+            data, control, _, _ = sock.recvmsg(1 << 16, 64)
+            if not data:
+                ended.set()
+                return
+            if not times:
+                opened += 1
+            seconds, nanoseconds = struct.unpack("qq", control[0][2])
             found = data.count(token)
             count += found
-            if times is not None:
-                times.extend([now] * found)
+            times.extend([seconds + nanoseconds / 1e9] * found)
+
+        loop.add_reader(sock, readable)
+        await ended.wait()
 
     tasks = []
     for number in range(streams):
-        tasks.append(asyncio.create_task(one(MAX_TOKENS + number)))
+        limit = MAX_TOKENS + number
+        tasks.append(asyncio.create_task(one(limit) if limit % SAMPLED else sampled(limit)))
         if number % 10 == 9:
             await asyncio.sleep(0.02)
     while opened < streams:
@@ -201,7 +230,7 @@ async def clients(url: str, streams: int) -> None:
     loop = asyncio.get_running_loop()
     for _ in range(2):
         await loop.run_in_executor(None, sys.stdin.readline)
-        print(json.dumps({"tokens": count, "at": time.monotonic()}), flush=True)
+        print(json.dumps({"tokens": count, "at": time.time()}), flush=True)
     await loop.run_in_executor(None, sys.stdin.readline)
     print(json.dumps(arrived), flush=True)
     os._exit(0)
@@ -242,7 +271,9 @@ def added_latencies(
     return sorted(came - sent for sent, came in pairs if begin <= sent < end)
 
 
-def measure(tree: Path, streams: int, step_ms: float, profile: Path | None = None) -> dict[str, float]:
+def measure(
+    tree: Path, streams: int, streams_each: int, step_ms: float, profile: Path | None = None
+) -> dict[str, float]:
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     own = [sys.executable, __file__, "--tree", str(tree)]
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
@@ -279,7 +310,7 @@ def measure(tree: Path, streams: int, step_ms: float, profile: Path | None = Non
             time.sleep(0.05)
         addresses = json.loads(ready.read_text())
         url = f"http://{addresses['http']}"
-        decoders = min(MOST_DECODERS, -(-streams // STREAMS_EACH))
+        decoders = -(-streams // streams_each)
         stub = start(
             [*own, "--stubs", addresses["control"], model, str(step_ms / 1e3), str(decoders)],
             stdin=subprocess.PIPE,
@@ -332,6 +363,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=list(STREAMS))
     parser.add_argument("--tokens-per-s", type=float, nargs="+", default=list(RATES), help="of all streams together")
+    parser.add_argument("--streams-each", type=int, default=STREAMS_EACH, help="on a decode worker")
     parser.add_argument("--before", type=Path)
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--profile", type=Path)
@@ -362,7 +394,7 @@ def main() -> None:
                 continue
             for _ in range(options.turns):
                 for name, tree in trees.items():
-                    found = measure(tree, streams, streams / rate * 1e3, options.profile)
+                    found = measure(tree, streams, options.streams_each, streams / rate * 1e3, options.profile)
                     line = f"| {streams:,} | {rate:,.0f} | {name} | {found['per_s']:,.0f} | {found['share']:.2f} "
                     line += f"| {found['per_core']:,.0f} | {found['us']:.1f} "
                     line += f"| {found['p50_ms']:.1f}, {found['p99_ms']:.1f} | {found['mib']:.0f} |"

@@ -11,7 +11,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from baton.core.cluster_token import FLAG, check_token
@@ -48,11 +48,17 @@ ToWorker = Welcome | Command | HeartbeatAck
 @dataclass(slots=True, eq=False)
 class InFlight:
     """A request with the reader that waits for it. `changed` is set when there is something to look at, `expired` when
-    the reader's deadline has passed."""
+    the reader's deadline has passed. `push`, while its reader waits, hands new tokens on without waking it, if it can,
+    and says whether it did."""
 
     request: Request
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     expired: bool = False
+    push: Callable[[], bool] | None = None
+
+    def notify(self) -> None:
+        if self.push is None or not self.push():
+            self.changed.set()
 
     def expire(self) -> None:
         self.expired = True
@@ -255,7 +261,7 @@ class Cluster:
             match action:
                 case Notify(name):
                     if (in_flight := self._in_flight.get(name)) is not None:
-                        in_flight.changed.set()
+                        in_flight.notify()
                 case Send(worker, command):
                     self.send(worker, command)
                 case StartPrefill(prefill, request, targets, deadline_at):

@@ -17,21 +17,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 
 from baton.core.errors import DeadlineExceeded
 from baton.core.request import GenerateRequest
 from baton.loop_watch import LoopWatch
+from coordinator.choice import ChoiceReader
 from coordinator.cluster import Cluster, InFlight
 from coordinator.merged import merged
 from coordinator.metrics import Metrics
 from coordinator.policy.quotas import Quotas
 from coordinator.policy.requests import Request, Stage
-from coordinator.policy.timeline import spans
 from coordinator.recent import RecentRequests, Record
-from coordinator.submission import Delta, Submission, Timeline, Usage
+from coordinator.submission import Delta, Sink, Submission
 from coordinator.text.stream import TextStream, Vocabulary
 from coordinator.tracing import Tracing
 
@@ -56,7 +56,7 @@ class Pipeline:
         self._recent = RecentRequests()
         self._quotas = Quotas()
 
-    async def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
+    async def generate(self, submission: Submission, sink: Sink | None = None) -> AsyncGenerator[Delta, None]:
         """Yields deltas; see Generator."""
         observed = self._metrics.request(submission)
         error: BaseException | None = None
@@ -67,7 +67,7 @@ class Pipeline:
             counted = True
             first = self._cluster.admit(_request(submission, 0), submission.n)
             if submission.n == 1:
-                deltas = self._choice(submission, first)
+                deltas = self._choice(submission, first, sink, observed.delta)
             else:
                 deltas = merged([self._choice(submission, first), *self._others(submission, first)])
             async with aclosing(deltas):
@@ -106,33 +106,22 @@ class Pipeline:
 
         return (begin(choice) for choice in range(1, submission.n))
 
-    async def _choice(self, submission: Submission, in_flight: InFlight) -> AsyncGenerator[Delta, None]:
-        request, text, read, reason = in_flight.request, self._text(submission), 0, "the client left"
-        journal = request.journal
+    async def _choice(
+        self,
+        submission: Submission,
+        in_flight: InFlight,
+        sink: Sink | None = None,
+        observe: Callable[[Delta], None] = lambda delta: None,
+    ) -> AsyncGenerator[Delta, None]:
+        request, reason = in_flight.request, "the client left"
+        reader = ChoiceReader(in_flight, self._text(submission), sink, observe)
         # One timer for the whole choice, not one for each wait: waits are as many as steps.
         timer = asyncio.get_running_loop().call_later(request.deadline_at - time.monotonic(), in_flight.expire)
         try:
-            while reason != "done":
-                await self._wait(in_flight, read)
-                if request.error is not None and read == journal.next_index:
-                    raise request.error
-                fresh = tuple(journal.tokens[read:])
-                ends = journal.finish == "stop"
-                piece = text.push(fresh[:-1] if ends else fresh)  # the token that ends a choice is no part of its text
-                tokens = fresh if piece.stopped is None else fresh[: piece.consumed]
-                delta = Delta(
-                    piece.text,
-                    tokens,
-                    logprobs=tuple(journal.logprobs[read : read + len(tokens)]),
-                    prompt_logprobs=None if read else journal.prompt_logprobs,
-                )
-                read += len(tokens)
-                if piece.stopped is not None:
-                    delta, reason = _last(request, delta, read, piece.stopped), "done"
-                elif journal.finish is not None and read == journal.next_index:
-                    delta = delta._replace(text=piece.text + text.finish())
-                    delta, reason = _last(request, delta, read, text.stopped), "done"
-                if reason == "done":
+            while not reader.done:
+                delta = await reader.next()
+                if reader.done:
+                    reason = "done"
                     # Everything is known: free both pools before the client has read the last delta.
                     self._cluster.end(in_flight, "stop string" if isinstance(delta.stop_reason, str) else reason)
                 yield delta
@@ -149,21 +138,6 @@ class Pipeline:
     def _text(self, submission: Submission) -> TextStream:
         s = submission
         return TextStream(self._vocabulary, s.stop, s.sampling.min_tokens, s.shown_token_ids, s.include_stop)
-
-    async def _wait(self, in_flight: InFlight, read: int) -> None:
-        """Until there is something new, or the deadline. The first time also for the prompt's log-probabilities, if
-        asked for: they come from prefill, perhaps after the tokens of decode.
-
-        Raises:
-            DeadlineExceeded: names the stage.
-        """
-        request, journal = in_flight.request, in_flight.request.journal
-        scores = read == 0 and request.request.sampling.prompt_logprobs is not None
-        while request.error is None and (journal.next_index == read or (scores and journal.prompt_logprobs is None)):
-            if in_flight.expired:
-                raise request.late()
-            in_flight.changed.clear()
-            await in_flight.changed.wait()  # `_choice` has it set at the deadline
 
     def requests(self, limit: int) -> list[Record]:
         return self._recent.latest(self._cluster.requests, limit, time.monotonic())
@@ -223,35 +197,6 @@ def _request(submission: Submission, choice: int) -> GenerateRequest:
         tenant=submission.client.tenant,
         priority=submission.priority,
         cache_salt=submission.cache_salt,
-    )
-
-
-def _last(r: Request, delta: Delta, total: int, stopped: str | None) -> Delta:
-    """The last delta of a choice of `total` tokens; `stopped` is the stop string that ended it, if one did."""
-    finish = r.journal.finish if stopped is None else "stop"
-    reason: str | int | None = stopped
-    last = r.journal.tokens[-1]
-    if stopped is None and finish == "stop" and last in r.request.sampling.stop_token_ids:
-        reason = last
-    prompt_tokens = len(r.request.prompt)
-    cached = min(r.cached_tokens, prompt_tokens)
-    usage = Usage(prompt_tokens, completion_tokens=total, cached_tokens=cached, speculation=r.speculation)
-    return delta._replace(finish_reason=finish, stop_reason=reason, usage=usage, timeline=_timeline(r))
-
-
-def _timeline(r: Request) -> Timeline:
-    s = r.all_stamps()
-    return Timeline(
-        queue_s=r.queued_s + s.queue_s,
-        prefill_s=s.prefill_s,
-        reserve_s=s.reserve_s,
-        transfer_s=s.transfer_s,
-        decode_queue_s=s.decode_queue_s,
-        decode_s=s.decode_s,
-        first_token_s=r.first_token_at - r.started_at if r.first_token_at else 0.0,
-        prefill_worker=r.prefill_worker,
-        decode_worker=r.decode_worker,
-        spans=spans(r, time.monotonic()),
     )
 
 

@@ -86,11 +86,25 @@ class Delta(NamedTuple):
     choice: int = 0
 
 
+class Sink(Protocol):
+    """Takes a delta in the callback in which its tokens arrive, without a switch to the task of its reader."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can take one now, without waiting."""
+        ...
+
+    def take(self, delta: Delta) -> None: ...
+
+
 class Generates(Protocol):
-    def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
+    def generate(self, submission: Submission, sink: Sink | None = None) -> AsyncGenerator[Delta, None]:
         """Yields at least one delta per choice, in any order of choices, the last of each with a finish reason. Nothing
         is yielded before the first token, so a front end can still answer with a status code. Between two deltas of a
         choice it waits for more tokens: it cannot keep the event loop for itself.
+
+        Of a submission with one choice, deltas that are neither the first nor the last may go to `sink` while the
+        caller waits for the next one.
 
         Raises:
             BatonError: refused, lost or past its deadline; also in the middle of the stream.

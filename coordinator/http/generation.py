@@ -5,7 +5,8 @@
 The answer runs as a task beside a task that waits for the client to leave; whichever ends first ends the other, so a
 client that goes away closes the generator at once, streaming or not. The generator is asked for its next delta only
 when the socket has taken the one before: a slow reader holds back its own stream and no memory, and is cut off when it
-takes nothing for `send_timeout_s`.
+takes nothing for `send_timeout_s`. While it waits for one, what comes is written at once (`_Stream.take`), without a
+switch to the answer's task.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ from coordinator import off_loop
 from coordinator.http.errors import error_response, note
 from coordinator.merged import merged
 from coordinator.openai.render import server_timing
-from coordinator.submission import Delta, Generates, Submission, Usage
+from coordinator.submission import Delta, Generates, Sink, Submission, Usage
 
 ABORT = "baton.abort"
 SEND = "baton.send"
 """The server's own `send`. What stands between it and an answer looks only at how the answer starts."""
+WRITER = "baton.writer"
+"""The server's BodyWriter for this answer, where it has one."""
 SLICE_BYTES = 256 * 1024
 _NOT_SHOWN = Usage(0, 0)
 _SSE_HEADERS = {
@@ -78,7 +81,7 @@ class EchoOnly:
     def __init__(self, generator: Generates) -> None:
         self._generator = generator
 
-    async def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
+    async def generate(self, submission: Submission, sink: Sink | None = None) -> AsyncGenerator[Delta, None]:
         async with aclosing(self._generator.generate(submission)) as deltas:
             async for delta in deltas:
                 usage = None if delta.usage is None else replace(delta.usage, completion_tokens=0)
@@ -116,6 +119,34 @@ class _Counted:
         return Usage(sum(self._prompts), self._completion.total(), self._cached, self._speculation)
 
 
+class BodyWriter(Protocol):
+    """Writes parts of a body that has begun, past everything between the server and its answer."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the client has taken enough of what was written before."""
+        ...
+
+    def write(self, body: bytes) -> None: ...
+
+
+class _Stream:
+    """The sink of a stream of one choice: its events go straight to the connection once the answer has begun."""
+
+    def __init__(self, render: Renderer, counted: _Counted, writer: BodyWriter) -> None:
+        self._render, self._counted, self._writer = render, counted, writer
+
+    @property
+    def ready(self) -> bool:
+        return self._writer.ready
+
+    def take(self, delta: Delta) -> None:
+        render, counted = self._render, self._counted
+        counted.add(delta)
+        if render.tells(delta):
+            self._writer.write(render.text(delta, counted.usage if render.continuous_usage else _NOT_SHOWN))
+
+
 class GenerationResponse(Response):
     """Runs `submissions`, one for each prompt, when it is sent. They have equally many choices; those of the second
     prompt are numbered behind those of the first."""
@@ -135,6 +166,7 @@ class GenerationResponse(Response):
         self._render = render
         self._stream = stream
         self._send_timeout_s = send_timeout_s
+        self._counted = _Counted(submissions)
         self._writing_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -167,7 +199,7 @@ class GenerationResponse(Response):
         return self._writing_since + self._send_timeout_s - asyncio.get_running_loop().time()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        deltas = self._deltas()
+        deltas = self._deltas(scope)
         try:
             try:
                 delta = await self._next(deltas)
@@ -181,9 +213,11 @@ class GenerationResponse(Response):
         finally:
             await deltas.aclose()
 
-    def _deltas(self) -> AsyncGenerator[Delta, None]:
+    def _deltas(self, scope: Scope) -> AsyncGenerator[Delta, None]:
         if len(self._submissions) == 1:
-            return self._generator.generate(self._submissions[0])
+            writer = scope.get(WRITER) if self._stream else None
+            sink = None if writer is None else _Stream(self._render, self._counted, writer)
+            return self._generator.generate(self._submissions[0], sink)
         return merged([self._numbered(number) for number in range(len(self._submissions))])
 
     async def _numbered(self, number: int) -> AsyncGenerator[Delta, None]:
@@ -194,7 +228,7 @@ class GenerationResponse(Response):
 
     async def _whole(self, delta: Delta, deltas: AsyncGenerator[Delta, None]) -> Response:
         parts = [delta]
-        counted = _Counted(self._submissions)
+        counted = self._counted
         while counted.add(parts[-1]):
             parts.append(await self._next(deltas))
         of_choice: list[list[Delta]] = [[] for _ in range(self._submissions[0].n * len(self._submissions))]
@@ -224,7 +258,7 @@ class GenerationResponse(Response):
         headers = [(name.encode(), value.encode()) for name, value in _SSE_HEADERS.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         send = scope.get(SEND, send)
-        counted, render, opened = _Counted(self._submissions), self._render, set[int]()
+        counted, render, opened = self._counted, self._render, set[int]()
         body, more = b"", True
         try:
             while more:

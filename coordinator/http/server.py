@@ -28,7 +28,7 @@ from baton.core.errors import StartupError, Unavailable
 from baton.rpc.status import error_body
 from coordinator.connections import ConnectionLimit
 from coordinator.http.errors import error_response
-from coordinator.http.generation import ABORT, SEND
+from coordinator.http.generation import ABORT, SEND, WRITER
 
 MAX_UNFINISHED_HEAD_BYTES = 25 * 1024  # more than `guard` takes of a whole head
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
@@ -107,7 +107,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.abort()
         elif len(self._cycles) > 1:
             self.flow.resume_reading()  # else nobody would see the client leave
-        cast(dict[str, Any], self.scope)[ABORT] = self.transport.abort
+        cast(dict[str, Any], self.scope).update({ABORT: self.transport.abort, WRITER: _ChunkWriter(self.cycle)})
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -152,6 +152,22 @@ class GuardedProtocol(HttpToolsProtocol):
             head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
             self.transport.write(STATUS_LINE[http] + head.encode() + body)
         self._close()
+
+
+class _ChunkWriter:
+    """coordinator.http.generation.BodyWriter: a chunk of a chunked body, as the cycle's own `send` writes it."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def ready(self) -> bool:
+        cycle = self._cycle
+        gone = cycle.disconnected or cycle.response_complete or cycle.transport.is_closing()
+        return bool(cycle.chunked_encoding) and not gone and not cycle.flow.write_paused
+
+    def write(self, body: bytes) -> None:
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class HttpServer:

@@ -64,8 +64,8 @@ class Placement:
 class _Active:
     """`prefill` is None once it is no longer needed: the KV has been handed over, or the worker is gone. `to_compute`
     tokens were expected to be computed there. While it is `arriving`, its decode worker may not count its blocks.
-    `produced` tokens of it are known; `blocks` hold it with these, and `growth` more are expected to, as its decode
-    worker counts."""
+    `produced` tokens of it are known; more than `room` need another block of its decode worker, and `growth` more
+    blocks are expected to be needed."""
 
     ticket: Ticket
     prefill: str | None
@@ -74,7 +74,7 @@ class _Active:
     prefilling: bool = True
     arriving: bool = True
     produced: int = 0
-    blocks: int = 0
+    room: int = 0
     growth: int = 0
 
 
@@ -242,8 +242,7 @@ class Dispatcher:
         if active is None:
             return
         active.produced = tokens
-        worker = self._workers.get(active.decode or "")
-        if worker is not None and _blocks(worker, active.ticket.prefill_tokens + tokens) != active.blocks:
+        if tokens > active.room and (worker := self._workers.get(active.decode or "")) is not None:
             self._expect_growth(active, worker)
 
     def finish(self, name: ChoiceId) -> None:
@@ -347,8 +346,8 @@ class Dispatcher:
         """Blocks that a sequence on its decode worker, or on its way there, is expected to need beyond those of its
         prompt and of its output so far. It is computed anew when the sequence has taken one of them."""
         ticket = active.ticket
-        active.blocks = _blocks(worker, ticket.prefill_tokens + active.produced)
         before, size = active.growth, worker.block_size
+        active.room = _blocks(worker, ticket.prefill_tokens + active.produced) * size - ticket.prefill_tokens
         active.growth = self.expectation.growth(ticket.prefill_tokens, ticket.total_tokens, active.produced, size)
         worker.count(growth=active.growth - before)
 

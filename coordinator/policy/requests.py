@@ -189,9 +189,11 @@ class Request:
     speculation: SpeculationCounters | None = None
     earlier_speculation: SpeculationCounters | None = None
     name: ChoiceId = field(init=False)
+    notify: Notify = field(init=False)  # made once: it is needed for every token
 
     def __post_init__(self) -> None:
         self.name = self.journal.request.choice_id
+        self.notify = Notify(self.name)
         self.history.append(Entered(self.stage, self.started_at))
 
     @property
@@ -241,7 +243,7 @@ class Requests:
         self.rescheduled = 0
         self.reassigned = 0
         self._hold_s = hold_s
-        self._requests: dict[ChoiceId, Request] = {}
+        self._requests: dict[tuple[str, int], Request] = {}  # by ChoiceId
         self._waiting: dict[ChoiceId, Request] = {}
         self._attempt = 0
         self._age = 0
@@ -306,7 +308,7 @@ class Requests:
         actions: list[Action] = []
         queued = self.dispatcher.num_queued
         for token in events.tokens:
-            actions += self._on_tokens(worker, token, now)
+            self._on_tokens(worker, token, now, actions)
         for over in events.handed_over:
             actions += self._on_handed_over(worker, over, now)
         for parked in events.parked:
@@ -393,27 +395,30 @@ class Requests:
 
     # Events, one by one.
 
-    def _on_tokens(self, worker: str, event: TokenEvent, now: float) -> list[Action]:
+    def _on_tokens(self, worker: str, event: TokenEvent, now: float, actions: list[Action]) -> None:
+        """The one event that comes for every sequence in every step: it adds its actions to those of the step."""
         r = self._find(event.sequence)
         if r is None or r.ended:
-            return self._stale(worker, event.sequence)
+            actions += self._stale(worker, event.sequence)
+            return
+        journal = r.journal
         if event.stamps is not None:
             _add_stamps(r, event.stamps)
-        if not r.request.output:
+        if event.cached_tokens and not journal.request.output:
             r.cached_tokens = max(r.cached_tokens, event.cached_tokens)
         try:
-            verdict = r.journal.accept(
+            verdict = journal.accept(
                 event.sequence.attempt, event.first_index, event.tokens, event.logprobs, event.prompt_logprobs
             )
         except InvariantError as e:
-            return self._fail(r, e, now)
-        actions: list[Action] = []
+            actions += self._fail(r, e, now)
+            return
         if isinstance(verdict, Appended):
             r.first_token_at = r.first_token_at or now
         if isinstance(verdict, Appended) or event.prompt_logprobs:
-            actions.append(Notify(r.name))
+            actions.append(r.notify)
         was_parked = r.stage is Stage.PARKED
-        self.dispatcher.produced(r.name, r.journal.next_index - len(r.request.output))
+        self.dispatcher.produced(r.name, len(journal.tokens) - len(journal.request.output))
         if worker == r.prefill_worker:
             self.dispatcher.prefilled(r.name)
             if r.stage is Stage.PREFILL:
@@ -423,14 +428,13 @@ class Requests:
                 before = r.earlier_speculation
                 r.speculation = event.speculation if before is None else before + event.speculation
             self._decoding(r, worker, now)
-        if r.journal.finish is not None:
+        if journal.finish is not None:
             if not self._awaits_prompt_logprobs(r):  # which come from prefill, perhaps later than decode's last token
                 actions += self._end(r, "its answer is complete" if was_parked else "", now)
         elif r.stage is Stage.PARKED:
             actions += self._assign(r, now)
         elif was_parked:
             actions += self._reschedule(r, _LOST_ACK, now)
-        return actions
 
     def _on_handed_over(self, worker: str, over: HandedOver, now: float) -> list[Action]:
         r = self._find(over.sequence)
@@ -446,7 +450,7 @@ class Requests:
         if self.workers.incarnation(over.decode_worker) != taker:
             r.deaths.append(f"{over.decode_worker} (lost as it took the KV)")
             return self._reschedule(r, f"{over.decode_worker} was lost as it took the KV", now)
-        return [Notify(r.name)]
+        return [r.notify]
 
     def _decoding(self, r: Request, worker: str, now: float) -> None:
         """A decode worker has all KV, whoever said so first."""
@@ -511,7 +515,7 @@ class Requests:
 
     def _find(self, sequence: SequenceId) -> Request | None:
         """The request that a worker's event is about, unless the event is of an attempt that is over."""
-        r = self._requests.get(sequence.choice_id)
+        r = self._requests.get(sequence[:2])
         return None if r is None or r.journal.attempt != sequence.attempt or r.stage is Stage.QUEUED else r
 
     def _stale(self, worker: str, sequence: SequenceId) -> list[Action]:
@@ -594,7 +598,7 @@ class Requests:
         if r.ended:
             return []
         r.error = error
-        return [*self._end(r, error.code, now), Notify(r.name)]
+        return [*self._end(r, error.code, now), r.notify]
 
     def _end(self, r: Request, reason: str, now: float) -> list[Action]:
         """Both pools are told, and what the request held is free: now, however slowly its client reads. Without a

@@ -19,8 +19,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tokenizers import Tokenizer
 
@@ -95,8 +94,7 @@ class Vocabulary:
         return _ByteLevel(self) if self.byte_level else _Grouped(self)
 
 
-@dataclass(frozen=True, slots=True)
-class TextPiece:
+class TextPiece(NamedTuple):
     """`stopped` is the stop string that ended the text; `consumed` counts the ids of this push up to the one that
     completed it, all of them otherwise."""
 

@@ -24,7 +24,7 @@ from coordinator.batches import store as batch_store
 from coordinator.batches.store import BatchStore, Line
 from coordinator.http import batches as http_batches
 from coordinator.http.app import HttpSettings, create_app
-from coordinator.submission import Delta, Submission, Timeline, Usage
+from coordinator.submission import Delta, Sink, Submission, Timeline, Usage
 from coordinator.text.model import TextModel
 from tests.coordinator.test_api_keys import KEY, OTHER, key_file
 from tests.support.fake_generator import FakeGenerator
@@ -43,7 +43,7 @@ class Echo(FakeGenerator):
         self.refusals, self.answers = 0, 10**6
         self.running = self.most_running = 0
 
-    async def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
+    async def generate(self, submission: Submission, sink: Sink | None = None) -> AsyncGenerator[Delta, None]:
         self.submissions.append(submission)
         self._note()
         if self.refusals:

@@ -16,7 +16,7 @@ from baton.core.errors import InvalidRequest, Unavailable
 from baton.core.request import TokenLogprob
 from coordinator import translate
 from coordinator.http.app import HttpSettings, create_app
-from coordinator.submission import Delta, Submission, Timeline, Usage
+from coordinator.submission import Delta, Sink, Submission, Timeline, Usage
 from coordinator.text.model import TextModel
 from coordinator.translate import Options
 from tests.support.fake_generator import FakeGenerator
@@ -30,7 +30,7 @@ class Echoing(FakeGenerator):
         super().__init__()
         self.refuse = refuse
 
-    async def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
+    async def generate(self, submission: Submission, sink: Sink | None = None) -> AsyncGenerator[Delta, None]:
         self.submissions.append(submission)
         if len(self.submissions) - 1 == self.refuse:
             raise Unavailable("full", retry_after_s=1)

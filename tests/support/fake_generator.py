@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from baton.core.request import FinishReason
 from coordinator.recent import Record
-from coordinator.submission import Delta, Submission, Timeline, Usage
+from coordinator.submission import Delta, Sink, Submission, Timeline, Usage
 
 Step = Delta | BaseException | float | asyncio.Event
 
@@ -44,7 +44,7 @@ class FakeGenerator:
         self.statuses: list[int] = []
         self.records: list[Record] = []
 
-    async def generate(self, submission: Submission) -> AsyncGenerator[Delta, None]:
+    async def generate(self, submission: Submission, sink: Sink | None = None) -> AsyncGenerator[Delta, None]:
         self.submissions.append(submission)
         self._note()
         try:

@@ -1,0 +1,141 @@
+"""What the reader of one choice gets: new tokens of its journal as deltas of text, cut at a stop string.
+
+Most tokens go to a sink in the callback in which they arrive. The reader's task is woken for the rest: the first delta,
+the last one, an error, and whatever comes while the sink is not ready.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from coordinator.cluster import InFlight
+from coordinator.policy.requests import Request
+from coordinator.policy.timeline import spans
+from coordinator.submission import Delta, Sink, Timeline, Usage
+from coordinator.text.stream import TextStream
+
+MAX_PUSHED_TOKENS = 64
+"""More at once are not put together in the callback of a worker's message."""
+
+
+class ChoiceReader:
+    """Complete state: how many tokens have been read, the text they make, whether the last delta was taken, and the
+    delta or error of a push that the reader's task has to pass on. `observe` sees what goes to the sink."""
+
+    def __init__(
+        self,
+        in_flight: InFlight,
+        text: TextStream,
+        sink: Sink | None = None,
+        observe: Callable[[Delta], None] = lambda delta: None,
+    ) -> None:
+        self._in_flight, self._text = in_flight, text
+        self._sink, self._observe = sink, observe
+        self._read = 0
+        self._left: Delta | Exception | None = None
+        self.done = False
+
+    async def next(self) -> Delta:
+        """The next delta that no sink has taken.
+
+        Raises:
+            DeadlineExceeded: names the stage.
+            BatonError: what ended the request.
+        """
+        in_flight, request = self._in_flight, self._in_flight.request
+        while self._left is None and request.error is None and not self._has_more():
+            if in_flight.expired:
+                raise request.late()
+            in_flight.changed.clear()
+            in_flight.push = self._push if self._sink is not None else None
+            try:
+                await in_flight.changed.wait()  # the caller has it set at the deadline
+            finally:
+                in_flight.push = None
+        left, self._left = self._left, None
+        if isinstance(left, Exception):
+            raise left
+        if left is not None:
+            return left
+        if request.error is not None and self._read == request.journal.next_index:
+            raise request.error
+        return self._take()
+
+    def _has_more(self) -> bool:
+        """The first time also the prompt's log-probabilities, if asked for: they come from prefill, perhaps after the
+        tokens of decode."""
+        journal = self._in_flight.request.journal
+        if journal.next_index == self._read:
+            return False
+        return (
+            bool(self._read) or journal.request.sampling.prompt_logprobs is None or journal.prompt_logprobs is not None
+        )
+
+    def _push(self) -> bool:
+        """Hands what is new to the sink. False: there is something for the reader's task."""
+        request, sink = self._in_flight.request, self._sink
+        journal = request.journal
+        fresh = len(journal.tokens) - self._read
+        middle = self._read and journal.finish is None and request.error is None and self._left is None
+        if sink is None or not middle or not 0 < fresh <= MAX_PUSHED_TOKENS or not sink.ready:
+            return False
+        try:
+            delta = self._take()
+            if self.done:
+                self._left = delta
+                return False
+            self._observe(delta)
+            sink.take(delta)
+        except Exception as error:  # this reader's, and not that of the worker whose message came
+            self._left = error
+            return False
+        return True
+
+    def _take(self) -> Delta:
+        """What is new, as a delta."""
+        request, journal, text, read = self._in_flight.request, self._in_flight.request.journal, self._text, self._read
+        fresh = tuple(journal.tokens[read:])
+        ends = journal.finish == "stop"
+        piece = text.push(fresh[:-1] if ends else fresh)  # the token that ends a choice is no part of its text
+        tokens = fresh if piece.stopped is None else fresh[: piece.consumed]
+        logprobs = tuple(journal.logprobs[read : read + len(tokens)]) if journal.logprobs else ()
+        delta = Delta(piece.text, tokens, logprobs=logprobs, prompt_logprobs=None if read else journal.prompt_logprobs)
+        self._read += len(tokens)
+        if piece.stopped is not None:
+            self.done = True
+            return _last(request, delta, self._read, piece.stopped)
+        if journal.finish is not None and self._read == journal.next_index:
+            self.done = True
+            delta = delta._replace(text=piece.text + text.finish())
+            return _last(request, delta, self._read, text.stopped)
+        return delta
+
+
+def _last(r: Request, delta: Delta, total: int, stopped: str | None) -> Delta:
+    """The last delta of a choice of `total` tokens; `stopped` is the stop string that ended it, if one did."""
+    finish = r.journal.finish if stopped is None else "stop"
+    reason: str | int | None = stopped
+    last = r.journal.tokens[-1]
+    if stopped is None and finish == "stop" and last in r.request.sampling.stop_token_ids:
+        reason = last
+    prompt_tokens = len(r.request.prompt)
+    cached = min(r.cached_tokens, prompt_tokens)
+    usage = Usage(prompt_tokens, completion_tokens=total, cached_tokens=cached, speculation=r.speculation)
+    return delta._replace(finish_reason=finish, stop_reason=reason, usage=usage, timeline=_timeline(r))
+
+
+def _timeline(r: Request) -> Timeline:
+    s = r.all_stamps()
+    return Timeline(
+        queue_s=r.queued_s + s.queue_s,
+        prefill_s=s.prefill_s,
+        reserve_s=s.reserve_s,
+        transfer_s=s.transfer_s,
+        decode_queue_s=s.decode_queue_s,
+        decode_s=s.decode_s,
+        first_token_s=r.first_token_at - r.started_at if r.first_token_at else 0.0,
+        prefill_worker=r.prefill_worker,
+        decode_worker=r.decode_worker,
+        spans=spans(r, time.monotonic()),
+    )
