@@ -3,13 +3,14 @@
     python benchmarks/bad_clients.py                  10 minutes
     python benchmarks/bad_clients.py --seconds 20     to look
 
-`baton up` serves the built-in model to four streams, first alone and then beside a process of bad clients, each kind
-again and again: heads and bodies that never end or drip, answers and streams that nobody reads, pipelined requests of a
-client that leaves, connections kept with bare line breaks, bytes that are no HTTP and no HTTP/2, silent connections to
-every port, bodies, heads, lists and messages that are too large, joins of strangers. How each attempt ended is
-counted. When the bad clients are gone, requests, tasks, open files and KV blocks must be back where they were, and
-memory within `MEMORY_MIB` of where it was after a first round. Writes `benchmarks/results/bad-clients.md`; exits with 1
-where something was left or a good stream failed.
+`baton up` serves the built-in model to four streams, in rounds: alone, beside clients that ask for the same tokens as
+the bad ones and read them, and beside a process of bad clients, each kind again and again: heads and bodies that never
+end or drip, answers and streams that nobody reads, pipelined requests of a client that leaves, connections kept with
+bare line breaks, bytes that are no HTTP and no HTTP/2, silent connections to every port, bodies, heads, lists and
+messages that are too large, joins of strangers. How each attempt ended is counted. When the bad clients are gone,
+requests, tasks, open files and KV blocks must be back where they were, and memory within `MEMORY_MIB` of where it was
+after a first round. Writes `benchmarks/results/bad-clients.md`; exits with 1 where something was left or a good stream
+failed.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import grpc
@@ -47,7 +49,7 @@ from launch.bench.load import Lengths, Load
 from launch.bench.stats import percentile
 
 STREAMS, PROMPT, OUTPUT = 4, 64, 128
-CALM_S, WARM_UP_S, GONE_S = 15.0, 6.0, 8.0
+ROUND_S, CALM_S, WARM_UP_S, GONE_S = 60.0, 15.0, 6.0, 8.0
 PATIENCE_S, CLOSING_S = 45.0, 8.0  # longer than any limit of the server
 MEMORY_MIB, FILES = 48.0, 4
 GROW_ONCE = ("open files", "resident MiB")
@@ -190,6 +192,31 @@ async def joins(ports: Ports) -> str:
         return "taken in"
 
 
+UNREAD: dict[str, dict[str, Any]] = {
+    "a stream that nobody reads": {"stream": True, "max_tokens": 1500, "logprobs": 5},
+    "an answer that nobody reads": {"n": 4, "max_tokens": 300, "logprobs": 20},
+}
+LEFT: dict[str, Any] = {"stream": True, "max_tokens": 3900, "ignore_eos": True}
+PIPELINED: dict[str, Any] = {"max_tokens": 30}
+
+
+def readers(ports: Ports) -> dict[str, Callable[[], Awaitable[str]]]:
+    """Clients that ask for the tokens that bad ones make the cluster generate, as often as they, and read them."""
+
+    async def reads(pause_s: float, *requests: bytes) -> str:
+        for request in requests:
+            await says(ports.http, request)
+        await asyncio.sleep(pause_s)
+        return "read"
+
+    pause_s = PATIENCE_S - 5.0
+    found = {name: lambda f=fields: reads(pause_s, post(ignore_eos=True, **f)) for name, fields in UNREAD.items()}
+    found["a call that nobody reads"] = lambda: reads(pause_s, post(**LEFT | {"max_tokens": 1500}))
+    found["leaves its stream"] = lambda: reads(0.0, post(**LEFT | {"max_tokens": 1}))
+    found["leaves what it pipelined"] = lambda: reads(0.0, post(**PIPELINED))
+    return found
+
+
 def kinds(ports: Ports) -> dict[str, Callable[[], Awaitable[str]]]:
     generate = serving_pb2.GenerateRequest
     endless = generate(text="def f(x):", max_tokens=1500, sampling=types_pb2.SamplingParams(ignore_eos=True))
@@ -202,11 +229,10 @@ def kinds(ports: Ports) -> dict[str, Callable[[], Awaitable[str]]]:
         "a body that stops": lambda: says(ports.http, head(MIB) + b"{" * 1000),
         "a body that drips": lambda: dripping(ports.http, head(MIB), b" ", 0.5),
         "line breaks for ever": lambda: dripping(ports.http, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", b"\r\n", 1.0),
-        "a stream that nobody reads": lambda: unread(ports, stream=True, max_tokens=1500, logprobs=5),
-        "an answer that nobody reads": lambda: unread(ports, n=4, max_tokens=300, logprobs=20),
-        "leaves its stream": lambda: leaves(ports, post(stream=True, max_tokens=3900, ignore_eos=True)),
+        **{name: lambda f=fields: unread(ports, **f) for name, fields in UNREAD.items()},
+        "leaves its stream": lambda: leaves(ports, post(**LEFT)),
         "leaves what it pipelined": lambda: leaves(
-            ports, *[post(max_tokens=30).replace(b"connection: close\r\n", b"")] * 8
+            ports, *[post(**PIPELINED).replace(b"connection: close\r\n", b"")] * 8
         ),
         "no HTTP": lambda: says(ports.http, noise),
         "a body over its limit": lambda: says(ports.http, head(64 * MIB)),
@@ -223,7 +249,7 @@ def kinds(ports: Ports) -> dict[str, Callable[[], Awaitable[str]]]:
     }
 
 
-async def attack(ports: Ports) -> None:
+async def attack(attempts: dict[str, Callable[[], Awaitable[str]]]) -> None:
     """Until killed; every attempt's end is a line of output."""
 
     async def again(name: str, attempt: Callable[[], Awaitable[str]]) -> None:
@@ -235,7 +261,7 @@ async def attack(ports: Ports) -> None:
             print(json.dumps([name, ended]), flush=True)
             await asyncio.sleep(1.0)
 
-    await asyncio.gather(*(again(name, attempt) for name, attempt in kinds(ports).items()))
+    await asyncio.gather(*(again(name, attempt) for name, attempt in attempts.items()))
 
 
 # ---- the good ones, and what is measured
@@ -243,20 +269,22 @@ async def attack(ports: Ports) -> None:
 
 @dataclass
 class Found:
-    """What a run found. `left` names everything that was not back where it was."""
+    """What a run found: gaps in seconds, a list for each round. `left` names everything that was not back where it
+    was."""
 
-    calm: list[float] = field(default_factory=list)
-    beside: list[float] = field(default_factory=list)
+    calm: list[list[float]] = field(default_factory=list)
+    asked: list[list[float]] = field(default_factory=list)
+    beside: list[list[float]] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     ended: dict[str, Counter[str]] = field(default_factory=dict)
     before: dict[str, float] = field(default_factory=dict)
     after: dict[str, float] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
 
-    @property
-    def ratio(self) -> float:
-        """ITL p99 beside the bad clients / alone."""
-        return percentile(sorted(self.beside), 99) / percentile(sorted(self.calm), 99)
+    def ratios(self, other: list[list[float]]) -> list[float]:
+        """ITL p99 beside the bad clients / in `other`, of each round."""
+        pairs = zip(self.beside, other, strict=True)
+        return sorted(percentile(sorted(bad), 99) / percentile(sorted(gaps), 99) for bad, gaps in pairs)
 
 
 async def good_streams(url: str, seconds: float, seed: int, failed: list[str]) -> list[float]:
@@ -311,19 +339,25 @@ def compare(before: dict[str, float], after: dict[str, float]) -> list[str]:
     ]
 
 
+def idle_class() -> None:
+    """This process runs when no other wants the processor: clients are on other machines in earnest, and what they
+    compute themselves is not to be measured."""
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+
+
 @contextlib.contextmanager
-def attackers(ports: Ports, ended: dict[str, Counter[str]]) -> Any:
-    """A process of bad clients, behind the good ones where a processor is short."""
-    command = [sys.executable, __file__, "--attack", json.dumps([ports.http, ports.grpc, ports.control])]
+def others(what: str, ports: Ports, ended: dict[str, Counter[str]]) -> Any:
+    """A process of other clients, `kinds` or `readers`."""
+    command = [sys.executable, __file__, f"--{what}", json.dumps([ports.http, ports.grpc, ports.control])]
     with tempfile.TemporaryFile("w+") as lines:
-        process = subprocess.Popen(["nice", "-n", "10", *command], stdout=lines, cwd=ROOT)
+        process = subprocess.Popen(command, stdout=lines, cwd=ROOT, preexec_fn=idle_class)
         try:
             deadline = time.monotonic() + PATIENCE_S
             while not os.fstat(lines.fileno()).st_size and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.05)  # it loads its libraries
             yield
             if process.poll() is not None:
-                raise SystemExit(f"the bad clients ended with {process.returncode}")
+                raise SystemExit(f"{what}: the process ended with {process.returncode}")
         finally:
             process.kill()
             process.wait()
@@ -360,13 +394,20 @@ def run(seconds: float, directory: Path) -> Found:
             found = Found()
             asyncio.run(good_streams(url, 3.0, 1, found.failed))
             found.before, _ = until_back(url, coordinator, grown(state(url, coordinator)) | {"requests": 0})
-            with attackers(ports, {}):
+            with others("kinds", ports, {}):
                 time.sleep(max(WARM_UP_S, min(seconds / 10, 60.0)))
             after, _ = until_back(url, coordinator, grown(found.before))
             found.before |= {name: after[name] for name in GROW_ONCE}
-            found.calm = asyncio.run(good_streams(url, min(CALM_S, seconds), 2, found.failed))
-            with attackers(ports, found.ended):
-                found.beside = asyncio.run(good_streams(url, seconds, 3, found.failed))
+            rounds = max(1, round(seconds / ROUND_S))
+            each_s = seconds / rounds
+            calm_s = min(CALM_S, each_s)
+            for number in range(rounds):
+                seed = 3 * number + 2
+                found.calm.append(asyncio.run(good_streams(url, calm_s, seed, found.failed)))
+                with others("readers", ports, {}):
+                    found.asked.append(asyncio.run(good_streams(url, calm_s, seed + 1, found.failed)))
+                with others("kinds", ports, found.ended):
+                    found.beside.append(asyncio.run(good_streams(url, each_s, seed + 2, found.failed)))
             found.after, found.left = until_back(url, coordinator, found.before)
             return found
         finally:
@@ -386,10 +427,19 @@ def report(found: Found, seconds: float) -> str:
         "| | gaps | p50 | p99 | longest |",
         "|---|---|---|---|---|",
     ]
-    for name, gaps in (("alone", sorted(found.calm)), ("beside bad clients", sorted(found.beside))):
+    windows = (("alone", found.calm), ("beside readers", found.asked), ("beside bad clients", found.beside))
+    for name, rounds in windows:
+        gaps = sorted(gap for gaps in rounds for gap in gaps)
         p50, p99, worst = (percentile(gaps, p) * 1e3 for p in (50, 99, 100))
         lines.append(f"| {name} | {len(gaps):,} | {p50:.1f} ms | {p99:.1f} ms | {worst:.1f} ms |")
-    lines += ["", f"Ratio of p99: {found.ratio:.2f} (bar: 1.5). Good requests that failed: {len(found.failed)}.", ""]
+    alone, asked = found.ratios(found.calm), found.ratios(found.asked)
+    lines += [
+        "",
+        f"p99 beside bad clients, round by round: {alone[0]:.2f} to {alone[-1]:.2f} times that alone, median"
+        f" {median(alone):.2f} (bar: 1.5), and {asked[0]:.2f} to {asked[-1]:.2f} times that beside readers, who ask for"
+        f" the same tokens, median {median(asked):.2f}. Good requests that failed: {len(found.failed)}.",
+        "",
+    ]
     lines += ["| bad client | how its attempts ended |", "|---|---|"]
     for name, counts in found.ended.items():
         lines.append(f"| {name} | {', '.join(f'{count} {how}' for how, count in counts.most_common())} |")
@@ -404,10 +454,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "bad-clients.md")
-    parser.add_argument("--attack", help=argparse.SUPPRESS)
+    for attempts in (kinds, readers):
+        parser.add_argument(f"--{attempts.__name__}", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.attack:
-        asyncio.run(attack(Ports(*map(tuple, json.loads(arguments.attack)))))
+    for attempts in (kinds, readers):
+        if text := getattr(arguments, attempts.__name__):
+            asyncio.run(attack(attempts(Ports(*map(tuple, json.loads(text))))))
+            return 0
     with tempfile.TemporaryDirectory() as directory:
         found = run(arguments.seconds, Path(directory) / "run")
     text = report(found, arguments.seconds)

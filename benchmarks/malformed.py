@@ -13,24 +13,29 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import itertools
+import json
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.bad_clients import idle_class
 from benchmarks.serving import BATON, ROOT, commit, machine, ready_url
 from launch.bench.stats import percentile
 from tests.support.bad_inputs import TABLE
 from tests.support.requests_kit import Bad
 
 WINDOW_S = 8.0
+LOAD_S = 3.0  # the other process loads its libraries and begins
 BAR = 1.3
 
 
@@ -50,20 +55,19 @@ async def stream(http: httpx.AsyncClient, url: str, ended: asyncio.Event, gaps: 
                     return
 
 
-async def malformed(
-    http: httpx.AsyncClient, url: str, ended: asyncio.Event, left_out: set[str]
-) -> tuple[int, list[str]]:
-    """How many were answered, and those that were not as the table says."""
-    count, wrong = 0, []
-    while not ended.is_set():
-        for row in (row for row in TABLE if row.id not in left_out):
-            if ended.is_set():
+async def malformed(url: str, left_out: Sequence[str]) -> None:
+    """Until the end of its input. Prints how many were answered, and those that were not as the table says."""
+    count, wrong = 0, set[str]()
+    reader, _ = await asyncio.get_running_loop().connect_read_pipe(asyncio.Protocol, sys.stdin)
+    async with httpx.AsyncClient(timeout=60) as http:
+        for row in itertools.cycle(row for row in TABLE if row.id not in left_out):
+            if reader.is_closing():
                 break
             answer = await send(http, url, row)
             count += 1
             if answer != row.status:
-                wrong.append(f"{row.id}: {answer}")
-    return count, wrong
+                wrong.add(f"{row.id}: {answer}")
+    print(json.dumps([count, sorted(wrong)]))
 
 
 async def send(http: httpx.AsyncClient, url: str, row: Bad) -> int:
@@ -82,17 +86,28 @@ async def too_small(url: str) -> set[str]:
         return {row.id for row in TABLE if await send(http, url, row) in (0, 200)}
 
 
-async def window(url: str, streams: int, beside: bool, left_out: set[str]) -> tuple[list[float], int, list[str]]:
+async def window(url: str, streams: int) -> list[float]:
+    """Gaps of honest streams, after a second."""
     ended, gaps = asyncio.Event(), list[float]()
     async with httpx.AsyncClient(timeout=60) as http:
         running = [asyncio.create_task(stream(http, url, ended, gaps)) for _ in range(streams)]
         await asyncio.sleep(1.0)
         gaps.clear()
-        bad = asyncio.create_task(malformed(http, url, ended, left_out)) if beside else None
         await asyncio.sleep(WINDOW_S)
         ended.set()
         await asyncio.gather(*running)
-        count, wrong = await bad if bad is not None else (0, [])
+    return gaps
+
+
+def beside(url: str, streams: int, left_out: set[str]) -> tuple[list[float], int, list[str]]:
+    command = [sys.executable, __file__, "--malformed", url, *sorted(left_out)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=idle_class
+    ) as other:
+        time.sleep(LOAD_S)
+        gaps = asyncio.run(window(url, streams))
+        said, _ = other.communicate(timeout=60)
+    count, wrong = json.loads(said)
     return gaps, count, wrong
 
 
@@ -101,7 +116,12 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "malformed.md")
+    parser.add_argument("--malformed", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.malformed:
+        url, *left_out = arguments.malformed
+        asyncio.run(malformed(url, left_out))
+        return
     rows, ratios, wrong, total = [], [], set[str](), 0
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory) / "run"
@@ -111,14 +131,17 @@ def main() -> None:
         try:
             url = ready_url(process, run / "cluster.json")
             left_out = asyncio.run(too_small(url))
-            asyncio.run(window(url, arguments.streams, True, left_out))
+            beside(url, arguments.streams, left_out)
             for turn in range(arguments.turns):
                 p99 = {}
-                for beside in (False, True) if turn % 2 == 0 else (True, False):
-                    gaps, count, found = asyncio.run(window(url, arguments.streams, beside, left_out))
-                    p99[beside] = percentile(sorted(gaps), 99) * 1e3
-                    total += count
-                    wrong |= set(found)
+                for disturbed in (False, True) if turn % 2 == 0 else (True, False):
+                    if disturbed:
+                        gaps, count, found = beside(url, arguments.streams, left_out)
+                        total += count
+                        wrong |= set(found)
+                    else:
+                        gaps = asyncio.run(window(url, arguments.streams))
+                    p99[disturbed] = percentile(sorted(gaps), 99) * 1e3
                 ratios.append(p99[True] / p99[False])
                 rows.append(f"| {turn + 1} | {p99[False]:.2f} | {p99[True]:.2f} | {ratios[-1]:.2f} |")
         finally:

@@ -12,6 +12,9 @@ from typing import Any
 
 from baton.process import die_with_parent
 
+NICE = 10
+"""What one request makes a child do waits for the streams of all others where processors are short."""
+
 
 def start_child(prepare: Callable[..., None] | None = None, *arguments: Any) -> Executor:
     """An executor of one process, which calls `prepare(*arguments)` first."""
@@ -29,6 +32,7 @@ def kill_child(executor: Executor) -> None:
 
 def _begin(coordinator: int, prepare: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
     die_with_parent(coordinator)
+    os.nice(NICE)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's
     if prepare is not None:
         prepare(*arguments)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 import resource
 import threading
@@ -26,7 +25,7 @@ import orjson
 
 from baton.core.errors import InvalidRequest, InvariantError, Unavailable
 from baton.core.sampling_limits import MAX_GRAMMAR_CHARS
-from baton.engine.grammars import NICE, STACK_BYTES, GrammarError, compile_grammar, first_line, load_tokenizer
+from baton.engine.grammars import STACK_BYTES, GrammarError, compile_grammar, first_line, load_tokenizer
 from coordinator.child import kill_child, start_child
 
 log = logging.getLogger("baton.grammars")
@@ -180,7 +179,6 @@ def _begin(model_dir: Path, vocab_size: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES // 2)
-    os.nice(NICE)
     try:
         _tokenizer = load_tokenizer(model_dir, vocab_size)
     except GrammarError as error:
