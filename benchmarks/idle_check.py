@@ -2,10 +2,10 @@
 
     python benchmarks/idle_check.py [--blocks 50000 1000000]
 
-A prefill and a decode scheduler without sequences, 80 % of their blocks cached. "Totals" is `check_idle()`, "every block"
-is `check()`, which tests run. Processor time of the thread, the median of 5. The coordinator's check has no blocks: it is
-measured with 1,000 workers. Prints what is in `benchmarks/results/idle-check.md`, where a column was added for the commit
-before `check_idle()`: there an idle worker ran `check()`.
+A prefill and a decode scheduler without sequences, 80 % of their blocks cached. "Totals" is `check_idle()`, "every
+block" is `check()`, which tests run. Processor time of the thread, the median of 5. The coordinator's check has no
+blocks: it is measured with 1,000 workers. Prints what is in `benchmarks/results/idle-check.md`, where a column was
+added for the commit before `check_idle()`: there an idle worker ran `check()`.
 """
 
 from __future__ import annotations

@@ -278,7 +278,9 @@ FAULTS = (
     Fault(
         "baton/core/blocks.py", 'if holder.kind == "receiving" or _being_received(holders):', "if False:", "tests/core"
     ),
-    Fault("baton/core/blocks.py", "        if self._num_held:\n", "        if False:\n", "tests/core/test_idle_check.py"),
+    Fault(
+        "baton/core/blocks.py", "        if self._num_held:\n", "        if False:\n", "tests/core/test_idle_check.py"
+    ),
     Fault("baton/core/blocks.py", "        self._count(old, -len(blocks))\n", "", "tests/core/test_blocks_machine.py"),
     Fault(
         "baton/rpc/worker_loop.py",
