@@ -1,8 +1,9 @@
-"""What an output has to match: compiled to a grammar, or refused, before a request is admitted.
+"""What an output has to match: compiled to a grammar, or refused, before a request joins the queue.
 
 A hostile grammar can take seconds, gigabytes or the whole process (a deep chain of rules overflows the stack), so it
-is compiled in a child process, one at a time: what kills the child, or does not end, is refused, and the child is
-started anew. Verdicts are kept, so the same schema is compiled once. Workers then compile the very text that passed.
+is compiled in a child process, one at a time, in turns of clients: what kills the child, or does not end, is refused,
+and the child is started anew. Verdicts are kept, so the same schema is compiled once. Workers then compile the very
+text that passed.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from baton.core.errors import InvalidRequest, InvariantError, Unavailable
 from baton.core.sampling_limits import MAX_GRAMMAR_CHARS
 from baton.engine.grammars import NICE, STACK_BYTES, GrammarError, compile_grammar, first_line, load_tokenizer
 from coordinator.child import kill_child, start_child
+from coordinator.policy.grammar_queue import GrammarQueue
 
 log = logging.getLogger("baton.grammars")
 
 COMPILE_S = 5.0
 START_S = 60.0
 WAIT_S = 20.0
-MAX_WAITING = 64
 CHILD_BYTES = 4 << 30
 KEPT_CHARS = 16 << 20
 _TRIAL_TOKENS = 16
@@ -42,6 +43,8 @@ _TRIAL_S = 0.25  # of processor time for one mask
 _WHITESPACE = "[ \\t\\r\\n]{1,32}"
 """Between the parts of JSON: any there is, but never without end."""
 
+Verdict = str | InvalidRequest
+"""A grammar in llguidance's serialised form, or why there is none."""
 Kind = Literal["json_schema", "regex", "choice", "lark", "llguidance"]
 
 
@@ -65,67 +68,87 @@ class Constraint:
 
 
 class GrammarCompiler:
-    """State: the child, once a grammar has come; grammars that are asked for; verdicts, least recently used first."""
+    """State: the child, once a grammar has come; whose turn it is, the answers that requests wait for, and the task
+    that compiles while there are any; verdicts, least recently used first."""
 
     def __init__(self, model_dir: Path, vocab_size: int, start: Callable[[], Executor] | None = None) -> None:
         self._start = start or (lambda: start_child(_begin, model_dir, vocab_size))
         self._executor: Executor | None = None
-        self._one_at_a_time = asyncio.Lock()
-        self._asked: dict[Constraint, asyncio.Task[str]] = {}
-        self._verdicts: OrderedDict[Constraint, str | InvalidRequest] = OrderedDict()
+        self._queue: GrammarQueue[Constraint] = GrammarQueue()
+        self._answers: dict[Constraint, asyncio.Future[Verdict]] = {}
+        self._working: asyncio.Task[None] | None = None
+        self._verdicts: OrderedDict[Constraint, Verdict] = OrderedDict()
         self._kept_chars = 0
 
-    async def compile(self, constraint: Constraint) -> str:
-        """The grammar that workers apply. Who leaves meanwhile stops nothing: others may ask for the same.
+    async def compile(self, constraint: Constraint, client: str = "") -> str:
+        """The grammar that workers apply, in the turn of the client with this name (GrammarQueue). What nobody waits
+        for any more is not compiled.
 
         Raises:
             InvalidRequest: it is not valid, or too complex; says why.
-            Unavailable: too many others wait to be compiled.
+            QuotaExceeded: too many grammars of this client wait to be compiled.
+            Unavailable: others, or those before it of the same client, took too long.
         """
         verdict = self._verdicts.get(constraint)
         if verdict is None:
-            if (task := self._asked.get(constraint)) is None:
-                if len(self._asked) > MAX_WAITING:
-                    raise Unavailable("too many grammars wait to be compiled", retry_after_s=1)
-                task = self._asked[constraint] = asyncio.create_task(self._decide(constraint), name="grammar")
-                task.add_done_callback(lambda done: self._decided(constraint, done))
-            return await asyncio.shield(task)
-        self._verdicts.move_to_end(constraint)
+            verdict = await self._answer(constraint, client)
+        else:
+            self._verdicts.move_to_end(constraint)
         if isinstance(verdict, InvalidRequest):
             raise InvalidRequest(verdict.message, code=verdict.code, param=verdict.param)
         return verdict
 
     def close(self) -> None:
-        """Kills the child, whatever it does."""
+        """Ends what is being compiled, and the child, whatever it does."""
+        if self._working is not None:
+            self._working.cancel()
+        self._kill()
+
+    def _kill(self) -> None:
         executor, self._executor = self._executor, None
         if executor is not None:
             kill_child(executor)
 
-    def _decided(self, constraint: Constraint, task: asyncio.Task[str]) -> None:
-        self._asked.pop(constraint, None)
-        if not task.cancelled():
-            task.exception()  # nobody may be left to take it
-
-    async def _decide(self, constraint: Constraint) -> str:
+    async def _answer(self, constraint: Constraint, client: str) -> Verdict:
+        self._queue.add(client, constraint)
+        answer = self._answers.setdefault(constraint, asyncio.get_running_loop().create_future())
+        if self._working is None or self._working.done():
+            self._working = asyncio.create_task(self._work(), name="grammars")
         try:
             async with asyncio.timeout(WAIT_S):
-                await self._one_at_a_time.acquire()
+                return await asyncio.shield(answer)
         except TimeoutError:
-            raise Unavailable("other grammars take long to compile", retry_after_s=1) from None
+            raise Unavailable(f"its grammar was not compiled within {WAIT_S:g} s", retry_after_s=1) from None
+        finally:
+            if not answer.done() and self._queue.leave(client, constraint):
+                del self._answers[constraint]
+
+    async def _work(self) -> None:
+        """Compiles what waits, one grammar at a time, until none does."""
+        while (constraint := self._queue.begin()) is not None:
+            began, answer = time.monotonic(), self._answers[constraint]
+            try:
+                answer.set_result(await self._decide(constraint))
+            except Exception as error:
+                answer.set_exception(error)
+                answer.exception()  # nobody may be left to take it
+            finally:
+                del self._answers[constraint]
+                self._queue.ended(time.monotonic() - began)
+
+    async def _decide(self, constraint: Constraint) -> Verdict:
         try:
             # A child may have been killed while it had nothing to do: who kills two is at fault.
-            verdict: str | InvalidRequest = (
+            verdict: Verdict = (
                 await self._compile(constraint)
                 or await self._compile(constraint)
                 or _refused(constraint, "compiling it needs too much memory or stack")
             )
         except GrammarError as error:
             verdict = _refused(constraint, str(error))
-        finally:
-            self._one_at_a_time.release()
+        except InvalidRequest as late:
+            return late
         self._keep(constraint, verdict)
-        if isinstance(verdict, InvalidRequest):
-            raise verdict
         return verdict
 
     async def _compile(self, constraint: Constraint) -> str:
@@ -136,11 +159,11 @@ class GrammarCompiler:
             async with asyncio.timeout(COMPILE_S):
                 return await loop.run_in_executor(executor, compile_here, constraint)
         except BrokenProcessPool:
-            self.close()
+            self._kill()
             log.warning("the process that compiles grammars has died; it starts again with the next one")
             return ""
         except TimeoutError:
-            self.close()
+            self._kill()
             raise _refused(constraint, f"compiling it takes over {COMPILE_S:g} s") from None
 
     async def _started(self) -> Executor:
@@ -154,14 +177,14 @@ class GrammarCompiler:
         self._executor = executor
         return executor
 
-    def _keep(self, constraint: Constraint, verdict: str | InvalidRequest) -> None:
+    def _keep(self, constraint: Constraint, verdict: Verdict) -> None:
         self._verdicts[constraint] = verdict
         self._kept_chars += _size(constraint, verdict)
         while self._kept_chars > KEPT_CHARS and len(self._verdicts) > 1:
             self._kept_chars -= _size(*self._verdicts.popitem(last=False))
 
 
-def _size(constraint: Constraint, verdict: str | InvalidRequest) -> int:
+def _size(constraint: Constraint, verdict: Verdict) -> int:
     return 200 + len(constraint.value) + len(verdict if isinstance(verdict, str) else verdict.message)
 
 

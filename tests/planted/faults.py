@@ -25,6 +25,8 @@ T_REQUESTS, T_DISPATCH, T_WORKERS, T_JOURNAL, T_HELD, T_PICK = (
     for name in ("requests", "dispatch", "workers", "journal", "held", "pick")
 )
 T_GRAMMARS = "tests/engine/test_grammars.py"
+QUEUE, T_QUEUE = "coordinator/policy/grammar_queue.py", "tests/coordinator/test_policy_grammar_queue.py"
+T_PIPELINE = "tests/coordinator/test_pipeline.py"
 
 
 @dataclass(frozen=True)
@@ -361,6 +363,16 @@ FAULTS = (
     Fault("baton/engine/grammars.py", "0.0 if followed.late and not self._all_late else ", "", T_GRAMMARS),
     Fault("baton/engine/grammars.py", "            followed.automaton = None", "            pass", T_GRAMMARS),
     Fault(REQUESTS, " and now >= r.offer_at:", ":", T_REQUESTS),
+    Fault(QUEUE, "min(self._waiting, key=self._used_s.__getitem__)", "next(iter(self._waiting))", T_QUEUE),
+    Fault(QUEUE, "max(self._used_s.get(client, 0.0), self._level_s)", "self._used_s.get(client, 0.0)", T_QUEUE),
+    Fault(QUEUE, "        self._used_s[self._running[0]] += took_s\n", "", T_QUEUE),
+    Fault("coordinator/pipeline.py", "(constraint, submission.client.key)", '(constraint, "")', T_PIPELINE),
+    Fault(
+        "coordinator/structured_output.py",
+        "and self._queue.leave(client, constraint)",
+        "and False",
+        "tests/coordinator/test_structured_output.py",
+    ),
     Fault(
         "coordinator/structured_output.py",
         "        self._keep(constraint, verdict)\n",
