@@ -1,9 +1,10 @@
 """What an output has to match: compiled to a grammar, or refused, before a request joins the queue.
 
 A hostile grammar can take seconds, gigabytes or the whole process (a deep chain of rules overflows the stack), so it
-is compiled in a child process, one at a time, in turns of clients: what kills the child, or does not end, is refused,
-and the child is started anew. Verdicts are kept, so the same schema is compiled once. Workers then compile the very
-text that passed.
+is compiled in a child process, one at a time: what kills the child, or does not end, is refused, and the child is
+started anew. A client has one grammar at a time compiled, and there are two children, so that one client's grammars do
+not delay another's. Verdicts are kept, so the same schema is compiled once. Workers then compile the very text that
+passed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ log = logging.getLogger("baton.grammars")
 COMPILE_S = 5.0
 START_S = 60.0
 WAIT_S = 20.0
+CHILDREN = 2
 CHILD_BYTES = 4 << 30
 KEPT_CHARS = 16 << 20
 _TRIAL_TOKENS = 16
@@ -67,16 +69,58 @@ class Constraint:
         return options | ({"whitespace_pattern": self.whitespace} if self.whitespace else {})
 
 
+class _Child:
+    """A process that compiles one grammar at a time. State: its executor, from the first grammar until it is killed;
+    the next one starts another."""
+
+    def __init__(self, start: Callable[[], Executor]) -> None:
+        self._start = start
+        self.executor: Executor | None = None
+
+    async def compile(self, constraint: Constraint) -> str:
+        """Empty where the child has died. Raises GrammarError, and InvalidRequest for what takes too long: on a busy
+        machine that may be anything, so it is not kept."""
+        executor, loop = self.executor or await self._started(), asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(COMPILE_S):
+                return await loop.run_in_executor(executor, compile_here, constraint)
+        except BrokenProcessPool:
+            self.kill()
+            log.warning("a process that compiles grammars has died; it starts again with the next one")
+            return ""
+        except TimeoutError:
+            self.kill()
+            raise _refused(constraint, f"compiling it takes over {COMPILE_S:g} s") from None
+
+    def kill(self) -> None:
+        """Whatever it does."""
+        executor, self.executor = self.executor, None
+        if executor is not None:
+            kill_child(executor)
+
+    async def _started(self) -> Executor:
+        self.executor = executor = self._start()
+        try:
+            async with asyncio.timeout(START_S):
+                await asyncio.get_running_loop().run_in_executor(executor, _ready)
+        except (BrokenProcessPool, TimeoutError):
+            self.kill()
+            raise InvariantError("the process that compiles grammars did not start") from None
+        return executor
+
+
 class GrammarCompiler:
-    """State: the child, once a grammar has come; whose turn it is, the answers that requests wait for, and the task
-    that compiles while there are any; verdicts, least recently used first."""
+    """State: the children, of which the second is there once two clients wanted grammars at the same time, and those
+    with nothing to do; whose turn it is, the answers that requests wait for, and the task of each grammar that is being
+    compiled; verdicts, least recently used first."""
 
     def __init__(self, model_dir: Path, vocab_size: int, start: Callable[[], Executor] | None = None) -> None:
-        self._start = start or (lambda: start_child(_begin, model_dir, vocab_size))
-        self._executor: Executor | None = None
+        start = start or (lambda: start_child(_begin, model_dir, vocab_size))
+        self._children = [_Child(start) for _ in range(CHILDREN)]
+        self._free = self._children[::-1]
         self._queue: GrammarQueue[Constraint] = GrammarQueue()
         self._answers: dict[Constraint, asyncio.Future[Verdict]] = {}
-        self._working: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._verdicts: OrderedDict[Constraint, Verdict] = OrderedDict()
         self._kept_chars = 0
 
@@ -99,21 +143,16 @@ class GrammarCompiler:
         return verdict
 
     def close(self) -> None:
-        """Ends what is being compiled, and the child, whatever it does."""
-        if self._working is not None:
-            self._working.cancel()
-        self._kill()
-
-    def _kill(self) -> None:
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            kill_child(executor)
+        """Ends what is being compiled, and the children, whatever they do."""
+        for task in self._tasks:
+            task.cancel()
+        for child in self._children:
+            child.kill()
 
     async def _answer(self, constraint: Constraint, client: str) -> Verdict:
         self._queue.add(client, constraint)
         answer = self._answers.setdefault(constraint, asyncio.get_running_loop().create_future())
-        if self._working is None or self._working.done():
-            self._working = asyncio.create_task(self._work(), name="grammars")
+        self._begin_turns()
         try:
             async with asyncio.timeout(WAIT_S):
                 return await asyncio.shield(answer)
@@ -123,25 +162,31 @@ class GrammarCompiler:
             if not answer.done() and self._queue.leave(client, constraint):
                 del self._answers[constraint]
 
-    async def _work(self) -> None:
-        """Compiles what waits, one grammar at a time, until none does."""
-        while (constraint := self._queue.begin()) is not None:
-            began, answer = time.monotonic(), self._answers[constraint]
-            try:
-                answer.set_result(await self._decide(constraint))
-            except Exception as error:
-                answer.set_exception(error)
-                answer.exception()  # nobody may be left to take it
-            finally:
-                del self._answers[constraint]
-                self._queue.ended(time.monotonic() - began)
+    def _begin_turns(self) -> None:
+        """Gives children that have nothing to do what is next."""
+        while self._free and (turn := self._queue.begin()) is not None:
+            task = asyncio.create_task(self._take_turn(*turn, self._free.pop()), name="grammar")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    async def _decide(self, constraint: Constraint) -> Verdict:
+    async def _take_turn(self, client: str, constraint: Constraint, child: _Child) -> None:
+        began, answer = time.monotonic(), self._answers[constraint]
+        try:
+            answer.set_result(await self._decide(constraint, child))
+        except Exception as error:
+            answer.set_exception(error)
+            answer.exception()  # nobody may be left to take it
+        del self._answers[constraint]
+        self._queue.ended(client, time.monotonic() - began)
+        self._free.append(child)
+        self._begin_turns()
+
+    async def _decide(self, constraint: Constraint, child: _Child) -> Verdict:
         try:
             # A child may have been killed while it had nothing to do: who kills two is at fault.
             verdict: Verdict = (
-                await self._compile(constraint)
-                or await self._compile(constraint)
+                await child.compile(constraint)
+                or await child.compile(constraint)
                 or _refused(constraint, "compiling it needs too much memory or stack")
             )
         except GrammarError as error:
@@ -150,32 +195,6 @@ class GrammarCompiler:
             return late
         self._keep(constraint, verdict)
         return verdict
-
-    async def _compile(self, constraint: Constraint) -> str:
-        """Empty where the child has died. Raises GrammarError, and InvalidRequest for what takes too long: on a busy
-        machine that may be anything, so it is not kept."""
-        executor, loop = self._executor or await self._started(), asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(COMPILE_S):
-                return await loop.run_in_executor(executor, compile_here, constraint)
-        except BrokenProcessPool:
-            self._kill()
-            log.warning("the process that compiles grammars has died; it starts again with the next one")
-            return ""
-        except TimeoutError:
-            self._kill()
-            raise _refused(constraint, f"compiling it takes over {COMPILE_S:g} s") from None
-
-    async def _started(self) -> Executor:
-        executor = self._start()
-        try:
-            async with asyncio.timeout(START_S):
-                await asyncio.get_running_loop().run_in_executor(executor, _ready)
-        except (BrokenProcessPool, TimeoutError):
-            kill_child(executor)
-            raise InvariantError("the process that compiles grammars did not start") from None
-        self._executor = executor
-        return executor
 
     def _keep(self, constraint: Constraint, verdict: Verdict) -> None:
         self._verdicts[constraint] = verdict

@@ -6,17 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.core.errors import InvariantError, QuotaExceeded
+from baton.core.errors import QuotaExceeded
 from coordinator.policy.grammar_queue import GrammarQueue
 
 SECONDS = st.floats(0.001, 5.0)
 
 
 def compiled(queue: GrammarQueue[str], took_s: float = 1.0) -> str | None:
-    grammar = queue.begin()
-    if grammar is not None:
-        queue.ended(took_s)
-    return grammar
+    """What one compiler would do next."""
+    if (turn := queue.begin()) is None:
+        return None
+    queue.ended(turn[0], took_s)
+    return turn[1]
 
 
 def all_compiled(queue: GrammarQueue[str], took_s: float = 1.0) -> list[str]:
@@ -31,16 +32,19 @@ def test_a_client_alone_is_served_in_order() -> None:
 
 
 @given(st.integers(1, 20), st.lists(SECONDS, min_size=30, max_size=30), st.integers(0, 20))
-def test_who_comes_anew_is_next_whatever_another_has_waiting(flood: int, took_s: list[float], done: int) -> None:
-    queue, seconds = GrammarQueue[str](), iter(took_s)
+def test_who_comes_anew_is_next_whatever_others_have_waiting(flood: int, took_s: list[float], done: int) -> None:
+    queue = GrammarQueue[str]()
     for number in range(flood):
         queue.add("flood", f"flood{number}")
-    for _ in range(min(done, flood - 1)):
-        compiled(queue, next(seconds))
+    for seconds in took_s[: min(done, flood - 1)]:
+        compiled(queue, seconds)
     queue.begin()
+    assert queue.begin() is None  # one of a client at a time: a second compiler has nothing to do
     queue.add("small", "small")
-    queue.ended(next(seconds))
-    assert queue.begin() == "small"
+    assert queue.begin() == ("small", "small")
+    queue.add("third", "third")
+    queue.ended("flood", took_s[-1])
+    assert queue.begin() == ("third", "third")
 
 
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=5, max_size=30))
@@ -50,11 +54,10 @@ def test_two_floods_share_the_time_and_not_the_turns(costs: list[tuple[float, fl
         queue.add("a", f"a{number}")
         queue.add("b", f"b{number}")
     while set(queue._waiting) == {"a", "b"}:
-        grammar = queue.begin()
-        assert grammar is not None
-        took_s = costs[int(grammar[1:])]["ab".index(grammar[0])]
-        queue.ended(took_s)
-        used[grammar[0]] += took_s
+        client, grammar = queue.begin() or ("", "")
+        took_s = costs[int(grammar[1:])]["ab".index(client)]
+        queue.ended(client, took_s)
+        used[client] += took_s
     assert abs(used["a"] - used["b"]) <= max(map(max, costs))
 
 
@@ -77,7 +80,7 @@ def test_one_grammar_of_several_clients_is_compiled_once_in_the_first_turn_of_an
         queue.add("x", name)
     queue.begin()
     queue.add("y", "same")
-    queue.ended(1.0)
+    queue.ended("x", 1.0)
     assert all_compiled(queue) == ["same", "x2", "x3"]
 
 
@@ -86,11 +89,11 @@ def test_what_nobody_waits_for_any_more_is_not_compiled() -> None:
     for name in ("x1", "twice", "twice", "shared", "left"):
         queue.add("x", name)
     queue.add("y", "shared")
-    assert queue.begin() == "x1"
+    assert queue.begin() == ("x", "x1")
     assert not queue.leave("x", "x1")  # it is under way
     assert not queue.leave("x", "twice") and not queue.leave("x", "shared")
     assert queue.leave("x", "left")
-    queue.ended(1.0)
+    queue.ended("x", 1.0)
     assert sorted(all_compiled(queue)) == ["shared", "twice"]
 
 
@@ -107,17 +110,6 @@ def test_a_client_has_so_many_grammars_waiting_whatever_others_have() -> None:
             queue.add(client, "x3")
         assert caught.value.retry_after_s == 1
     queue.add("y", "x3")
-    assert queue.begin() == "x1"
+    assert queue.begin() == ("x", "x1")
     queue.add("x", "x1")  # it is under way: nobody has to wait for another
     queue.add("x", "x3")
-
-
-def test_one_at_a_time() -> None:
-    queue = GrammarQueue[str]()
-    queue.add("x", "x1")
-    queue.begin()
-    with pytest.raises(InvariantError):
-        queue.begin()
-    queue.ended(1.0)
-    with pytest.raises(InvariantError):
-        queue.ended(1.0)
