@@ -363,9 +363,10 @@ FAULTS = (
     Fault("baton/engine/grammars.py", "0.0 if followed.late and not self._all_late else ", "", T_GRAMMARS),
     Fault("baton/engine/grammars.py", "            followed.automaton = None", "            pass", T_GRAMMARS),
     Fault(REQUESTS, " and now >= r.offer_at:", ":", T_REQUESTS),
-    Fault(QUEUE, "min(self._waiting, key=self._used_s.__getitem__)", "next(iter(self._waiting))", T_QUEUE),
+    Fault(QUEUE, "key=self._used_s.__getitem__", "key=lambda c: 0", T_QUEUE),
+    Fault(QUEUE, "if c not in self._running", "if True", T_QUEUE),
     Fault(QUEUE, "max(self._used_s.get(client, 0.0), self._level_s)", "self._used_s.get(client, 0.0)", T_QUEUE),
-    Fault(QUEUE, "        self._used_s[self._running[0]] += took_s\n", "", T_QUEUE),
+    Fault(QUEUE, "        self._used_s[client] += took_s\n", "", T_QUEUE),
     Fault("coordinator/pipeline.py", "(constraint, submission.client.key)", '(constraint, "")', T_PIPELINE),
     Fault(
         "coordinator/structured_output.py",
