@@ -11,6 +11,7 @@ import grpc.aio
 from baton.core.commands import Join
 from baton.core.errors import BatonError, InvariantError, JoinRefused
 from baton.core.names import host_port
+from baton.rpc.malformed import Malformed, parser
 from baton.rpc.ports import open_port
 from baton.rpc.status import grpc_code
 from baton.rpc.streams import SERVER_OPTIONS, LinkLost, MessageStream, serve_stream
@@ -30,10 +31,12 @@ class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
         await serve_stream(context, worker_pb2.SessionResponse, self._session)
 
     async def DrainWorker(
-        self, request: worker_pb2.DrainWorkerRequest, context: grpc.aio.ServicerContext
+        self, request: worker_pb2.DrainWorkerRequest | Malformed, context: grpc.aio.ServicerContext
     ) -> worker_pb2.DrainWorkerResponse:
         cluster = self._cluster
         try:
+            if isinstance(request, Malformed):
+                raise request.refused()
             check_role(self._tls, peer_role(context), ("operator",), "drain")
             cluster.check_token(request.token, "drain")
             cluster.drain_worker(request.worker_id, max(request.timeout_ms, 0) / 1000)
@@ -77,6 +80,22 @@ class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
             ended()
 
 
+def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
+    """As `add_WorkerControlServicer_to_server` makes them, but for how the request of a drain is parsed."""
+    session = grpc.stream_stream_rpc_method_handler(
+        servicer.Session,
+        request_deserializer=worker_pb2.SessionRequest.FromString,
+        response_serializer=worker_pb2.SessionResponse.SerializeToString,
+    )
+    drain = grpc.unary_unary_rpc_method_handler(
+        servicer.DrainWorker,
+        request_deserializer=parser(worker_pb2.DrainWorkerRequest),
+        response_serializer=worker_pb2.DrainWorkerResponse.SerializeToString,
+    )
+    name = worker_pb2.DESCRIPTOR.services_by_name["WorkerControl"].full_name
+    return grpc.method_handlers_generic_handler(name, {"Session": session, "DrainWorker": drain})
+
+
 async def serve_control(
     cluster: Cluster, host: str, port: int, tls: ClusterTls | None = None
 ) -> tuple[grpc.aio.Server, int]:
@@ -86,7 +105,7 @@ async def serve_control(
         StartupError: nobody can listen there.
     """
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    worker_pb2_grpc.add_WorkerControlServicer_to_server(_Servicer(cluster, tls), server)
+    server.add_generic_rpc_handlers((_handlers(_Servicer(cluster, tls)),))
     bound = open_port(server, host, port, "control", "--control-port", tls and tls.server())
     await server.start()
     cluster.address = host_port(host, bound)

@@ -1,7 +1,8 @@
 """One request, top to bottom.
 
 1. The front end has made a Submission (validated, tokenised).
-2. `Cluster.admit` queues it or refuses it; the dispatcher places it on a pair of workers as soon as both have room.
+2. It counts against its client's quota, and its grammar is compiled if it has one. Then `Cluster.admit` queues it or
+   refuses it; the dispatcher places it on a pair of workers as soon as both have room.
 3. Tokens arrive in the journal: the first from prefill, the others from decode.
 4. Here the journal is read, turned into text, cut at a stop string, and handed out as deltas. A slow reader leaves
    tokens in the journal (at most max_tokens of them) and blocks nobody.
@@ -21,7 +22,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 
-from baton.core.errors import DeadlineExceeded
+from baton.core.errors import DeadlineExceeded, InvalidRequest
 from baton.core.request import GenerateRequest
 from baton.loop_watch import LoopWatch
 from coordinator.choice import ChoiceReader
@@ -31,6 +32,7 @@ from coordinator.metrics import Metrics
 from coordinator.policy.quotas import Quotas
 from coordinator.policy.requests import Request, Stage
 from coordinator.recent import RecentRequests, Record
+from coordinator.structured_output import GrammarCompiler
 from coordinator.submission import Delta, Sink, Submission
 from coordinator.text.stream import TextStream, Vocabulary
 from coordinator.tracing import Tracing
@@ -46,7 +48,9 @@ class Pipeline:
         loop_watch: LoopWatch | None = None,
         metrics: Metrics | None = None,
         tracing: Tracing | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
+        self._grammars = grammars
         self._tracing = tracing
         self._loop_watch = loop_watch or LoopWatch()
         self._cluster = cluster
@@ -65,6 +69,7 @@ class Pipeline:
         try:
             self._quotas.admit(client, time.monotonic())
             counted = True
+            submission = await with_grammar(submission, self._grammars)
             first = self._cluster.admit(_request(submission, 0), submission.n)
             if submission.n == 1:
                 deltas = self._choice(submission, first, sink, observed.delta)
@@ -181,6 +186,17 @@ class Pipeline:
             "tasks": self._num_tasks(),
         }
         return known | {"coordinator": counts | self._loop_watch.as_json()}
+
+
+async def with_grammar(submission: Submission, grammars: GrammarCompiler | None) -> Submission:
+    """The same, with its constraint compiled, if it has one. Raises as GrammarCompiler.compile does."""
+    constraint = submission.constraint
+    if constraint is None:
+        return submission
+    if grammars is None:
+        raise InvalidRequest(f"{constraint.param} is not served here", param=constraint.param)
+    grammar = await grammars.compile(constraint, submission.client.key)
+    return replace(submission, sampling=replace(submission.sampling, grammar=grammar))
 
 
 def _request(submission: Submission, choice: int) -> GenerateRequest:

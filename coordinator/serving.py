@@ -71,9 +71,9 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     loop_watch = LoopWatch()
     metrics = Metrics(name, config.metrics_compat, config.slow_request_s)
     tracing = Tracing(config.otlp_endpoint) if config.otlp_endpoint else None
-    pipeline = Pipeline(cluster, text.vocabulary, loop_watch, metrics, tracing)
     grammars = GrammarCompiler(model_dir, text.vocab_size)
-    translator = Translator(text, deadline_s=config.request_timeout_s, grammars=grammars)
+    pipeline = Pipeline(cluster, text.vocabulary, loop_watch, metrics, tracing, grammars)
+    translator = Translator(text, deadline_s=config.request_timeout_s)
     apart = bool(keys or front_tls)  # operators need neither keys nor certificates, and no client may ask what they do
     front = bind(config.host, config.port)
     settings = _settings(config, name, keys, "api" if apart else "all", front)

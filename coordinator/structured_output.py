@@ -1,8 +1,10 @@
-"""What an output has to match: compiled to a grammar, or refused, before a request is admitted.
+"""What an output has to match: compiled to a grammar, or refused, before a request joins the queue.
 
 A hostile grammar can take seconds, gigabytes or the whole process (a deep chain of rules overflows the stack), so it
 is compiled in a child process, one at a time: what kills the child, or does not end, is refused, and the child is
-started anew. Verdicts are kept, so the same schema is compiled once. Workers then compile the very text that passed.
+started anew. A client has one grammar at a time compiled, and there are two children, so that one client's grammars do
+not delay another's. Verdicts are kept, so the same schema is compiled once. Workers then compile the very text that
+passed.
 """
 
 from __future__ import annotations
@@ -27,13 +29,14 @@ from baton.core.errors import InvalidRequest, InvariantError, Unavailable
 from baton.core.sampling_limits import MAX_GRAMMAR_CHARS
 from baton.engine.grammars import STACK_BYTES, GrammarError, compile_grammar, first_line, load_tokenizer
 from coordinator.child import kill_child, start_child
+from coordinator.policy.grammar_queue import GrammarQueue
 
 log = logging.getLogger("baton.grammars")
 
 COMPILE_S = 5.0
 START_S = 60.0
 WAIT_S = 20.0
-MAX_WAITING = 64
+CHILDREN = 2
 CHILD_BYTES = 4 << 30
 KEPT_CHARS = 16 << 20
 _TRIAL_TOKENS = 16
@@ -41,6 +44,8 @@ _TRIAL_S = 0.25  # of processor time for one mask
 _WHITESPACE = "[ \\t\\r\\n]{1,32}"
 """Between the parts of JSON: any there is, but never without end."""
 
+Verdict = str | InvalidRequest
+"""A grammar in llguidance's serialised form, or why there is none."""
 Kind = Literal["json_schema", "regex", "choice", "lark", "llguidance"]
 
 
@@ -63,104 +68,141 @@ class Constraint:
         return options | ({"whitespace_pattern": self.whitespace} if self.whitespace else {})
 
 
-class GrammarCompiler:
-    """State: the child, once a grammar has come; grammars that are asked for; verdicts, least recently used first."""
+class _Child:
+    """A process that compiles one grammar at a time. State: its executor, from the first grammar until it is killed;
+    the next one starts another."""
 
-    def __init__(self, model_dir: Path, vocab_size: int, start: Callable[[], Executor] | None = None) -> None:
-        self._start = start or (lambda: start_child(_begin, model_dir, vocab_size))
-        self._executor: Executor | None = None
-        self._one_at_a_time = asyncio.Lock()
-        self._asked: dict[Constraint, asyncio.Task[str]] = {}
-        self._verdicts: OrderedDict[Constraint, str | InvalidRequest] = OrderedDict()
-        self._kept_chars = 0
+    def __init__(self, start: Callable[[], Executor]) -> None:
+        self._start = start
+        self.executor: Executor | None = None
 
     async def compile(self, constraint: Constraint) -> str:
-        """The grammar that workers apply. Who leaves meanwhile stops nothing: others may ask for the same.
+        """Empty where the child has died. Raises GrammarError, and InvalidRequest for what takes too long: on a busy
+        machine that may be anything, so it is not kept."""
+        executor, loop = self.executor or await self._started(), asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(COMPILE_S):
+                return await loop.run_in_executor(executor, compile_here, constraint)
+        except BrokenProcessPool:
+            self.kill()
+            log.warning("a process that compiles grammars has died; it starts again with the next one")
+            return ""
+        except TimeoutError:
+            self.kill()
+            raise _refused(constraint, f"compiling it takes over {COMPILE_S:g} s") from None
+
+    def kill(self) -> None:
+        """Whatever it does."""
+        executor, self.executor = self.executor, None
+        if executor is not None:
+            kill_child(executor)
+
+    async def _started(self) -> Executor:
+        self.executor = executor = self._start()
+        try:
+            async with asyncio.timeout(START_S):
+                await asyncio.get_running_loop().run_in_executor(executor, _ready)
+        except (BrokenProcessPool, TimeoutError):
+            self.kill()
+            raise InvariantError("the process that compiles grammars did not start") from None
+        return executor
+
+
+class GrammarCompiler:
+    """State: the children, of which the second is there once two clients wanted grammars at the same time, and those
+    with nothing to do; whose turn it is, the answers that requests wait for, and the task of each grammar that is being
+    compiled; verdicts, least recently used first."""
+
+    def __init__(self, model_dir: Path, vocab_size: int, start: Callable[[], Executor] | None = None) -> None:
+        start = start or (lambda: start_child(_begin, model_dir, vocab_size))
+        self._children = [_Child(start) for _ in range(CHILDREN)]
+        self._free = self._children[::-1]
+        self._queue: GrammarQueue[Constraint] = GrammarQueue()
+        self._answers: dict[Constraint, asyncio.Future[Verdict]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._verdicts: OrderedDict[Constraint, Verdict] = OrderedDict()
+        self._kept_chars = 0
+
+    async def compile(self, constraint: Constraint, client: str = "") -> str:
+        """The grammar that workers apply, in the turn of the client with this name (GrammarQueue). What nobody waits
+        for any more is not compiled.
 
         Raises:
             InvalidRequest: it is not valid, or too complex; says why.
-            Unavailable: too many others wait to be compiled.
+            QuotaExceeded: too many grammars of this client wait to be compiled.
+            Unavailable: others, or those before it of the same client, took too long.
         """
         verdict = self._verdicts.get(constraint)
         if verdict is None:
-            if (task := self._asked.get(constraint)) is None:
-                if len(self._asked) > MAX_WAITING:
-                    raise Unavailable("too many grammars wait to be compiled", retry_after_s=1)
-                task = self._asked[constraint] = asyncio.create_task(self._decide(constraint), name="grammar")
-                task.add_done_callback(lambda done: self._decided(constraint, done))
-            return await asyncio.shield(task)
-        self._verdicts.move_to_end(constraint)
+            verdict = await self._answer(constraint, client)
+        else:
+            self._verdicts.move_to_end(constraint)
         if isinstance(verdict, InvalidRequest):
             raise InvalidRequest(verdict.message, code=verdict.code, param=verdict.param)
         return verdict
 
     def close(self) -> None:
-        """Kills the child, whatever it does."""
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            kill_child(executor)
+        """Ends what is being compiled, and the children, whatever they do."""
+        for task in self._tasks:
+            task.cancel()
+        for child in self._children:
+            child.kill()
 
-    def _decided(self, constraint: Constraint, task: asyncio.Task[str]) -> None:
-        self._asked.pop(constraint, None)
-        if not task.cancelled():
-            task.exception()  # nobody may be left to take it
-
-    async def _decide(self, constraint: Constraint) -> str:
+    async def _answer(self, constraint: Constraint, client: str) -> Verdict:
+        self._queue.add(client, constraint)
+        answer = self._answers.setdefault(constraint, asyncio.get_running_loop().create_future())
+        self._begin_turns()
         try:
             async with asyncio.timeout(WAIT_S):
-                await self._one_at_a_time.acquire()
+                return await asyncio.shield(answer)
         except TimeoutError:
-            raise Unavailable("other grammars take long to compile", retry_after_s=1) from None
+            raise Unavailable(f"its grammar was not compiled within {WAIT_S:g} s", retry_after_s=1) from None
+        finally:
+            if not answer.done() and self._queue.leave(client, constraint):
+                del self._answers[constraint]
+
+    def _begin_turns(self) -> None:
+        """Gives children that have nothing to do what is next."""
+        while self._free and (turn := self._queue.begin()) is not None:
+            task = asyncio.create_task(self._take_turn(*turn, self._free.pop()), name="grammar")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _take_turn(self, client: str, constraint: Constraint, child: _Child) -> None:
+        began, answer = time.monotonic(), self._answers[constraint]
+        try:
+            answer.set_result(await self._decide(constraint, child))
+        except Exception as error:
+            answer.set_exception(error)
+            answer.exception()  # nobody may be left to take it
+        del self._answers[constraint]
+        self._queue.ended(client, time.monotonic() - began)
+        self._free.append(child)
+        self._begin_turns()
+
+    async def _decide(self, constraint: Constraint, child: _Child) -> Verdict:
         try:
             # A child may have been killed while it had nothing to do: who kills two is at fault.
-            verdict: str | InvalidRequest = (
-                await self._compile(constraint)
-                or await self._compile(constraint)
+            verdict: Verdict = (
+                await child.compile(constraint)
+                or await child.compile(constraint)
                 or _refused(constraint, "compiling it needs too much memory or stack")
             )
         except GrammarError as error:
             verdict = _refused(constraint, str(error))
-        finally:
-            self._one_at_a_time.release()
+        except InvalidRequest as late:
+            return late
         self._keep(constraint, verdict)
-        if isinstance(verdict, InvalidRequest):
-            raise verdict
         return verdict
 
-    async def _compile(self, constraint: Constraint) -> str:
-        """Empty where the child has died. Raises GrammarError, and InvalidRequest for what takes too long: on a busy
-        machine that may be anything, so it is not kept."""
-        executor, loop = self._executor or await self._started(), asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(COMPILE_S):
-                return await loop.run_in_executor(executor, compile_here, constraint)
-        except BrokenProcessPool:
-            self.close()
-            log.warning("the process that compiles grammars has died; it starts again with the next one")
-            return ""
-        except TimeoutError:
-            self.close()
-            raise _refused(constraint, f"compiling it takes over {COMPILE_S:g} s") from None
-
-    async def _started(self) -> Executor:
-        executor = self._start()
-        try:
-            async with asyncio.timeout(START_S):
-                await asyncio.get_running_loop().run_in_executor(executor, _ready)
-        except (BrokenProcessPool, TimeoutError):
-            kill_child(executor)
-            raise InvariantError("the process that compiles grammars did not start") from None
-        self._executor = executor
-        return executor
-
-    def _keep(self, constraint: Constraint, verdict: str | InvalidRequest) -> None:
+    def _keep(self, constraint: Constraint, verdict: Verdict) -> None:
         self._verdicts[constraint] = verdict
         self._kept_chars += _size(constraint, verdict)
         while self._kept_chars > KEPT_CHARS and len(self._verdicts) > 1:
             self._kept_chars -= _size(*self._verdicts.popitem(last=False))
 
 
-def _size(constraint: Constraint, verdict: str | InvalidRequest) -> int:
+def _size(constraint: Constraint, verdict: Verdict) -> int:
     return 200 + len(constraint.value) + len(verdict if isinstance(verdict, str) else verdict.message)
 
 

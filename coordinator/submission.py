@@ -11,6 +11,7 @@ from baton.core.request import FinishReason, SamplingParams, TokenLogprob
 from coordinator.policy.quotas import ANYBODY, Client
 from coordinator.policy.timeline import Span
 from coordinator.recent import Record
+from coordinator.structured_output import Constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,8 @@ class Submission:
     time the whole request may take, in seconds. `n` choices are generated, each with its own noise. Requests share
     cached KV only where their `cache_salt` is the same. `shown_token_ids` are special tokens that the text spells out;
     with `include_stop` the text ends with its stop string. Lower `priority` goes first, wherever requests wait.
-    `traceparent` is the client's span (W3C Trace Context), if it named one.
+    `traceparent` is the client's span (W3C Trace Context), if it named one. Output has to match `constraint`; until
+    that is compiled `sampling` has no grammar.
     """
 
     request_id: str
@@ -38,6 +40,7 @@ class Submission:
     shown_token_ids: frozenset[int] = frozenset()
     include_stop: bool = False
     traceparent: str = ""
+    constraint: Constraint | None = None
 
     def of(self, client: Client) -> Submission:
         """The same, from this client: which may step back behind its own priority, not before it."""

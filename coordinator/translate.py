@@ -18,7 +18,7 @@ from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.request import SamplingParams, TokenBias
 from baton.core.sampling_limits import MAX_BIASES, MAX_STOP_TOKENS, check_count, check_range, check_sampling, shown
 from coordinator.api_keys import MAX_PRIORITY
-from coordinator.structured_output import Constraint, GrammarCompiler
+from coordinator.structured_output import Constraint
 from coordinator.submission import Submission
 from coordinator.text.chat import PLAIN, ChatMessage, Rendering
 from coordinator.text.model import TextModel
@@ -81,10 +81,9 @@ class Options:
 class Translator:
     """Makes submissions for one model. `deadline_s` is the most time a request may take."""
 
-    def __init__(self, text: TextModel, *, deadline_s: float = 600.0, grammars: GrammarCompiler | None = None) -> None:
+    def __init__(self, text: TextModel, *, deadline_s: float = 600.0) -> None:
         self.text = text
         self._deadline_s = deadline_s
-        self._grammars = grammars
 
     async def from_text(
         self, request_id: str, prompt: str, options: Options, *, deadline_s: float | None = None
@@ -95,7 +94,7 @@ class Translator:
             raise InvalidRequest("the prompt is empty", param="prompt")
         check_text(prompt, "prompt")
         ids = await self.text.encode_soon(prompt)
-        return await self._submission(request_id, ids, options, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
+        return self._submission(request_id, ids, options, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
 
     async def from_token_ids(
         self, request_id: str, prompt: Sequence[int], options: Options, *, deadline_s: float | None = None
@@ -105,7 +104,7 @@ class Translator:
         if options.truncate_prompt_tokens is None:
             self._check_room(len(prompt), "prompt")  # before ids are looked at: there may be a million
         self.check_token_ids(prompt)
-        return await self._submission(request_id, prompt, options, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
+        return self._submission(request_id, prompt, options, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
 
     async def from_messages(
         self,
@@ -120,7 +119,7 @@ class Translator:
         self._checked(options)
         check_messages(messages)
         ids = await self.text.encode_chat_soon(messages, how)
-        return await self._submission(request_id, ids, options, self.text.max_model_len, "messages", deadline_s)
+        return self._submission(request_id, ids, options, self.text.max_model_len, "messages", deadline_s)
 
     def check_token_ids(self, ids: Sequence[int], *, param: str = "prompt") -> None:
         """Ids the model has an embedding for; one past the tokenizer's vocabulary but not the model's is ordinary."""
@@ -131,7 +130,7 @@ class Translator:
             bad = low if low < 0 else high
             raise InvalidRequest(f"token ids are 0 to {self.text.vocab_size - 1}, not {shown(bad)}", param=param)
 
-    async def _submission(
+    def _submission(
         self,
         request_id: str,
         prompt: Sequence[int],
@@ -160,7 +159,8 @@ class Translator:
             request_id=request_id,
             prompt=tuple(prompt),
             max_tokens=max_tokens,
-            sampling=replace(self._sampling(options, max_tokens), grammar=await self._grammar(options)),
+            sampling=self._sampling(options, max_tokens),
+            constraint=self._constraint(options),
             eos_token_ids=() if options.ignore_eos else self.text.eos_token_ids,
             stop=options.stop,
             n=_or(options.n, 1),
@@ -171,17 +171,13 @@ class Translator:
             deadline_s=self._deadline_s if deadline_s is None else min(deadline_s, self._deadline_s),
         )
 
-    async def _grammar(self, options: Options) -> str:
-        """The grammar that the output has to match, empty where none is asked for."""
+    def _constraint(self, options: Options) -> Constraint | None:
+        """What the output has to match, if anything."""
         constraint = options.constraint
-        if constraint is None:
-            return ""
-        if options.ignore_eos or not self.text.eos_token_ids:
+        if constraint is not None and (options.ignore_eos or not self.text.eos_token_ids):
             what = "ignore_eos" if options.ignore_eos else "a model without an end-of-sequence token"
             raise InvalidRequest(f"{constraint.param} does not go with {what}", param=constraint.param)
-        if self._grammars is None:
-            raise InvalidRequest(f"{constraint.param} is not served here", param=constraint.param)
-        return await self._grammars.compile(constraint)
+        return constraint
 
     def _check_room(self, prompt_tokens: int, param: str) -> int:
         """How many tokens fit behind the prompt, at least one."""

@@ -442,6 +442,17 @@ class DecodeScheduler:
         """The blocks of a receiving sequence that KV is to come into."""
         return entry.sequence.block_ids[entry.sequence.num_computed // self.layout.block_size :]
 
+    def check_idle(self) -> None:
+        """Checks, in constant time, a scheduler without sequences.
+
+        Raises:
+            InvariantError: a block is not free, in the pool or the draft model's, or the speculation of a sequence is
+                left.
+        """
+        self.blocks.check_idle()
+        self.cache.check_idle()
+        self.speculation.check_idle()
+
     def check(self) -> None:
         """Checks the invariants.
 
@@ -451,6 +462,8 @@ class DecodeScheduler:
         """
         self.blocks.check()
         self.cache.check()
+        if not self._entries:
+            self.check_idle()
         held: set[tuple[int, Holder]] = set()
         for entry in self._entries.values():
             sequence = entry.sequence

@@ -185,8 +185,8 @@ class DecodeWorker:
     def receiving(self, sequence: SequenceId) -> bool:
         return self.scheduler.receiving(sequence)
 
-    def check(self) -> None:
-        self.scheduler.check()
+    def check_idle(self) -> None:
+        self.scheduler.check_idle()
 
     async def close(self) -> None:
         if self.scheduler.plan_ahead:

@@ -322,6 +322,17 @@ class PrefillScheduler:
         if entry.sequence.finished and not entry.pinned:
             del self._entries[entry.sequence.id]
 
+    def check_idle(self) -> None:
+        """Checks, in constant time, a scheduler without sequences.
+
+        Raises:
+            InvariantError: a block is not free, or a queue is not empty.
+        """
+        self.blocks.check_idle()
+        self.cache.check_idle()
+        if self._waiting or self._running:
+            raise InvariantError(f"no sequence is left, and {[*self._waiting, *self._running]} are queued")
+
     def check(self) -> None:
         """Checks the invariants.
 
@@ -331,6 +342,8 @@ class PrefillScheduler:
         """
         self.blocks.check()
         self.cache.check()
+        if not self._entries:
+            self.check_idle()
         held: set[tuple[int, Holder]] = set()
         for sequence_id, entry in self._entries.items():
             if entry.sequence.finished and not entry.pinned:

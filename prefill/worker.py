@@ -194,8 +194,8 @@ class PrefillWorker:
     def receiving(self, sequence: SequenceId) -> bool:
         return False
 
-    def check(self) -> None:
-        self.scheduler.check()
+    def check_idle(self) -> None:
+        self.scheduler.check_idle()
 
     async def close(self) -> None:
         await self.outgoing.close()

@@ -1,11 +1,14 @@
 """One thread per library and Triton's interpreter where there is no GPU (both set before any test imports torch), and
-the same Hypothesis examples in every run. Tests side by side keep off each other's cores where there are enough."""
+the same Hypothesis examples in every run. Tests marked `gpu` are skipped where there is none. Tests side by side keep
+off each other's cores where there are enough."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
+
+import pytest
 
 from baton.process import limit_name_lookups
 
@@ -37,6 +40,18 @@ with contextlib.suppress(ImportError):  # tests/gpu does without
     # For a hunt by hand: HYPOTHESIS_PROFILE=deep, new examples each time.
     settings.register_profile("deep", deadline=None, max_examples=3000, suppress_health_check=SLOW)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The one rule for tests marked `gpu`: without a CUDA device that torch can use they are skipped. Those marked
+    `gpu(rehearsed=True)` run on the CPU all the same, under BATON_REHEARSE=1."""
+    marker = item.get_closest_marker("gpu")
+    if marker is None or (marker.kwargs.get("rehearsed") and os.environ.get("BATON_REHEARSE") == "1"):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
 
 
 def take_cores(worker: int, workers: int) -> None:

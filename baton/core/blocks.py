@@ -2,7 +2,8 @@
 
 A block in flight goes back to free only when its transfer has ended or its edge is gone: that is what a holder of kind
 `send` or `receiving` stands for. Every reuse raises the block's generation, so a late message about an earlier use can
-be distinguished from the present one. `check()` proves that invariants hold.
+be distinguished from the present one. `check()` proves that invariants hold; `check_idle()` proves of a pool without
+sequences that all of it is free, from totals, at the same cost whatever the number of blocks.
 
 A block that only the cache holds is idle: it counts as free, and is taken when no block is free outright, the one that
 was longest idle first. `on_evict` hears of each one taken like that, before its new holder does.
@@ -10,7 +11,7 @@ was longest idle first. `on_evict` hears of each one taken like that, before its
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -38,7 +39,7 @@ class BlockCounts:
 
 class BlockTable:
     """The blocks of one KV pool. Complete state: `_free` (oldest first), `_idle` (longest idle first), `_holders` and
-    `_generation` per block."""
+    `_generation` per block, and how many blocks each holder other than the cache has (`_num_held`)."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -47,6 +48,7 @@ class BlockTable:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._holders: list[set[Holder]] = [set() for _ in range(num_blocks)]
         self._generation = [0] * num_blocks
+        self._num_held: dict[Holder, int] = {}
 
     def __repr__(self) -> str:
         c = self.counts()
@@ -57,6 +59,11 @@ class BlockTable:
     def num_free(self) -> int:
         """Blocks that can be allocated now: free outright, or idle in the cache."""
         return len(self._free) + len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks that only the cache holds."""
+        return len(self._idle)
 
     def num_free_besides(self, shared: Iterable[int]) -> int:
         """Blocks that can be allocated once `shared`, cached blocks, are held."""
@@ -88,6 +95,7 @@ class BlockTable:
             self._generation[block] += 1
             self._holders[block].add(holder)
             self._update_free(block)
+        self._count(holder, count)
         return taken
 
     def hold(self, blocks: Iterable[int], holder: Holder) -> None:
@@ -109,6 +117,7 @@ class BlockTable:
         for block in blocks:
             self._holders[block].add(holder)
             self._update_free(block)
+        self._count(holder, len(blocks))
 
     def convert(self, blocks: Iterable[int], old: Holder, new: Holder) -> None:
         """Replaces one holder by another, as when receiving has ended and the sequence takes the blocks over.
@@ -130,6 +139,8 @@ class BlockTable:
             self._holders[block].remove(old)
             self._holders[block].add(new)
             self._update_free(block)
+        self._count(old, -len(blocks))
+        self._count(new, len(blocks))
 
     def release(self, blocks: Iterable[int], holder: Holder) -> int:
         """Takes `holder` off the blocks; those nobody but the cache holds any more become free. Returns how many can be
@@ -148,7 +159,16 @@ class BlockTable:
         for block in reversed(blocks):
             self._holders[block].remove(holder)
             self._update_free(block)
+        self._count(holder, -len(blocks))
         return self.num_free - before
+
+    def _count(self, holder: Holder, change: int) -> None:
+        if holder.kind != "cache":
+            held = self._num_held.get(holder, 0) + change
+            if held:
+                self._num_held[holder] = held
+            else:
+                self._num_held.pop(holder, None)
 
     def _update_free(self, block: int) -> None:
         """Puts a block among the idle ones, last, or takes it out, after its holders changed."""
@@ -172,13 +192,28 @@ class BlockTable:
     def held_by(self, holder: Holder) -> tuple[int, ...]:
         return tuple(b for b, holders in enumerate(self._holders) if holder in holders)
 
+    def check_idle(self) -> None:
+        """Checks a pool that no sequence uses: nobody but the cache holds a block, and every block is free. From
+        totals, in constant time; that these are those of the blocks is for `check`.
+
+        Raises:
+            InvariantError: somebody still holds blocks (a leak; the message names them), or the free blocks are not as
+                many as there are blocks.
+        """
+        if self._num_held:
+            raise InvariantError(f"no sequence is left, and blocks are still held: {self._num_held}")
+        if self.num_free != self.num_blocks:
+            raise InvariantError(f"{self.num_free} of {self.num_blocks} blocks are free, and nobody holds the others")
+
     def check(self) -> None:
-        """Checks the invariants.
+        """Checks the invariants, block by block.
 
         Raises:
             InvariantError: a block is both free and held, neither, free twice, received by one of several holders, or
-                idle and not held by the cache alone.
+                idle and not held by the cache alone; or the count of a holder's blocks is wrong.
         """
+        if self._num_held != Counter(h for holders in self._holders for h in holders if h.kind != "cache"):
+            raise InvariantError(f"holders do not have as many blocks as {self._num_held}")
         free = set(self._free)
         if len(free) != len(self._free):
             raise InvariantError("a block is in the free list twice")

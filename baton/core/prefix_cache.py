@@ -109,6 +109,16 @@ class PrefixCache:
         cleared, self._cleared = self._cleared, False
         return KVCacheEvents(tuple(stored), tuple(evicted), cleared) if stored or evicted or cleared else None
 
+    def check_idle(self) -> None:
+        """Checks, in constant time, the cache of a pool that no sequence uses: its blocks are the idle ones.
+
+        Raises:
+            InvariantError: they are not as many.
+        """
+        if not self.blocks.num_idle == len(self._key_of) == len(self._block_of):
+            stored = f"{len(self._key_of)} blocks with a key, {len(self._block_of)} keys"
+            raise InvariantError(f"the cache holds {self.blocks.num_idle} blocks and knows {stored}")
+
     def check(self) -> None:
         """Proves that invariants hold, with those of the blocks.
 

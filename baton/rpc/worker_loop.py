@@ -57,7 +57,9 @@ class Tier(Protocol):
         """Whether its KV is still on the way here: then who sends it has all of it, and says what becomes of it."""
         ...
 
-    def check(self) -> None: ...
+    def check_idle(self) -> None:
+        """Without sequences, that nothing of one is left. Raises InvariantError. In constant time: requests wait."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -214,7 +216,7 @@ class WorkerLoop:
             self.session.post(events)
 
     async def _housekeeping(self, compute: StepThread) -> None:
-        quiet, sweep_at = 0, time.monotonic() + SWEEP_S
+        sweep_at = time.monotonic() + SWEEP_S
         while True:
             await asyncio.sleep(HOUSEKEEPING_S)
             now = time.monotonic()
@@ -222,9 +224,8 @@ class WorkerLoop:
             for sequence in self.deadlines.expire(now):
                 if self._tier.end(sequence, "deadline"):
                     self.report_ended(sequence, "deadline_exceeded", f"deadline passed at {self.config.worker_id}")
-            quiet = quiet + 1 if not self._tier.sequence_ids() else 0
-            if quiet == 1:
-                self._tier.check()  # invariants must hold when idle; a leak is a failure
+            if not self._tier.sequence_ids():
+                self._tier.check_idle()  # a leak is a failure
             if now >= sweep_at:
                 sweep_at = now + SWEEP_S
                 self.tombstones.expire(now)

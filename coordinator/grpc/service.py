@@ -8,18 +8,18 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from baton.core.errors import Cancelled, InvalidRequest, InvariantError, NotFound, Unauthenticated
 from baton.core.sampling_limits import MAX_BAD_WORDS, MAX_BIASES, MAX_GRAMMAR_CHARS, MAX_STOP_TOKENS, check_count
 from baton.rpc import codec, status
+from baton.rpc.malformed import Malformed, parser
 from baton.rpc.ports import open_port
 from baton.rpc.streams import SERVER_OPTIONS
 from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2
@@ -66,26 +66,6 @@ SEND_TIMEOUT_S = 30.0
 ABORT_S = 5.0
 IDLE_CONNECTION_S = 120  # clients dial again by themselves
 CONNECTION_AGE_S = 3600  # then as long again for what runs: the end of those that take nothing
-
-
-@dataclass(frozen=True, slots=True)
-class Malformed:
-    """Bytes that are no message of their type. Were they left to grpc, it would answer UNKNOWN and log a traceback."""
-
-    reason: str
-
-    def refused(self) -> InvalidRequest:
-        return InvalidRequest(f"the request is not a message of its type: {self.reason}", param="request")
-
-
-def _parser(kind: type[Message]) -> Callable[[bytes], Message | Malformed]:
-    def parse(content: bytes) -> Message | Malformed:
-        try:
-            return kind.FromString(content)
-        except DecodeError as e:
-            return Malformed(str(e)[:200])
-
-    return parse
 
 
 class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
@@ -264,12 +244,12 @@ def _handlers(serving: Serving) -> grpc.GenericRpcHandler:
     """As `add_ServingServicer_to_server` makes them, but for how requests are parsed."""
     generate = grpc.unary_stream_rpc_method_handler(
         serving.Generate,
-        request_deserializer=_parser(serving_pb2.GenerateRequest),
+        request_deserializer=parser(serving_pb2.GenerateRequest),
         response_serializer=serving_pb2.GenerateResponse.SerializeToString,
     )
     model_info = grpc.unary_unary_rpc_method_handler(
         serving.GetModelInfo,
-        request_deserializer=_parser(serving_pb2.GetModelInfoRequest),
+        request_deserializer=parser(serving_pb2.GetModelInfoRequest),
         response_serializer=serving_pb2.GetModelInfoResponse.SerializeToString,
     )
     return grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate, "GetModelInfo": model_info})

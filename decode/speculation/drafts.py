@@ -54,7 +54,13 @@ class Drafts(Protocol):
         """A row of at most `tokens` that brings the draft's KV of a sequence nearer to its end, if one can."""
         ...
 
-    def check(self, sequence_ids: set[SequenceId]) -> None: ...
+    def check_idle(self) -> None:
+        """Raises InvariantError, in constant time, when something of a sequence is left."""
+        ...
+
+    def check(self, sequence_ids: set[SequenceId]) -> None:
+        """Raises InvariantError when what is here is not of exactly these sequences."""
+        ...
 
 
 class NgramDrafts:
@@ -83,6 +89,9 @@ class NgramDrafts:
 
     def fill(self, sequence: Sequence, tokens: int) -> DraftRow | None:
         return None
+
+    def check_idle(self) -> None:
+        self.check(set())
 
     def check(self, sequence_ids: set[SequenceId]) -> None:
         if set(self._indexes) != sequence_ids:
@@ -147,12 +156,19 @@ class ModelDrafts:
         draft.computed = end  # a step that was planned is computed, before any that is planned later
         return DraftRow(sequence.id, start, sequence.tokens(start, end), draft.block_ids)
 
+    def check_idle(self) -> None:
+        self._check_drafts(set())
+        self.blocks.check_idle()
+
     def check(self, sequence_ids: set[SequenceId]) -> None:
-        if set(self._drafts) != sequence_ids:
-            raise InvariantError(f"drafts of {set(self._drafts) ^ sequence_ids}")
+        self._check_drafts(sequence_ids)
         self.blocks.check()
         held = {(b, Holder("sequence", i)) for i, draft in self._drafts.items() for b in draft.block_ids}
         self.blocks.check_held(held)
+
+    def _check_drafts(self, sequence_ids: set[SequenceId]) -> None:
+        if set(self._drafts) != sequence_ids:
+            raise InvariantError(f"drafts of {set(self._drafts) ^ sequence_ids}")
 
     def _reach(self, sequence_id: SequenceId, end: int) -> int:
         """Takes blocks of positions [0, end), as far as there are any; returns how far they reach, at most `end`."""

@@ -130,12 +130,21 @@ class Speculation:
         self.counters = self.counters.plus(drafted, accepted)
         return taken, counters.plus(drafted, accepted, forced=self.forced_rate is not None)
 
+    def check_idle(self) -> None:
+        """Raises InvariantError, in constant time, when something of a sequence is left."""
+        if self.drafts is not None:
+            self.drafts.check_idle()
+            self._check_open(set())
+
     def check(self, sequence_ids: set[SequenceId]) -> None:
         """Raises InvariantError when the books here are of other sequences."""
         if self.drafts is not None:
             self.drafts.check(sequence_ids)
-            if set(self._open) != sequence_ids or not set(self._wanted) <= sequence_ids:
-                raise InvariantError(f"speculation for {set(self._open) ^ sequence_ids}")
+            self._check_open(sequence_ids)
+
+    def _check_open(self, sequence_ids: set[SequenceId]) -> None:
+        if set(self._open) != sequence_ids or not set(self._wanted) <= sequence_ids:
+            raise InvariantError(f"speculation for {set(self._open) ^ sequence_ids}")
 
     def _lengths(self, plan: StepPlan, sequences: list[Sequence]) -> list[int]:
         """How many tokens to draft for each sequence of the plan that samples one; wants drafts of others."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc.aio
 import pytest
 
 from baton.core.commands import Abort, Assign, Drain, Prefill
@@ -227,3 +228,12 @@ async def test_nobody_new_is_taken_in_while_the_cluster_drains() -> None:
         await leaves(b, p)
         await leaves(b, d)
         await asyncio.wait_for(draining, 3)
+
+
+async def test_a_drain_of_bytes_that_are_no_message_is_refused_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    async with bench("d0") as b, grpc.aio.insecure_channel(b.cluster.address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/baton.v1.WorkerControl/DrainWorker")(b"\xff\xff\xff")
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (caught.value.details() or "").startswith("the request is not a message of its type: ")
+        assert b.state("d0") == "ready" and not [r for r in caplog.records if r.name.startswith("grpc")]

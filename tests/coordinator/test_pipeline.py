@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import Any
 
 import pytest
 
 from baton.core.commands import Abort, Prefill
-from baton.core.errors import DeadlineExceeded, QuotaExceeded, Unavailable
+from baton.core.errors import DeadlineExceeded, InvalidRequest, QuotaExceeded, Unavailable
 from baton.core.events import StepEvents, TokenEvent
 from baton.core.request import SamplingParams, TokenLogprob
 from coordinator.policy.quotas import Client, Limits
+from coordinator.structured_output import Constraint
 from coordinator.submission import Delta, Submission
-from tests.support.fake_workers import bench, run_out
+from tests.support.fake_workers import Reader, bench, run_out
 from tests.support.nodes import until
 from tests.support.tokenizers_kit import byte_level
 
@@ -290,3 +292,54 @@ async def test_a_client_that_leaves_ends_all_choices_also_those_that_have_not_be
         assert (await p.told(Abort)).sequence == s
         assert b.dispatcher.num_active == len(b.requests) == 0
         assert len(p.all(Prefill)) == 1
+
+
+class SlowGrammars:
+    """Compiles when `ready` is set; `asked` are the clients, `left` how many of their requests did not wait for it."""
+
+    def __init__(self) -> None:
+        self.ready = asyncio.Event()
+        self.asked: list[str] = []
+        self.left = 0
+
+    async def compile(self, constraint: Constraint, client: str) -> str:
+        self.asked.append(client)
+        try:
+            await self.ready.wait()
+        except asyncio.CancelledError:
+            self.left += 1
+            raise
+        return f"grammar of {constraint.value}"
+
+
+async def test_a_request_whose_grammar_waits_counts_against_its_quota_until_it_leaves() -> None:
+    who = Client("k", "t", limits=Limits(requests_at_once=2))
+    async with bench("p0", "d0") as b:
+        p, d = b.workers
+        grammars: Any = SlowGrammars()
+        b.pipeline._grammars = grammars
+
+        def ask(name: str) -> Reader:
+            return b.submit(name, client=who, constraint=Constraint("regex", name, "guided_regex"))
+
+        leaves, stays = ask("leaves"), ask("stays")
+        await until(lambda: grammars.asked == ["k", "k"])
+        error = await ask("too-many").failed()
+        assert isinstance(error, QuotaExceeded) and "2 requests at once" in error.message
+        assert len(grammars.asked) == 2 and not len(b.requests)
+        await leaves.leave()
+        other = ask("other")
+        await until(lambda: grammars.asked == ["k"] * 3 and grammars.left == 1)
+        grammars.ready.set()
+        for count in (1, 2):
+            request = (await p.told(Prefill, count)).request
+            assert request.sampling.grammar == f"grammar of {request.request_id}"
+            run_out(p, d, request.sequence_id)
+        await asyncio.gather(stays.done(), other.done())
+        assert b.pipeline._quotas._accounts["k"].running == 0
+
+
+async def test_without_a_compiler_structured_output_is_refused_by_the_fields_name() -> None:
+    async with bench("p0", "d0") as b:
+        error = await b.submit(constraint=Constraint("regex", "a", "guided_regex")).failed()
+        assert isinstance(error, InvalidRequest) and error.param == "guided_regex"

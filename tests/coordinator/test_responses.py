@@ -26,7 +26,6 @@ from coordinator.openai.responses import parse_responses
 from coordinator.structured_output import GrammarCompiler
 from coordinator.text.chat import ChatMessage
 from coordinator.text.model import TextModel
-from coordinator.translate import Translator
 from tests.coordinator.test_tools import TWO, WEATHER
 from tests.support.fake_generator import FakeGenerator, say
 from tests.support.model_dirs import text_dir
@@ -42,8 +41,8 @@ THINKS = TEMPLATES["hermes"] + "{# </think> #}"
 def app(generator: FakeGenerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
     model = TextModel.load(text_dir(tmp_path / "m", template=THINKS, config={"max_position_embeddings": 4096}))
     monkeypatch.setattr(structured_output, "_tokenizer", load_tokenizer(builtin_directory("target"), 4096))
-    compiler = GrammarCompiler(Path(), 4096, lambda: ThreadPoolExecutor(1))
-    return create_app(generator, model, HttpSettings("tiny", created=1), Translator(model, grammars=compiler))
+    generator.grammars = GrammarCompiler(Path(), 4096, lambda: ThreadPoolExecutor(1))
+    return create_app(generator, model, HttpSettings("tiny", created=1))
 
 
 @pytest.fixture

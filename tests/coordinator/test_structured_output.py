@@ -7,8 +7,9 @@ import asyncio
 import json
 import os
 import signal
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,17 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.core.errors import InvalidRequest, Unavailable
+from baton.core.errors import InvalidRequest, InvariantError, QuotaExceeded, Unavailable
 from baton.model_source import builtin_directory
 from coordinator import structured_output
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.openai.schema import parse_chat, parse_completion
+from coordinator.policy.grammar_queue import MAX_WAITING
 from coordinator.structured_output import Constraint, GrammarCompiler, compile_here, to_grammar
 from coordinator.text.model import TextModel
-from coordinator.translate import Translator
 from tests.support.fake_generator import FakeGenerator
+from tests.support.front_kit import RawClient, running
+from tests.support.nodes import until
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -110,7 +113,7 @@ async def test_a_grammar_is_compiled_once_and_a_bad_one_refused_with_its_reason(
     assert await compiler.compile(good)
     with pytest.raises(InvalidRequest, match="banana"):
         await compiler.compile(refused[0][0])
-    assert compiler._executor is None
+    assert compiler._children[0].executor is None
 
 
 async def test_keywords_that_are_not_implemented_are_ignored_where_the_schema_is_not_strict(
@@ -136,7 +139,7 @@ async def test_a_grammar_that_takes_too_long_is_refused(
     began = time.monotonic()
     with pytest.raises(InvalidRequest, match=r"takes over|too complex|too many"):
         await compiler.compile(Constraint("regex", BOMB, "f"))
-    assert compiler._executor is None and time.monotonic() - began < 20
+    assert compiler._children[0].executor is None and time.monotonic() - began < 20
     monkeypatch.setattr(structured_output, "COMPILE_S", 30.0)
     assert await compiler.compile(Constraint("regex", "b", "f"))
 
@@ -156,7 +159,7 @@ def test_what_only_grows_while_it_is_used_is_found_by_trying_it_out(
 
 async def test_a_child_that_died_with_nothing_to_do_costs_nobody_a_grammar(compiler: GrammarCompiler) -> None:
     await compiler.compile(Constraint("regex", "a", "f"))
-    (child,) = compiler._executor._processes.values()  # type: ignore[union-attr]
+    (child,) = compiler._children[0].executor._processes.values()  # type: ignore[union-attr]
     os.kill(child.pid, signal.SIGKILL)
     await asyncio.sleep(0.3)
     assert await compiler.compile(Constraint("regex", "[0-9]{4}", "f"))
@@ -167,7 +170,7 @@ async def test_what_took_too_long_once_is_tried_again(
 ) -> None:
     wanted = Constraint("regex", "[0-9]{4}", "f")
     await compiler.compile(Constraint("regex", "a", "f"))
-    (child,) = compiler._executor._processes.values()  # type: ignore[union-attr]
+    (child,) = compiler._children[0].executor._processes.values()  # type: ignore[union-attr]
     monkeypatch.setattr(structured_output, "COMPILE_S", 0.5)
     os.kill(child.pid, signal.SIGSTOP)
     with pytest.raises(InvalidRequest, match="takes over"):
@@ -190,17 +193,125 @@ async def test_who_leaves_stops_no_other_and_one_grammar_is_compiled_once(
     assert found[4:] == ["g"] * 4 and asked == ["a"]
     assert all(isinstance(one, asyncio.CancelledError) for one in found[:4])
     await asyncio.sleep(0)
-    assert not compiler._asked and compiler._kept_chars == structured_output._size(Constraint("regex", "a", "f"), "g")
+    assert not compiler._answers and compiler._kept_chars == structured_output._size(Constraint("regex", "a", "f"), "g")
 
 
-async def test_who_waits_for_others_is_told_so(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> None:
-    monkeypatch.setattr(structured_output, "MAX_WAITING", 2)
-    monkeypatch.setattr(structured_output, "compile_here", lambda constraint: time.sleep(0.5) or constraint.value)
-    compiler = GrammarCompiler(model_dir, 4096, lambda: ThreadPoolExecutor(1))
-    asked = [compiler.compile(Constraint("regex", str(i), "f")) for i in range(5)]
+class Gate:
+    """Stands for the child's work: notes what it is asked for, in order, and waits with it while the gate is shut."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> None:
+        self.asked: list[str] = []
+        self.open = threading.Event()
+        monkeypatch.setattr(structured_output, "compile_here", self._compile)
+        self.compiler = GrammarCompiler(model_dir, 4096, lambda: ThreadPoolExecutor(1))
+
+    def _compile(self, constraint: Constraint) -> str:
+        self.asked.append(constraint.value)
+        self.open.wait(10.0)
+        return f"grammar of {constraint.value}"
+
+    def ask(self, value: str, client: str) -> asyncio.Task[str]:
+        return asyncio.create_task(self.compiler.compile(Constraint("regex", value, "f"), client))
+
+    async def flood(self, count: int, client: str = "flood") -> list[asyncio.Task[str]]:
+        """So many different grammars of one client, the first of them under way."""
+        tasks = [self.ask(f"flood{number}", client) for number in range(count)]
+        await until(lambda: self.asked)
+        return tasks
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> Iterator[Gate]:
+    made = Gate(monkeypatch, model_dir)
+    yield made
+    made.open.set()
+
+
+async def test_a_flood_from_one_key_delays_no_grammar_of_another(gate: Gate) -> None:
+    flood = await gate.flood(50)
+    await asyncio.sleep(0.05)
+    assert gate.asked == ["flood0"]  # one at a time
+    others = [gate.ask(f"other{number}", "other") for number in range(2)]
+    await until(lambda: len(gate.asked) == 2)
+    third = gate.ask("third", "third")
+    await asyncio.sleep(0.05)
+    assert gate.asked == ["flood0", "other0"]  # as if the flood were not there
+    gate.open.set()
+    assert await asyncio.gather(*others, third) == ["grammar of other0", "grammar of other1", "grammar of third"]
+    await asyncio.gather(*flood)
+    assert "third" in gate.asked[2:4] and len(gate.asked) == 53  # two children may begin in the same instant
+    assert [name for name in gate.asked if name.startswith("flood")] == [f"flood{number}" for number in range(50)]
+
+
+async def test_a_flood_of_large_schemas_from_one_key_over_the_real_children(compiler: GrammarCompiler) -> None:
+    await asyncio.gather(*(compiler.compile(Constraint("regex", name, "f"), name) for name in "xy"))
+    assert all(child.executor for child in compiler._children)
+    ended: list[str] = []
+
+    async def ask(constraint: Constraint, client: str) -> None:
+        await compiler.compile(constraint, client)
+        ended.append(client)
+
+    names = [[f"p{number}_{i}" for i in range(1500)] for number in range(12)]
+    flood = [json.dumps({"type": "object", "properties": {n: {"type": "integer"} for n in of}}) for of in names]
+    asked = [asyncio.create_task(ask(Constraint("json_schema", schema, "f"), "flood")) for schema in flood]
+    await asyncio.sleep(0)
+    await ask(Constraint("json_schema", TEXT, "f"), "small")
+    assert len(ended) <= 2 and ended[-1] == "small"
+    await asyncio.gather(*asked)
+
+
+async def test_the_grammar_of_a_client_that_left_is_not_compiled(gate: Gate) -> None:
+    flood = await gate.flood(20)
+    stays = gate.ask("flood7", "other")
+    await asyncio.sleep(0)
+    for task in flood:
+        task.cancel()
+    await asyncio.gather(*flood, return_exceptions=True)
+    gate.open.set()
+    assert await stays == "grammar of flood7"
+    await until(lambda: not gate.compiler._answers)
+    assert gate.asked == ["flood0", "flood7"]
+
+
+async def test_a_client_has_so_many_grammars_waiting_and_others_are_served(gate: Gate) -> None:
+    flood = await gate.flood(MAX_WAITING)
+    flood.append(gate.ask("one more", "flood"))  # as many wait as may, beside the one under way
+    await asyncio.sleep(0)
+    with pytest.raises(QuotaExceeded, match=f"{MAX_WAITING} grammars of this API key wait") as caught:
+        await gate.ask("too many", "flood")
+    assert caught.value.retry_after_s == 1
+    other = gate.ask("other", "other")
+    await asyncio.sleep(0)
+    gate.open.set()
+    assert await other == "grammar of other"
+    await asyncio.gather(*flood)
+    assert "too many" not in gate.asked
+
+
+async def test_a_request_waits_so_long_for_its_grammar(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured_output, "WAIT_S", 0.2)
+    flood = await gate.flood(2)
+    with pytest.raises(Unavailable, match=r"not compiled within 0.2 s"):
+        await gate.ask("late", "flood")
+    await asyncio.gather(*flood, return_exceptions=True)
+    gate.open.set()
+    monkeypatch.setattr(structured_output, "WAIT_S", 20.0)
+    assert await gate.ask("flood0", "other") == "grammar of flood0"  # its verdict is known
+    assert gate.asked == ["flood0"]
+
+
+async def test_a_child_that_does_not_start_fails_those_that_wait_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, model_dir: Path
+) -> None:
+    monkeypatch.setattr(structured_output, "START_S", 0.0)
+    compiler = GrammarCompiler(model_dir, 4096)
+    asked = [compiler.compile(Constraint("regex", value, "f")) for value in "ab"]
     found = await asyncio.gather(*asked, return_exceptions=True)
-    assert sorted(type(answer).__name__ for answer in found) == ["Unavailable"] * 2 + ["str"] * 3  # one is compiled
-    assert isinstance(next(f for f in found if not isinstance(f, str)), Unavailable)
+    assert [type(error) for error in found] == [InvariantError] * 2
+    monkeypatch.setattr(structured_output, "START_S", 60.0)
+    assert await compiler.compile(Constraint("regex", "a", "f"))
+    compiler.close()
 
 
 async def test_verdicts_are_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> None:
@@ -243,9 +354,8 @@ async def front(
     from baton.engine.grammars import load_tokenizer
 
     monkeypatch.setattr(structured_output, "_tokenizer", load_tokenizer(model_dir, 4096))
-    compiler = GrammarCompiler(model_dir, 4096, lambda: ThreadPoolExecutor(1))
-    translator = Translator(text_model, grammars=compiler)
-    app = create_app(generator, text_model, HttpSettings("tiny", created=1), translator)
+    generator.grammars = GrammarCompiler(model_dir, 4096, lambda: ThreadPoolExecutor(1))
+    app = create_app(generator, text_model, HttpSettings("tiny", created=1))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
         yield client
 
@@ -262,3 +372,35 @@ async def test_workers_get_the_grammar_and_clients_the_reason(
         assert "banana" in error["message"]
     assert (await front.post(CHAT, json=GOOD[CHAT])).status_code == 200
     assert generator.submissions[-1].sampling.grammar == "" and len(generator.submissions) == 3
+
+
+async def test_a_client_that_leaves_over_http_has_nothing_compiled(
+    gate: Gate, generator: FakeGenerator, text_model: TextModel
+) -> None:
+    generator.grammars = gate.compiler
+    async with running(create_app(generator, text_model, HttpSettings("tiny", created=1))) as server:
+        (first,) = await gate.flood(1, client="")
+        client = await RawClient.connect(server)
+        await client.post(COMPLETIONS, GOOD[COMPLETIONS] | {"guided_regex": "left"})
+        await until(lambda: gate.compiler._queue._waiting)
+        await client.close()
+        await until(lambda: not gate.compiler._queue._waiting)
+        gate.open.set()
+        await first
+    assert gate.asked == ["flood0"] and not generator.submissions
+
+
+async def test_too_many_waiting_grammars_are_a_429_that_says_when_to_ask_again(
+    gate: Gate, generator: FakeGenerator, text_model: TextModel
+) -> None:
+    generator.grammars = gate.compiler
+    app = create_app(generator, text_model, HttpSettings("tiny", created=1))
+    waiting = [gate.ask(str(number), "") for number in range(MAX_WAITING + 1)]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
+        await until(lambda: gate.asked)
+        waiting.append(gate.ask("last", ""))
+        answer = await client.post(COMPLETIONS, json=GOOD[COMPLETIONS] | {"guided_regex": "refused"})
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+    assert "64 grammars of clients without an API key wait" in answer.json()["error"]["message"]
+    gate.open.set()
+    await asyncio.gather(*waiting, return_exceptions=True)

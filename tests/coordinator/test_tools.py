@@ -73,8 +73,8 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> TextModel:
 @pytest.fixture
 def app(generator: FakeGenerator, model: TextModel, monkeypatch: pytest.MonkeyPatch) -> FastAPI:
     monkeypatch.setattr(structured_output, "_tokenizer", load_tokenizer(builtin_directory("target"), 4096))
-    compiler = GrammarCompiler(Path(), 4096, lambda: ThreadPoolExecutor(1))
-    return create_app(generator, model, HttpSettings("tiny", created=1), Translator(model, grammars=compiler))
+    generator.grammars = GrammarCompiler(Path(), 4096, lambda: ThreadPoolExecutor(1))
+    return create_app(generator, model, HttpSettings("tiny", created=1))
 
 
 @pytest.fixture

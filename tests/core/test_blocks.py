@@ -165,7 +165,7 @@ def test_state_reads_as_one_line() -> None:
     assert repr(table) == "<BlockTable 2 held, 1 receiving, 1 pinned, 2 free of 4>"
 
 
-@pytest.mark.parametrize("spoil", ["forget", "free_twice", "free_held", "share_receiving", "idle"])
+@pytest.mark.parametrize("spoil", ["forget", "free_twice", "free_held", "share_receiving", "idle", "uncounted"])
 def test_check_finds_books_that_do_not_balance(spoil: str) -> None:
     table = BlockTable(2)
     table.allocate(1, RECEIVING_A)
@@ -175,6 +175,7 @@ def test_check_finds_books_that_do_not_balance(spoil: str) -> None:
         "free_held": lambda: table._free.append(0),
         "share_receiving": lambda: table._holders[0].add(SEQ_B),
         "idle": lambda: table._idle.setdefault(0),
+        "uncounted": lambda: table._num_held.clear(),
     }[spoil]()
     with pytest.raises(InvariantError):
         table.check()
@@ -187,3 +188,25 @@ def test_check_held_finds_a_leak_and_a_loss(expected: set[tuple[int, Holder]]) -
     table.check_held({(0, SEQ_A)})
     with pytest.raises(InvariantError):
         table.check_held(expected)
+
+
+@pytest.mark.parametrize("leaked", [SEQ_A, SEND_A, RECEIVING_A])
+def test_a_leak_is_found_by_the_check_of_an_idle_pool_with_its_holder(leaked: Holder) -> None:
+    table = BlockTable(3)
+    cached = table.allocate(1, SEQ_B) or ()
+    table.hold(cached, CACHE)
+    table.release(cached, SEQ_B)
+    table.check_idle()
+    blocks = table.allocate(2, leaked) or ()
+    with pytest.raises(InvariantError, match=f"kind='{leaked.kind}'"):
+        table.check_idle()
+    table.release(blocks, leaked)
+    table.check_idle()
+
+
+@pytest.mark.parametrize("spoil", ["forget", "free_twice"])
+def test_the_check_of_an_idle_pool_counts_its_blocks(spoil: str) -> None:
+    table = BlockTable(2)
+    {"forget": lambda: table._free.pop(), "free_twice": lambda: table._free.append(1)}[spoil]()
+    with pytest.raises(InvariantError, match="of 2 blocks are free"):
+        table.check_idle()

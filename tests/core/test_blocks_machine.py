@@ -92,6 +92,13 @@ class BlockTableMachine(RuleBasedStateMachine):
         assert self.table.release([block], holder) == (newly and not was_idle)
 
     @precondition(lambda self: any(self.held.values()))
+    @rule(data=st.data(), new=holders)
+    def convert_one_that_is_held(self, data: st.DataObject, new: Holder) -> None:
+        block = data.draw(st.sampled_from([b for b, held in self.held.items() if held]))
+        old = data.draw(st.sampled_from(sorted(self.held[block])))
+        self.convert([block], old, new)
+
+    @precondition(lambda self: any(self.held.values()))
     @rule(data=st.data())
     def hold_by_the_cache(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from([b for b, held in self.held.items() if held]))

@@ -144,6 +144,22 @@ def test_check_finds_books_that_do_not_balance(spoil: str) -> None:
         cache.check()
 
 
+@pytest.mark.parametrize("spoil", ["leak", "loss"])
+def test_the_check_of_an_idle_pool_finds_blocks_that_the_cache_does_not_know(spoil: str) -> None:
+    table = BlockTable(3)
+    cache = PrefixCache(table, 2)
+    blocks = stored(table, cache, (1, 2, 3, 4))
+    cache.check_idle()
+    if spoil == "leak":
+        more = table.allocate(1, SEQ_A) or ()
+        table.hold(more, CACHE)
+        table.release(more, SEQ_A)
+    else:
+        table.release(blocks[:1], CACHE)
+    with pytest.raises(InvariantError, match="the cache holds"):
+        cache.check_idle()
+
+
 class PrefixCacheMachine(RuleBasedStateMachine):
     """Sequences come and go over few blocks and fewer different tokens. The model is the pool itself: what was written
     into each block. Whatever matches must hold just the tokens that were asked for."""

@@ -29,6 +29,7 @@ from coordinator.http.app import HttpSettings, create_app
 from coordinator.metrics import VLLM, WORKER_COUNTERS, WORKER_GAUGES, Metrics
 from coordinator.openai import fields as openai_schema_fields
 from coordinator.openai import schema as openai_schema
+from coordinator.policy import grammar_queue
 from launch.up_config import DoctorConfig, UpConfig
 from tests.support.fake_generator import FakeGenerator
 
@@ -123,6 +124,7 @@ LIMITS = (
     ("messages", f"{translate.MAX_MESSAGES:,}"),
     ("characters of a schema or grammar", f"{MAX_GRAMMAR_CHARS:,}"),
     ("time to compile a grammar", f"{structured_output.COMPILE_S:g} s"),
+    ("grammars of a client that wait to be compiled", str(grammar_queue.MAX_WAITING)),
     ("parts of one message", f"{openai_schema.MAX_PARTS:,}"),
     ("body", f"{CoordinatorConfig().max_body_mib:g} MiB (`--max-body-mib` of the coordinator)"),
     (

@@ -16,7 +16,7 @@ from tests.support.client import Client
 from tests.support.cluster import cluster
 from tests.support.oracle import greedy
 
-pytestmark = [*ON_GPU, pytest.mark.cluster, pytest.mark.timeout(400)]
+pytestmark = [ON_GPU, pytest.mark.cluster, pytest.mark.timeout(400)]
 FREED_S = 5.0
 
 

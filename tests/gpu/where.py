@@ -8,15 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 REHEARSAL = os.environ.get("BATON_REHEARSE") == "1"
 DEVICE = "cpu" if REHEARSAL else "cuda"
 EDGE_KIND = "gloo" if REHEARSAL else "nccl"
-ON_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not REHEARSAL and not torch.cuda.is_available(), reason="no CUDA device"),
-]
+ON_GPU = pytest.mark.gpu(rehearsed=True)
 
 
 def one_gpu_settings() -> dict[str, Any]:

@@ -25,6 +25,8 @@ T_REQUESTS, T_DISPATCH, T_WORKERS, T_JOURNAL, T_HELD, T_PICK = (
     for name in ("requests", "dispatch", "workers", "journal", "held", "pick")
 )
 T_GRAMMARS = "tests/engine/test_grammars.py"
+QUEUE, T_QUEUE = "coordinator/policy/grammar_queue.py", "tests/coordinator/test_policy_grammar_queue.py"
+T_PIPELINE = "tests/coordinator/test_pipeline.py"
 
 
 @dataclass(frozen=True)
@@ -278,6 +280,16 @@ FAULTS = (
     Fault(
         "baton/core/blocks.py", 'if holder.kind == "receiving" or _being_received(holders):', "if False:", "tests/core"
     ),
+    Fault(
+        "baton/core/blocks.py", "        if self._num_held:\n", "        if False:\n", "tests/core/test_idle_check.py"
+    ),
+    Fault("baton/core/blocks.py", "        self._count(old, -len(blocks))\n", "", "tests/core/test_blocks_machine.py"),
+    Fault(
+        "baton/rpc/worker_loop.py",
+        "                self._tier.check_idle()  # a leak is a failure",
+        "                pass",
+        "tests/rpc/test_worker_loop.py",
+    ),
     Fault("baton/core/handles.py", "if now_ms >= handle.expires_ms:", "if False:", "tests/core/test_handles.py"),
     Fault(
         "baton/core/handles.py",
@@ -351,6 +363,17 @@ FAULTS = (
     Fault("baton/engine/grammars.py", "0.0 if followed.late and not self._all_late else ", "", T_GRAMMARS),
     Fault("baton/engine/grammars.py", "            followed.automaton = None", "            pass", T_GRAMMARS),
     Fault(REQUESTS, " and now >= r.offer_at:", ":", T_REQUESTS),
+    Fault(QUEUE, "key=self._used_s.__getitem__", "key=lambda c: 0", T_QUEUE),
+    Fault(QUEUE, "if c not in self._running", "if True", T_QUEUE),
+    Fault(QUEUE, "max(self._used_s.get(client, 0.0), self._level_s)", "self._used_s.get(client, 0.0)", T_QUEUE),
+    Fault(QUEUE, "        self._used_s[client] += took_s\n", "", T_QUEUE),
+    Fault("coordinator/pipeline.py", "(constraint, submission.client.key)", '(constraint, "")', T_PIPELINE),
+    Fault(
+        "coordinator/structured_output.py",
+        "and self._queue.leave(client, constraint)",
+        "and False",
+        "tests/coordinator/test_structured_output.py",
+    ),
     Fault(
         "coordinator/structured_output.py",
         "        self._keep(constraint, verdict)\n",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from baton.core.blocks import Holder
 from baton.core.commands import Join, Role, WorkerFacts
 from baton.core.events import SequenceEnded, StepEvents, TokenEvent
 from baton.core.handles import Handle
@@ -72,6 +73,14 @@ def make_decode(
 ) -> DecodeScheduler:
     layout = make_layout(block_size)
     return DecodeScheduler(layout, num_blocks, max_running, speculation, prefix_cache=prefix_cache)
+
+
+def fill_cache(scheduler: PrefillScheduler | DecodeScheduler, share: float) -> None:
+    """Leaves cached blocks of a sequence that is gone: that share of the pool, from a new scheduler."""
+    holder = Holder("sequence", SequenceId("gone"))
+    blocks = scheduler.blocks.allocate(round(share * scheduler.blocks.num_blocks), holder) or ()
+    scheduler.cache.store([block.to_bytes(32, "big") for block in blocks], blocks)
+    scheduler.blocks.release(blocks, holder)
 
 
 def make_outcome(plan: StepPlan, token: int | Callable[[SequenceId], int] = 7) -> StepOutcome:

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from baton.core.request import FinishReason
+from coordinator.pipeline import with_grammar
 from coordinator.recent import Record
+from coordinator.structured_output import GrammarCompiler
 from coordinator.submission import Delta, Sink, Submission, Timeline, Usage
 
 Step = Delta | BaseException | float | asyncio.Event
@@ -28,6 +30,7 @@ def say(
 
 class FakeGenerator:
     """Plays `script` for every submission: a Delta is yielded, an exception raised, a float slept, an Event awaited.
+    Where an output has to match something, `grammars` compiles it first, as in the pipeline.
 
     `submissions` are what it was called with, `finished` the ids of those that were played to the end or closed,
     `yielded` counts deltas.
@@ -43,8 +46,10 @@ class FakeGenerator:
         self.changed = asyncio.Event()
         self.statuses: list[int] = []
         self.records: list[Record] = []
+        self.grammars: GrammarCompiler | None = None
 
     async def generate(self, submission: Submission, sink: Sink | None = None) -> AsyncGenerator[Delta, None]:
+        submission = await with_grammar(submission, self.grammars)
         self.submissions.append(submission)
         self._note()
         try:

@@ -81,7 +81,7 @@ class Faults:
         state: dict[str, Any] = {"threads": sorted(t.name for t in threading.enumerate()), "check": "balanced"}
         if self.worker is not None:
             try:
-                self.worker.check()
+                self.worker.scheduler.check()
             except Exception as e:
                 state["check"] = str(e)
             state["load"] = dataclasses.asdict(self.worker.load())

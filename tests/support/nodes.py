@@ -220,7 +220,7 @@ async def pair(
         yield source, nodes
         await until(lambda: all(n.idle for n in (*sources, *nodes)), what="idle pools")
         for worker in (n.worker for n in (*sources, *nodes)):
-            worker.check()
+            worker.scheduler.check()
             assert not len(worker.main_loop.deadlines)
     finally:
         for each in sources:

@@ -125,6 +125,9 @@ class KnownDrafts:
     def fill(self, sequence: Running, tokens: int) -> DraftRow | None:
         return None
 
+    def check_idle(self) -> None:
+        pass
+
     def check(self, sequence_ids: set[SequenceId]) -> None:
         pass
 
