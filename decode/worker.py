@@ -213,7 +213,7 @@ class DecodeWorker:
             self.store.nonce,
             self.facts.tensor_parallel,
             self.facts.layout,
-            self.incoming.staging.quota.limit_bytes,
+            self.incoming.staging.limit_bytes,
         )
 
     def _check_fits(self, hello: LinkHello) -> None:
