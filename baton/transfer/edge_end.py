@@ -25,7 +25,7 @@ from baton.transfer.edge_kinds import allocator, buffer_device, make_edge
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.sections import Packing, Storing
-from baton.transfer.staging import Layers, PagedLayers, pack, unpack
+from baton.transfer.staging import Layers, PagedLayers, locate, pack, unpack
 from baton.transfer.staging_buffers import StagingBuffers, pinned_buffer
 from baton.transfer.streams import finish, own_stream
 
@@ -122,9 +122,10 @@ class LocalEnds:
         bytes that it has."""
         layers = PagedLayers.of(self._layers)
         with own_stream(device):
-            buf = pack(layers, (0,), self._block_size, 0, 1)
+            slots = locate(layers, (0,), self._block_size, 0, 1)
+            buf = pack(layers, slots)
             device_checksum(b"", buf, torch.empty(1, dtype=torch.int64, device=device))
-            unpack(buf, layers, (0,), self._block_size, 0, 1)
+            unpack(buf, layers, slots)
             finish(device, _WARM_UP_S)
 
     def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> LocalEnd:

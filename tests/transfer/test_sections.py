@@ -17,9 +17,10 @@ from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_end import LocalEnd
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.sections import Packing, Storing
-from baton.transfer.staging import pack
+from baton.transfer.staging import PagedLayers
 from baton.transfer.staging_buffers import StagingBuffers
 from tests.support.limits import HANG_S
+from tests.support.paged import pack_tokens
 from tests.support.wire import Sums, flipped, on_the_wire
 
 MakeSpec = Callable[..., EdgeSpec]
@@ -255,13 +256,13 @@ def test_a_part_of_another_size_is_refused_before_anything_is_done() -> None:
     for kind in (Packing, Storing):
         part = Part((1, 0), 0, 8, PART.num_bytes - 8, b"who")
         with pytest.raises(HandoffError, match=f"{PART.num_bytes - 8} bytes was ordered, {PART.num_bytes} are here"):
-            kind(pool(1.0), BLOCK, part, kept.take(part.num_bytes), LAYER_BYTES)
+            kind(PagedLayers.of(pool(1.0)), BLOCK, part, kept.take(part.num_bytes), LAYER_BYTES)
 
 
 def test_nothing_is_stored_once_it_was_stopped() -> None:
     source, target, kept = pool(1.0), pool(0.0), StagingBuffers(1 << 16)
-    storing = Storing(target, BLOCK, PART, kept.take(PART.num_bytes), LAYER_BYTES)
-    pack(source, PART.block_ids, BLOCK, 0, 8, storing.buffer.view)
+    storing = Storing(PagedLayers.of(target), BLOCK, PART, kept.take(PART.num_bytes), LAYER_BYTES)
+    storing.buffer.view.copy_(pack_tokens(source, PART.block_ids, BLOCK, 0, 8))
     sums = [storing.checksum_of(section) for section in storing.sections]
     storing.arrived(0, sums[0])
     storing.stop()
