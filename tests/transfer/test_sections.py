@@ -14,7 +14,7 @@ from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
 from baton.transfer import sections
 from baton.transfer.edge import EdgeSpec
-from baton.transfer.edge_end import LocalEnd
+from baton.transfer.edge_end import LocalEnd, LocalEnds
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.sections import Packing, Storing
 from baton.transfer.staging import PagedLayers
@@ -55,7 +55,11 @@ class Pair:
         self.source, self.target = pool(1.0), pool(0.0)
         where = zip(("prefill", "decode"), (self.source, self.target), strict=True)
         self.prefill, self.decode = (
-            LocalEnd(spec(side, generation), layers, BLOCK, buffers=self.kept, section_bytes=section_bytes)
+            LocalEnd(
+                spec(side, generation),
+                layers,
+                LocalEnds(layers, BLOCK, "127.0.0.1", buffers=self.kept, section_bytes=section_bytes),
+            )
             for side, layers in where
         )
 
@@ -243,7 +247,7 @@ async def test_a_block_outside_is_refused_and_the_edge_lives(spec: MakeSpec) -> 
 
 async def test_ends_that_cut_otherwise_are_told_apart_by_name(spec: MakeSpec) -> None:
     ends = await Pair(spec).connect()
-    ends.decode._section_bytes = 2 * LAYER_BYTES
+    ends.decode._rank.section_bytes = 2 * LAYER_BYTES
     with pytest.raises(HandoffError):
         await ends.hand_over()
     assert ends.decode.dead is not None and "sections is 4, expected 2" in ends.decode.dead.message
