@@ -25,7 +25,7 @@ from baton.transfer.edge import EdgeSpec, edge_prefix
 from baton.transfer.edge_end import LocalEnd, LocalEnds, make_buffers
 from baton.transfer.edge_kinds import allocator, buffer_device, make_edge
 from baton.transfer.nccl import configure_nccl
-from baton.transfer.store import EdgeStore
+from baton.transfer.rendezvous import EdgeStore
 
 SIZES = (1, 4096, 1 << 20) if REHEARSAL else (1, 4 << 20, 64 << 20)
 LAYERS, HEADS, HEAD_DIM = (4, 2, 16) if REHEARSAL else (32, 8, 128)
