@@ -174,8 +174,6 @@ def test_staging_buffers_are_never_memory_that_the_engine_had(monkeypatch: pytes
     """torch gives freed memory away on the stream that it was used on: buffers have a stream of their own."""
     from contextlib import contextmanager
 
-    from baton.transfer.staging_buffers import plain_buffer
-
     current = ["engine"]
     made: list[tuple[str, int]] = []
 
@@ -190,6 +188,6 @@ def test_staging_buffers_are_never_memory_that_the_engine_had(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"staging of {device}")
     monkeypatch.setattr(streams.torch, "empty", lambda size, **_: made.append((current[-1], size)))
-    plain_buffer(10, cuda)
-    plain_buffer(20, cuda)
+    streams.empty_beside_engine(10, cuda)
+    streams.empty_beside_engine(20, cuda)
     assert made == [("staging of cuda:0", 10), ("staging of cuda:0", 20)] and len(streams._STAGING) == 1
