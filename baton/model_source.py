@@ -103,13 +103,11 @@ def _from_hub(name: str) -> Path:
                 local_files_only=cached_only,
             )
         )
-    except LocalEntryNotFoundError as error:
-        if cached_only:
+    except Exception as error:
+        if cached_only and isinstance(error, LocalEntryNotFoundError):
             raise StartupError(
                 f"model {name} is neither a directory nor in the hub's cache, and the hub does not answer ({reason})"
             ) from None
-        raise StartupError(f"hub model {name} could not be fetched: {_first_line(error)}") from None
-    except Exception as error:
         raise StartupError(f"hub model {name} could not be fetched: {_first_line(error)}") from None
 
 

@@ -22,10 +22,10 @@ from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
 from baton.core.sections import SECTION_BYTES, cut_sections
 from baton.transfer.edge import EdgeSpec, edge_prefix
-from baton.transfer.edge_end import LocalEnd, make_buffers
+from baton.transfer.edge_end import LocalEnd, LocalEnds, make_buffers
 from baton.transfer.edge_kinds import allocator, buffer_device, make_edge
 from baton.transfer.nccl import configure_nccl
-from baton.transfer.store import EdgeStore
+from baton.transfer.rendezvous import EdgeStore
 
 SIZES = (1, 4096, 1 << 20) if REHEARSAL else (1, 4 << 20, 64 << 20)
 LAYERS, HEADS, HEAD_DIM = (4, 2, 16) if REHEARSAL else (32, 8, 128)
@@ -158,7 +158,7 @@ async def piece(kind: str, store: EdgeStore, generation: int) -> None:
         torch.manual_seed(1)
         source, whole = layers(), part()
         kept = make_buffers(kind, source[0][0].device, 4 * whole.num_bytes)
-        end = LocalEnd(spec, source, BLOCK, make_edge(kind), None, kept)
+        end = LocalEnd(spec, source, LocalEnds(source, BLOCK, spec.bind_host, kind, buffers=kept))
         await end.connect()
         peer.answer()
         packing, sending = [], []
@@ -247,7 +247,7 @@ async def _peer(kind: str, host: str, port: int, prefix: str) -> int:
     synchronize()
     generation = int(prefix.rpartition("/g")[2])
     spec = EdgeSpec(host, port, prefix, generation, "decode", connect_timeout_s=LIMIT_S, device=str(device))
-    end = LocalEnd(spec, target, BLOCK, make_edge(kind), None, kept)  # type: ignore[arg-type]
+    end = LocalEnd(spec, target, LocalEnds(target, BLOCK, spec.bind_host, kind, buffers=kept))  # type: ignore[arg-type]
     say()
     await end.connect()
     say()

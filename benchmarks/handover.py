@@ -68,7 +68,7 @@ class Sample:
 
 def bandwidth(num_bytes: int, cores: tuple[int, int], times: int = 12) -> float:
     """Bytes per second of a bare edge, the median of transfers of one size."""
-    from baton.transfer.store import EdgeStore
+    from baton.transfer.rendezvous import EdgeStore
 
     store = EdgeStore()
     ends = []

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from baton.engine.runner import EngineOptions, load_runner
 from baton.model_source import builtin_directory
 from baton.transfer.checksum import checksum
-from baton.transfer.staging import pack, unpack
+from baton.transfer.staging import PagedLayers, locate, pack, unpack
 from benchmarks.engine import decode
 from benchmarks.serving import commit, machine
 
@@ -41,9 +41,10 @@ class Scatterer(threading.Thread):
     def __init__(self, layers: list[tuple[torch.Tensor, torch.Tensor]], first_block: int) -> None:
         super().__init__(daemon=True)
         self.busy, self.ended = threading.Event(), threading.Event()
-        self.chunks, self.seconds, self._layers = 0, 0.0, layers
-        self._blocks = tuple(range(first_block, first_block + CHUNK // BLOCK))
-        self._buffer = pack(layers, self._blocks, BLOCK, 0, CHUNK)
+        self.chunks, self.seconds, self._layers = 0, 0.0, PagedLayers.of(layers)
+        blocks = tuple(range(first_block, first_block + CHUNK // BLOCK))
+        self._slots = locate(self._layers, blocks, BLOCK, 0, CHUNK)
+        self._buffer = pack(self._layers, self._slots)
 
     def run(self) -> None:
         while not self.ended.is_set():
@@ -51,7 +52,7 @@ class Scatterer(threading.Thread):
                 continue
             started = time.perf_counter()
             checksum(b"", self._buffer)
-            unpack(self._buffer, self._layers, self._blocks, BLOCK, 0, CHUNK)
+            unpack(self._buffer, self._layers, self._slots)
             self.seconds += time.perf_counter() - started
             self.chunks += 1
 

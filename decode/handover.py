@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from baton.core.deadlines import Deadlines
+from baton.core.deadlines import Deadlines, Tombstones
 from baton.core.edge_orders import Part, part_of
 from baton.core.errors import BatonError, HandoffError, InvariantError, StaleHandle, Unavailable
 from baton.core.events import SequenceEnded
@@ -27,7 +27,6 @@ from baton.core.kv_layout import KVLayout
 from baton.core.request import SequenceId
 from baton.core.reshard import EdgeKey, EdgePlan
 from baton.core.sampling_limits import check_sampling, check_tokens
-from baton.core.tombstones import Tombstones
 from decode.scheduler import DecodeScheduler
 
 

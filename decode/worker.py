@@ -23,8 +23,8 @@ from baton.rpc.worker_loop import WorkerLoop
 from baton.tls_files import read_cluster_tls
 from baton.token_file import read_token
 from baton.transfer.edge_end import MakeEnd
+from baton.transfer.rendezvous import EdgeStore
 from baton.transfer.staging_room import StagingRoom
-from baton.transfer.store import EdgeStore
 from decode.handover import Admission, HandOvers
 from decode.receiver import Receiver
 from decode.scheduler import DecodeScheduler
@@ -213,7 +213,7 @@ class DecodeWorker:
             self.store.nonce,
             self.facts.tensor_parallel,
             self.facts.layout,
-            self.incoming.staging.quota.limit_bytes,
+            self.incoming.staging.limit_bytes,
         )
 
     def _check_fits(self, hello: LinkHello) -> None:

@@ -35,7 +35,6 @@ from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.reshard import EdgeKey, EdgePlan
 from baton.core.sections import early_layers
-from baton.core.staging_quota import StagingQuota
 
 
 class Stage(Enum):
@@ -145,12 +144,12 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds the chunks of a worker: `layout` is the whole model's, `staging` its staging memory."""
+    """What bounds the chunks of a worker: `layout` is the whole model's, `staging_bytes` its staging memory."""
 
     layout: KVLayout
     section_bytes: int
     max_chunk_tokens: int
-    staging: StagingQuota
+    staging_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -385,7 +384,7 @@ class HandOver:
         return SendChunk(self.edges)
 
     def _max_tokens(self) -> int:
-        fit = self._wire.max_tokens(self.limits.staging.limit_bytes)
+        fit = self._wire.max_tokens(self.limits.staging_bytes)
         if fit < 1:
             where = f"here or at {self._target.worker_id}"
             raise HandoffError(f"the KV of one token does not fit into staging memory, {where}")

@@ -106,7 +106,7 @@ class Sender:
         self._make_end = make_end
         self._make_hello = make_hello
         self._events = event_log
-        self._limits = Limits(layout, make_end.section_bytes, max_chunk_tokens, staging.quota)
+        self._limits = Limits(layout, make_end.section_bytes, max_chunk_tokens, staging.limit_bytes)
         self._edge_timeout_s = edge_timeout_s
         self._connect_timeout_s = connect_timeout_s
         self._links: dict[tuple[str, int], asyncio.Task[Link]] = {}

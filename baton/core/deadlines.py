@@ -1,4 +1,5 @@
-"""The deadline of each sequence on this worker's monotonic clock."""
+"""Until when a sequence may run, and until when one is refused whose abort overtook its offer or command. Both are
+instants of this worker's monotonic clock."""
 
 from __future__ import annotations
 
@@ -35,3 +36,30 @@ class Deadlines:
                 del self._at[sequence]
                 late.append(sequence)
         return late
+
+
+class Tombstones:
+    """Sequences that are refused until their deadline has passed. Complete state: `_until`, bounded by expiry and
+    `limit`; the oldest goes first."""
+
+    def __init__(self, limit: int = 65536) -> None:
+        self._limit = limit
+        self._until: dict[SequenceId, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def add(self, sequence: SequenceId, now: float, duration_s: float) -> None:
+        self._until[sequence] = max(now + duration_s, self._until.pop(sequence, now))
+        if len(self._until) > self._limit:
+            del self._until[next(iter(self._until))]
+
+    def clear(self) -> None:
+        self._until.clear()
+
+    def covers(self, sequence: SequenceId, now: float) -> bool:
+        until = self._until.get(sequence)
+        return until is not None and until > now
+
+    def expire(self, now: float) -> None:
+        self._until = {s: until for s, until in self._until.items() if until > now}

@@ -62,11 +62,10 @@ def verify(
     destination: str,
     incarnation: int,
     now_ms: float,
-    source_incarnation: int | None = None,
+    source_incarnation: int,
 ) -> None:
-    """Checks that `handle` gives `source` the right to hand `sequence` to this incarnation of `destination`.
-
-    Whoever knows which incarnation of the source speaks passes it, so that a restarted source cannot use old handles.
+    """Checks that `handle` gives this incarnation of `source` the right to hand `sequence` to this one of
+    `destination`: a restarted source cannot use old handles.
 
     Raises:
         StaleHandle: forged, expired, or made for another sequence, source, destination or incarnation.
@@ -77,8 +76,6 @@ def verify(
         signed = False
     if not signed:
         raise StaleHandle(f"the handle of {sequence} is not signed by this cluster", param="signature")
-    if source_incarnation is None:
-        source_incarnation = handle.source_incarnation
     for name, claimed, true in (
         ("sequence", handle.sequence, sequence),
         ("source_worker", handle.source_worker, source),

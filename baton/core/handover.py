@@ -140,7 +140,6 @@ class AbortTransfer:
     tombstone_s: float = 60.0
 
 
-FromPrefill = LinkHello | EdgeOpen | Ping | Offer | Chunk | AbortTransfer
 FromDecode = LinkWelcome | EdgeReady | Ping | Accept | Refuse | Posted | Ack | AbortTransfer
 
 

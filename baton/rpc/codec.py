@@ -7,8 +7,8 @@ sampling and identity are grouped otherwise, and enum and literal names differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -21,97 +21,27 @@ from baton.v1 import kv_pb2, types_pb2, worker_pb2
 
 _ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
-_MESSAGES: dict[type, type[Message]] = {
-    request.SequenceId: types_pb2.SequenceId,
-    request.SamplingParams: types_pb2.SamplingParams,
-    request.TokenLogprob: types_pb2.TokenLogprob,
-    request.GenerateRequest: types_pb2.SequenceRequest,
-    handles.Handle: types_pb2.Handle,
-    kv_layout.LayerKV: types_pb2.LayerLayout,
-    kv_layout.KVLayout: types_pb2.KVLayout,
-    events.StageStamps: types_pb2.StageStamps,
-    events.SpeculationCounters: types_pb2.SpeculationCounters,
-    events.GpuUsage: worker_pb2.GpuUsage,
-    events.TokenEvent: worker_pb2.TokenEvent,
-    events.SequenceEnded: worker_pb2.SequenceEnded,
-    events.Parked: worker_pb2.Parked,
-    events.HandedOver: worker_pb2.HandedOver,
-    events.Load: worker_pb2.Load,
-    events.StepEvents: worker_pb2.StepEvents,
-    events.KVCacheEvents: worker_pb2.KVCacheEvents,
-    commands.WorkerFacts: worker_pb2.WorkerFacts,
-    commands.Join: worker_pb2.Join,
-    commands.Following: worker_pb2.Following,
-    commands.Welcome: worker_pb2.Welcome,
-    commands.Target: worker_pb2.Target,
-    commands.Prefill: worker_pb2.Prefill,
-    commands.Assign: worker_pb2.Assign,
-    commands.Abort: worker_pb2.Abort,
-    commands.Release: worker_pb2.Release,
-    commands.Drain: worker_pb2.Drain,
-    commands.Leave: worker_pb2.Leave,
-    commands.Drained: worker_pb2.Drained,
-    commands.Heartbeat: worker_pb2.Heartbeat,
-    commands.HeartbeatAck: worker_pb2.HeartbeatAck,
-    handover.LinkHello: kv_pb2.LinkHello,
-    handover.LinkWelcome: kv_pb2.LinkWelcome,
-    handover.EdgeOpen: kv_pb2.EdgeOpen,
-    handover.EdgeReady: kv_pb2.EdgeReady,
-    handover.Ping: kv_pb2.Ping,
-    handover.Offer: kv_pb2.Offer,
-    handover.Accept: kv_pb2.Accept,
-    handover.Refuse: kv_pb2.Refuse,
-    handover.Chunk: kv_pb2.Chunk,
-    handover.Posted: kv_pb2.Posted,
-    handover.Ack: kv_pb2.Ack,
-    handover.AbortTransfer: kv_pb2.AbortTransfer,
-}
-_CORE = {message: core for core, message in _MESSAGES.items()}
-_CORE_BY_NAME = {message.DESCRIPTOR.full_name: core for core, message in _MESSAGES.items()}
-_OPTIONAL = (
-    events.Load,
-    events.KVCacheEvents,
-    events.SpeculationCounters,
-    events.GpuUsage,
-    request.TokenLogprob,
-)  # messages that may be missing
+_FILES = (types_pb2, worker_pb2, kv_pb2)
+_MODULES = (commands, events, handles, handover, kv_layout, request)
+_RENAMED = {"LayerLayout": kv_layout.LayerKV, "SequenceRequest": request.GenerateRequest}
 
-# Field of the oneof `message` that carries a value, per envelope.
+
+def _pairs() -> Iterator[tuple[type, type[Message]]]:
+    """Each message that has a core twin, which is the class of the same name or the one that _RENAMED names."""
+    for file in _FILES:
+        for name in file.DESCRIPTOR.message_types_by_name:
+            core = _RENAMED.get(name) or next((getattr(m, name) for m in _MODULES if hasattr(m, name)), None)
+            if core is not None:
+                yield core, getattr(file, name)
+
+
+_MESSAGES = dict(_pairs())
+_CORE: dict[Any, type] = {message.DESCRIPTOR: core for core, message in _MESSAGES.items()}
+
+# Per envelope, which field of the oneof `message` carries a value of a core class.
 _ENVELOPES: dict[type[Message], dict[type, str]] = {
-    worker_pb2.SessionRequest: {
-        commands.Join: "join",
-        events.StepEvents: "events",
-        commands.Heartbeat: "heartbeat",
-        commands.Drained: "drained",
-        commands.Leave: "leave",
-    },
-    worker_pb2.SessionResponse: {
-        commands.Welcome: "welcome",
-        commands.Prefill: "prefill",
-        commands.Assign: "assign",
-        commands.Abort: "abort",
-        commands.Drain: "drain",
-        commands.HeartbeatAck: "heartbeat_ack",
-        commands.Release: "release",
-    },
-    kv_pb2.LinkRequest: {
-        handover.LinkHello: "hello",
-        handover.Offer: "offer",
-        handover.Chunk: "chunk",
-        handover.AbortTransfer: "abort",
-        handover.EdgeOpen: "edge_open",
-        handover.Ping: "ping",
-    },
-    kv_pb2.LinkResponse: {
-        handover.LinkWelcome: "welcome",
-        handover.Accept: "accept",
-        handover.Refuse: "refuse",
-        handover.Posted: "posted",
-        handover.Ack: "ack",
-        handover.AbortTransfer: "abort",
-        handover.EdgeReady: "edge_ready",
-        handover.Ping: "pong",
-    },
+    envelope: {_CORE[arm.message_type]: arm.name for arm in envelope.DESCRIPTOR.oneofs_by_name["message"].fields}
+    for envelope in (worker_pb2.SessionRequest, worker_pb2.SessionResponse, kv_pb2.LinkRequest, kv_pb2.LinkResponse)
 }
 
 
@@ -143,7 +73,7 @@ def from_message(message: Any) -> Any:
     Raises:
         InvalidRequest: an enum or identity that cannot be.
     """
-    return _reader(_CORE[type(message)])(message)
+    return _reader(_CORE[message.DESCRIPTOR])(message)
 
 
 # What a field needs is found out once per class; a message then costs its fields. Messages pass here at every step.
@@ -152,11 +82,13 @@ def from_message(message: Any) -> Any:
 @cache
 def _writer(core: type) -> Callable[[Any], Any]:
     """The function that makes the message of a `core`."""
-    if core in _WRITTEN_BY_HAND:
-        return _WRITTEN_BY_HAND[core]
+    if core is request.SamplingParams:
+        return _sampling_message
     message = _MESSAGES[core]
     known = message.DESCRIPTOR.fields_by_name
-    steps = [(name, *_field_writer(name, known.get(name))) for name in _field_names(core)]
+    steps = [(name, *_field_writer(name, known.get(name))) for name in _plain_fields(core)]
+    if core is request.GenerateRequest:
+        steps.append(("sequence_id", "sequence", False, _writer(request.SequenceId)))
 
     def write(value: Any) -> Any:
         out: dict[str, Any] = {}
@@ -178,7 +110,7 @@ def _field_writer(name: str, field: Any) -> tuple[str, bool, Callable[[Any], Any
     if name == "role":
         return name, False, _ROLES.__getitem__
     if field.message_type is not None:
-        write = _writer(_CORE_BY_NAME[field.message_type.full_name])
+        write = _writer(_CORE[field.message_type])
         return (
             (name, True, lambda items: [write(item) for item in items]) if field.is_repeated else (name, False, write)
         )
@@ -195,13 +127,18 @@ def _reader(core: type) -> Callable[[Any], Any]:
     """The function that makes a `core` of its message."""
     if core in _READ_BY_HAND:
         return _READ_BY_HAND[core]
-    known = _MESSAGES[core].DESCRIPTOR.fields_by_name
-    reads = [_field_reader(name, known.get(name)) for name in _field_names(core)]
+    reads = [read for _, read in _field_readers(core)]
     return lambda message: core(*[read(message) for read in reads])
 
 
-def _field_reader(name: str, field: Any) -> Callable[[Any], Any]:
-    """What reads one field of a message."""
+@cache
+def _field_readers(core: type) -> list[tuple[str, Callable[[Any], Any]]]:
+    known = _MESSAGES[core].DESCRIPTOR.fields_by_name
+    return [(name, _field_reader(name, known.get(name), default)) for name, default in _plain_fields(core).items()]
+
+
+def _field_reader(name: str, field: Any, default: Any) -> Callable[[Any], Any]:
+    """What reads one field of a message. One that is missing has the core's default, or is refused by name."""
     if field is None:
         in_ms = attrgetter(name.removesuffix("_s") + "_ms")
         return lambda message: in_ms(message) / 1000
@@ -211,22 +148,16 @@ def _field_reader(name: str, field: Any) -> Callable[[Any], Any]:
     if field.message_type is None:
         if field.is_repeated:  # a slice: iterating costs four times as much
             return lambda message: tuple(get(message)[:])
-        if not field.has_presence:
-            return get
-        missing = 0.0 if name.endswith("_s") else None
-        return lambda message: get(message) if message.HasField(name) else missing
-    core = _CORE_BY_NAME[field.message_type.full_name]
-    read = _reader(core)
+        return get if not field.has_presence else lambda message: get(message) if message.HasField(name) else default
+    read = _reader(_CORE[field.message_type])
     if field.is_repeated:
         return lambda message: tuple([read(item) for item in items[:]]) if (items := get(message)) else ()
-    if core in _OPTIONAL:
-        return lambda message: read(get(message)) if message.HasField(name) else None
-    if core is events.StageStamps:
-        return lambda message: read(get(message)) if message.HasField(name) else core()
+    if default is not MISSING:
+        return lambda message: read(get(message)) if message.HasField(name) else default
 
     def read_needed(message: Any) -> Any:
         if not message.HasField(name):
-            raise InvalidRequest(f"{type(message).__name__} has no {name}", param=name)
+            raise InvalidRequest(f"{message.DESCRIPTOR.name} has no {name}", param=name)
         return read(get(message))
 
     return read_needed
@@ -239,9 +170,15 @@ def _role(number: int) -> str:
     raise InvalidRequest(f"unknown role {number}", param="role")
 
 
-@cache
-def _field_names(core: type) -> tuple[str, ...]:
-    return tuple(f.name for f in fields(core)) if is_dataclass(core) else core._fields  # type: ignore[attr-defined]
+def _plain_fields(core: type) -> dict[str, Any]:
+    """The fields of a core class that its message has too, each with its default or MISSING."""
+    if not is_dataclass(core):
+        return {name: core._field_defaults.get(name, MISSING) for name in core._fields}  # type: ignore[attr-defined]
+    named = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(core)}
+    if core is request.GenerateRequest:  # these are one field of its message, `sequence`
+        for name in request.SequenceId._fields:
+            del named[name]
+    return named
 
 
 _MASK_64 = (1 << 64) - 1
@@ -253,9 +190,7 @@ def _signed(pattern: int) -> int:
 
 
 _NEUTRAL = request.SamplingParams()
-_PLAIN_SAMPLING = tuple(
-    name for name in _field_names(request.SamplingParams) if name not in ("seed", "logit_bias", "bad_words")
-)
+_PLAIN_SAMPLING = _plain_fields(request.SamplingParams).keys() - {"seed", "logit_bias", "bad_words"}
 
 
 def _sampling_message(s: request.SamplingParams) -> types_pb2.SamplingParams:
@@ -285,40 +220,13 @@ def _sampling_value(s: types_pb2.SamplingParams) -> request.SamplingParams:
     )
 
 
-def _request_message(value: request.GenerateRequest) -> types_pb2.SequenceRequest:
-    return types_pb2.SequenceRequest(
-        sequence=to_message(value.sequence_id),
-        prompt=value.prompt,
-        output=value.output,
-        max_tokens=value.max_tokens,
-        sampling=_sampling_message(value.sampling),
-        eos_token_ids=value.eos_token_ids,
-        deadline_ms=max(0, round(value.deadline_s * 1000)),
-        tenant=value.tenant,
-        priority=value.priority,
-        cache_salt=value.cache_salt,
-    )
-
-
 def _request_value(message: types_pb2.SequenceRequest) -> request.GenerateRequest:
     if not message.HasField("sequence"):
         raise InvalidRequest("SequenceRequest has no sequence", param="sequence")
     if not message.prompt or message.max_tokens < 1:
         raise InvalidRequest("a sequence needs a prompt and at least one token to generate", param="prompt")
-    return request.GenerateRequest(
-        request_id=message.sequence.request_id,
-        choice=message.sequence.choice,
-        attempt=message.sequence.attempt,
-        prompt=tuple(message.prompt),
-        output=tuple(message.output),
-        max_tokens=message.max_tokens,
-        sampling=_sampling_value(message.sampling),
-        eos_token_ids=tuple(message.eos_token_ids),
-        deadline_s=message.deadline_ms / 1000,
-        tenant=message.tenant,
-        priority=message.priority,
-        cache_salt=message.cache_salt,
-    )
+    named = {name: read(message) for name, read in _field_readers(request.GenerateRequest)}
+    return request.GenerateRequest(**from_message(message.sequence)._asdict(), **named)
 
 
 def _token_event_value(message: worker_pb2.TokenEvent) -> events.TokenEvent:
@@ -343,10 +251,6 @@ def _token_logprobs(entries: Any) -> tuple[request.TokenLogprob, ...]:
     return tuple([read(entry) for entry in entries])
 
 
-_WRITTEN_BY_HAND: dict[type, Callable[[Any], Any]] = {
-    request.GenerateRequest: _request_message,
-    request.SamplingParams: _sampling_message,
-}
 _READ_BY_HAND: dict[type, Callable[[Any], Any]] = {
     request.GenerateRequest: _request_value,
     request.SamplingParams: _sampling_value,

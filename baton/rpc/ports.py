@@ -34,26 +34,20 @@ def open_port(
             return int(bound)
     except RuntimeError:
         pass
-    raise StartupError(f"{what} port {port} on {host} {_why(host, port, flag)}")
+    check_free(host, port, flag, what)
+    raise StartupError(f"{what} port {port} on {host} cannot be used: gRPC does not say why")
 
 
-def check_free(host: str, port: int, whose: str) -> None:
-    """Raises StartupError unless somebody may listen there now; `whose` says which flag, of whom, names another."""
+def check_free(host: str, port: int, whose: str, what: str = "") -> None:
+    """Raises StartupError unless somebody may listen there now; `whose` says which flag, of whom, names another, `what`
+    which port it is."""
+    named = f"{what} port {port} on {host}".strip()
     try:
         _listen(host, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise StartupError(f"port {port} on {host} is in use; choose another with {whose}") from None
-        raise StartupError(f"cannot listen on {host} port {port} ({whose}): {_reason(error, whose)}") from None
-
-
-def _why(host: str, port: int, flag: str) -> str:
-    try:
-        _listen(host, port)
-    except OSError as error:
-        taken = error.errno == errno.EADDRINUSE
-        return f"is in use; choose another with {flag}" if taken else f"cannot be used: {_reason(error, flag)}"
-    return "cannot be used: gRPC does not say why"
+            raise StartupError(f"{named} is in use; choose another with {whose}") from None
+        raise StartupError(f"{named} ({whose}) cannot be used: {_reason(error, whose)}") from None
 
 
 def _reason(error: OSError, port_flag: str) -> str:

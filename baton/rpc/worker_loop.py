@@ -16,12 +16,11 @@ from typing import Protocol
 
 from baton.core.commands import Abort, Command, Drain, Join, Welcome
 from baton.core.config import WorkerConfig
-from baton.core.deadlines import Deadlines
+from baton.core.deadlines import Deadlines, Tombstones
 from baton.core.errors import BatonError, InvariantError
 from baton.core.events import Load, SequenceEnded, StepEvents
 from baton.core.request import GenerateRequest, SequenceId
 from baton.core.step import StepOutcome, StepPlan
-from baton.core.tombstones import Tombstones
 from baton.rpc.session import WorkerSession
 from baton.rpc.step_thread import Launcher, StepThread
 from baton.rpc.tls import ClusterTls

@@ -20,12 +20,11 @@ from baton.core.errors import HandoffError
 from baton.core.reshard import EdgePlan
 from baton.core.sections import SECTION_BYTES
 from baton.transfer.checksum import device_checksum
-from baton.transfer.edge import EdgeSpec, MakeEdge, Side
+from baton.transfer.edge import EdgeSpec, Side
 from baton.transfer.edge_kinds import allocator, buffer_device, make_edge
 from baton.transfer.edge_thread import EdgeWorker
-from baton.transfer.gloo import GlooEdge
 from baton.transfer.sections import Packing, Storing
-from baton.transfer.staging import Layers, PagedLayers, pack, unpack
+from baton.transfer.staging import Layers, PagedLayers, locate, pack, unpack
 from baton.transfer.staging_buffers import StagingBuffers, pinned_buffer
 from baton.transfer.streams import finish, own_stream
 
@@ -109,11 +108,11 @@ class LocalEnds:
         section_bytes: int = SECTION_BYTES,
         order_behind: OrderBehind | None = None,
     ) -> None:
-        self._layers, self._block_size, self._host = layers, block_size, host
-        self._expect, self.section_bytes, self._order_behind = expect, section_bytes, order_behind
+        self._layers, self.block_size, self._host = layers, block_size, host
+        self.expect, self.section_bytes, self.order_behind = expect, section_bytes, order_behind
         device = layers[0][0].device if layers else torch.device("cpu")
         self.buffers = make_buffers(kind, device, 0) if buffers is None else buffers
-        self.kind, self._make = kind, make_edge(kind)
+        self.kind = kind
         if device.type == "cuda":
             self._warm_up(device)
 
@@ -122,17 +121,16 @@ class LocalEnds:
         bytes that it has."""
         layers = PagedLayers.of(self._layers)
         with own_stream(device):
-            buf = pack(layers, (0,), self._block_size, 0, 1)
+            slots = locate(layers, (0,), self.block_size, 0, 1)
+            buf = pack(layers, slots)
             device_checksum(b"", buf, torch.empty(1, dtype=torch.int64, device=device))
-            unpack(buf, layers, (0,), self._block_size, 0, 1)
+            unpack(buf, layers, slots)
             finish(device, _WARM_UP_S)
 
     def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> LocalEnd:
         device = buffer_device(self.kind, self._layers[0][0].device)
         mine = replace(spec, bind_host=self._host, device=str(device))
-        layers = edge_layers(self._layers, plan, spec.side)
-        more = (self._expect, self.buffers, self.section_bytes, self._order_behind)
-        return LocalEnd(mine, layers, self._block_size, self._make, *more)
+        return LocalEnd(mine, edge_layers(self._layers, plan, spec.side), self)
 
 
 def make_buffers(kind: str, device: torch.device, limit_bytes: int) -> StagingBuffers:
@@ -148,52 +146,36 @@ class LocalEnd:
     A buffer goes back to be used again only when its transfer has ended in order; after anything else a late byte may
     still come."""
 
-    def __init__(
-        self,
-        spec: EdgeSpec,
-        layers: Layers,
-        block_size: int,
-        make_edge: MakeEdge = GlooEdge,
-        expect: Callable[[Sequence[int]], None] | None = None,
-        buffers: StagingBuffers | None = None,
-        section_bytes: int = SECTION_BYTES,
-        order_behind: OrderBehind | None = None,
-    ) -> None:
+    def __init__(self, spec: EdgeSpec, layers: Layers, rank: LocalEnds) -> None:
+        """Over the `layers` that the edge carries, of a rank that works with the settings and buffers of `rank`."""
         self.packed_while_sending = 0  # sections
-        self._order_behind = order_behind
-        self._worker = EdgeWorker(spec, make_edge, kv_device=layers[0][0].device)
-        self._expect = expect
-        self._buffers = StagingBuffers(0, spec.device) if buffers is None else buffers
-        self._layers, self._block_size, self._section_bytes = PagedLayers.of(layers), block_size, section_bytes
+        self.worker = EdgeWorker(spec, make_edge(rank.kind), kv_device=layers[0][0].device)
+        self._rank, self._buffers = rank, rank.buffers
+        self._layers = PagedLayers.of(layers)
         self._packing: Packing | None = None
 
     @property
     def dead(self) -> HandoffError | None:
-        return self._worker.dead
+        return self.worker.dead
 
     @property
     def generation(self) -> int:
-        return self._worker.generation
-
-    @property
-    def worker(self) -> EdgeWorker:
-        return self._worker
+        return self.worker.spec.generation
 
     async def connect(self) -> None:
-        await self._worker.connect()
+        await self.worker.connect()
 
     async def fill(self, part: Part, after_step: int, on_begun: Callable[[], None] | None = None) -> None:
         self.drop()
         packing = self._packing = self._staged(Packing, part)
         if on_begun is not None:
             on_begun()
-        if self._order_behind is not None:
-            packing.before = partial(self._order_behind, after_step)
-
+        if self._rank.order_behind is not None:
+            packing.before = partial(self._rank.order_behind, after_step)
         try:
             # An error ends the edge before a send that is queued behind it begins: Gloo never wakes a receive that has
             # got part of a message.
-            await self._worker.run(packing.begin, fatal=True)
+            await self.worker.run(packing.begin, fatal=True)
         except BaseException:
             if self._packing is packing:
                 self.drop()
@@ -202,10 +184,10 @@ class LocalEnd:
     async def send(self) -> None:
         packing, self._packing = self._packing, None
         if packing is None:
-            raise self._worker.spec.error("nothing is packed to be sent")
+            raise self.worker.spec.error("nothing is packed to be sent")
         packing.wanted = True
         try:
-            await self._worker.send(packing.buffer.view, ends=packing.ends, ready=packing.ready)
+            await self.worker.send(packing.buffer.view, ends=packing.ends, ready=packing.ready)
         except BaseException:
             self._buffers.drop(packing.buffer)
             raise
@@ -221,10 +203,10 @@ class LocalEnd:
         storing = self._staged(Storing, part)
         ended = False
         try:
-            if self._expect is not None:  # of all its blocks, before more of them come
-                self._expect(part.block_ids)
+            if self._rank.expect is not None:  # of all its blocks, before more of them come
+                self._rank.expect(part.block_ids)
             arrived = storing.arrived
-            await self._worker.recv(storing.buffer.view, on_posted=on_posted, ends=storing.ends, arrived=arrived)
+            await self.worker.recv(storing.buffer.view, on_posted=on_posted, ends=storing.ends, arrived=arrived)
             ended = True
             return storing.result()
         finally:
@@ -232,21 +214,21 @@ class LocalEnd:
             storing.stop()  # the thread of an edge that was torn down may still be at it
 
     def abort(self, reason: str) -> None:
-        self._worker.abort(reason)
+        self.worker.abort(reason)
         self.drop()
 
     async def close(self, timeout_s: float) -> bool:
         self.drop()
-        return await self._worker.close(timeout_s)
+        return await self.worker.close(timeout_s)
 
     def _staged(self, kind: type[_Staged], part: Part) -> _Staged:
         """The part with a buffer for it. Raises HandoffError when its size is not what these layers have."""
         buffer = self._buffers.take(part.num_bytes)
         try:
-            return kind(self._layers, self._block_size, part, buffer, self._section_bytes)
+            return kind(self._layers, self._rank.block_size, part, buffer, self._rank.section_bytes)
         except HandoffError:
             self._buffers.drop(buffer)
             raise
 
     def __repr__(self) -> str:
-        return f"<LocalEnd {self._worker!r}>"
+        return f"<LocalEnd {self.worker!r}>"

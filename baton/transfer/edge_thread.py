@@ -74,7 +74,6 @@ class EdgeWorker:
         self.dead: HandoffError | None = None
         self.connected = False
         self.in_flight: str | None = None  # the job the thread is in now
-        self.operations = self.bytes_sent = self.bytes_received = 0
         self._make, self._grace_s = make, grace_s
         self._kv_device = kv_device or torch.device("cpu")
         self._edge: Edge | None = None
@@ -84,10 +83,6 @@ class EdgeWorker:
         self._busy_until = 0.0  # by then all that is queued has ended, or the watchdog has spoken
         self._lock = threading.Lock()  # guards dead, _edge, _pending
         self._ended = threading.Event()
-
-    @property
-    def generation(self) -> int:
-        return self.spec.generation
 
     async def connect(self) -> None:
         """Makes the edge now rather than at the first transfer. Raises HandoffError."""
@@ -103,7 +98,7 @@ class EdgeWorker:
         """Sends `buf` and returns when it may be reused; `ready` is called on the edge's thread (see `Edge.send`).
         Raises HandoffError; the worker is dead then."""
         limit_s = self.spec.operation_timeout_s if timeout_s is None else timeout_s
-        await self._edge_op("send", lambda edge: edge.send(buf, limit_s, ends, ready), limit_s, sent=buf.numel())
+        await self._edge_op("send", lambda edge: edge.send(buf, limit_s, ends, ready), limit_s)
 
     async def recv(
         self,
@@ -122,10 +117,7 @@ class EdgeWorker:
             if on_posted is not None:
                 loop.call_soon_threadsafe(on_posted)
 
-        def receive(edge: Edge) -> None:
-            edge.recv(buf, limit_s, posted, ends, arrived)
-
-        await self._edge_op("recv", receive, limit_s, received=buf.numel())
+        await self._edge_op("recv", lambda edge: edge.recv(buf, limit_s, posted, ends, arrived), limit_s)
 
     async def run(self, fn: Callable[[], T], timeout_s: float = _RUN_TIMEOUT_S, *, fatal: bool = False) -> T:
         """Runs `fn` on the edge's thread, in order with the transfers, and returns its result.
@@ -153,20 +145,9 @@ class EdgeWorker:
         self._thread.join(0.2)  # it has said its last word: this is microseconds
         return not self._thread.is_alive()
 
-    async def _edge_op(
-        self, name: str, call: Callable[[Edge], None], limit_s: float, sent: int = 0, received: int = 0
-    ) -> None:
-        def on_thread() -> None:
-            edge = self._connected_edge()
-            if name == "connect":
-                return
-            call(edge)
-            self.operations += 1
-            self.bytes_sent += sent
-            self.bytes_received += received
-
+    async def _edge_op(self, name: str, call: Callable[[Edge], None], limit_s: float) -> None:
         connect_s = 0.0 if self.connected else self.spec.connect_timeout_s
-        await self._submit(_Job(name, on_thread, True), limit_s + connect_s)
+        await self._submit(_Job(name, lambda: call(self._connected_edge()), True), limit_s + connect_s)
 
     async def _submit(self, job: _Job, limit_s: float) -> Any:
         with self._lock:
@@ -174,7 +155,7 @@ class EdgeWorker:
                 raise HandoffError(self.dead.message) from self.dead
             self._pending.add(job)
         if self._thread is None:
-            name = f"edge-{self.spec.side}-g{self.generation}"
+            name = f"edge-{self.spec.side}-g{self.spec.generation}"
             self._thread = threading.Thread(target=self._main, name=name, daemon=True)
             self._thread.start()
         now = time.monotonic()
@@ -273,7 +254,4 @@ class EdgeWorker:
     def __repr__(self) -> str:
         state = "dead" if self.dead else "connected" if self.connected else "new"
         doing = f", in {self.in_flight}" if self.in_flight else ""
-        return (
-            f"<EdgeWorker {self.spec.prefix} {self.spec.side} {state}{doing} | {self.operations} operations, "
-            f"{self.bytes_sent} bytes sent, {self.bytes_received} received | generation {self.generation}>"
-        )
+        return f"<EdgeWorker {self.spec.prefix} {self.spec.side} {state}{doing}>"

@@ -21,17 +21,7 @@ from baton.core.errors import HandoffError, InvariantError
 from baton.core.sections import Section, cut_sections
 from baton.transfer.checksum import checksum, checksum_parts, device_checksum
 from baton.transfer.edge import Word
-from baton.transfer.staging import (
-    Layers,
-    PagedLayers,
-    Where,
-    locate,
-    pack,
-    pack_at,
-    pack_layers,
-    unpack,
-    unpack_at,
-)
+from baton.transfer.staging import PagedLayers, Slots, locate, pack, pack_layers, unpack
 from baton.transfer.staging_buffers import StagingBuffer
 from baton.transfer.streams import finish, used_here
 
@@ -50,26 +40,23 @@ class _Sections:
     its sections. Raises HandoffError when the layers have not as many bytes of its tokens as it says."""
 
     def __init__(
-        self, layers: Layers | PagedLayers, block_size: int, part: Part, buffer: StagingBuffer, section_bytes: int
+        self, layers: PagedLayers, block_size: int, part: Part, buffer: StagingBuffer, section_bytes: int
     ) -> None:
         tokens = part.end_token - part.start_token
         self.part, self.buffer = part, buffer
-        self._layers = PagedLayers.of(layers)[part.first_layer : part.last_layer]
+        self._layers = layers[part.first_layer : part.last_layer]
         self.sections = cut_sections(self._layers.layer_bytes(tokens), section_bytes)
         total = self.ends[-1] if self.sections else 0
         if total != part.num_bytes:
             raise HandoffError(f"a part of {part.num_bytes} bytes was ordered, {total} are here")
-        self._where = (part.block_ids, block_size, part.start_token, part.end_token)
-        self._tokens = tokens
+        self._block_size = block_size
         self.on_device = buffer.view.device.type == "cuda"
 
     @cached_property
-    def _located(self) -> Where:
-        """The slots of all tokens, for buffers on a device: they go there once. Raises HandoffError."""
-        return locate(self._layers, *self._where)
-
-    def _begin_on_device(self) -> None:
-        used_here(self.buffer.whole)
+    def _slots(self) -> Slots:
+        """Raises HandoffError."""
+        part = self.part
+        return locate(self._layers, part.block_ids, self._block_size, part.start_token, part.end_token)
 
     def _device_checksum(self, section: Section) -> Tensor:
         """int64 [1] on the device, queued."""
@@ -102,7 +89,7 @@ class Packing(_Sections):
     their sending had begun."""
 
     def __init__(
-        self, layers: Layers | PagedLayers, block_size: int, part: Part, buffer: StagingBuffer, section_bytes: int
+        self, layers: PagedLayers, block_size: int, part: Part, buffer: StagingBuffer, section_bytes: int
     ) -> None:
         super().__init__(layers, block_size, part, buffer, section_bytes)
         self.wanted = False
@@ -115,7 +102,7 @@ class Packing(_Sections):
         if self.before is not None:
             self.before()
         if self.on_device:
-            self._begin_on_device()
+            used_here(self.buffer.whole)
         for section in self.sections:
             self._pack_next()
             if self.wanted and section.end >= AHEAD_BYTES:
@@ -132,14 +119,14 @@ class Packing(_Sections):
         section = self.sections[len(self._sums)]
         layers, view = self.layers_of(section), self.bytes_of(section)
         if self.on_device:
-            pack_at(layers, self._located, self._tokens, view)
+            pack(layers, self._slots, view)
             self._sums.append(self._device_checksum(section))
             return
         packed: Iterable[Tensor]
         if view.device != layers.device:
-            packed = (view.copy_(pack(layers, *self._where)),)  # one copy to the host, not one for each layer
+            packed = (view.copy_(pack(layers, self._slots)),)  # one copy to the host, not one for each layer
         else:
-            packed = pack_layers(layers, *self._where, view)  # each is hashed while it lies in the cache
+            packed = pack_layers(layers, self._slots, view)  # each is hashed while it lies in the cache
         self._sums.append(checksum_parts(self.identity_of(section), packed))
 
 
@@ -153,7 +140,7 @@ class Storing(_Sections):
     """
 
     def __init__(
-        self, layers: Layers | PagedLayers, block_size: int, part: Part, buffer: StagingBuffer, section_bytes: int
+        self, layers: PagedLayers, block_size: int, part: Part, buffer: StagingBuffer, section_bytes: int
     ) -> None:
         super().__init__(layers, block_size, part, buffer, section_bytes)
         self.stored = 0
@@ -192,14 +179,14 @@ class Storing(_Sections):
         view, layers = self.bytes_of(section), self.layers_of(section)
         with self._writing:
             if self._writable:
-                unpack(view.to(layers.device), layers, *self._where)
+                unpack(view.to(layers.device), layers, self._slots)
                 _finish_writing(layers.device)
                 self.stored += 1
 
     def _check_on_device(self, index: int, sum_: Tensor) -> None:
         """Queues the check of a section; behind the last one, waits for all verdicts and stores what is good."""
         if index == 0:
-            self._begin_on_device()
+            used_here(self.buffer.whole)
         self._came.append(sum_)
         self._computed.append(self._device_checksum(self.sections[index]))
         if index + 1 < len(self.sections):
@@ -214,7 +201,7 @@ class Storing(_Sections):
                 if not good:
                     self._intact = False
                 elif self._writable:
-                    unpack_at(self.layers_of(section), self._located, self._tokens, self.bytes_of(section))
+                    unpack(self.bytes_of(section), self.layers_of(section), self._slots)
                     self.stored += 1
             _finish_writing(device)  # the engine reads the blocks on another stream
 

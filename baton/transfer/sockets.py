@@ -3,7 +3,7 @@
 Gloo offers nothing that frees a blocked wait (measured: neither `abort` nor `shutdown` does). Its connection's end
 does, within milliseconds, at both ends. Each rank publishes the address it listens on as a `sockaddr` in the store,
 which tells the pair's connection from all others of the process. A call of a TCPStore waits without limit while its
-server says nothing; there, too, only the connection's end helps. It is the one that the caller waits for.
+server says nothing; there, too, only the connection's end helps.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 _IPV4 = re.compile(rb"\x02\x00(..)(....)\x00{8}", re.DOTALL)  # sockaddr_in: family, port, address, padding
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
 _SO_ATTACH_FILTER = 26  # which Python's socket module does not name
 
 Address = tuple[str, int]
@@ -59,27 +60,16 @@ class Connections:
         return bool(sock.getsockname() == self.mine or sock.getpeername() == self.theirs)
 
 
-def free_from(port: int, thread: int) -> bool:
-    """Shuts down the connection to `port` of a peer that a thread of this process (its native id) waits for in a system
-    call; returns whether there was one. The kernel says what a thread waits for. Does not block or raise."""
-    try:
-        number = _awaited(thread)
-        if not stat.S_ISSOCK(os.fstat(number).st_mode):
-            return False
-        # A duplicate, looked at again: as long as the thread waits for it, nobody else can have got its number.
-        with socket.socket(fileno=os.dup(number)) as held:
-            if held.getpeername()[1] == port and os.path.sameopenfile(_awaited(thread), held.fileno()):
-                held.shutdown(socket.SHUT_RDWR)
-                return True
-    except (OSError, ValueError, OverflowError, IndexError):
-        pass  # it waits for nothing of the kind, or does not any more
-    return False
+def peer_of(sock: socket.socket) -> Address:
+    """Whom a socket is connected to, the same for IPv4 and for IPv4 in IPv6, which torch dials with. Raises OSError."""
+    host, port = sock.getpeername()[:2]
+    return host.removeprefix("::ffff:"), port
 
 
-def _awaited(thread: int) -> int:
-    """The first argument of the system call that a thread is in: the descriptor, where it sends or receives."""
-    with open(f"/proc/self/task/{thread}/syscall", encoding="ascii") as call:
-        return int(call.read().split()[1], 16)
+def hang_up(address: Address) -> int:
+    """Shuts down what this process has dialled at `address`; returns how many connections that was. Does not block or
+    raise."""
+    return _to_each(lambda sock: sock.family in _INTERNET and peer_of(sock) == address, _shut_down)
 
 
 def _sockets() -> Iterator[socket.socket]:

@@ -22,7 +22,6 @@ from torch import Tensor
 from baton.core.errors import HandoffError
 
 Layers = Sequence[tuple[Tensor, Tensor]]
-Where = Tensor | list[tuple[int, int, int]]
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _MOST_RUNS = 8
 """Runs of neighbouring blocks that are copied as they lie, in CPU memory: with 16 of them for 512 tokens nothing is
@@ -41,11 +40,9 @@ class PagedLayers:
     device: torch.device
 
     @classmethod
-    def of(cls, layers: Layers | PagedLayers) -> PagedLayers:
+    def of(cls, layers: Layers) -> PagedLayers:
         """Words are the widest integers that divide every row: indexing copies words, and 16-bit ones cost twice the
         time of 64-bit ones (measured)."""
-        if isinstance(layers, PagedLayers):
-            return layers
         word = _WORDS[_word_bytes(layers)]
         rows = tuple(tuple(c.view(c.size(0) * c.size(1), -1).view(word) for c in layer) for layer in layers)
         num_blocks = min((cache.size(0) for layer in layers for cache in layer), default=0)
@@ -61,94 +58,71 @@ class PagedLayers:
         return [n * self.word.itemsize * sum(rows.size(1) for rows in layer) for layer in self.rows]
 
 
-def pack(
-    layers: Layers | PagedLayers,
-    block_ids: Sequence[int],
-    block_size: int,
-    start: int,
-    end: int,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Tokens [start, end) as one uint8 tensor [bytes] on the layers' device: a new one, or `out` if given.
+@dataclass(frozen=True, slots=True, eq=False)
+class Slots:
+    """Where `count` tokens lie: `each` of their slots, int64 [count] on the layers' device, or where these are few (on
+    CPU) `runs` of neighbouring ones: (first slot, its token counted from the first of all, number of tokens)."""
 
-    Raises HandoffError when the range or a block id lies outside, or `out` has another size.
-    """
-    paged = PagedLayers.of(layers)
-    where, size = locate(paged, block_ids, block_size, start, end), sum(paged.layer_bytes(end - start))
-    buf = torch.empty(size, dtype=torch.uint8, device=paged.device) if out is None else out
-    pack_at(paged, where, end - start, buf)
-    return buf
+    count: int
+    each: Tensor | None = None
+    runs: Sequence[tuple[int, int, int]] = ()
 
 
-def pack_at(paged: PagedLayers, where: Where, n: int, out: Tensor) -> None:
-    """The same for `n` tokens whose slots are known already."""
-    for _ in _packed(paged, where, n, out):
+def pack(layers: PagedLayers, slots: Slots, out: Tensor | None = None) -> Tensor:
+    """Tokens as one uint8 tensor [bytes] on the layers' device: a new one, or `out` if given. Raises HandoffError when
+    `out` has another size."""
+    if out is None:
+        out = torch.empty(sum(layers.layer_bytes(slots.count)), dtype=torch.uint8, device=layers.device)
+    for _ in pack_layers(layers, slots, out):
         pass
+    return out
 
 
-def pack_layers(
-    layers: Layers | PagedLayers, block_ids: Sequence[int], block_size: int, start: int, end: int, out: Tensor
-) -> Iterator[Tensor]:
+def pack_layers(layers: PagedLayers, slots: Slots, out: Tensor) -> Iterator[Tensor]:
     """As `pack`, and yields each layer's part of `out` when it is there: who reads it at once finds it in the cache."""
-    paged = PagedLayers.of(layers)
-    return _packed(paged, locate(paged, block_ids, block_size, start, end), end - start, out)
-
-
-def unpack(
-    buf: Tensor, layers: Layers | PagedLayers, block_ids: Sequence[int], block_size: int, start: int, end: int
-) -> None:
-    """Scatters what `pack` made into tokens [start, end) of the layers; touches no other slot.
-
-    Raises HandoffError, before anything is written, as `pack` does.
-    """
-    paged = PagedLayers.of(layers)
-    unpack_at(paged, locate(paged, block_ids, block_size, start, end), end - start, buf)
-
-
-def unpack_at(paged: PagedLayers, where: Where, n: int, buf: Tensor) -> None:
-    """The same for `n` tokens whose slots are known already."""
-    for pairs, _ in _parts(paged, buf, where, n):
+    for pairs, packed in _parts(layers, out, slots):
         for rows, part in pairs:
-            if isinstance(where, Tensor):
-                rows.index_copy_(0, where, part)
+            if slots.each is not None:
+                torch.index_select(rows, 0, slots.each, out=part)
                 continue
-            for slot, first, count in where:
-                rows[slot : slot + count] = part[first : first + count]
-
-
-def locate(paged: PagedLayers, block_ids: Sequence[int], block_size: int, start: int, end: int) -> Where:
-    """The slots of tokens [start, end): as `_runs` where these are few (on CPU), else each, int64 [end - start]."""
-    if not paged.rows or not 0 <= start < end <= len(block_ids) * block_size:
-        where = f"{len(paged.rows)} layers, {len(block_ids)} blocks of {block_size}"
-        raise HandoffError(f"chunk: tokens [{start}, {end}) do not lie in {where}")
-    first = start // block_size
-    used = block_ids[first : -(-end // block_size)]
-    if min(used) < 0 or max(used) >= paged.num_blocks:  # on a GPU an index outside would end the process
-        raise HandoffError(f"chunk: block ids {min(used)} to {max(used)} do not lie in a pool of {paged.num_blocks}")
-    if paged.arrays and len(runs := _runs(block_ids, block_size, start, end)) <= _MOST_RUNS:
-        return runs
-    blocks = torch.tensor(used, dtype=torch.int64)
-    slots = (blocks[:, None] * block_size + torch.arange(block_size)).reshape(-1)
-    slots = slots[start - first * block_size : end - first * block_size]
-    if paged.device.type != "cuda":
-        return slots.to(paged.device)
-    return slots.pin_memory().to(paged.device, non_blocking=True)  # from pageable memory it would be waited for
-
-
-def _packed(paged: PagedLayers, where: Where, n: int, out: Tensor) -> Iterator[Tensor]:
-    """Packs layer after layer, and yields each one's part of `out`."""
-    for pairs, packed in _parts(paged, out, where, n):
-        for rows, part in pairs:
-            if isinstance(where, Tensor):
-                torch.index_select(rows, 0, where, out=part)
-                continue
-            for slot, first, count in where:
+            for slot, first, count in slots.runs:
                 part[first : first + count] = rows[slot : slot + count]
         yield packed
 
 
+def unpack(buf: Tensor, layers: PagedLayers, slots: Slots) -> None:
+    """Scatters what `pack` made into these slots of the layers; touches no other. Raises HandoffError, before anything
+    is written, as `pack` does."""
+    for pairs, _ in _parts(layers, buf, slots):
+        for rows, part in pairs:
+            if slots.each is not None:
+                rows.index_copy_(0, slots.each, part)
+                continue
+            for slot, first, count in slots.runs:
+                rows[slot : slot + count] = part[first : first + count]
+
+
+def locate(layers: PagedLayers, block_ids: Sequence[int], block_size: int, start: int, end: int) -> Slots:
+    """The slots of tokens [start, end). Raises HandoffError when the range or a block id lies outside."""
+    if not layers.rows or not 0 <= start < end <= len(block_ids) * block_size:
+        where = f"{len(layers.rows)} layers, {len(block_ids)} blocks of {block_size}"
+        raise HandoffError(f"chunk: tokens [{start}, {end}) do not lie in {where}")
+    first = start // block_size
+    used = block_ids[first : -(-end // block_size)]
+    if min(used) < 0 or max(used) >= layers.num_blocks:  # on a GPU an index outside would end the process
+        raise HandoffError(f"chunk: block ids {min(used)} to {max(used)} do not lie in a pool of {layers.num_blocks}")
+    if layers.arrays and len(runs := _runs(block_ids, block_size, start, end)) <= _MOST_RUNS:
+        return Slots(end - start, runs=runs)
+    blocks = torch.tensor(used, dtype=torch.int64)
+    slots = (blocks[:, None] * block_size + torch.arange(block_size)).reshape(-1)
+    slots = slots[start - first * block_size : end - first * block_size]
+    if layers.device.type == "cuda":
+        slots = slots.pin_memory()  # from pageable memory it would be waited for
+    return Slots(end - start, slots.to(layers.device, non_blocking=True))
+
+
 def _runs(block_ids: Sequence[int], block_size: int, start: int, end: int) -> list[tuple[int, int, int]]:
-    """The slots of tokens [start, end) as runs: (first slot, its token counted from `start`, number of tokens)."""
+    """The slots of tokens [start, end) as runs (see Slots)."""
     runs: list[tuple[int, int, int]] = []
     position = start
     while position < end:
@@ -173,24 +147,24 @@ def _word_bytes(layers: Layers) -> int:
     return math.gcd(8, *map(_row_bytes, caches), *places)
 
 
-def _parts(paged: PagedLayers, buf: Tensor, where: Where, n: int) -> Iterator[tuple[list[tuple[Any, Any]], Tensor]]:
-    """For each layer: its K and V each with its part of `buf` as rows [n, words], and the layer's part of `buf`.
+def _parts(layers: PagedLayers, buf: Tensor, slots: Slots) -> Iterator[tuple[list[tuple[Any, Any]], Tensor]]:
+    """For each layer: its K and V each with its part of `buf` as rows [count, words], and the layer's part of `buf`.
 
     Runs are copied with numpy, which takes a slice in a quarter of torch's time: with torch that was a quarter to a
     third of the time of packing 512 tokens (measured).
     """
-    sizes = paged.layer_bytes(n)
+    sizes = layers.layer_bytes(slots.count)
     if buf.numel() != sum(sizes) or buf.dtype != torch.uint8 or not buf.is_contiguous():
         raise HandoffError(f"chunk: a buffer of {buf.numel()} {buf.dtype}, expected {sum(sizes)} contiguous bytes")
     words: Any
-    layers: tuple[tuple[Any, ...], ...]
-    words, layers, offset = buf.view(paged.word), paged.rows, 0
-    if not isinstance(where, Tensor):
-        words, layers = words.numpy(), paged.arrays
-    for layer, mine in zip(layers, buf.split(sizes), strict=True):  # type: ignore[no-untyped-call]
+    all_rows: tuple[tuple[Any, ...], ...]
+    words, all_rows, offset = buf.view(layers.word), layers.rows, 0
+    if slots.each is None:
+        words, all_rows = words.numpy(), layers.arrays
+    for layer, mine in zip(all_rows, buf.split(sizes), strict=True):  # type: ignore[no-untyped-call]
         pairs = []
         for rows in layer:
-            size = n * rows.shape[1]
-            pairs.append((rows, words[offset : offset + size].reshape(n, -1)))
+            size = slots.count * rows.shape[1]
+            pairs.append((rows, words[offset : offset + size].reshape(slots.count, -1)))
             offset += size
         yield pairs, mine

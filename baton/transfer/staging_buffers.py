@@ -36,13 +36,8 @@ class StagingBuffer:
         return self.whole.numel() - self.view.numel()
 
 
-def plain_buffer(num_bytes: int, device: torch.device) -> Tensor:
-    """uint8 [num_bytes]."""
-    return empty_beside_engine(num_bytes, device)
-
-
 def pinned_buffer(num_bytes: int, device: torch.device) -> Tensor:
-    """The same in host memory that a GPU copies to and from by itself."""
+    """uint8 [num_bytes] in host memory that a GPU copies to and from by itself."""
     return torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=True)
 
 
@@ -55,7 +50,7 @@ class StagingBuffers:
         self,
         limit_bytes: int,
         device: torch.device | str = "cpu",
-        allocate: Callable[[int, torch.device], Tensor] = plain_buffer,
+        allocate: Callable[[int, torch.device], Tensor] = empty_beside_engine,
     ) -> None:
         self.limit_bytes = limit_bytes
         self.allocated = self.reused = self.idle_bytes = 0

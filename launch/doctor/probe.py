@@ -30,7 +30,7 @@ from baton.transfer.edge import EdgeSpec, edge_prefix
 from baton.transfer.edge_kinds import allocator, buffer_device, choose_edges, make_edge
 from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.nccl import configure_nccl
-from baton.transfer.store import EdgeStore
+from baton.transfer.rendezvous import EdgeStore
 from launch.doctor.board import BoardClient
 from launch.doctor.tasks import STEPS, Rank, Task, edge_key, task_from_json
 

@@ -55,10 +55,6 @@ def test_signed_handle_is_good_where_it_was_made_for() -> None:
     verify(KEY, HANDLE, **EXPECTED)
 
 
-def test_source_incarnation_is_checked_only_by_whom_knows_it() -> None:
-    verify(KEY, HANDLE, **{**EXPECTED, "source_incarnation": None})
-
-
 @settings(max_examples=1000)
 @given(mutations)
 def test_handle_changed_anywhere_is_stale(mutation: tuple[str, Any]) -> None:

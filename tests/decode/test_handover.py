@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from baton.core.deadlines import Deadlines
+from baton.core.deadlines import Deadlines, Tombstones
 from baton.core.handles import Handle, sign
 from baton.core.handover import AbortTransfer, Accept, Ack, Chunk, EdgeReady, Offer, Refuse
 from baton.core.request import SequenceId
 from baton.core.reshard import reshard_layout
-from baton.core.tombstones import Tombstones
 from decode.handover import Admission, Dropped, Ended, HandOvers, Peer, Ready, Receive, Reply
 from decode.scheduler import DecodeScheduler
 from tests.support.builders import make_layout, make_request

@@ -15,7 +15,7 @@ from baton.core.errors import InvariantError, RankLost, StartupError
 from baton.core.ranks import Ranks
 from baton.engine import parallel
 from baton.engine.parallel import TPGroup, connect, open_store
-from baton.transfer.store import EdgeStore
+from baton.transfer.rendezvous import EdgeStore
 
 SIZE = 3
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -115,19 +116,21 @@ async def test_only_the_edge_whose_chunk_was_damaged_sends_it_again(monkeypatch:
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_little_staging_memory_makes_small_pieces_and_no_deadlock(side: str) -> None:
     async with ranks(2, 2) as (source, decode):
-        node = source.worker.outgoing.staging if side == "prefill" else decode.worker.incoming.staging
+        sender = source.worker.outgoing
+        node = sender.staging if side == "prefill" else decode.worker.incoming.staging
         token = source.runner.layout.bytes_per_token
-        node.quota.limit_bytes = 3 * token if side == "prefill" else 3 * token // 2
+        node.limit_bytes = 3 * token if side == "prefill" else 3 * token // 2
+        sender._limits = replace(sender._limits, staging_bytes=sender.staging.limit_bytes)
         for index in range(3):
             source.submit(make_request(f"r{index}", 11 + index, max_tokens=5), decode)
         most = 0
         while source.step():
             await asyncio.sleep(0.002)
         while len(source.told.handed_over) < 3:
-            most = max(most, node.quota.taken_bytes)
-            assert most <= node.quota.limit_bytes
+            most = max(most, node.taken_bytes)
+            assert most <= node.limit_bytes
             await asyncio.sleep(0.001)
-        assert most > 0 == node.quota.taken_bytes
+        assert most > 0 == node.taken_bytes
         decode.compute()
         for index in range(3):
             assert decode.told.output(f"r{index}") == dict(enumerate(oracle(range(1000, 1011 + index), 5)))
@@ -137,7 +140,7 @@ async def test_no_room_in_staging_memory_parks_the_kv_by_name(monkeypatch: pytes
     monkeypatch.setattr("prefill.sender.STAGING_WAIT_S", 0.1)
     async with ranks(1, 2) as (source, decode):
         room = source.worker.outgoing.staging
-        async with room.hold(room.quota.limit_bytes, 1.0):
+        async with room.hold(room.limit_bytes, 1.0):
             source.submit(make_request("r", 11, max_tokens=5), decode)
             source.compute()
             await until(lambda: source.told.parked)

@@ -10,7 +10,6 @@ from baton.core.handles import Handle
 from baton.core.handover import Accept, Refuse
 from baton.core.request import SequenceId
 from baton.core.reshard import reshard_layout
-from baton.core.staging_quota import StagingQuota
 from prefill.handover import (
     Counters,
     Fail,
@@ -38,7 +37,7 @@ def target(name: str) -> Target:
 
 
 def hand_over(*names: str, max_chunk_tokens: int = 8, staging_bytes: int = 1 << 20) -> HandOver:
-    limits = Limits(LAYOUT, LAYOUT.layers[0].bytes_per_token, max_chunk_tokens, StagingQuota(staging_bytes))
+    limits = Limits(LAYOUT, LAYOUT.layers[0].bytes_per_token, max_chunk_tokens, staging_bytes)
     return HandOver(make_request("r", TOKENS, max_tokens=4), tuple(map(target, names)), 60.0, limits, Counters())
 
 

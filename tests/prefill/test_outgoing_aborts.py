@@ -108,17 +108,17 @@ async def test_an_abort_while_edges_are_built_is_the_end_when_they_stand(monkeyp
     """It neither waits for room in staging nor announces anything."""
     async with pair() as (source, [decode]):
         gate = Gate(monkeypatch, "connect", "after")
-        room = source.worker.outgoing.staging.quota
-        assert room.take("others", room.limit_bytes)
-        source.submit(make_request("r", 20, max_tokens=4), decode)
-        source.compute()
-        await asyncio.wait_for(gate.reached.wait(), 3)
-        source.abort(R)
-        gate.opened.set()
-        await until(lambda: source.idle and decode.idle, timeout_s=1.5, what="idle pools")
-        (link,) = links(source)
-        assert not link.edge_lock.locked()
-        assert not room.give(room.limit_bytes), "it still waits for room"
+        room = source.worker.outgoing.staging
+        async with room.hold(room.limit_bytes, 1.0):
+            source.submit(make_request("r", 20, max_tokens=4), decode)
+            source.compute()
+            await asyncio.wait_for(gate.reached.wait(), 3)
+            source.abort(R)
+            gate.opened.set()
+            await until(lambda: source.idle and decode.idle, timeout_s=1.5, what="idle pools")
+            (link,) = links(source)
+            assert not link.edge_lock.locked()
+        assert not room.taken_bytes, "it still waited for room"
         assert not source.worker.outgoing.counters.bytes_sent
         await asyncio.wait_for(serve(source, decode), 1.5)
 

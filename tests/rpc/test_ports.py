@@ -41,12 +41,10 @@ async def test_a_taken_port_and_a_foreign_address_are_two_things() -> None:
             open_port(grpc.aio.server(), "127.0.0.1", port, "link", "--link-port")
         with pytest.raises(StartupError, match=f"^port {port} on 127.0.0.1 is in use; choose another with --port$"):
             check_free("127.0.0.1", port, "--port")
-    foreign = (
-        r"on 192\.0\.2\.1 cannot be used: Cannot assign requested address; --host has to be one of this machine's$"
-    )
-    with pytest.raises(StartupError, match=foreign):
+    foreign = r"on 192\.0\.2\.1 \({}\) cannot be used: Cannot assign requested address; --host has to be one of this"
+    with pytest.raises(StartupError, match="link port .* " + foreign.format("--link-port")):
         open_port(grpc.aio.server(), "192.0.2.1", port, "link", "--link-port")
-    with pytest.raises(StartupError, match=r"^cannot listen on 192\.0\.2\.1 port \d+ \(--port\): .*; --host has to be"):
+    with pytest.raises(StartupError, match=r"^port \d+ " + foreign.format("--port")):
         check_free("192.0.2.1", port, "--port")
     with pytest.raises(StartupError, match=r"--control-host has to be one of this machine's$"):
         check_free("192.0.2.1", port, "--control-port")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from baton.transfer.store import EdgeStore
+from baton.transfer.rendezvous import EdgeStore
 
 
 def num_keys(store: EdgeStore) -> int:
     """Keys that edges have put there and not deleted."""
-    return len([key for key in store._open().list_keys() if key.startswith(store.nonce)])
+    assert store._store is not None
+    return len([key for key in store._store.list_keys() if key.startswith(store.nonce)])

@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from baton.core.commands import Target
-from baton.core.deadlines import Deadlines
+from baton.core.deadlines import Deadlines, Tombstones
 from baton.core.errors import BatonError, HandoffError
 from baton.core.events import HandedOver, Parked, SequenceEnded
 from baton.core.handover import AbortTransfer, Accept, Ack, Chunk, FromDecode, Refuse
 from baton.core.request import GenerateRequest, SequenceId
 from baton.core.reshard import EdgeKey, reshard_layout
-from baton.core.staging_quota import StagingQuota
-from baton.core.tombstones import Tombstones
 from decode.handover import Action as DecodeAction
 from decode.handover import Admission, Ended, HandOvers, Peer, Ready, Receive, Reply
 from decode.scheduler import DecodeScheduler
@@ -95,7 +93,7 @@ class Sender:
         self.runs: dict[SequenceId, Run] = {}
         self.links: dict[Receiver, Link] = {}
         self._world = world
-        self._limits = Limits(LAYOUT, 1, 12, StagingQuota(1 << 20))
+        self._limits = Limits(LAYOUT, 1, 12, 1 << 20)
         self._parked, self._finished, self._failed, self._ended = parked, finished, failed, ended
 
     def expect(self, request: GenerateRequest, targets: Sequence[Target]) -> None:

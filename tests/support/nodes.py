@@ -21,12 +21,12 @@ from baton.core.events import HandedOver, Parked, SequenceEnded, StepEvents, Tok
 from baton.core.handles import Handle, sign
 from baton.core.request import GenerateRequest, SequenceId
 from baton.rpc.link import serve_links
-from baton.transfer.staging import pack
 from decode.worker import DecodeWorker
 from prefill.link import Link
 from prefill.worker import PrefillWorker
 from tests.support.builders import make_facts, make_request
 from tests.support.fake_runner import FakeRunner, oracle
+from tests.support.paged import pack_tokens
 
 KEY = b"k" * 32
 VOCAB_SIZE = 1 << 16
@@ -187,7 +187,7 @@ def kv_bytes(node: PrefillNode | DecodeNode, blocks: tuple[int, ...], num_tokens
     shares = ranks[:: max(len(ranks) // heads, 1)]  # one of each group of ranks that keep the same head
     caches = zip(*(r.kv.layers for r in shares), strict=True)
     layers = [(torch.cat([k for k, _ in c], dim=2), torch.cat([v for _, v in c], dim=2)) for c in caches]
-    return bytes(pack(layers, blocks, runner.layout.block_size, 0, num_tokens).tolist())
+    return bytes(pack_tokens(layers, blocks, runner.layout.block_size, 0, num_tokens).tolist())
 
 
 def links(source: PrefillNode) -> list[Link]:

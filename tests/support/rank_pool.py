@@ -33,7 +33,7 @@ from baton.engine.memory_report import MemoryReport
 from baton.engine.parallel import open_store
 from baton.engine.runner import EngineOptions, Runner, load_runner
 from baton.engine.sampler_device import decide
-from baton.transfer.store import EdgeStore
+from baton.transfer.rendezvous import EdgeStore
 
 ANSWER_TIMEOUT_S = 60.0
 LOST_EXIT_CODE = 9

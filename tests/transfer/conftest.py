@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from baton.transfer.edge import EdgeSpec, edge_prefix
-from baton.transfer.store import EdgeStore
+from baton.transfer.rendezvous import EdgeStore
 
 MakeSpec = Callable[..., EdgeSpec]
 

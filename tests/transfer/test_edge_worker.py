@@ -74,8 +74,7 @@ async def test_jobs_run_in_order_on_one_thread_of_their_own() -> None:
         worker.recv(buf), worker.run(lambda: int(buf.sum())), worker.run(threading.get_ident)
     )
     assert value == 20 and ident != threading.get_ident()
-    assert (worker.bytes_received, worker.bytes_sent, worker.operations) == (4, 0, 1)
-    assert "connected | 1 operations, 0 bytes sent, 4 received | generation 3" in repr(worker)
+    assert repr(worker) == "<EdgeWorker n/p.0/d.0/g3 decode connected>"
     assert await worker.close()
     assert [entry for entry in edge.log if entry != "abort"] == ["connect", "recv", "close"]
     with pytest.raises(HandoffError, match="closed"):
@@ -113,7 +112,7 @@ async def test_a_second_transfer_starts_only_when_the_first_has_ended() -> None:
     assert "in recv" in repr(worker) and not posted_later.is_set()
     edge.gate.set()
     await asyncio.gather(first, second)
-    assert posted_later.is_set() and worker.operations == 2
+    assert posted_later.is_set() and edge.log == ["connect", "recv", "recv"]
     assert await worker.close()
 
 
@@ -198,7 +197,7 @@ async def test_cancelling_the_wait_keeps_the_buffer_until_the_operation_ends() -
     assert worker.in_flight == "recv" and alive() is not None
     edge.gate.set()
     await worker.send(zeros(1))  # queues behind the receive nobody waits for
-    assert edge.log == ["connect", "recv", "send"] and worker.bytes_received == 4
+    assert edge.log == ["connect", "recv", "send"]
     assert await worker.close()
     del worker
     assert alive() is None
@@ -264,7 +263,6 @@ async def test_two_by_two_in_opposite_orders_never_waits_in_a_cycle(spec: MakeSp
 
     await asyncio.wait_for(asyncio.gather(prefill(0), prefill(1), decode(0), decode(1)), 60)
     assert all(torch.equal(bufs[pair], payloads[pair]) for pair in pairs)
-    assert all(worker.operations == rounds for worker in (*send.values(), *recv.values()))
     assert all([await worker.close() for worker in (*send.values(), *recv.values())])
 
 

@@ -17,7 +17,7 @@ import torch
 from baton.core.errors import HandoffError, StartupError
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.gloo import GlooEdge
-from baton.transfer.store import EdgeStore, delete_keys
+from baton.transfer.rendezvous import EdgeStore, delete_keys
 from tests.support.edge_store import num_keys
 
 MakeSpec = Callable[..., EdgeSpec]
@@ -287,7 +287,9 @@ def test_a_second_address_is_honoured_and_a_taken_port_is_one_plain_error(store:
 
 
 def test_the_keys_of_one_generation_are_deleted_and_no_others(store: EdgeStore) -> None:
+    client = store._store
+    assert client is not None
     for name in ("a/g1/here/0", "a/g1/0/1", "a/g11/here/0"):
-        store._open().set(f"{store.nonce}/{name}", "1")
-    delete_keys(store._open(), f"{store.nonce}/a/g1")
+        client.set(f"{store.nonce}/{name}", "1")
+    delete_keys(client, f"{store.nonce}/a/g1")
     assert num_keys(store) == 1

@@ -18,7 +18,7 @@ import torch
 from baton.core.errors import HandoffError
 from baton.transfer import ipc, sections, shared_buffers
 from baton.transfer.edge import EdgeSpec
-from baton.transfer.edge_end import LocalEnd, make_buffers
+from baton.transfer.edge_end import LocalEnd, LocalEnds, make_buffers
 from baton.transfer.ipc import IpcEdge
 from baton.transfer.shared_buffers import allocate_shared, export, map_exported
 from tests.support.limits import HANG_S
@@ -105,7 +105,7 @@ async def test_a_part_goes_from_blocks_to_blocks_and_damage_is_found(
 ) -> None:
     source, target, kept = pool(1.0), pool(0.0), make_buffers("ipc", CPU, 1 << 16)
     prefill, decode = (
-        LocalEnd(spec(side), layers, BLOCK, IpcEdge, None, kept, LAYER_BYTES)
+        LocalEnd(spec(side), layers, LocalEnds(layers, BLOCK, "127.0.0.1", "ipc", None, kept, LAYER_BYTES))
         for side, layers in (("prefill", source), ("decode", target))
     )
     await asyncio.gather(prefill.connect(), decode.connect())

@@ -18,7 +18,7 @@ from baton.core.errors import HandoffError
 from baton.transfer.checksum import checksum
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.gloo import GlooEdge
-from baton.transfer.store import EdgeStore
+from baton.transfer.rendezvous import EdgeStore
 
 MakeSpec = Callable[..., EdgeSpec]
 Peers = Callable[[EdgeSpec], Any]

@@ -14,7 +14,8 @@ from torch import Tensor
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.reshard import local_heads, reshard_layout
 from baton.transfer.edge_end import edge_layers
-from baton.transfer.staging import Layers, pack, unpack
+from baton.transfer.staging import Layers
+from tests.support.paged import pack_tokens, unpack_tokens
 
 SIZES = (1, 2, 4, 8)
 HEAD_DIM = 2
@@ -86,11 +87,11 @@ def test_edges_and_staging_cover_the_destination_exactly_once(prefill_tp: int, d
     for start, end in zip(what.bounds, what.bounds[1:], strict=False):
         for plan in plans:
             parts = edge_layers(sources[plan.prefill_rank], plan, "prefill")
-            wire = pack(parts, what.pages[0], what.block_sizes[0], start, end)
+            wire = pack_tokens(parts, what.pages[0], what.block_sizes[0], start, end)
             assert wire.numel() == plan.bytes_per_token(layout) * (end - start)
             # Into caches where nothing is written yet: so what this one writes can be told from what others wrote.
             fresh = empty(what, 1, decode_tp, plan.decode_rank)
-            unpack(wire, edge_layers(fresh, plan, "decode"), what.pages[1], what.block_sizes[1], start, end)
+            unpack_tokens(wire, edge_layers(fresh, plan, "decode"), what.pages[1], what.block_sizes[1], start, end)
             for index, layer in enumerate(fresh):
                 for kv, cache in enumerate(layer):
                     written = cache != UNWRITTEN

@@ -14,12 +14,13 @@ from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
 from baton.transfer import sections
 from baton.transfer.edge import EdgeSpec
-from baton.transfer.edge_end import LocalEnd
+from baton.transfer.edge_end import LocalEnd, LocalEnds
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.sections import Packing, Storing
-from baton.transfer.staging import pack
+from baton.transfer.staging import PagedLayers
 from baton.transfer.staging_buffers import StagingBuffers
 from tests.support.limits import HANG_S
+from tests.support.paged import pack_tokens
 from tests.support.wire import Sums, flipped, on_the_wire
 
 MakeSpec = Callable[..., EdgeSpec]
@@ -54,7 +55,11 @@ class Pair:
         self.source, self.target = pool(1.0), pool(0.0)
         where = zip(("prefill", "decode"), (self.source, self.target), strict=True)
         self.prefill, self.decode = (
-            LocalEnd(spec(side, generation), layers, BLOCK, buffers=self.kept, section_bytes=section_bytes)
+            LocalEnd(
+                spec(side, generation),
+                layers,
+                LocalEnds(layers, BLOCK, "127.0.0.1", buffers=self.kept, section_bytes=section_bytes),
+            )
             for side, layers in where
         )
 
@@ -242,7 +247,7 @@ async def test_a_block_outside_is_refused_and_the_edge_lives(spec: MakeSpec) -> 
 
 async def test_ends_that_cut_otherwise_are_told_apart_by_name(spec: MakeSpec) -> None:
     ends = await Pair(spec).connect()
-    ends.decode._section_bytes = 2 * LAYER_BYTES
+    ends.decode._rank.section_bytes = 2 * LAYER_BYTES
     with pytest.raises(HandoffError):
         await ends.hand_over()
     assert ends.decode.dead is not None and "sections is 4, expected 2" in ends.decode.dead.message
@@ -255,13 +260,13 @@ def test_a_part_of_another_size_is_refused_before_anything_is_done() -> None:
     for kind in (Packing, Storing):
         part = Part((1, 0), 0, 8, PART.num_bytes - 8, b"who")
         with pytest.raises(HandoffError, match=f"{PART.num_bytes - 8} bytes was ordered, {PART.num_bytes} are here"):
-            kind(pool(1.0), BLOCK, part, kept.take(part.num_bytes), LAYER_BYTES)
+            kind(PagedLayers.of(pool(1.0)), BLOCK, part, kept.take(part.num_bytes), LAYER_BYTES)
 
 
 def test_nothing_is_stored_once_it_was_stopped() -> None:
     source, target, kept = pool(1.0), pool(0.0), StagingBuffers(1 << 16)
-    storing = Storing(target, BLOCK, PART, kept.take(PART.num_bytes), LAYER_BYTES)
-    pack(source, PART.block_ids, BLOCK, 0, 8, storing.buffer.view)
+    storing = Storing(PagedLayers.of(target), BLOCK, PART, kept.take(PART.num_bytes), LAYER_BYTES)
+    storing.buffer.view.copy_(pack_tokens(source, PART.block_ids, BLOCK, 0, 8))
     sums = [storing.checksum_of(section) for section in storing.sections]
     storing.arrived(0, sums[0])
     storing.stop()

@@ -14,6 +14,7 @@ from baton.core.errors import HandoffError, InvariantError
 from baton.engine.step_marks import StepMarks
 from baton.transfer import sections, streams
 from baton.transfer.sections import Packing, Storing
+from baton.transfer.staging import PagedLayers
 from baton.transfer.staging_buffers import StagingBuffers
 from tests.transfer.test_sections import BLOCK, LAYER_BYTES, LAYERS, PART, equal, pool
 
@@ -30,8 +31,8 @@ class Device:
         self.waits = 0
         monkeypatch.setattr(sections, "finish", self.finish)
         self.source, self.target, kept = pool(1.0), pool(0.0), StagingBuffers(1 << 16)
-        self.packing = Packing(self.source, BLOCK, PART, kept.take(PART.num_bytes), LAYER_BYTES)
-        self.storing = Storing(self.target, BLOCK, PART, kept.take(PART.num_bytes), LAYER_BYTES)
+        self.packing = Packing(PagedLayers.of(self.source), BLOCK, PART, kept.take(PART.num_bytes), LAYER_BYTES)
+        self.storing = Storing(PagedLayers.of(self.target), BLOCK, PART, kept.take(PART.num_bytes), LAYER_BYTES)
         self.packing.on_device = self.storing.on_device = True
 
     def finish(self, device: torch.device, timeout_s: float) -> None:
@@ -85,8 +86,8 @@ def test_a_device_that_hangs_is_an_error_of_the_part(monkeypatch: pytest.MonkeyP
 def test_kv_is_read_behind_the_step_that_wrote_it(monkeypatch: pytest.MonkeyPatch) -> None:
     device, order = Device(monkeypatch), []
     device.packing.before = lambda: order.append("behind")
-    located = sections.pack_at
-    monkeypatch.setattr(sections, "pack_at", lambda *where: (order.append("read"), located(*where)))
+    pack = sections.pack
+    monkeypatch.setattr(sections, "pack", lambda *where: (order.append("read"), pack(*where)))
     device.packing.begin()
     assert order == ["behind"] + ["read"] * LAYERS
 
@@ -173,8 +174,6 @@ def test_staging_buffers_are_never_memory_that_the_engine_had(monkeypatch: pytes
     """torch gives freed memory away on the stream that it was used on: buffers have a stream of their own."""
     from contextlib import contextmanager
 
-    from baton.transfer.staging_buffers import plain_buffer
-
     current = ["engine"]
     made: list[tuple[str, int]] = []
 
@@ -189,6 +188,6 @@ def test_staging_buffers_are_never_memory_that_the_engine_had(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"staging of {device}")
     monkeypatch.setattr(streams.torch, "empty", lambda size, **_: made.append((current[-1], size)))
-    plain_buffer(10, cuda)
-    plain_buffer(20, cuda)
+    streams.empty_beside_engine(10, cuda)
+    streams.empty_beside_engine(20, cuda)
     assert made == [("staging of cuda:0", 10), ("staging of cuda:0", 20)] and len(streams._STAGING) == 1

@@ -11,7 +11,8 @@ from baton.core.errors import HandoffError
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.transfer import staging
 from baton.transfer.checksum import checksum, checksum_parts
-from baton.transfer.staging import Layers, PagedLayers, pack, pack_layers, unpack
+from baton.transfer.staging import Layers, PagedLayers, locate, pack, pack_layers
+from tests.support.paged import pack_tokens, unpack_tokens
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -64,12 +65,12 @@ def check_against_the_twin(chunk: tuple[KVLayout, int, list[int], list[int], int
     layers, others = random_layers(layout, num_blocks, 1), random_layers(layout, num_blocks, 2)
     before = [(k.clone(), v.clone()) for k, v in others]
 
-    buf = pack(layers, source, layout.block_size, start, end)
+    buf = pack_tokens(layers, source, layout.block_size, start, end)
 
     assert buf.numpy().tobytes() == plain_pack(layers, source, layout.block_size, start, end)
     assert buf.numel() == layout.bytes_per_token * (end - start)
-    unpack(buf, others, target, layout.block_size, start, end)
-    assert torch.equal(pack(others, target, layout.block_size, start, end), buf)
+    unpack_tokens(buf, others, target, layout.block_size, start, end)
+    assert torch.equal(pack_tokens(others, target, layout.block_size, start, end), buf)
     written = {(target[p // layout.block_size], p % layout.block_size) for p in range(start, end)}
     for layer, old in zip(others, before, strict=True):
         for cache, was in zip(layer, old, strict=True):
@@ -101,8 +102,8 @@ def test_unpack_into_a_run_of_heads_leaves_the_others(most_runs: int, monkeypatc
     before = [cache.clone() for cache in whole[0]]
     some = [(k[:, :, 1:2], v[:, :, 1:2]) for k, v in whole]
     sent = torch.arange(7 * 2 * 8 * 2, dtype=torch.int64).to(torch.uint8)
-    unpack(sent, some, [2, 3], 4, 1, 8)
-    assert pack(some, [2, 3], 4, 1, 8).tolist() == sent.tolist()
+    unpack_tokens(sent, some, [2, 3], 4, 1, 8)
+    assert pack_tokens(some, [2, 3], 4, 1, 8).tolist() == sent.tolist()
     for cache, was in zip(whole[0], before, strict=True):
         assert torch.equal(cache[:, :, [0, 2]], was[:, :, [0, 2]])
         assert torch.equal(cache[:2], was[:2]) and torch.equal(cache[2, 0], was[2, 0])
@@ -111,17 +112,17 @@ def test_unpack_into_a_run_of_heads_leaves_the_others(most_runs: int, monkeypatc
 def test_the_two_ends_may_page_differently() -> None:
     layer = (LayerKV(2, 8, "bfloat16"),) * 2
     source, target = random_layers(KVLayout(4, layer), 6, 1), random_layers(KVLayout(16, layer), 3, 2)
-    buf = pack(source, [5, 0, 3, 1, 2], 4, 3, 19)
-    unpack(buf, target, [2, 0], 16, 3, 19)
-    assert torch.equal(pack(target, [2, 0], 16, 3, 19), buf)
+    buf = pack_tokens(source, [5, 0, 3, 1, 2], 4, 3, 19)
+    unpack_tokens(buf, target, [2, 0], 16, 3, 19)
+    assert torch.equal(pack_tokens(target, [2, 0], 16, 3, 19), buf)
 
 
 def test_pack_into_a_given_buffer() -> None:
     layout = KVLayout(4, (LayerKV(2, 8, "float32"),))
     layers = random_layers(layout, 3, 1)
-    out = torch.empty(layout.bytes_per_token * 5, dtype=torch.uint8)
-    assert pack(layers, [1, 2], 4, 2, 7, out) is out
-    assert torch.equal(out, pack(layers, [1, 2], 4, 2, 7))
+    paged, out = PagedLayers.of(layers), torch.empty(layout.bytes_per_token * 5, dtype=torch.uint8)
+    assert pack(paged, locate(paged, [1, 2], 4, 2, 7), out) is out
+    assert torch.equal(out, pack_tokens(layers, [1, 2], 4, 2, 7))
 
 
 @pytest.mark.parametrize("block_ids", [[1, 2, 3], [3, 1, 2]], ids=["one run", "scattered"])
@@ -131,21 +132,23 @@ def test_layers_are_packed_one_by_one_and_their_checksum_is_that_of_the_whole(
     monkeypatch.setattr(staging, "_MOST_RUNS", 1)
     layout = KVLayout(4, (LayerKV(2, 8, "float32"), LayerKV(1, 3, "bfloat16"), LayerKV(3, 8, "bfloat16")))
     layers = random_layers(layout, 4, 1)
-    whole = pack(layers, block_ids, 4, 2, 11)
-    out, done = torch.zeros_like(whole), 0
-    for packed in pack_layers(layers, block_ids, 4, 2, 11, out):
+    whole = pack_tokens(layers, block_ids, 4, 2, 11)
+    paged, out, done = PagedLayers.of(layers), torch.zeros_like(whole), 0
+    slots = locate(paged, block_ids, 4, 2, 11)
+    for packed in pack_layers(paged, slots, out):
         done += packed.numel()
         assert torch.equal(out[:done], whole[:done]) and not out[done:].any()
     assert done == whole.numel()
     out.zero_()
-    assert checksum_parts(b"who", pack_layers(layers, block_ids, 4, 2, 11, out)) == checksum(b"who", whole)
+    assert checksum_parts(b"who", pack_layers(paged, slots, out)) == checksum(b"who", whole)
 
 
 def test_some_of_the_paged_layers_are_packed_as_these_alone() -> None:
     layers = random_layers(KVLayout(4, (LayerKV(2, 8, "float32"), LayerKV(1, 3, "bfloat16")) * 2), 4, 1)
     paged = PagedLayers.of(layers)
     for block_ids in ([1, 2], [2, 0]):
-        assert torch.equal(pack(paged[1:3], block_ids, 4, 1, 8), pack(layers[1:3], block_ids, 4, 1, 8))
+        some = pack(paged[1:3], locate(paged, block_ids, 4, 1, 8))
+        assert torch.equal(some, pack_tokens(layers[1:3], block_ids, 4, 1, 8))
     assert paged[1:3].layer_bytes(7) == [7 * 2 * 3 * 2, 7 * 2 * 2 * 8 * 4]
 
 
@@ -156,14 +159,14 @@ def test_some_of_the_paged_layers_are_packed_as_these_alone() -> None:
 def test_what_lies_outside_is_refused(block_ids: list[int], start: int, end: int) -> None:
     layers = random_layers(KVLayout(4, (LayerKV(1, 2, "float32"),)), 3, 1)
     with pytest.raises(HandoffError, match="chunk"):
-        pack(layers, block_ids, 4, start, end)
+        pack_tokens(layers, block_ids, 4, start, end)
 
 
 def test_a_buffer_of_the_wrong_size_writes_nothing() -> None:
     layers = random_layers(KVLayout(4, (LayerKV(1, 2, "float32"),)), 3, 1)
     before = layers[0][0].clone()
     with pytest.raises(HandoffError, match="expected 32"):
-        unpack(torch.zeros(31, dtype=torch.uint8), layers, [1], 4, 0, 2)
+        unpack_tokens(torch.zeros(31, dtype=torch.uint8), layers, [1], 4, 0, 2)
     assert torch.equal(layers[0][0], before)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
 from baton.transfer.edge import EdgeSpec
-from baton.transfer.edge_end import LocalEnd
+from baton.transfer.edge_end import LocalEnd, LocalEnds
 from baton.transfer.staging_buffers import MAX_KEPT, StagingBuffer, StagingBuffers, kept_limit
 
 MakeSpec = Callable[..., EdgeSpec]
@@ -75,7 +75,8 @@ class Pair:
         self.pools = [[(torch.zeros(2, 4, 1, 2), torch.zeros(2, 4, 1, 2))] for _ in range(2)]
         sides = zip(("prefill", "decode"), self.pools, buffers, strict=True)
         self.prefill, self.decode = (
-            LocalEnd(spec(side, generation, device="cpu"), pool, 4, buffers=kept) for side, pool, kept in sides
+            LocalEnd(spec(side, generation), pool, LocalEnds(pool, 4, "127.0.0.1", buffers=kept))
+            for side, pool, kept in sides
         )
 
     async def connect(self) -> Pair:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.core.deadlines import Tombstones
 from baton.core.request import SequenceId
-from baton.core.tombstones import Tombstones
 
-A, B, C = SequenceId("a"), SequenceId("b"), SequenceId("c")
+A, B = SequenceId("a"), SequenceId("b")
 
 
 def test_tombstone_covers_its_attempt_until_its_deadline() -> None:
@@ -25,15 +24,6 @@ def test_second_abort_never_shortens_the_first() -> None:
     stones.add(A, now=0.0, duration_s=60.0)
     stones.add(A, now=1.0, duration_s=1.0)
     assert stones.covers(A, now=59.0)
-
-
-def test_expired_tombstones_make_room_before_live_ones() -> None:
-    stones = Tombstones(limit=2)
-    stones.add(A, now=0.0, duration_s=60.0)
-    stones.add(B, now=0.0, duration_s=1.0)
-    stones.add(C, now=2.0, duration_s=60.0)
-    assert stones.covers(A, now=3.0)
-    assert stones.covers(C, now=3.0)
 
 
 def test_adding_again_drops_nobody_else() -> None:
@@ -57,13 +47,3 @@ def test_memory_is_bounded_and_the_latest_is_kept(adds: list[tuple[int, int]], l
         stones.add(SequenceId(str(name)), float(now), duration + 0.5)
         assert len(stones) <= limit
         assert stones.covers(SequenceId(str(name)), float(now))
-
-
-def test_a_full_table_is_not_searched_for_each_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    swept: list[float] = []
-    expire = Tombstones.expire
-    monkeypatch.setattr(Tombstones, "expire", lambda stones, now: (swept.append(now), expire(stones, now)))
-    stones = Tombstones(limit=10)
-    for n in range(1000):
-        stones.add(SequenceId(f"s{n}"), now=n / 1000, duration_s=60.0)
-    assert len(stones) == 10 and len(swept) == 1

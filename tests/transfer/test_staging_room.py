@@ -1,0 +1,89 @@
+"""Who gets staging memory, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+import pytest
+
+from baton.core.errors import HandoffError
+from baton.core.kv_layout import KVLayout, LayerKV
+from baton.transfer.staging_room import StagingRoom
+
+LAYOUT = KVLayout(1, (LayerKV(1, 1, "bfloat16"),))
+
+
+class Holders:
+    """Tasks that each hold bytes of a room of `limit` until they are told to let go."""
+
+    def __init__(self, limit: int) -> None:
+        self.room = StagingRoom(limit, LAYOUT)
+        self.served: list[str] = []
+        self._let_go: dict[str, asyncio.Event] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def come(self, name: str, num_bytes: int, timeout_s: float = 5.0) -> None:
+        let_go = self._let_go[name] = asyncio.Event()
+
+        async def hold() -> None:
+            async with self.room.hold(num_bytes, timeout_s):
+                self.served.append(name)
+                await let_go.wait()
+
+        self.tasks[name] = asyncio.create_task(hold())
+        await asyncio.sleep(0.001)
+
+    async def leave(self, name: str) -> None:
+        self._let_go[name].set()
+        await self.tasks[name]
+        await asyncio.sleep(0.001)
+
+
+async def test_a_large_piece_is_not_overtaken() -> None:
+    holders = Holders(100)
+    for name, size in (("a", 60), ("large", 90), ("small", 10)):
+        await holders.come(name, size)
+    assert holders.served == ["a"]
+    await holders.leave("a")
+    assert holders.served == ["a", "large", "small"] and holders.room.taken_bytes == 100
+
+
+@pytest.mark.parametrize("gives_up", ["its time is over", "it is cancelled"])
+async def test_who_waits_no_longer_lets_the_next_pass(gives_up: str) -> None:
+    holders = Holders(100)
+    await holders.come("a", 60)
+    await holders.come("large", 90, timeout_s=0.05)
+    await holders.come("small", 10)
+    if gives_up == "it is cancelled":
+        holders.tasks["large"].cancel()
+    (ended,) = await asyncio.gather(holders.tasks["large"], return_exceptions=True)
+    if gives_up == "its time is over":
+        assert "no room for 90 bytes in staging memory within 0.05 s" in str(ended)
+    await asyncio.sleep(0.001)
+    assert holders.served == ["a", "small"] and holders.room.taken_bytes == 70
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "message"), [(101, "101 bytes of KV do not fit into 100"), (0, "cannot be"), (-9, "cannot be")]
+)
+async def test_what_can_never_be_held_is_refused_at_once(num_bytes: int, message: str) -> None:
+    room = StagingRoom(100, LAYOUT)
+    with pytest.raises(HandoffError, match=message):
+        async with room.hold(num_bytes, 5.0):
+            pass
+    assert room.taken_bytes == 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_the_bound_holds_and_everybody_is_served_in_order(seed: int) -> None:
+    random, room, served = Random(seed), StagingRoom(50, LAYOUT), []  # type: ignore[var-annotated]
+
+    async def hold(index: int, num_bytes: int) -> None:
+        async with room.hold(num_bytes, 5.0):
+            served.append(index)
+            assert room.taken_bytes <= 50
+            await asyncio.sleep(random.random() * 0.002)
+
+    await asyncio.gather(*(hold(index, random.randint(1, 50)) for index in range(60)))
+    assert served == list(range(60)) and room.taken_bytes == 0
