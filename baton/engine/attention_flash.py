@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.batch import Span
-from baton.engine.device import to_device
+from baton.engine.device_stream import to_device
 
 _LEAST_CAPABILITY = (8, 0)
 _MOST_HEAD_DIM = 256

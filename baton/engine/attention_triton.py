@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.core.model_config import ModelConfig
 from baton.engine.attention_flash import FlashRow, flash_attention, flash_supports
 from baton.engine.batch import Span
-from baton.engine.device import to_device
+from baton.engine.device_stream import to_device
 from baton.engine.kernels.paged_attention import MIN_ROWS, Tiles, Workspace, paged_attention
 
 _LONG_TILE_ROWS = {torch.float32: 32}  # queries x heads of a group in a tile of a long row

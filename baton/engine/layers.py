@@ -121,10 +121,6 @@ class Rotary:
         return self._cos[positions], self._sin[positions]
 
     @property
-    def device(self) -> torch.device:
-        return self._cos.device
-
-    @property
     def tables(self) -> tuple[Tensor, Tensor]:
         """cos and signed sin of every position, each [positions, D]."""
         return self._cos[:, 0], self._sin[:, 0]
@@ -198,9 +194,6 @@ class Arithmetic:
     turn: Callable[[Tensor], Any]
 
 
-def fast(rotary: Rotary) -> Arithmetic:
-    return Arithmetic(make_linear, RMSNorm, PlainHeads, swiglu, rotary.at)
-
-
-def exact(rotary: Rotary) -> Arithmetic:
-    return Arithmetic(make_linear, RMSNorm, PlainHeads, swiglu_exact, rotary.at)
+def plain(rotary: Rotary, *, exact: bool) -> Arithmetic:
+    """By torch's own operations; `exact` ones are row-invariant in float32."""
+    return Arithmetic(make_linear, RMSNorm, PlainHeads, swiglu_exact if exact else swiglu, rotary.at)

@@ -18,7 +18,7 @@ from baton.core.errors import RankLost, StartupError
 from baton.core.ranks import Ranks
 
 if TYPE_CHECKING:
-    from baton.engine.runner import EngineOptions
+    from baton.engine.options import EngineOptions
 
 _LOOK_S = 0.05
 _NOT_SHOWN = ("checkpoint digest",)  # its digits say nothing

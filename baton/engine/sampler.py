@@ -35,6 +35,8 @@ Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 Choose = Callable[[Tensor, Sequence[Draw]], list[int | None]]
 """Processed logits [S, vocab] and their draws -> the token of each, or None: undecided."""
+Decide = Callable[[Tensor, Sequence[Draw]], Tensor]
+"""The same as int64 [S] on the device of the logits, -1 where undecided. Nothing waits for it."""
 
 _FIRST_DRAFT = 64  # candidates looked at first by top-p; most distributions have their mass in fewer
 _GROWTH = 8
