@@ -64,7 +64,7 @@ def load_runner(
         longest = config.longest(options.max_model_len)
         digest = model_digest(options.model_dir) if tensors is None else ""
     kernels, kernels_name = choose_kernels(options.kernels, device)
-    if int8 and kernels is None and options.kernels != "torch":
+    if int8 and kernels is None:
         raise StartupError(f"quantize int8 needs compiled kernels, and there is only {kernels_name}: leave it at none")
     if options.exact:
         check_exact(options.block_size, dtype, kernels, kernels_name)

@@ -16,7 +16,7 @@ class EngineOptions:
     address for the worker's other ranks, `edge_kind` how KV goes to other workers, `staging_bytes` the most of it on
     its way at once, all ranks together. `kernels` is `auto` (the best compiled ones that this processor has, else
     torch's), `torch`, or the level of compiled ones. `quantize` is `none` or `int8` (weights of linear layers and head;
-    CPU). torch's kernels keep int8 widened: then the memory report says less than is used. `version` is the code's.
+    compiled kernels alone). `version` is the code's.
     `draft_dir` is the draft that this rank loads afterwards, for `max_running` sequences. `decode_rows` is the most
     sequences of a decode step, for which steps are captured on a GPU; 0 captures none. `gpu_share` is the share of its
     GPU's memory that a rank may use, 0: all, or an even part where ranks of this worker share a GPU. What ranks must

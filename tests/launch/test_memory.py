@@ -11,6 +11,7 @@ from rich.console import Console
 from baton.core.config import WorkerConfig
 from baton.core.errors import StartupError
 from baton.engine.checkpoint import Checkpoint, read_model_config
+from baton.engine.kernels.build import processor_levels
 from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
 from baton.engine.parallel import TPGroup
@@ -48,13 +49,10 @@ def test_parameters_are_those_that_each_rank_reads(arch: Arch, size: int, int8: 
         assert parameter_bytes(config, size, rank, 4, int8) == reader.bytes_read
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("quantize", ["none", *(["int8"] if processor_levels() else [])])
 def test_parameters_and_kv_are_those_of_a_running_engine(quantize: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", "llama")
-    options = EngineOptions(
-        model_dir=model, dtype="float32", kv_memory_bytes=1 << 20, quantize=quantize, kernels="torch"
-    )
-    runner = load_runner(options)
+    runner = load_runner(EngineOptions(model_dir=model, dtype="float32", kv_memory_bytes=1 << 20, quantize=quantize))
     made = plan(model, kv_memory_gib=1 / 1024, quantize=quantize)
     found = rank_memory(made, made.parts[0], read_model_config(model))
     assert found.parameter_bytes == runner.parameter_bytes
