@@ -61,31 +61,23 @@ class Prepared:
 
 class TritonAttention:
     """`config` is this rank's own (`shard_config`); the KV pool has blocks of `block_size` tokens. Belongs to one
-    stream: its workspace serves one call at a time."""
+    stream: its `workspace` serves one call at a time."""
 
     def __init__(self, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._block_size, self._device = block_size, device
         self._group = config.num_heads // config.num_kv_heads
-        self._kv_heads = config.num_kv_heads
+        self.kv_heads = config.num_kv_heads
         long_rows = _LONG_TILE_ROWS.get(dtype, _DEFAULT_LONG_TILE_ROWS)
         self._long_tile = max(1, long_rows // self._group)
         self._short_tile = max(1, MIN_ROWS // self._group)  # fewer queries would leave rows of a tile idle
         self._flash = flash_supports(config.head_dim, dtype, device)
-        self._workspace = Workspace.of(0, 0, device)
-
-    @property
-    def kv_heads(self) -> int:
-        return self._kv_heads
-
-    @property
-    def workspace(self) -> Workspace:
-        return self._workspace
+        self.workspace = Workspace.of(0, 0, device)
 
     def reserve(self, tiles: int) -> None:
         """Makes the workspace large enough for steps of that many tiles. What was captured with a smaller one keeps
         it."""
-        if len(self._workspace.arrived) < tiles * self._kv_heads:
-            self._workspace = Workspace.of(tiles, self._kv_heads, self._device)
+        if len(self.workspace.arrived) < tiles * self.kv_heads:
+            self.workspace = Workspace.of(tiles, self.kv_heads, self._device)
 
     def prepare(self, spans: Sequence[Span], window: int) -> Prepared:
         short = [span for span in spans if span.length <= self._short_tile]
@@ -99,7 +91,7 @@ class TritonAttention:
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, prepared: Prepared) -> Tensor:
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for tiles in prepared.tiles:
-            paged_attention(queries, keys, values, tiles, prepared.window, out, self._workspace)
+            paged_attention(queries, keys, values, tiles, prepared.window, out, self.workspace)
         for row in prepared.flash:
             flash_attention(queries, keys, values, row, prepared.window, out)
         return out.flatten(1)
@@ -122,7 +114,7 @@ class TritonAttention:
         row, offset, first, start, length, blocks = torch.split(packed, [len(part) for part in parts])
         self.reserve(len(rows))
         longest = max(span.end for span in spans)
-        programs = len(rows) * self._kv_heads
+        programs = len(rows) * self.kv_heads
         few = queries == self._short_tile or programs < _PROGRAMS // 4  # else tiles of long rows keep the GPU busy
         plan = split_plan(programs, longest) if few else (1, UNSPLIT)
         return Tiles(row, offset, first, start, length, blocks.view(len(spans), width), *plan, queries)

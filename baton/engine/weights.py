@@ -118,7 +118,7 @@ class Tensors(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Any]:
-        """By name, each with its `shape` and its `file`."""
+        """By name, each with its `file`."""
         ...
 
     def verify(self, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None) -> None:
