@@ -110,8 +110,7 @@ def _join(ranks: Ranks) -> tuple[Any, FollowerChannel]:
 
 
 def _local_ends(runner: Runner, options: EngineOptions, ranks: Ranks) -> LocalEnds:
-    layers = runner.kv.layers
-    device = layers[0][0].device
+    layers, device = runner.kv.layers, runner.kv.device
     kind = choose_edges(options.edge_kind, device)
     buffers = make_buffers(kind, device, kept_limit(options.staging_bytes, ranks.size))
     expect = partial(runner.kv.expect, ahead=False)

@@ -81,6 +81,7 @@ class Model:
 
     def __init__(self, config: ModelConfig, weights: WeightReader, group: TPGroup, arithmetic: Arithmetic) -> None:
         self._windows = config.windows
+        self.windows: Iterable[int] = dict.fromkeys(config.windows)  # the different ones
         self._vocab_size = config.vocab_size
         self._group = group
         self._embedding = Embedding(weights.embedding(), group.vocabulary_part(config.vocab_size)[0], group)
@@ -91,11 +92,6 @@ class Model:
         self._norm = arithmetic.make_norm(weights.final_norm(), config.rms_norm_eps)
         self._head = make_linear(weights.head())
         self._turn = arithmetic.turn
-
-    @property
-    def windows(self) -> Iterable[int]:
-        """The different windows of the layers."""
-        return dict.fromkeys(self._windows)
 
     def forward(self, batch: Batch, kv: KVPool, attention: Attention) -> Tensor:
         """Computes all rows, writes their KV, and returns logits [S, vocab] in float32 at the sampled positions; on

@@ -18,7 +18,7 @@ from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
 from baton.engine.processors import Draw, SeenTables
 from baton.engine.runner import Runner
-from baton.engine.sampler import sample
+from tests.engine.sampler_cases import sample
 
 GREEDY = SamplingParams(temperature=0.0)
 

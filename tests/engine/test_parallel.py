@@ -16,11 +16,11 @@ from baton.core.step import Row, StepPlan
 from baton.engine.draft_tokens_device import DeviceDraftTokens
 from baton.engine.kernels.native import choose_kernels
 from baton.engine.processors import Draw
-from baton.engine.sampler import sample
 from baton.engine.weights import EMBEDDING, expected_tensors
 from decode.speculation.drafts import ModelDrafts
 from decode.speculation.policy import Speculation
 from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
+from tests.engine.sampler_cases import sample
 from tests.engine.test_launches import requests, same
 from tests.support.decode_drive import decode_all
 from tests.support.device_choice import decide

@@ -19,9 +19,9 @@ from baton.engine import device as device_module
 from baton.engine.device import choose_dtype
 from baton.engine.kernels import build
 from baton.engine.processors import Draw
-from baton.engine.sampler import sample
 from baton.engine.warm_up import load_kernels
 from tests.engine.driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
+from tests.engine.sampler_cases import sample
 
 
 def row(runner: Any, name: str, tokens: list[int], first_block: int, **options: Any) -> Row:

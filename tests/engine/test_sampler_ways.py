@@ -13,10 +13,10 @@ import torch
 from baton.core.request import SamplingParams
 from baton.engine.kernels import native
 from baton.engine.processors import Draw
-from baton.engine.sampler import Choose, sample
+from baton.engine.sampler import Choose
 from baton.engine.sampler_native import chooser
 from tests.engine.driver import float32_levels
-from tests.engine.sampler_cases import PARAMS, plain, rows
+from tests.engine.sampler_cases import PARAMS, plain, rows, sample
 
 TRITON = "triton"
 SMALL_VOCABS, VOCABS = (1, 3, 65), (1, 3, 17, 64, 65, 333, 4096)
