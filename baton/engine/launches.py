@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import InvariantError
-from baton.core.request import SequenceId
+from baton.core.request import SequenceId, TokenLogprob
 from baton.core.step import StepOutcome, StepPlan, without_unsampled
 from baton.engine.batch import Batch
 from baton.engine.device_stream import Mark, NewMark, marks_of, to_device, to_host
@@ -36,19 +36,20 @@ from baton.engine.processors import Drafted, Draw, SeenTables, process
 from baton.engine.sampler import Choose, Decide, choose_tokens
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Launched:
-    """`host_token_ids` [S + G] and `lines` [scored and asked for, vocab] are in host memory once the device has come to
-    `ready`: the tokens, -1 - the likeliest where undecided, and behind them the draft tokens. `logits` [S, vocab],
-    processed, and `tokens` [S], what the next step may be fed, are on the device."""
+    """`host_token_ids` [S + G] and `lines` [scored and asked for, vocab], if any, are in host memory once the device
+    has come to `ready`: the tokens, -1 - the likeliest where undecided, and behind them the draft tokens. `logits`
+    [S, vocab], processed, and `tokens` [S], what the next step may be fed, are on the device; the host has the tokens
+    at once where `tokens` is None."""
 
     plan: StepPlan
     draws: tuple[Draw, ...]
     num_scored: int
     logits: Tensor
-    tokens: Tensor
-    host_token_ids: Tensor
-    lines: Tensor
+    tokens: Tensor | None
+    host_token_ids: Tensor | list[int]
+    lines: Tensor | None
     ready: Mark
     began_at: float
     draft_tokens: Queued | None
@@ -128,33 +129,51 @@ class Launches:
         """Queues what follows from the raw logits [scored + S, vocab] of a step, which may be changed, and the draft
         tokens that it verifies. Nothing waits for them."""
         scored, wanted = batch.num_scored, asked(plan)
-        if not wanted:
+        reported = None
+        if scored and not wanted:
             reported = logits[:scored]
-        elif scored + len(wanted) == len(logits):
+        elif wanted and scored + len(wanted) == len(logits):
             reported = logits
-        else:
+        elif wanted:
             rows = torch.tensor([*range(scored), *(scored + index for index in wanted)])
             reported = logits.index_select(0, to_device(rows, self._device))
         verified = draft_tokens if plan.drafted else None
         before = None if verified is None else _before_draws(plan, verified, self._device)
-        processed = process(logits[scored:], batch.draws, seen, before, in_place=reported is not logits)
+        to_sample = logits[scored:] if scored else logits
+        processed = process(to_sample, batch.draws, seen, before, in_place=reported is not logits)
+        tokens: Tensor | None = None
+        host_token_ids: Tensor | list[int]
         if self._decide is not None and batch.draws:
-            host_token_ids = self._decide(processed, batch.draws)
-            host_token_ids = torch.where(host_token_ids < 0, -1 - processed.argmax(1), host_token_ids)
-            tokens = torch.where(host_token_ids < 0, -1 - host_token_ids, host_token_ids)
+            decided = self._decide(processed, batch.draws)
+            decided = torch.where(decided < 0, -1 - processed.argmax(1), decided)
+            tokens = torch.where(decided < 0, -1 - decided, decided)
+            host_token_ids = to_host(decided if verified is None else torch.cat([decided, verified.tokens]))
         else:
-            known = choose_tokens(processed, batch.draws, self._choose) if batch.draws else []
-            host_token_ids = tokens = torch.tensor(known, dtype=torch.int64)
-        if verified is not None:
-            host_token_ids = torch.cat([host_token_ids, verified.tokens])
-        copies, ready = (to_host(host_token_ids), to_host(reported)), self._new_mark()
+            host_token_ids = choose_tokens(processed, batch.draws, self._choose) if batch.draws else []
+            if verified is not None:
+                host_token_ids += verified.tokens.tolist()
+        lines, ready = None if reported is None else to_host(reported), self._new_mark()
         ready.record()
         unsampled = seen.grammars.take_unsampled()
-        return Launched(plan, batch.draws, scored, processed, tokens, *copies, ready, began_at, draft_tokens, unsampled)
+        return Launched(
+            plan,
+            batch.draws,
+            scored,
+            processed,
+            tokens,
+            host_token_ids,
+            lines,
+            ready,
+            began_at,
+            draft_tokens,
+            unsampled,
+        )
 
     def add(self, step: Launched) -> None:
         """It is out: the next step may be fed its tokens, and `collect` comes to it."""
-        self._newest = step.plan, step.tokens
+        known = step.host_token_ids[: len(step.draws)]
+        tokens = torch.tensor(known, dtype=torch.int64) if step.tokens is None else step.tokens
+        self._newest = step.plan, tokens
         self._steps.append(step)
 
     def collect(self) -> StepOutcome:
@@ -171,14 +190,19 @@ class Launches:
         """The outcome of a step: the one wait for it. Its time is that in which no step before it computed."""
         step.ready.synchronize()  # a step that hangs is the step thread's to give up
         self.waits += 1
-        host_token_ids = step.host_token_ids.tolist()
+        host_token_ids = step.host_token_ids
+        if isinstance(host_token_ids, Tensor):
+            host_token_ids = host_token_ids.tolist()
         tokens, drafted = host_token_ids[: len(step.draws)], iter(host_token_ids[len(step.draws) :])
         corrected = self._correct(step, tokens) if min(tokens, default=0) < 0 else ()
         draft_tokens = tuple(tuple(islice(drafted, count)) for count in step.plan.drafted)
         left = iter(tokens)
         sampled = tuple(tuple(islice(left, row.num_sampled)) for row in step.plan.rows)
-        scored = scored_rows(step.plan, step.lines[: step.num_scored])
-        logprobs = sampled_rows(step.plan, step.lines[step.num_scored :], sampled)
+        scored: tuple[tuple[TokenLogprob, ...], ...] = ()
+        logprobs = scored
+        if step.lines is not None:
+            scored = scored_rows(step.plan, step.lines[: step.num_scored])
+            logprobs = sampled_rows(step.plan, step.lines[step.num_scored :], sampled)
         now = time.perf_counter()
         took_s = now - max(step.began_at, self._collected_at)
         self._collected_at = now
