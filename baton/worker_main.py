@@ -39,7 +39,7 @@ from baton.process import (
 from baton.token_file import read_token
 
 if TYPE_CHECKING:
-    from baton.engine.runner import EngineOptions
+    from baton.engine.options import EngineOptions
     from baton.rpc.worker_loop import WorkerLoop
 
 log = logging.getLogger("baton.worker")
@@ -187,7 +187,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
                 "--quantize %s: linear layers and head in %s, one scale per output; weights take %.1f MiB a rank",
                 config.quantize,
                 config.quantize,
-                runner.memory.parameter_bytes / (1 << 20),
+                runner.parameter_bytes / (1 << 20),
             )
         _drain_on_sigterm(worker, config.drain_timeout_s)
         stalls = asyncio.create_task(LoopWatch(STALL_S).run(), name="loop watch")
@@ -221,7 +221,7 @@ def _beside_draft(options: EngineOptions, config: WorkerConfig) -> EngineOptions
 
 def _engine_options(role: Role, config: WorkerConfig, ranks: Ranks) -> EngineOptions:
     """A worker's threads are shared out among its ranks on this machine."""
-    from baton.engine.runner import EngineOptions
+    from baton.engine.options import EngineOptions
 
     threads = config.threads // ranks.local_size if config.threads else len(os.sched_getaffinity(0))
     return EngineOptions(

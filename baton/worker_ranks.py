@@ -21,10 +21,12 @@ from typing import Any
 from baton.core.errors import BatonError, RankLost, StartupError, innermost
 from baton.core.ranks import Ranks
 from baton.edge_ranks import FollowerEnds, WorkerEnds
+from baton.engine.loading import OnStage, load_runner
 from baton.engine.lockstep import RANK_FAILED, Channel, FollowerChannel, LeaderChannel
+from baton.engine.options import EngineOptions
 from baton.engine.parallel import open_store
 from baton.engine.rank_peer import CONNECT_TIMEOUT_S, MEET_TIMEOUT_S
-from baton.engine.runner import EngineOptions, OnStage, Runner, load_runner
+from baton.engine.runner import Runner
 from baton.options import error_line
 from baton.process import EXIT_RANK_LOST, record_error
 from baton.transfer.edge_end import LocalEnds, MakeEnd, make_buffers
@@ -108,8 +110,7 @@ def _join(ranks: Ranks) -> tuple[Any, FollowerChannel]:
 
 
 def _local_ends(runner: Runner, options: EngineOptions, ranks: Ranks) -> LocalEnds:
-    layers = runner.kv.layers
-    device = layers[0][0].device
+    layers, device = runner.kv.layers, runner.kv.device
     kind = choose_edges(options.edge_kind, device)
     buffers = make_buffers(kind, device, kept_limit(options.staging_bytes, ranks.size))
     expect = partial(runner.kv.expect, ahead=False)

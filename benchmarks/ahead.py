@@ -20,7 +20,9 @@ from pathlib import Path
 
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from baton.core.step import DraftRow, Row, StepPlan
-from baton.engine.runner import EngineOptions, Runner, load_runner
+from baton.engine.loading import load_runner
+from baton.engine.options import EngineOptions
+from baton.engine.runner import Runner
 from baton.rpc.step_thread import StepThread
 from decode.scheduler import DecodeScheduler
 from decode.speculation.engine import SpeculativeEngine

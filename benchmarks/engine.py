@@ -18,7 +18,9 @@ import torch
 
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
-from baton.engine.runner import EngineOptions, Runner, load_runner
+from baton.engine.loading import load_runner
+from baton.engine.options import EngineOptions
+from baton.engine.runner import Runner
 
 GREEDY = SamplingParams(temperature=0.0)
 BLOCK = 16
@@ -96,7 +98,7 @@ def main() -> None:
         )
         for name in options.kernels.split(",")
     }
-    weights = next(iter(runners.values())).memory.parameter_bytes
+    weights = next(iter(runners.values())).parameter_bytes
     print(f"weights {weights / 1e6:.0f} MB; one thread reads {bandwidth() / 1e9:.1f} GB/s")
     names = [f"{name} ({runner.kernels})" for name, runner in runners.items()]
     print("| step | " + " | ".join(f"{name}, ms wall (processor)" for name in names) + " |")

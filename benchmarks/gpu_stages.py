@@ -241,7 +241,8 @@ def eight_b(checks: Checks) -> None:
     from engine import decode, prefill
 
     from baton.core.request import SamplingParams
-    from baton.engine.runner import EngineOptions, load_runner
+    from baton.engine.loading import load_runner
+    from baton.engine.options import EngineOptions
     from baton.model_source import builtin_directory
 
     config = config_of("tiny" if REHEARSAL else "8b")
@@ -268,7 +269,7 @@ def eight_b(checks: Checks) -> None:
     for pair in runner.kv.storage:
         for tensor in pair:
             tensor.zero_()  # memory that was never written may hold what is no number
-    weights = runner.memory.parameter_bytes
+    weights = runner.parameter_bytes
     print(
         f"- {weights / 1e9:.1f} GB of weights and {runner.num_blocks} blocks in {time.perf_counter() - started:.1f} s"
     )

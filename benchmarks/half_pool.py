@@ -26,7 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from baton.core.request import GenerateRequest, SamplingParams
 from baton.core.step import Row, StepPlan
-from baton.engine.runner import EngineOptions, Runner, load_runner
+from baton.engine.loading import load_runner
+from baton.engine.options import EngineOptions
+from baton.engine.runner import Runner
 from baton.model_source import builtin_directory
 from benchmarks.serving import commit, machine
 from decode.scheduler import DecodeScheduler

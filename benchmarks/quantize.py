@@ -23,7 +23,9 @@ from transformers import AutoTokenizer
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
 from baton.engine import quantize
-from baton.engine.runner import EngineOptions, Runner, load_runner
+from baton.engine.loading import load_runner
+from baton.engine.options import EngineOptions
+from baton.engine.runner import Runner
 from baton.model_source import resolve_model
 from benchmarks.engine import BLOCK, SHAPES, measure
 
@@ -80,7 +82,7 @@ def report(name: str, model: Path, text: Path, trained: bool, repeat: int, say: 
     say("| weights | MiB | loss (perplexity) | same best token | KL to bf16 | logits' error |")
     say("| --- | --- | --- | --- | --- | --- |")
     for kind, runner in runners.items():
-        cells = [f"{runner.memory.parameter_bytes / (1 << 20):.1f}"]
+        cells = [f"{runner.parameter_bytes / (1 << 20):.1f}"]
         cells += compare(full if kind == "bf16" else logits_of(runner, tokens), full, tokens, trained)
         say(f"| {kind} | " + " | ".join(cells) + " |")
     say("\n| step | " + " | ".join(f"{kind}, ms (ratio)" for kind in runners) + " |")

@@ -36,7 +36,9 @@ from baton.core.config import WorkerConfig
 from baton.core.errors import Unavailable
 from baton.core.request import GenerateRequest, SamplingParams
 from baton.core.step import Row, StepPlan
-from baton.engine.runner import EngineOptions, Runner, load_runner
+from baton.engine.loading import load_runner
+from baton.engine.options import EngineOptions
+from baton.engine.runner import Runner
 from baton.model_source import resolve_model
 from benchmarks.exactness import cpu_name, prompts
 from benchmarks.speculation_ideal import acceptance_rate, ideal_gain

@@ -29,7 +29,9 @@ from baton.core.commands import WorkerFacts
 from baton.core.config import WorkerConfig
 from baton.core.request import GenerateRequest, SamplingParams
 from baton.core.step import Row, StepPlan
-from baton.engine.runner import EngineOptions, Runner, load_runner
+from baton.engine.loading import load_runner
+from baton.engine.options import EngineOptions
+from baton.engine.runner import Runner
 from baton.rpc import codec
 from baton.rpc.step_thread import StepThread
 from baton.transfer.edge_end import LocalEnds

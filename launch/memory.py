@@ -19,8 +19,7 @@ from baton.core.model_config import ModelConfig
 from baton.core.reshard import local_layout, reshard
 from baton.engine.checkpoint import read_model_config
 from baton.engine.device import choose_device, choose_dtype
-from baton.engine.draft_share import draft_share
-from baton.engine.kv_pool import default_budget
+from baton.engine.memory import default_budget, draft_share
 from baton.engine.quantize import check_quantize
 from baton.engine.weights import parameter_bytes
 from baton.model_source import resolve_draft

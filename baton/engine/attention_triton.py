@@ -1,9 +1,13 @@
-"""Attention on CUDA: a Triton kernel over the paged cache (kernels/paged_attention), and torch's FlashAttention for
-long rows where it can be had.
+"""Attention on CUDA: a Triton kernel over the paged cache (kernels/paged_attention), and torch's FlashAttention (Dao
+2023) for long rows where it can be had.
 
 `prepare` turns rows into tiles: long rows in tiles of several queries, so that a key tile in fast memory serves many;
 short rows (decode, verification) in one tile each, their keys divided among programs until the GPU is busy. All
 integers of a step go to the device in one copy.
+
+FlashAttention's kernels read block tables in pages of 256 tokens only, and in torch 2.11 none at all; so the context of
+a row is gathered into one piece first. That moves a context once, where attention reads it for every 128 queries: 64 MB
+beside 0.5 TFLOP for 8,192 tokens of an 8 B shape.
 """
 
 from __future__ import annotations
@@ -16,9 +20,8 @@ import triton
 from torch import Tensor
 
 from baton.core.model_config import ModelConfig
-from baton.engine.attention_flash import FlashRow, flash_attention, flash_supports
 from baton.engine.batch import Span
-from baton.engine.device import to_device
+from baton.engine.device_stream import to_device
 from baton.engine.kernels.paged_attention import MIN_ROWS, Tiles, Workspace, paged_attention
 
 _LONG_TILE_ROWS = {torch.float32: 32}  # queries x heads of a group in a tile of a long row
@@ -29,6 +32,10 @@ _PROGRAMS = 512
 """What a step divides its keys into at least: some four programs for each of an H100's 132 multiprocessors."""
 _LEAST_SPLIT, _MOST_SPLIT = 128, 4096
 UNSPLIT = 1 << 30
+_LEAST_CAPABILITY = (8, 0)
+_MOST_HEAD_DIM = 256
+_flash_forward = torch.ops.aten._flash_attention_forward
+"""Under torch's public `varlen_attn`, whose arguments changed from 2.11 to 2.13; this one's did not."""
 
 
 def split_plan(programs: int, longest: int) -> tuple[int, int]:
@@ -51,6 +58,26 @@ def split_buckets(programs: int, longest: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
+class FlashRow:
+    """One long row: packed tokens [first, first + length) at the end of a context of `end` tokens. `blocks` int64 are
+    the context's; `query_ends` and `key_ends` int32 [2] are cumulative lengths, 0 first."""
+
+    first: int
+    length: int
+    end: int
+    blocks: Tensor
+    query_ends: Tensor
+    key_ends: Tensor
+
+    @classmethod
+    def of(cls, span: Span, block_size: int, device: torch.device) -> FlashRow:
+        used = span.block_ids[: -(-span.end // block_size)]
+        blocks = to_device(torch.tensor(used, dtype=torch.int64), device)
+        ends = to_device(torch.tensor([0, span.length, 0, span.end], dtype=torch.int32), device)
+        return cls(span.first, span.length, span.end, blocks, ends[:2], ends[2:])
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """The rows of a step by how they are computed, and the layer's window."""
 
@@ -61,31 +88,23 @@ class Prepared:
 
 class TritonAttention:
     """`config` is this rank's own (`shard_config`); the KV pool has blocks of `block_size` tokens. Belongs to one
-    stream: its workspace serves one call at a time."""
+    stream: its `workspace` serves one call at a time."""
 
     def __init__(self, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._block_size, self._device = block_size, device
         self._group = config.num_heads // config.num_kv_heads
-        self._kv_heads = config.num_kv_heads
+        self.kv_heads = config.num_kv_heads
         long_rows = _LONG_TILE_ROWS.get(dtype, _DEFAULT_LONG_TILE_ROWS)
         self._long_tile = max(1, long_rows // self._group)
         self._short_tile = max(1, MIN_ROWS // self._group)  # fewer queries would leave rows of a tile idle
         self._flash = flash_supports(config.head_dim, dtype, device)
-        self._workspace = Workspace.of(0, 0, device)
-
-    @property
-    def kv_heads(self) -> int:
-        return self._kv_heads
-
-    @property
-    def workspace(self) -> Workspace:
-        return self._workspace
+        self.workspace = Workspace.of(0, 0, device)
 
     def reserve(self, tiles: int) -> None:
         """Makes the workspace large enough for steps of that many tiles. What was captured with a smaller one keeps
         it."""
-        if len(self._workspace.arrived) < tiles * self._kv_heads:
-            self._workspace = Workspace.of(tiles, self._kv_heads, self._device)
+        if len(self.workspace.arrived) < tiles * self.kv_heads:
+            self.workspace = Workspace.of(tiles, self.kv_heads, self._device)
 
     def prepare(self, spans: Sequence[Span], window: int) -> Prepared:
         short = [span for span in spans if span.length <= self._short_tile]
@@ -99,7 +118,7 @@ class TritonAttention:
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, prepared: Prepared) -> Tensor:
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for tiles in prepared.tiles:
-            paged_attention(queries, keys, values, tiles, prepared.window, out, self._workspace)
+            paged_attention(queries, keys, values, tiles, prepared.window, out, self.workspace)
         for row in prepared.flash:
             flash_attention(queries, keys, values, row, prepared.window, out)
         return out.flatten(1)
@@ -122,7 +141,38 @@ class TritonAttention:
         row, offset, first, start, length, blocks = torch.split(packed, [len(part) for part in parts])
         self.reserve(len(rows))
         longest = max(span.end for span in spans)
-        programs = len(rows) * self._kv_heads
+        programs = len(rows) * self.kv_heads
         few = queries == self._short_tile or programs < _PROGRAMS // 4  # else tiles of long rows keep the GPU busy
         plan = split_plan(programs, longest) if few else (1, UNSPLIT)
         return Tiles(row, offset, first, start, length, blocks.view(len(spans), width), *plan, queries)
+
+
+def flash_supports(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether torch has FlashAttention for such heads on this device."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if head_dim % 8 or head_dim > _MOST_HEAD_DIM or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        return False
+    return bool(torch.backends.cuda.is_flash_attention_available())
+
+
+def flash_attention(queries: Tensor, keys: Tensor, values: Tensor, row: FlashRow, window: int, out: Tensor) -> None:
+    """One row of queries [T, H, D] against its context in keys and values [blocks, block_size, K, D], causal, into its
+    part of out [T, H, D]."""
+    mine = slice(row.first, row.first + row.length)
+    k, v = (cache.index_select(0, row.blocks).flatten(0, 1)[: row.end] for cache in (keys, values))
+    out[mine] = _flash_forward(
+        queries[mine],
+        k,
+        v,
+        row.query_ends,
+        row.key_ends,
+        row.length,
+        row.end,
+        0.0,
+        True,
+        False,
+        scale=queries.shape[-1] ** -0.5,
+        window_size_left=window - 1 if window else None,
+        window_size_right=0 if window else None,
+    )[0]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from baton.core.errors import InvariantError
 from baton.core.step import Row, StepPlan
-from baton.engine.device import to_device
+from baton.engine.device_stream import to_device
 from baton.engine.processors import Draw
 
 Ints = NDArray[np.int64]

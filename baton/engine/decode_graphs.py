@@ -26,7 +26,7 @@ from torch import Tensor
 
 from baton.engine.attention_triton import Prepared, TritonAttention, split_buckets, split_plan
 from baton.engine.batch import Batch
-from baton.engine.device import to_device
+from baton.engine.device_stream import to_device
 from baton.engine.kernels.paged_attention import Tiles
 from baton.engine.kv_pool import KVPool
 from baton.engine.model import Model

@@ -1,23 +1,15 @@
-"""What this machine computes on: device, dtype, and how much memory the KV cache may take by default."""
+"""What this machine computes on: device and dtype."""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable
-from typing import Any, Literal, Protocol, cast
+from typing import Literal, cast
 
 import torch
-from torch import Tensor
 
 from baton.core.errors import StartupError
 from baton.engine.kernels.build import can_compile, fastest_level
 
 ComputeDType = Literal["float32", "bfloat16"]
-
-_CPU_KV_BYTES = 4 << 30
-_CPU_KV_SHARE = 0.125
-_CUDA_KV_SHARE = 0.85
 
 
 def choose_device(wanted: str, exact: bool, local_rank: int = 0) -> torch.device:
@@ -65,79 +57,3 @@ def kernels_widen_bfloat16(kernels: str) -> bool:
     the same speed (decisions 0029, 0042). torch's bfloat16 is slower than its float32 on processors with no more."""
     level = fastest_level() if kernels == "auto" else kernels
     return level in ("avx2", "avx512") and can_compile(level)
-
-
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on the device, its copy queued behind what is computed there: from pageable memory the host would
-    wait for that first. On CPU the tensor itself."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory, queued behind what is computed on the tensor's device: there once an event behind it has
-    come. On CPU the tensor itself."""
-    if tensor.device.type != "cuda":
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
-
-
-class Mark(Protocol):
-    """A place in what a device has been given to compute, as torch.cuda.Event."""
-
-    def record(self, /) -> None: ...
-
-    def synchronize(self) -> None:
-        """Waits until the device has come there."""
-        ...
-
-    def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds from here to a later mark, both of which the device has passed."""
-        ...
-
-
-NewMark = Callable[[], Mark]
-
-
-class HostMark:
-    """Of a device that has computed whatever it was given: the CPU."""
-
-    def __init__(self) -> None:
-        self._at = 0.0
-
-    def record(self) -> None:
-        self._at = time.perf_counter()
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, end: HostMark) -> float:
-        return (end._at - self._at) * 1e3
-
-
-def marks_of(device: torch.device) -> NewMark:
-    if device.type != "cuda":
-        return HostMark
-    return lambda: cast(Mark, torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-
-
-def default_kv_bytes(device: torch.device, local_size: int = 1, gpu_share: float = 0.0) -> int:
-    """For one of a worker's `local_size` ranks on this machine. CPU: its part of an eighth of the machine's memory, or
-    of 4 GiB if that is less (pages are taken from the system only as blocks are used). CUDA: 85 % of what is free; of a
-    `gpu_share` below 1 also at most 85 % of the share less what this process has there already. A share of 0 is even
-    parts for the worker's ranks on the same GPU. Raises StartupError where weights fill a share below 1."""
-    if device.type != "cuda":
-        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(_CPU_KV_BYTES, int(physical * _CPU_KV_SHARE)) // local_size
-    share = gpu_share or 1.0 / -(-local_size // torch.cuda.device_count())
-    free, total = torch.cuda.mem_get_info(device)
-    if share == 1.0:
-        return int(free * _CUDA_KV_SHARE)
-    mine = torch.cuda.memory_reserved(device)
-    left = int(total * share * _CUDA_KV_SHARE) - mine
-    if left <= 0:
-        raise StartupError(
-            f"{device}: weights take {mine / 2**30:.1f} GiB of this rank's share of {total * share / 2**30:.1f} GiB;"
-            " give it more with --gpu-share, or a GPU of its own"
-        )
-    return min(left, int(free * _CUDA_KV_SHARE))

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from baton.core.step import Row, StepPlan
 from baton.engine.batch import Batch, Limits, make_batch
-from baton.engine.device import Mark, NewMark, marks_of, to_device
+from baton.engine.device_stream import Mark, NewMark, marks_of, to_device
 from baton.engine.processors import Drafted, Draw, SeenTables, process
-from baton.engine.sampler_device import decide
+from baton.engine.sampler import Decide
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,16 +39,17 @@ class Queued:
 
 class DeviceDraftTokens:
     """`compute` gives the logits [S, vocab] of a batch, one that has its tokens on the device alone
-    (`Batch.device_tokens`) too."""
+    (`Batch.device_tokens`) too, and `decide` the tokens of draws from them."""
 
     def __init__(
         self,
         compute: Callable[[Batch], Tensor],
         limits: Limits,
         device: torch.device,
+        decide: Decide,
         new_mark: NewMark | None = None,
     ) -> None:
-        self._compute, self._limits, self._device = compute, limits, device
+        self._compute, self._limits, self._device, self._decide = compute, limits, device, decide
         self._new_mark = new_mark or marks_of(device)
         self._seen = SeenTables()
 
@@ -95,7 +96,7 @@ class DeviceDraftTokens:
 
     def _propose(self, logits: Tensor, draws: Sequence[Draw], drafted: Drafted | None) -> Tensor:
         logits = process(logits, draws, self._seen, drafted)
-        tokens = decide(logits, draws)
+        tokens = self._decide(logits, draws)
         return torch.where(tokens < 0, logits.argmax(1), tokens)
 
 

@@ -20,10 +20,10 @@ import sys
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotReady
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,6 @@ THREADS = 2
 NICE = 10  # of these threads, beside the one that computes steps
 BUDGET_S = 2.0, 0.002  # of processor time for the masks of one sequence: in all, and for each token more
 COMPILED = 16  # grammars kept
-COMPILE_S = 60.0
 MAX_LEXER_STATES = 10_000  # of 1 to 2 KB each, in every sequence
 STACK_BYTES = 8 << 20  # of these threads; a grammar is tried out on half of it before a worker gets it
 Bits = NDArray[np.uint8]
@@ -154,6 +153,42 @@ class _Followed:
         return self.masks is not None and self.output == output and self.drafts[: len(drafts)] == drafts
 
 
+class _MaskThreads:
+    """The threads that compute masks. A grammar is compiled once, however many sequences have it (unless two threads
+    come to it at the same moment)."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._compiled = lru_cache(COMPILED)(lambda grammar: compile_grammar(tokenizer, grammar))
+        self._pool = _new_pool()
+
+    def start(self, followed: _Followed, grammar: str, ends: tuple[int, ...]) -> Future[Masks]:
+        """The masks behind the output and drafts of `followed`."""
+        return self._pool.submit(self._compute, followed, grammar, followed.output, followed.drafts, ends)
+
+    def _compute(
+        self,
+        followed: _Followed,
+        grammar: str,
+        output: tuple[int, ...],
+        drafts: tuple[int, ...],
+        ends: tuple[int, ...],
+    ) -> Masks:
+        began = time.thread_time()
+        try:
+            if followed.automaton is None:
+                followed.automaton = Automaton(self._tokenizer, self._compiled(grammar).deep_copy())
+            return followed.automaton.masks(output, drafts, ends)
+        except GrammarError:
+            followed.automaton = None  # an error stays in it; a draft model's output may be another one next time
+            raise
+        finally:
+            followed.spent_s += time.thread_time() - began
+            in_all, each = BUDGET_S
+            if followed.spent_s > in_all + each * len(output):
+                raise GrammarError("it is too complex: what may come next takes too long to find out")
+
+
 class Grammars:
     """The automata of sequences, each kept as long as its sampling parameters exist, that is as its sequence.
 
@@ -161,12 +196,10 @@ class Grammars:
     text where it was only late. Without a tokenizer all are, for the reason given."""
 
     def __init__(self, tokenizer: LLTokenizer | None, reason: str = "", wait_s: float = WAIT_S) -> None:
-        self._tokenizer, self._reason = tokenizer, reason
+        self._reason = reason
         self._wait_s = wait_s
-        self._threads = None if tokenizer is None else _threads()
+        self._threads = None if tokenizer is None else _MaskThreads(tokenizer)
         self._followed: dict[SequenceId, _Followed] = {}
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
-        self._lock = threading.Lock()  # of `_compiled`, which the threads share
         self._all_late = False
         self.unsampled: dict[SequenceId, str] = {}
 
@@ -196,7 +229,7 @@ class Grammars:
         key = _key(draw)
         if key in self.unsampled:
             return None
-        if self._tokenizer is None:
+        if self._threads is None:
             self.unsampled[key] = self._reason or "no tokenizer was loaded"
             return None
         followed = self._ask(draw)
@@ -230,50 +263,8 @@ class Grammars:
         if not busy and not followed.answers(output, draw.drafts):
             ends = () if draw.history is None else draw.history.end_token_ids
             followed.output, followed.drafts, followed.late = output, draw.drafts, False
-            grammar = draw.sampling.grammar
-            followed.masks = self._threads.submit(self._compute, followed, grammar, output, draw.drafts, ends)
+            followed.masks = self._threads.start(followed, draw.sampling.grammar, ends)
         return followed
-
-    def _compute(
-        self,
-        followed: _Followed,
-        grammar: str,
-        output: tuple[int, ...],
-        drafts: tuple[int, ...],
-        ends: tuple[int, ...],
-    ) -> Masks:
-        """On a thread of `_threads`."""
-        began = time.thread_time()
-        try:
-            if followed.automaton is None:
-                followed.automaton = self._new_automaton(grammar)
-            return followed.automaton.masks(output, drafts, ends)
-        except GrammarError:
-            followed.automaton = None  # an error stays in it; a draft model's output may be another one next time
-            raise
-        finally:
-            followed.spent_s += time.thread_time() - began
-            in_all, each = BUDGET_S
-            if followed.spent_s > in_all + each * len(output):
-                raise GrammarError("it is too complex: what may come next takes too long to find out")
-
-    def _new_automaton(self, grammar: str) -> Automaton:
-        """Of a grammar that is compiled once, however many sequences have it."""
-        if self._tokenizer is None:
-            raise GrammarError(self._reason)
-        with self._lock:
-            compiled = self._compiled.get(grammar)
-            mine = compiled is None
-            if compiled is None:
-                compiled = self._compiled[grammar] = Future()
-                while len(self._compiled) > COMPILED:
-                    self._compiled.popitem(last=False)
-        if mine:
-            try:
-                compiled.set_result(compile_grammar(self._tokenizer, grammar))
-            except BaseException as error:
-                compiled.set_exception(error)
-        return Automaton(self._tokenizer, compiled.result(COMPILE_S).deep_copy())
 
     def _forget(self, key: SequenceId, ref: weakref.ref[SamplingParams]) -> None:
         followed = self._followed.get(key)
@@ -283,8 +274,8 @@ class Grammars:
                 followed.masks.cancel()  # unless it has begun
 
 
-def _threads() -> ThreadPoolExecutor:
-    """Threads that all have their stack already."""
+def _new_pool() -> ThreadPoolExecutor:
+    """Its threads all have their stack already."""
     begun = threading.Barrier(THREADS)
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar", initializer=_yield_to_others)
     usual = threading.stack_size(STACK_BYTES)

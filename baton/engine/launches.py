@@ -1,15 +1,14 @@
 """Steps launched before the tokens of the one before them are known, and one wait of the host for each.
 
-`launched` queues, behind a step's logits: which tokens its draws choose, a copy of them into pinned memory, and with
+`queue` queues, behind a step's logits: which tokens its draws choose, a copy of them into pinned memory, and with
 them the raw logits of rows that report log-probabilities. The tokens stay on the device, too, and `feed` gathers the
 next step's from there. `collect` waits for the copies of the oldest step, while a newer one computes.
 
 A step that verifies a draft model's draft tokens takes them from the device, too (draft_tokens_device.py `Queued`):
-they are put
-in their rows there, counted as output there where draws look back, and come to the host in the copy of the step's
-tokens. So it has one wait like any other (decision 0041).
+they are put in their rows there, counted as output there where draws look back, and come to the host in the copy of the
+step's tokens. So it has one wait like any other (decision 0041).
 
-A draw that is too close for the device to tell (sampler_device.py) goes on with the likeliest token. When the step is
+A draw that is too close for the device to tell (kernels/sampling.py) goes on with the likeliest token. When the step is
 collected the plain sampler decides it, and where it says another token, the outcome tells that the row behind was fed a
 wrong one (`StepOutcome.corrected`). On CPU a step is computed when it is launched, and all of this is plain lookup.
 """
@@ -18,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -26,32 +25,31 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import InvariantError
-from baton.core.request import SequenceId
+from baton.core.request import SequenceId, TokenLogprob
 from baton.core.step import StepOutcome, StepPlan, without_unsampled
 from baton.engine.batch import Batch
-from baton.engine.device import Mark, NewMark, marks_of, to_device, to_host
+from baton.engine.device_stream import Mark, NewMark, marks_of, to_device, to_host
 from baton.engine.draft_tokens_device import Queued
-from baton.engine.logprobs import asked, sampled_rows
+from baton.engine.logprobs import asked, sampled_rows, scored_rows
 from baton.engine.parallel import TPGroup
 from baton.engine.processors import Drafted, Draw, SeenTables, process
-from baton.engine.sampler import Choose, choose_tokens
-
-Decide = Callable[[Tensor, Sequence[Draw]], Tensor]
-"""Processed logits [S, vocab] and their draws -> int64 [S] on the same device, -1 where undecided. Nothing waits."""
+from baton.engine.sampler import Choose, Decide, choose_tokens
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Launched:
-    """`host_token_ids` [S + G] and `lines` [those asked for, vocab] are in host memory once the device has come to
-    `ready`: the tokens, -1 - the likeliest where undecided, and behind them the draft tokens. `tokens` [S], what the
-    next step is fed, and `logits` [S, vocab], processed, are on the device."""
+@dataclass(slots=True, eq=False)
+class Launched:
+    """`host_token_ids` [S + G] and `lines` [scored and asked for, vocab], if any, are in host memory once the device
+    has come to `ready`: the tokens, -1 - the likeliest where undecided, and behind them the draft tokens. `logits`
+    [S, vocab], processed, and `tokens` [S], what the next step may be fed, are on the device; the host has the tokens
+    at once where `tokens` is None."""
 
     plan: StepPlan
     draws: tuple[Draw, ...]
+    num_scored: int
     logits: Tensor
-    tokens: Tensor
-    host_token_ids: Tensor
-    lines: Tensor
+    tokens: Tensor | None
+    host_token_ids: Tensor | list[int]
+    lines: Tensor | None
     ready: Mark
     began_at: float
     draft_tokens: Queued | None
@@ -59,12 +57,12 @@ class _Launched:
 
 
 class Launches:
-    """Complete state: the steps that are not collected yet, oldest first, the newest of all, when the last was
-    collected, and three counts. It belongs to the compute thread. `decide` chooses tokens on the device, and there they
-    are fed; without it, on CPU, `choose` does, and they are known at once. `waits` counts how often the host waited:
-    once for each step collected, and once more where a draw was undecided; `rows_with_device_token` the rows that were
-    fed a token of
-    the step before, `rows_corrected` the draws that turned out to be another token than the one fed."""
+    """Complete state: the steps that are not collected yet, oldest first; the newest of all, with the tokens [S] that
+    the next one may be fed; when the last was collected; and three counts. It belongs to the compute thread. `decide`
+    chooses tokens on the device, and there they are fed; without it, on CPU, `choose` does, and they are known at once.
+    `waits` counts how often the host waited: once for each step collected, and once more where a draw was undecided;
+    `rows_with_device_token` the rows that were fed a token of the step before, `rows_corrected` the draws that turned
+    out to be another token than the one fed."""
 
     def __init__(
         self,
@@ -77,8 +75,8 @@ class Launches:
         self._device, self._group, self._choose = device, group, choose
         self._decide = decide
         self._new_mark = new_mark or marks_of(device)
-        self._steps: deque[_Launched] = deque()
-        self._newest: _Launched | None = None
+        self._steps: deque[Launched] = deque()
+        self._newest: tuple[StepPlan, Tensor] | None = None
         self._collected_at = 0.0
         self.rows_with_device_token = self.rows_corrected = self.waits = 0
 
@@ -119,7 +117,7 @@ class Launches:
         where = to_device(torch.tensor(places), self._device)
         return replace(batch, device_tokens=batch.tokens.clone().index_copy_(0, where, picked))
 
-    def launched(
+    def queue(
         self,
         plan: StepPlan,
         batch: Batch,
@@ -127,78 +125,109 @@ class Launches:
         seen: SeenTables,
         began_at: float,
         draft_tokens: Queued | None = None,
-    ) -> None:
-        """Takes the raw logits [S, vocab] of a step, and the draft tokens that it verifies. Nothing waits for them."""
-        wanted = asked(plan)
-        if wanted and len(wanted) < len(logits):
-            reported = logits.index_select(0, to_device(torch.tensor(wanted), self._device))
-        else:
-            reported = logits if wanted else logits[:0]
+    ) -> Launched:
+        """Queues what follows from the raw logits [scored + S, vocab] of a step, which may be changed, and the draft
+        tokens that it verifies. Nothing waits for them."""
+        scored, wanted = batch.num_scored, asked(plan)
+        reported = None
+        if scored and not wanted:
+            reported = logits[:scored]
+        elif wanted and scored + len(wanted) == len(logits):
+            reported = logits
+        elif wanted:
+            rows = torch.tensor([*range(scored), *(scored + index for index in wanted)])
+            reported = logits.index_select(0, to_device(rows, self._device))
         verified = draft_tokens if plan.drafted else None
         before = None if verified is None else _before_draws(plan, verified, self._device)
-        processed = process(logits, batch.draws, seen, before)
+        to_sample = logits[scored:] if scored else logits
+        processed = process(to_sample, batch.draws, seen, before, in_place=reported is not logits)
+        tokens: Tensor | None = None
+        host_token_ids: Tensor | list[int]
         if self._decide is not None and batch.draws:
-            host_token_ids = self._decide(processed, batch.draws)
-            host_token_ids = torch.where(host_token_ids < 0, -1 - processed.argmax(1), host_token_ids)
-            tokens = torch.where(host_token_ids < 0, -1 - host_token_ids, host_token_ids)
+            decided = self._decide(processed, batch.draws)
+            decided = torch.where(decided < 0, -1 - processed.argmax(1), decided)
+            tokens = torch.where(decided < 0, -1 - decided, decided)
+            host_token_ids = to_host(decided if verified is None else torch.cat([decided, verified.tokens]))
         else:
-            host_token_ids = tokens = torch.tensor(self._known(processed, batch.draws), dtype=torch.int64)
-        if verified is not None:
-            host_token_ids = torch.cat([host_token_ids, verified.tokens])
-        copies, ready = (to_host(host_token_ids), to_host(reported)), self._new_mark()
+            host_token_ids = choose_tokens(processed, batch.draws, self._choose) if batch.draws else []
+            if verified is not None:
+                host_token_ids += verified.tokens.tolist()
+        lines, ready = None if reported is None else to_host(reported), self._new_mark()
         ready.record()
         unsampled = seen.grammars.take_unsampled()
-        self._newest = _Launched(
-            plan, batch.draws, processed, tokens, *copies, ready, began_at, draft_tokens, unsampled
+        return Launched(
+            plan,
+            batch.draws,
+            scored,
+            processed,
+            tokens,
+            host_token_ids,
+            lines,
+            ready,
+            began_at,
+            draft_tokens,
+            unsampled,
         )
-        self._steps.append(self._newest)
+
+    def add(self, step: Launched) -> None:
+        """It is out: the next step may be fed its tokens, and `collect` comes to it."""
+        known = step.host_token_ids[: len(step.draws)]
+        tokens = torch.tensor(known, dtype=torch.int64) if step.tokens is None else step.tokens
+        self._newest = step.plan, tokens
+        self._steps.append(step)
 
     def collect(self) -> StepOutcome:
-        """The outcome of the oldest step: the one wait for it. Its time is that in which no older one computed.
+        """The outcome of the oldest step that is out.
 
         Raises:
-            InvariantError: no step is out.
+            InvariantError: none is.
         """
         if not self._steps:
             raise InvariantError("no step has been launched that could be collected")
-        step = self._steps.popleft()
+        return self.finish(self._steps.popleft())
+
+    def finish(self, step: Launched) -> StepOutcome:
+        """The outcome of a step: the one wait for it. Its time is that in which no step before it computed."""
         step.ready.synchronize()  # a step that hangs is the step thread's to give up
         self.waits += 1
-        host_token_ids = step.host_token_ids.tolist()
+        host_token_ids = step.host_token_ids
+        if isinstance(host_token_ids, Tensor):
+            host_token_ids = host_token_ids.tolist()
         tokens, drafted = host_token_ids[: len(step.draws)], iter(host_token_ids[len(step.draws) :])
         corrected = self._correct(step, tokens) if min(tokens, default=0) < 0 else ()
         draft_tokens = tuple(tuple(islice(drafted, count)) for count in step.plan.drafted)
         left = iter(tokens)
         sampled = tuple(tuple(islice(left, row.num_sampled)) for row in step.plan.rows)
-        logprobs = sampled_rows(step.plan, step.lines, sampled)
+        scored: tuple[tuple[TokenLogprob, ...], ...] = ()
+        logprobs = scored
+        if step.lines is not None:
+            scored = scored_rows(step.plan, step.lines[: step.num_scored])
+            logprobs = sampled_rows(step.plan, step.lines[step.num_scored :], sampled)
         now = time.perf_counter()
         took_s = now - max(step.began_at, self._collected_at)
         self._collected_at = now
         draft_s = 0.0 if step.draft_tokens is None else step.draft_tokens.seconds
-        made = StepOutcome(step.plan.step_id, sampled, took_s, logprobs, (), draft_tokens, draft_s, corrected)
+        made = StepOutcome(step.plan.step_id, sampled, took_s, logprobs, scored, draft_tokens, draft_s, corrected)
         return without_unsampled(step.plan, made, step.unsampled)
 
-    def _known(self, logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-        return choose_tokens(logits, draws, self._choose) if draws else []
-
-    def _before(self, plan: StepPlan) -> _Launched:
+    def _before(self, plan: StepPlan) -> tuple[StepPlan, Tensor]:
         newest = self._newest
-        if newest is None or newest.plan.step_id != plan.step_id - 1:
-            had = newest and newest.plan.step_id
+        if newest is None or newest[0].step_id != plan.step_id - 1:
+            had = newest and newest[0].step_id
             raise InvariantError(f"step {plan.step_id} is fed by the step before it, and {had} was launched last")
         return newest
 
     def _pick(self, plan: StepPlan) -> Tensor:
-        newest = self._before(plan)
+        before, tokens = self._before(plan)
         ends = [0]
-        for row in newest.plan.rows:
+        for row in before.rows:
             ends.append(ends[-1] + row.num_sampled)
         samples = [ends[source + 1] - 1 for source in plan.token_sources if source >= 0]
-        if samples == list(range(len(newest.tokens))):
-            return newest.tokens
-        return newest.tokens.index_select(0, to_device(torch.tensor(samples), self._device))
+        if samples == list(range(len(tokens))):
+            return tokens
+        return tokens.index_select(0, to_device(torch.tensor(samples), self._device))
 
-    def _correct(self, step: _Launched, tokens: list[int]) -> tuple[int, ...]:
+    def _correct(self, step: Launched, tokens: list[int]) -> tuple[int, ...]:
         """Decides what the device could not, in `tokens`. The rows that are to have another token than was fed."""
         left = [index for index, token in enumerate(tokens) if token < 0]
         lines = step.logits.index_select(0, to_device(torch.tensor(left), self._device)).cpu()

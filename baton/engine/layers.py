@@ -64,24 +64,8 @@ class PackedLinear:
         return y
 
 
-class ScaledLinear:
-    """The plain twin of compiled int8 layers: torch's product with the steps, which are exact in `dtype`, then the
-    scales and the bias in float32. The weights are widened at once, so it saves neither memory nor time."""
-
-    def __init__(self, projection: Projection, scale: Tensor, dtype: torch.dtype) -> None:
-        self._product = make_linear(Projection(projection.weight.to(dtype), None))
-        self._scale = scale
-        self._bias = None if projection.bias is None else projection.bias.float()
-
-    def __call__(self, x: Tensor) -> Tensor:
-        y = self._product(x).float().mul_(self._scale)
-        return (y if self._bias is None else y.add_(self._bias)).to(x.dtype)
-
-
-def make_linear(projection: Projection, dtype: torch.dtype | None = None) -> Linear:
-    """Packed where oneDNN can take the dtype, else plain; quantised weights are computed in `dtype`."""
-    if projection.scale is not None:
-        return ScaledLinear(projection, projection.scale, dtype or torch.float32)
+def make_linear(projection: Projection) -> Linear:
+    """Packed where oneDNN can take the dtype, else plain."""
     weight = projection.weight
     if weight.device.type != "cpu" or not torch._C._has_mkldnn:
         return PlainLinear(projection)
@@ -119,10 +103,6 @@ class Rotary:
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of positions [T], each [T, 1, D]."""
         return self._cos[positions], self._sin[positions]
-
-    @property
-    def device(self) -> torch.device:
-        return self._cos.device
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
@@ -184,23 +164,16 @@ def swiglu_exact(gate_up: Tensor) -> Tensor:
     return gate.div(torch.exp(-gate).add_(1.0)).mul_(up)
 
 
-MakeHeads = Callable[[ModelConfig, tuple[Norm, Norm] | None], Heads]
-
-
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
     """The pieces of a layer that come in several kinds. `turn` makes of positions [T] what `Heads` turns by."""
 
-    make_linear: Callable[[Projection, torch.dtype], Linear]
     make_norm: Callable[[Tensor, float], Norm]
-    make_heads: MakeHeads
+    make_heads: Callable[[ModelConfig, tuple[Norm, Norm] | None], Heads]
     swiglu: Callable[[Tensor], Tensor]
     turn: Callable[[Tensor], Any]
 
 
-def fast(rotary: Rotary) -> Arithmetic:
-    return Arithmetic(make_linear, RMSNorm, PlainHeads, swiglu, rotary.at)
-
-
-def exact(rotary: Rotary) -> Arithmetic:
-    return Arithmetic(make_linear, RMSNorm, PlainHeads, swiglu_exact, rotary.at)
+def plain(rotary: Rotary, *, exact: bool) -> Arithmetic:
+    """By torch's own operations; `exact` ones are row-invariant in float32."""
+    return Arithmetic(RMSNorm, PlainHeads, swiglu_exact if exact else swiglu, rotary.at)

@@ -52,6 +52,7 @@ class Channel:
         self._silence_s = LOADING_SILENCE_S
         self._ended = threading.Event()
         self._losing = threading.Lock()
+        self._order = threading.Lock()
         self._thread = threading.Thread(target=self._control, name="lockstep", daemon=True)
 
     def serving(self) -> None:
@@ -75,6 +76,16 @@ class Channel:
     def handle(self, peer: Peer, frame: Any) -> None:
         """A frame other than a heartbeat, on the control thread."""
         raise NotImplementedError
+
+    def _send(self, peers: list[Peer], frame: object) -> None:
+        data = encode(frame)
+        try:
+            with self._order:
+                for peer in peers:
+                    peer.send(data)
+        except RankLost as error:
+            self._lose(error)
+            raise
 
     def _say_last(self, frame: object) -> None:
         self._ended.set()
@@ -139,17 +150,10 @@ class Channel:
 class LeaderChannel(Channel):
     """Rank 0's end. `pids` has one entry per rank, its own first. `on_report(rank, frame)` gets what followers send."""
 
-    def __init__(
-        self,
-        peers: list[Peer],
-        pids: tuple[int, ...],
-        on_lost: OnLost | None = None,
-        on_report: Callable[[int, Any], None] | None = None,
-    ) -> None:
+    def __init__(self, peers: list[Peer], pids: tuple[int, ...], on_lost: OnLost | None) -> None:
         super().__init__(peers, on_lost)
         self.pids = pids
-        self.on_report = on_report
-        self._order = threading.Lock()
+        self.on_report: Callable[[int, Any], None] | None = None
         self._thread.start()
 
     @classmethod
@@ -162,24 +166,11 @@ class LeaderChannel(Channel):
 
     def send(self, frame: object) -> None:
         """To every follower, in the order of calls. Raises RankLost."""
-        data = encode(frame)
-        try:
-            with self._order:
-                for peer in self._peers:
-                    peer.send(data)
-        except RankLost as error:
-            self._lose(error)
-            raise
+        self._send(self._peers, frame)
 
     def send_to(self, rank: int, frame: object) -> None:
         """To one follower, behind what was sent to all. Raises RankLost."""
-        peer = next(p for p in self._peers if p.rank == rank)
-        try:
-            with self._order:
-                peer.send(encode(frame))
-        except RankLost as error:
-            self._lose(error)
-            raise
+        self._send([peer for peer in self._peers if peer.rank == rank], frame)
 
     def lose(self, error: RankLost) -> None:
         """A follower that lives but does not do what it must is a lost one too."""
@@ -200,11 +191,10 @@ class LeaderChannel(Channel):
 class FollowerChannel(Channel):
     """Another rank's end. What the leader sends besides plans are orders; see `take_orders`."""
 
-    def __init__(self, leader: Peer, on_lost: OnLost | None = None) -> None:
+    def __init__(self, leader: Peer, on_lost: OnLost | None) -> None:
         super().__init__([leader], on_lost)
         self._on_order: Callable[[Any], None] | None = None
         self._early: list[Any] = []
-        self._leader = leader
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._computed = _NO_STEP
         self._later: list[Any] = []
@@ -227,11 +217,7 @@ class FollowerChannel(Channel):
 
     def report(self, frame: object) -> None:
         """To the leader, from any thread. Raises RankLost."""
-        try:
-            self._leader.send(encode(frame))
-        except RankLost as error:
-            self._lose(error)
-            raise
+        self._send(self._peers, frame)
 
     def follow(self, step: Callable[[StepPlan], StepOutcome]) -> str:
         """Computes what the leader plans, on the calling thread, until it is told to stop; returns the reason. Raises

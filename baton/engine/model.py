@@ -22,7 +22,7 @@ from baton.core.model_config import ModelConfig
 from baton.engine.attention import Attention
 from baton.engine.batch import Batch
 from baton.engine.kv_pool import KVPool
-from baton.engine.layers import Arithmetic
+from baton.engine.layers import Arithmetic, make_linear
 from baton.engine.parallel import TPGroup
 from baton.engine.weights import LayerWeights, WeightReader
 
@@ -32,20 +32,19 @@ class DecoderLayer:
     layer adds last it leaves to the norm of the next one, so that both are one pass over memory."""
 
     def __init__(self, weights: LayerWeights, config: ModelConfig, group: TPGroup, arithmetic: Arithmetic) -> None:
-        make_linear, make_norm, eps = arithmetic.make_linear, arithmetic.make_norm, config.rms_norm_eps
+        make_norm, eps = arithmetic.make_norm, config.rms_norm_eps
         self._group = group
         self._head_dim = config.head_dim
         self._attention_norm = make_norm(weights.attention_norm, eps)
-        dtype = weights.attention_norm.dtype
-        self._qkv = make_linear(weights.qkv, dtype)
+        self._qkv = make_linear(weights.qkv)
         norms = None
         if weights.q_norm is not None and weights.k_norm is not None:
             norms = (make_norm(weights.q_norm, eps), make_norm(weights.k_norm, eps))
         self._heads = arithmetic.make_heads(config, norms)
-        self._attention_out = make_linear(weights.attention_out, dtype)
+        self._attention_out = make_linear(weights.attention_out)
         self._mlp_norm = make_norm(weights.mlp_norm, eps)
-        self._gate_up = make_linear(weights.gate_up, dtype)
-        self._down = make_linear(weights.down, dtype)
+        self._gate_up = make_linear(weights.gate_up)
+        self._down = make_linear(weights.down)
         self._swiglu = arithmetic.swiglu
 
     def queries(
@@ -82,6 +81,7 @@ class Model:
 
     def __init__(self, config: ModelConfig, weights: WeightReader, group: TPGroup, arithmetic: Arithmetic) -> None:
         self._windows = config.windows
+        self.windows: Iterable[int] = dict.fromkeys(config.windows)  # the different ones
         self._vocab_size = config.vocab_size
         self._group = group
         self._embedding = Embedding(weights.embedding(), group.vocabulary_part(config.vocab_size)[0], group)
@@ -90,13 +90,8 @@ class Model:
             DecoderLayer(weights.layer(index), local, group, arithmetic) for index in range(config.num_layers)
         ]
         self._norm = arithmetic.make_norm(weights.final_norm(), config.rms_norm_eps)
-        self._head = arithmetic.make_linear(weights.head(), weights.dtype)
+        self._head = make_linear(weights.head())
         self._turn = arithmetic.turn
-
-    @property
-    def windows(self) -> Iterable[int]:
-        """The different windows of the layers."""
-        return dict.fromkeys(self._windows)
 
     def forward(self, batch: Batch, kv: KVPool, attention: Attention) -> Tensor:
         """Computes all rows, writes their KV, and returns logits [S, vocab] in float32 at the sampled positions; on

@@ -87,9 +87,6 @@ class PagesAhead:
             last = -(-(tensor.data_ptr() + end * size) // page) * page
             yield first, last - first
 
-    def __repr__(self) -> str:
-        return f"<PagesAhead {self.blocks_warm} of {self._num_blocks} blocks warm, {self._wanted} wanted>"
-
 
 def _populate(address: int, size: int) -> None:
     """Raises OSError: not Linux 5.14, or no memory left."""

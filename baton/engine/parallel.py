@@ -16,8 +16,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -80,26 +79,18 @@ class TPGroup:
         """Shards [..., n] side by side in the order of ranks: [..., size * n], on the leader; None on its followers."""
         if self.size == 1:
             return shard
-        from torch._C._distributed_c10d import GatherOptions
-
-        options: Any = GatherOptions()
-        options.rootRank = 0
-        options.timeout = timedelta(seconds=OPERATION_TIMEOUT_S)
+        options = _options("GatherOptions", OPERATION_TIMEOUT_S, rootRank=0)
         shard = shard.contiguous()
         gathered = shard.new_empty((self.size, *shard.shape)) if self.leads else None
         outputs = [] if gathered is None else [list(gathered.unbind())]
         self._run("gather", lambda: self._group.gather(outputs, [shard], options), OPERATION_TIMEOUT_S)
-        return None if gathered is None else _side_by_side(gathered)
+        return None if gathered is None else torch.cat(gathered.unbind(), dim=-1)
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """The leader's tensor, on every rank; those of its followers have its shape and are filled."""
         if self.size == 1:
             return tensor
-        from torch._C._distributed_c10d import BroadcastOptions
-
-        options: Any = BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        options.timeout = timedelta(seconds=OPERATION_TIMEOUT_S)
+        options = _options("BroadcastOptions", OPERATION_TIMEOUT_S, rootRank=0, rootTensor=0)
         tensor = tensor.contiguous()
         self._run("broadcast", lambda: self._group.broadcast([tensor], options), OPERATION_TIMEOUT_S)
         return tensor
@@ -120,10 +111,7 @@ class TPGroup:
 
     def _all_reduce_by_shares(self, partial: Tensor) -> Tensor:
         """The same bits for fewer bytes and one more exchange: each rank sums a share, then all gather the shares."""
-        from torch._C._distributed_c10d import AllToAllOptions
-
-        options: Any = AllToAllOptions()
-        options.timeout = timedelta(seconds=OPERATION_TIMEOUT_S)
+        options = _options("AllToAllOptions", OPERATION_TIMEOUT_S)
         count = partial.numel()
         share = -(-count // self.size)
         sent = partial.new_zeros(self.size * share)
@@ -135,35 +123,26 @@ class TPGroup:
 
     def _all_gather(self, tensor: Tensor, what: str, timeout_s: float) -> Tensor:
         """[size, *shape]."""
-        from torch._C._distributed_c10d import AllgatherOptions
-
-        options: Any = AllgatherOptions()
-        options.timeout = timedelta(seconds=timeout_s)
+        options = _options("AllgatherOptions", timeout_s)
         tensor = tensor.contiguous()
         gathered = tensor.new_empty((self.size, *tensor.shape))
         self._run(what, lambda: self._group._allgather_base(gathered.view(-1), tensor.view(-1), options), timeout_s)
         return gathered
 
     def _run(self, what: str, launch: Callable[[], Any], timeout_s: float) -> None:
-        with self._alone(what):
-            if self._group is None:
-                raise InvariantError(f"tensor-parallel {what} on a closed group")
-            try:
-                work = launch()
-                if self._device.type == "cpu":
-                    work.wait(timedelta(seconds=timeout_s))
-                else:
-                    work.wait()
-            except RuntimeError as error:
-                first = str(error).splitlines()[0] if str(error) else repr(error)
-                raise RankLost(f"tensor-parallel {what} of rank {self.rank} failed: {first}") from error
-
-    @contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
         if not self._in_use.acquire(blocking=False):
             raise InvariantError(f"tensor-parallel {what} while another thread uses the group")
         try:
-            yield
+            if self._group is None:
+                raise InvariantError(f"tensor-parallel {what} on a closed group")
+            work = launch()
+            if self._device.type == "cpu":
+                work.wait(timedelta(seconds=timeout_s))
+            else:
+                work.wait()
+        except RuntimeError as error:
+            first = str(error).splitlines()[0] if str(error) else repr(error)
+            raise RankLost(f"tensor-parallel {what} of rank {self.rank} failed: {first}") from error
         finally:
             self._in_use.release()
 
@@ -235,6 +214,17 @@ def _nccl(store: Any, ranks: Ranks, device: torch.device, host: str) -> Any:
     return nccl(store, ranks.rank, ranks.size, options)
 
 
+def _options(name: str, timeout_s: float, **values: int) -> Any:
+    """Of one of torch's collective operations."""
+    from torch._C import _distributed_c10d
+
+    options = getattr(_distributed_c10d, name)()
+    options.timeout = timedelta(seconds=timeout_s)
+    for key, value in values.items():
+        setattr(options, key, value)
+    return options
+
+
 def _sum_by_rank(partials: Tensor) -> Tensor:
     """partials [size, ...] -> [...]: added up in float32 by rising rank, rounded once."""
     if partials.device.type == "cuda":
@@ -245,8 +235,3 @@ def _sum_by_rank(partials: Tensor) -> Tensor:
     for rank in range(1, len(partials)):
         total += partials[rank]
     return total.to(partials.dtype)
-
-
-def _side_by_side(gathered: Tensor) -> Tensor:
-    """[size, ..., n] -> [..., size * n]."""
-    return torch.cat(gathered.unbind(), dim=-1)

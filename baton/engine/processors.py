@@ -9,7 +9,7 @@
 
 All in float32, elementwise: a row's result does not depend on the other rows. The work of a step is one scatter per
 kind over all rows; how often a sequence has used each token is kept from step to step (`SeenTables`). Draft tokens
-that only the device knows are counted and compared there (`Drafted`), with the same result and without a wait.
+that only the device knows are counted there (`Drafted`), with the same result and without a wait.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from baton.core.errors import InvariantError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import History, Row
-from baton.engine.device import to_device
+from baton.engine.device_stream import to_device
 from baton.engine.grammars import Bits, Grammars
 
 Floats32 = NDArray[np.float32]
@@ -105,31 +105,6 @@ class Seen:
         return ids, counts
 
 
-class _Allowed:
-    """A list of allowed tokens as `mask` [vocab] bool, True outside of it; where either side is short, also its ids:
-    to write those costs a row a tenth of a pass over the vocabulary or less."""
-
-    def __init__(self, ids: Sequence[int], vocab: int, device: torch.device) -> None:
-        kept = torch.tensor(ids)
-        mask = torch.ones(vocab, dtype=torch.bool)
-        mask[kept] = False
-        few = vocab // 8
-        self._kept = to_device(kept, device) if len(kept) <= few else None
-        self._dropped = to_device(mask.nonzero().flatten(), device) if vocab - len(kept) <= few else None
-        self.mask = to_device(mask, device)
-
-    def apply(self, row: Tensor) -> None:
-        """Sets the logits [vocab] of what is not allowed to -inf, in place."""
-        if self._dropped is not None:
-            row.index_fill_(0, self._dropped, -torch.inf)
-        elif self._kept is not None:
-            values = row[self._kept]
-            row.fill_(-torch.inf)
-            row[self._kept] = values
-        else:
-            row.masked_fill_(self.mask, -torch.inf)
-
-
 class SeenTables:
     """Tables by sequence, least recently used first, and masks by sampling parameters. Either is only ever a shortcut:
     what a table holds is compared with the history that it is asked for, and made anew where the two differ; a mask is
@@ -143,14 +118,16 @@ class SeenTables:
         self.grammars = grammars or Grammars(None)
         self._tables: OrderedDict[SequenceId, Seen] = OrderedDict()
         # By identity: to hash 150,000 ids in each step would cost more than the mask.
-        self._masks: dict[int, tuple[weakref.ref[SamplingParams], _Allowed]] = {}
+        self._masks: dict[int, tuple[weakref.ref[SamplingParams], Tensor]] = {}
 
-    def allowed(self, params: SamplingParams, vocab: int, device: torch.device) -> _Allowed:
-        """The `allowed_token_ids` of these parameters."""
+    def outside_allowed(self, params: SamplingParams, vocab: int, device: torch.device) -> Tensor:
+        """[vocab] bool on the device: true for all but the `allowed_token_ids` of these parameters."""
         key = id(params)
         _, known = self._masks.get(key, (None, None))
-        if known is None or known.mask.shape != (vocab,) or known.mask.device != device:
-            known = _Allowed(params.allowed_token_ids, vocab, device)
+        if known is None or known.shape != (vocab,) or known.device != device:
+            mask = torch.ones(vocab, dtype=torch.bool)
+            mask[torch.tensor(params.allowed_token_ids)] = False
+            known = to_device(mask, device)
             self._masks[key] = weakref.ref(params, lambda _: self._masks.pop(key, None)), known
         return known
 
@@ -194,6 +171,11 @@ def changes_logits(row: Row) -> bool:
     return _asks(Draw(row.sampling, row.sequence_id.choice, row.output_index, row.history))
 
 
+def masks_by_draft_tokens(params: SamplingParams) -> bool:
+    """Whether masks depend on which draft tokens come before a draw: then the host must know them."""
+    return bool(params.grammar or params.bad_words)
+
+
 def _asks(draw: Draw) -> bool:
     s = draw.sampling
     ending = s.min_tokens > draw.output_index and draw.history is not None
@@ -212,31 +194,25 @@ def _mask(
     logits: Tensor, draws: Sequence[Draw], rows: list[int], vocab: int, tables: SeenTables, drafted: Drafted | None
 ) -> None:
     where: list[int] = []
-    open_rows: list[tuple[int, History]] = []
     deadline = tables.grammars.deadline()
     for row in rows:
-        params, history = draws[row].sampling, draws[row].history
+        params = draws[row].sampling
         allowed = params.allowed_token_ids
+        if drafted is not None and drafted.counts[row] and masks_by_draft_tokens(params):
+            raise InvariantError("a grammar and bad words need draft tokens that the host knows")
         if params.grammar:
-            if drafted is not None and drafted.counts[row]:
-                raise InvariantError("a grammar needs draft tokens that the host knows")
             bits = tables.grammars.mask(draws[row], deadline)
             if bits is not None:
                 _apply_grammar(logits[row], bits, draws[row])
             continue
         if allowed:
-            tables.allowed(params, vocab, logits.device).apply(logits[row])
-        if drafted is not None and drafted.counts[row] and params.bad_words and history is not None:
-            open_rows.append((row, history))
-            continue
+            logits[row].masked_fill_(tables.outside_allowed(params, vocab, logits.device), -torch.inf)
         banned = banned_tokens(draws[row])
         choices = allowed or range(vocab)
         if banned and (len(banned) < len(choices) or not banned.issuperset(choices)):
             where.extend(row * vocab + token for token in banned)
     if where:
         logits.view(-1)[to_device(torch.tensor(where), logits.device)] = -torch.inf
-    if drafted is not None and open_rows:
-        _mask_behind(logits, draws, open_rows, tables, drafted)
 
 
 def _apply_grammar(row: Tensor, bits: Bits, draw: Draw) -> None:
@@ -265,44 +241,6 @@ def banned_tokens(draw: Draw) -> set[int]:
         tail = (history.output + draw.drafts)[-longest:] if longest else ()
         banned.update(w[-1] for w in params.bad_words if len(w) == 1 or tail[1 - len(w) :] == w[:-1])
     return banned
-
-
-def _mask_behind(
-    logits: Tensor, draws: Sequence[Draw], rows: list[tuple[int, History]], tables: SeenTables, drafted: Drafted
-) -> None:
-    """Masks as `banned_tokens` says, where the output may end with the beginning of a bad word by its draft tokens."""
-    vocab, width, device = logits.shape[1], drafted.tokens.shape[1], logits.device
-    sure: list[int] = []
-    open_places: list[int] = []
-    owners: list[int] = []
-    patterns: list[list[int]] = []
-    allow = torch.ones((len(rows), vocab), dtype=torch.bool, device=device)
-    for place, (row, history) in enumerate(rows):
-        draw, count, output = draws[row], drafted.counts[row], history.output
-        if draw.sampling.allowed_token_ids:
-            allow[place] = ~tables.allowed(draw.sampling, vocab, device).mask
-        if draw.output_index < draw.sampling.min_tokens:
-            sure += [place * vocab + token for token in history.end_token_ids]
-        for *head, last in draw.sampling.bad_words:
-            known, rest = head[: max(len(head) - count, 0)], head[-count:]
-            if not head:
-                sure.append(place * vocab + last)
-            elif list(output[len(output) - len(known) :]) == known:
-                open_places.append(place * vocab + last)
-                owners.append(row)
-                patterns.append([-1] * (count - len(rest)) + rest + [-1] * (width - count))
-    found = torch.zeros(len(rows) * vocab, dtype=torch.int32, device=device)
-    if sure:
-        found[to_device(torch.tensor(sure), device)] = 1
-    if patterns:
-        pattern = to_device(torch.tensor(patterns), device)
-        generated = drafted.tokens.index_select(0, to_device(torch.tensor(owners), device))
-        hits = ((pattern < 0) | (pattern == generated)).all(1)
-        found.index_add_(0, to_device(torch.tensor(open_places), device), hits.int())
-    banned = found.view(len(rows), vocab) > 0
-    banned &= (allow & ~banned).any(1, keepdim=True)
-    index = to_device(torch.tensor([row for row, _ in rows]), device)
-    logits[index] = logits[index].masked_fill(banned, -torch.inf)
 
 
 def _penalise(

@@ -10,29 +10,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from baton.core.errors import RankLost, StartupError
 from baton.core.ranks import Ranks
-
-if TYPE_CHECKING:
-    from baton.engine.runner import EngineOptions
+from baton.engine.options import EngineOptions
+from baton.engine.rank_peer import Store
 
 _LOOK_S = 0.05
 _NOT_SHOWN = ("checkpoint digest",)  # its digits say nothing
 _BY_MACHINE = ("device", "dtype", "kernels")  # `auto` finds them out, and another machine may be another one
-
-
-class Store(Protocol):
-    """What is needed of torchrun's store."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
 
 
 def must_agree(

@@ -41,6 +41,8 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes: ...
 
+    def check(self, keys: list[str]) -> bool: ...
+
 
 class Peer:
     """One end of a connection: frames out from any thread, frames in by the control thread."""

@@ -29,35 +29,22 @@ from torch import Tensor
 
 from baton.core.request import SamplingParams
 from baton.engine.philox import philox4x32
-from baton.engine.processors import Draw, SeenTables, process
+from baton.engine.processors import Draw
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 Choose = Callable[[Tensor, Sequence[Draw]], list[int | None]]
 """Processed logits [S, vocab] and their draws -> the token of each, or None: undecided."""
+Decide = Callable[[Tensor, Sequence[Draw]], Tensor]
+"""The same as int64 [S] on the device of the logits, -1 where undecided. Nothing waits for it."""
 
 _FIRST_DRAFT = 64  # candidates looked at first by top-p; most distributions have their mass in fewer
 _GROWTH = 8
 
 
-def sample(
-    logits: Tensor,
-    draws: Sequence[Draw],
-    tables: SeenTables | None = None,
-    choose: Choose | None = None,
-    *,
-    in_place: bool = False,
-) -> list[int]:
-    """One token per row of raw logits [S, vocab] (float32). A row's token does not depend on the other rows, nor on
-    `tables`, which only save work from step to step, nor on `choose`, which says the same sooner or nothing. With
-    `in_place` the logits may be changed."""
-    if not draws:
-        return []
-    return choose_tokens(process(logits, draws, tables, in_place=in_place), draws, choose)
-
-
 def choose_tokens(logits: Tensor, draws: Sequence[Draw], choose: Choose | None = None) -> list[int]:
-    """The same from processed logits [S, vocab], S at least 1."""
+    """One token per row of processed logits [S, vocab] (float32), S at least 1. A row's token does not depend on the
+    other rows, nor on `choose`, which says the same sooner or nothing."""
     tokens: list[int | None] = [None] * len(draws) if choose is None else choose(logits, draws)
     if None in tokens:
         left = [index for index, token in enumerate(tokens) if token is None]

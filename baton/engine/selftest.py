@@ -16,6 +16,8 @@ from torch import Tensor
 from baton.core.errors import StartupError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
+from baton.engine.attention_exact import KEY_STEP
+from baton.engine.kernels.native import Kernels
 from baton.engine.kv_pool import KVPool
 
 StepLogits = Callable[[StepPlan], list[Tensor]]
@@ -24,6 +26,18 @@ _LENGTH = 180
 _CHUNKS = (7, 16, 1, 64, 33, 2, 1, 40)
 _MATE_LENGTHS = (130, 17, 1)
 _LAST = 3  # tokens at the end that are computed as decode steps the second time, and whose logits are compared
+
+
+def check_exact(block_size: int, dtype: str, kernels: Kernels | None, kernels_name: str) -> None:
+    """Raises StartupError for what exact mode cannot do: torch's kernels (`kernels` None) are row-invariant in float32
+    alone, as exact mode uses them; compiled ones always are."""
+    if KEY_STEP % block_size:
+        raise StartupError(f"exact mode: block-size must divide {KEY_STEP}, not {block_size}")
+    if kernels is None and dtype != "float32":
+        raise StartupError(
+            f"exact mode in {dtype} needs compiled kernels, and there is only {kernels_name}:"
+            " leave dtype at auto or float32"
+        )
 
 
 def prove_row_invariance(step_logits: StepLogits, kv: KVPool, vocab_size: int, max_len: int, max_tokens: int) -> None:

@@ -1,9 +1,9 @@
 """The tensors of a model under their Hugging Face names, and one rank's share of them, layer by layer.
 
 Split by rows (what a layer puts out): q, k, v, gate, up, and by vocabulary the embedding and the head. Split by columns
-(what it takes in), with a sum over ranks behind: o and down. A rank keeps its slices and nothing else; what it has in
-common with other ranks is listed by name in `WeightReader.replicated`. In int8 an output's scale is that of its whole
-row, also on a rank that has only some of its columns: every rank has slices of the same quantised weights.
+(what it takes in), with a sum over ranks behind: o and down. A rank keeps its slices, the norms, and nothing else. In
+int8 an output's scale is that of its whole row, also on a rank that has only some of its columns: every rank has slices
+of the same quantised weights.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Tensors(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Any]:
-        """By name, each with its `shape` and its `file`."""
+        """By name, each with its `file`."""
         ...
 
     def verify(self, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None) -> None:
@@ -131,9 +131,8 @@ class Tensors(Protocol):
 class WeightReader:
     """Reads one rank's share of a verified checkpoint in the dtype and on the device it is computed in.
 
-    With `int8` linear layers come quantised (quantize.py). `bytes_read` is what it has given out so far; `replicated`
-    how much of that is beyond an even share, by tensor. Raises StartupError for sizes that cannot be divided over the
-    ranks, with the numbers.
+    With `int8` linear layers come quantised (quantize.py). `bytes_read` is what it has given out so far. Raises
+    StartupError for sizes that cannot be divided over the ranks, with the numbers.
     """
 
     def __init__(
@@ -154,35 +153,27 @@ class WeightReader:
         self._config = config
         self._group = group
         self.dtype = dtype
-        self._device = device
+        self.device = device
         self._int8 = int8
         self._heads = self._features(group.part(config.num_heads, "num_attention_heads"))
         self._kv_heads = self._features(group.kv_part(config.num_kv_heads))
         self._inner = group.part(config.intermediate_size, "intermediate_size")
         self._ids, self._rows = group.vocabulary_part(config.vocab_size)
         self.bytes_read = 0
-        self.replicated: dict[str, int] = {}
         if HEAD in checkpoint.tensors and config.tie_word_embeddings:
             self._check_tied()
 
-    @property
-    def whole_bytes(self) -> int:
-        """What a single rank would be given."""
-        shapes = expected_tensors(self._config)
-        tied = {HEAD: shapes[EMBEDDING]} if self._config.tie_word_embeddings else {}
-        return sum(stored_bytes(*item, self.dtype.itemsize, self._int8) for item in (shapes | tied).items())
-
     def embedding(self) -> Tensor:
         """[rows, hidden]: the embeddings of this rank's token ids, then zeros up to the common number of rows."""
-        return self._counted(EMBEDDING, self._vocabulary(EMBEDDING).to(self.dtype))
+        return self._counted(self._vocabulary(EMBEDDING).to(self.dtype))
 
     def head(self) -> Projection:
         """[rows, hidden], likewise; a checkpoint with tied embeddings has the embedding itself here."""
         name = EMBEDDING if self._config.tie_word_embeddings else HEAD
         weight = self._vocabulary(name)
         if self._int8 and quantize.QUANTIZE_HEAD:
-            return self._quantized(name, weight)
-        return Projection(self._counted(name, weight.to(self.dtype)), None)
+            return self._quantized(weight)
+        return Projection(self._counted(weight.to(self.dtype)), None)
 
     def final_norm(self) -> Tensor:
         return self._read(NORM)
@@ -205,7 +196,7 @@ class WeightReader:
         return slice(heads.start * self._config.head_dim, heads.stop * self._config.head_dim)
 
     def _vocabulary(self, name: str) -> Tensor:
-        shard = self._checkpoint.read(name, self._ids).to(self._device)
+        shard = self._checkpoint.read(name, self._ids).to(self.device)
         return F.pad(shard, (0, 0, 0, self._rows - shard.shape[0]))
 
     def _stacked(self, parts: list[tuple[str, slice]]) -> Projection:
@@ -226,27 +217,20 @@ class WeightReader:
 
     def _linear(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Projection:
         if self._int8:
-            return self._quantized(name, self._checkpoint.read(name, rows), columns)
+            return self._quantized(self._checkpoint.read(name, rows), columns)
         return Projection(self._read(name, rows, columns), None)
 
-    def _quantized(self, name: str, weight: Tensor, columns: slice = slice(None)) -> Projection:
+    def _quantized(self, weight: Tensor, columns: slice = slice(None)) -> Projection:
         """`weight` has whole rows, as their scales need; only `columns` are kept."""
         steps, scale = quantize.quantize(weight)
-        steps = self._counted(name, steps[:, columns].contiguous())
-        return Projection(steps, None, self._counted(name, scale, columns=1))
+        return Projection(self._counted(steps[:, columns].contiguous()), None, self._counted(scale))
 
     def _read(self, name: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
         tensor = self._checkpoint.read(name, rows, columns)
-        return self._counted(name, tensor.to(dtype=self.dtype, device=self._device))
+        return self._counted(tensor.to(dtype=self.dtype, device=self.device))
 
-    def _counted(self, name: str, tensor: Tensor, columns: int | None = None) -> Tensor:
-        """`columns` of the whole where they are not those of the checkpoint."""
-        size, shape = tensor.numel() * tensor.element_size(), self._checkpoint.tensors[name].shape
-        whole = (math.prod(shape) if columns is None else shape[0] * columns) * tensor.element_size()
-        surplus = size - whole // self._group.size
-        if surplus > 0:
-            self.replicated[name] = self.replicated.get(name, 0) + surplus
-        self.bytes_read += size
+    def _counted(self, tensor: Tensor) -> Tensor:
+        self.bytes_read += tensor.nbytes
         return tensor
 
     def _check_tied(self) -> None:

@@ -18,8 +18,10 @@ from baton.core.model_config import DType
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from baton.core.step import Row, StepOutcome, StepPlan
 from baton.engine.checkpoint import read_model_config
-from baton.engine.draft_share import draft_share
-from baton.engine.runner import EngineOptions, Runner, load_runner
+from baton.engine.loading import load_runner
+from baton.engine.memory import draft_share
+from baton.engine.options import EngineOptions
+from baton.engine.runner import Runner
 from baton.model_source import resolve_draft, resolve_model
 from decode.scheduler import DecodeScheduler
 from decode.speculation.drafts import CATCH_UP, Drafts, ModelDrafts, NgramDrafts
@@ -120,7 +122,7 @@ def measure_steps(runner: Runner, most: int) -> list[tuple[int, float]]:
     if context < 1:
         return [(1, 1e-3)]
     blocks = _blocks(runner, context + _ROW + 1)
-    return _by_size(_as_in_work(runner), max(most, 9), lambda tokens: _rows(tokens, context, blocks))
+    return _by_size(runner.step, max(most, 9), lambda tokens: _rows(tokens, context, blocks))
 
 
 def measure_fills(draft: Runner, most: int) -> list[tuple[int, float]]:
@@ -134,7 +136,7 @@ def measure_fills(draft: Runner, most: int) -> list[tuple[int, float]]:
     def plan(tokens: int) -> StepPlan:
         return StepPlan(0, (Row(SequenceId("measure"), start, (0,) * tokens, blocks, SamplingParams(), 0),))
 
-    return _by_size(_as_in_work(draft), most, plan)  # which waits on a GPU, too, where nothing is sampled
+    return _by_size(draft.step, most, plan)  # which waits on a GPU, too, where nothing is sampled
 
 
 def _by_size(step: Callable[[StepPlan], object], most: int, plan: Callable[[int], StepPlan]) -> list[tuple[int, float]]:
@@ -154,7 +156,7 @@ def measure_rows(runner: Runner) -> tuple[list[tuple[int, float]], list[tuple[in
     context = min(_CONTEXT, runner.max_model_len - _DRAFT_TOKENS - 1)
     if context < 1:
         return [], []
-    blocks, step = _blocks(runner, context + _DRAFT_TOKENS + 1), _as_in_work(runner)
+    blocks, step = _blocks(runner, context + _DRAFT_TOKENS + 1), runner.step
     found: dict[tuple[int, int], float] = {}
     deadline = time.perf_counter() + MEASURING_S
     for _ in range(_REPEATS):
@@ -254,11 +256,6 @@ def _rows(tokens: int, context: int, blocks: tuple[int, ...]) -> StepPlan:
         return StepPlan(0, (row,))
     row = replace(row, tokens=(0,) * _ROW, num_sampled=_ROW)
     return StepPlan(0, (row,) * (tokens // _ROW))
-
-
-def _as_in_work(runner: Runner) -> Callable[[StepPlan], StepOutcome]:
-    """A step as a decode worker takes it: on a GPU launched and collected."""
-    return SpeculativeEngine(runner, None).step
 
 
 def _drafting_took(draft: Runner, plan: StepPlan, count: int) -> float:

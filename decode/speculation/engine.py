@@ -4,7 +4,8 @@ Between the passes nothing goes back to the event loop. The target's plan is an 
 that tensor-parallel followers replay it like any other; the draft runs on the leader alone.
 
 On a GPU the draft tokens do not come to the host before they are verified: all passes of both models are launched, and
-then there is one wait, for draft tokens and tokens together (decision 0041). On CPU a pass is computed when it is
+then there is one wait, for draft tokens and tokens together (decision 0041), but where the host holds them against a
+grammar or bad words. On CPU a pass is computed when it is
 launched, and its draft tokens are in the plan.
 """
 
@@ -17,14 +18,14 @@ from dataclasses import replace
 from baton.core.errors import InvariantError
 from baton.core.request import SamplingParams
 from baton.core.step import DraftRow, History, Row, StepOutcome, StepPlan
-from baton.engine.processors import changes_logits
+from baton.engine.processors import changes_logits, masks_by_draft_tokens
 from baton.engine.runner import Runner
 
 
 class SpeculativeEngine:
     """`draft` is None where no model drafts. It belongs to the compute thread and holds no sequence state. Complete
-    state: how many fills of drafts were waited for. Where steps are launched (`Runner.launches_ahead`), `waits` counts
-    how often the host waited for the device: once in each, and once more where a draw was undecided."""
+    state: how many fills of drafts were waited for. On a GPU `waits` counts how often the host waited for the device:
+    once in each step, and once more where a draw was undecided."""
 
     def __init__(self, target: Runner, draft: Runner | None) -> None:
         self._target = target
@@ -37,14 +38,11 @@ class SpeculativeEngine:
 
     def step(self, plan: StepPlan) -> StepOutcome:
         """Computes a plan and its draft rows. `draft_tokens` of the outcome are what was verified."""
-        if self._target.launches_ahead:
-            if not plan.drafts:
-                self._target.launch(plan)
-                return self._target.collect()
-            if self._draft is not None and self._draft.draft_tokens_stay and not _has_grammar(plan):
-                return self._with_one_wait(self._draft, plan)
         if not plan.drafts:
             return self._target.step(plan)
+        draft = self._draft
+        if self._target.launches_ahead and draft is not None and draft.draft_tokens_stay and not _host_masks(plan):
+            return self._with_one_wait(draft, plan)
         started = time.perf_counter()
         draft_tokens = self._draft_tokens(plan)
         drafted = time.perf_counter() - started
@@ -115,9 +113,9 @@ def propose_pass_by_pass(
     return {row: tuple(draft_tokens) for row, draft_tokens in made.items()}
 
 
-def _has_grammar(plan: StepPlan) -> bool:
-    """Whether draft tokens are held against a grammar, on the host."""
-    return any(draft.num_draft_tokens and plan.rows[draft.row].sampling.grammar for draft in plan.drafts)
+def _host_masks(plan: StepPlan) -> bool:
+    """Whether draft tokens are held against a grammar or bad words, on the host."""
+    return any(draft.num_draft_tokens and masks_by_draft_tokens(plan.rows[draft.row].sampling) for draft in plan.drafts)
 
 
 def _first_row(draft: DraftRow, plan: StepPlan) -> Row:

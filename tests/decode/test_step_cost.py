@@ -118,7 +118,7 @@ def test_a_slow_draft_is_not_timed_for_ever(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_on_a_gpu_guesses_and_steps_are_timed_as_in_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft tokens by what the device says, once it has come to their end; steps are launched and collected."""
+    """Draft tokens by what the device says, once it has come to their end."""
     monkeypatch.setattr(draft_model, "MEASURING_S", 60.0)
     waited: list[int] = []
 
@@ -129,7 +129,7 @@ def test_on_a_gpu_guesses_and_steps_are_timed_as_in_work(monkeypatch: pytest.Mon
     launched: list[StepPlan] = []
     gpu: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=make_layout(16), kernels="compiled")
     gpu.drafts_at_once = gpu.draft_tokens_stay = gpu.launches_ahead = True
-    gpu.queue_draft_tokens, gpu.launch, gpu.collect = queue_draft_tokens, launched.append, lambda: launched[-1]
+    gpu.queue_draft_tokens, gpu.step = queue_draft_tokens, launched.append
     assert draft_model.measure_passes(gpu) == ([(n, 1.0) for n in (1, 4, 16, 64)], [(n, 1.0) for n in (1, 4, 16, 64)])
     assert waited.count(1) == waited.count(64) == 10, "each is waited for"
     assert len(draft_model.measure_rows(gpu)[0]) == 4 and draft_model.measure_steps(gpu, 512)

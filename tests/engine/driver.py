@@ -14,9 +14,11 @@ from torch import Tensor
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import History, Row, StepPlan
 from baton.engine.kernels.build import processor_levels
+from baton.engine.loading import load_runner
+from baton.engine.options import EngineOptions
 from baton.engine.processors import Draw, SeenTables
-from baton.engine.runner import EngineOptions, Runner, load_runner
-from baton.engine.sampler import sample
+from baton.engine.runner import Runner
+from tests.engine.sampler_cases import sample
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -35,6 +37,11 @@ def bfloat16_levels() -> list[str]:
 def tiny_runner(model_dir: Path, **options: Any) -> Runner:
     defaults: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_memory_bytes": 8 << 20}
     return load_runner(EngineOptions(model_dir=model_dir, **{**defaults, **options}))
+
+
+def kv_bytes(runner: Runner) -> int:
+    """Of this rank's KV pool, with its block of zeros."""
+    return sum(tensor.nbytes for pair in runner.kv.storage for tensor in pair)
 
 
 def random_tokens(count: int, seed: int = 0, vocab_size: int = 320) -> list[int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from baton.engine.processors import Draw
-from baton.engine.sampler import noised_logits
+from baton.engine.processors import Draw, SeenTables, process
+from baton.engine.sampler import Choose, choose_tokens, noised_logits
 
 PARAMS = [
     {},
@@ -43,6 +46,13 @@ def rows(vocab: int) -> dict[str, NDArray[np.float32]]:
         "masked": masked,
     }
     return {name: row.astype(np.float32) for name, row in made.items()}
+
+
+def sample(
+    logits: Tensor, draws: Sequence[Draw], tables: SeenTables | None = None, choose: Choose | None = None
+) -> list[int]:
+    """One token per row of raw logits [S, vocab]."""
+    return choose_tokens(process(logits, draws, tables), draws, choose) if draws else []
 
 
 def plain(row: NDArray[np.float32], draw: Draw) -> int:

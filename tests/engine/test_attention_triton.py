@@ -137,7 +137,7 @@ def test_few_programs_divide_their_keys_more_finely(programs: int, longest: int,
 
 def test_long_rows_are_gathered_for_flash_attention_where_torch_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own kernel needs a GPU: a plain one that takes the same arguments stands for it."""
-    from baton.engine import attention_flash, attention_triton
+    from baton.engine import attention_triton
 
     calls = []
 
@@ -161,7 +161,7 @@ def test_long_rows_are_gathered_for_flash_attention_where_torch_has_it(monkeypat
 
     monkeypatch.setattr(attention_triton, "flash_supports", lambda *_: True)
     monkeypatch.setattr(attention_triton, "_FLASH_TOKENS", 29)
-    monkeypatch.setattr(attention_flash, "_forward", flash)
+    monkeypatch.setattr(attention_triton, "_flash_forward", flash)
     for window in (0, 7):
         config = shape(4, 2, 16)
         queries, keys, values, spans = paged(config, 16, torch.float32)

@@ -70,15 +70,6 @@ def edit_header(edit: Callable[[dict[str, Any]], object]) -> Damage:
     return damage
 
 
-def twice(file: Path) -> None:
-    content = file.read_bytes()
-    size = struct.unpack("<Q", content[:8])[0]
-    header = content[8 : 8 + size].strip()
-    entry = json.dumps({Q_PROJ: json.loads(header)[Q_PROJ]}).encode()[1:-1]
-    header = header[:-1] + b"," + entry + b"}"
-    file.write_bytes(struct.pack("<Q", len(header)) + header + content[8 + size :])
-
-
 def offsets(begin: int, end: int) -> Damage:
     return edit_header(lambda header: header[Q_PROJ].update(data_offsets=[begin, end]))
 
@@ -109,7 +100,6 @@ DAMAGED_FILES: dict[str, Damage] = {
     "negative shape": edit_header(lambda header: header[Q_PROJ].update(shape=[-64, -64])),
     "hole": edit_header(lambda header: header.pop(Q_PROJ)),
     "unknown dtype": edit_header(lambda header: header[Q_PROJ].update(dtype="F31")),
-    "listed twice": twice,
 }
 
 
@@ -117,11 +107,6 @@ DAMAGED_FILES: dict[str, Damage] = {
 def test_a_damaged_file_is_named(single: Path, damage: str) -> None:
     DAMAGED_FILES[damage](single / SINGLE)
     assert refuse(single).startswith(SINGLE)
-
-
-def test_a_tensor_listed_twice_is_named(single: Path) -> None:
-    twice(single / SINGLE)
-    assert f"tensor {Q_PROJ} is listed twice" in refuse(single)
 
 
 def test_a_damaged_shard_is_named(sharded: Path) -> None:
@@ -253,10 +238,6 @@ WRONG_INDEXES: dict[str, tuple[Damage, str]] = {
     "not JSON": (lambda d: (d / INDEX).write_text("{"), INDEX),
     "deep JSON": (lambda d: (d / INDEX).write_text("[" * 100_000), INDEX),
     "not an object": (lambda d: (d / INDEX).write_text("[]"), "weight_map is missing"),
-    "tensor twice": (
-        lambda d: (d / INDEX).write_text('{"weight_map": {"a": "b.safetensors", "a": "c.safetensors"}}'),
-        "tensor a is listed twice",
-    ),
     "link that leaves": (link_outside, f"{SHARD}: a link that leaves the model directory"),
     "directory": (directory, f"{SHARD}: not a regular file"),
     "fifo": (fifo, f"{SHARD}: not a regular file"),

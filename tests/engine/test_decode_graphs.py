@@ -20,7 +20,7 @@ from baton.engine.attention import FastAttention
 from baton.engine.batch import Limits, make_batch
 from baton.engine.checkpoint import Checkpoint, read_model_config
 from baton.engine.kv_pool import KVPool
-from baton.engine.layers import Rotary, fast
+from baton.engine.layers import Rotary, plain
 from baton.engine.model import Model, shard_config
 from baton.engine.parallel import TPGroup
 from baton.engine.weights import WeightReader
@@ -44,7 +44,7 @@ class Twins:
 
         config, group = read_model_config(model_dir), TPGroup(0, 1)
         weights = WeightReader(Checkpoint.open(model_dir), config, group, torch.float32, CPU)
-        self.model = Model(config, weights, group, fast(Rotary(config, LONGEST, torch.float32, CPU)))
+        self.model = Model(config, weights, group, plain(Rotary(config, LONGEST, torch.float32, CPU), exact=False))
         self.pools = [KVPool(config.kv_layout(size, "float32"), BLOCKS, CPU) for _ in range(2)]
         local = shard_config(config, group)
         attention = TritonAttention(local, size, torch.float32, CPU)

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from baton.core.config import WorkerConfig
-from baton.engine import kv_pool
-from baton.engine import runner as runner_module
+from baton.engine import memory
 from baton.engine.checkpoint import read_model_config
-from baton.engine.draft_share import DraftShare, draft_share
-from baton.engine.kv_pool import DEFAULT_SEQUENCES, default_budget
-from baton.engine.runner import EngineOptions, Runner, load_runner
+from baton.engine.loading import load_runner
+from baton.engine.memory import DEFAULT_SEQUENCES, DraftShare, default_budget, draft_share
+from baton.engine.options import EngineOptions
+from baton.engine.runner import Runner
 from baton.worker_main import _beside_draft
 from decode.speculation.draft_model import load_draft
+from tests.engine.driver import kv_bytes
 from tests.support.builders import make_layout
 from tests.support.checkpoints import make_checkpoint
 
@@ -52,7 +53,7 @@ def test_a_draft_that_does_not_fit_leaves_nothing() -> None:
 
 
 def test_only_a_gpu_is_shared_before_the_draft_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_pool, "default_kv_bytes", lambda device, local_size, share: 1_000_000 // local_size)
+    monkeypatch.setattr(memory, "default_kv_bytes", lambda device, local_size, share: 1_000_000 // local_size)
     share = DraftShare(30_000, LAYOUT, 10, 1 << 20)
     longest = 1 << 20  # of which 256 are more than there is
     assert default_budget(LAYOUT, longest, CUDA, 1, None) == 1_000_000
@@ -86,8 +87,8 @@ def test_only_the_leader_of_a_decode_worker_knows_of_the_draft_and_only_where_it
 def test_the_target_of_a_draft_loads_with_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose free memory is 1 MB here."""
     target, draft = (make_checkpoint(tmp_path / name, "llama") for name in ("target", "draft"))
-    monkeypatch.setattr(kv_pool, "default_kv_bytes", lambda device, local_size, share: 1_000_000)
-    monkeypatch.setattr(runner_module, "default_budget", lambda *where: default_budget(*where[:2], CUDA, *where[3:]))
+    monkeypatch.setattr(memory, "default_kv_bytes", lambda device, local_size, share: 1_000_000)
+    monkeypatch.setattr(memory, "default_budget", lambda *where: default_budget(*where[:2], CUDA, *where[3:]))
     options = EngineOptions(model_dir=target, dtype="float32", kernels="torch", draft_dir=draft, max_running=3)
     beside, alone = load_runner(options), load_runner(replace(options, draft_dir=None))
     share = draft_share(read_model_config(draft), beside.max_model_len, 16, "float32", 3)
@@ -97,8 +98,8 @@ def test_the_target_of_a_draft_loads_with_less(tmp_path: Path, monkeypatch: pyte
 
 def test_a_draft_takes_what_was_expected(tmp_path: Path) -> None:
     runner, made, share = loaded(tmp_path)
-    assert made.memory.parameter_bytes == share.parameter_bytes
-    assert (made.num_blocks, made.memory.kv_bytes) == (
+    assert made.parameter_bytes == share.parameter_bytes
+    assert (made.num_blocks, kv_bytes(made)) == (
         share.num_blocks(runner.num_blocks),
         share.kv_bytes(runner.num_blocks),
     )

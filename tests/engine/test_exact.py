@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch
 from baton.core.errors import StartupError
 from baton.core.request import SamplingParams, SequenceId, TokenBias
 from baton.core.step import History, Row, StepOutcome, StepPlan
-from baton.engine.kernels.native import choose_kernels, row_invariant
+from baton.engine.kernels.native import choose_kernels
 from baton.engine.runner import Runner
 from baton.engine.selftest import prove_row_invariance
 from tests.engine.driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
@@ -182,10 +181,3 @@ def test_exact_mode_in_bfloat16_needs_kernels_that_promise_it(checkpoint: Callab
         StartupError, match=r"exact mode in bfloat16 needs compiled kernels, .* only torch: leave dtype"
     ):
         tiny_runner(checkpoint("llama"), exact=True, dtype="bfloat16", kernels="torch")
-
-
-def test_what_kernels_promise() -> None:
-    compiled: Any = object()
-    assert row_invariant(compiled, torch.float32) and row_invariant(None, torch.float32)
-    assert row_invariant(compiled, torch.bfloat16)
-    assert not row_invariant(None, torch.bfloat16)

@@ -23,10 +23,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
+from baton.core.errors import InvariantError
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId, finish_reason
 from baton.core.step import DraftRow, History, Row, StepPlan
 from baton.engine import grammars
-from baton.engine.grammars import Automaton, GrammarError, Grammars, compile_grammar, load_tokenizer
+from baton.engine.grammars import Automaton, GrammarError, Grammars, _MaskThreads, compile_grammar, load_tokenizer
 from baton.engine.processors import Drafted, Draw, SeenTables, process
 from baton.engine.runner import Runner
 from baton.model_source import builtin_directory
@@ -160,13 +161,13 @@ def test_other_masks_hold_too_unless_they_would_leave_nothing(tokenizer: LLToken
 
 
 def test_a_late_mask_holds_up_its_own_row_alone(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, compute = threading.Event(), Grammars._compute
+    go, compute = threading.Event(), _MaskThreads._compute
 
-    def slow(self: Grammars, followed: Any, grammar: str, *rest: Any) -> Any:
+    def slow(self: _MaskThreads, followed: Any, grammar: str, *rest: Any) -> Any:
         assert grammar == LETTERS or go.wait(30)
         return compute(self, followed, grammar, *rest)
 
-    monkeypatch.setattr(Grammars, "_compute", slow)
+    monkeypatch.setattr(_MaskThreads, "_compute", slow)
     tables, logits = patient(tokenizer), torch.zeros(3, VOCAB)
     draws = [draw_of(name="quick"), draw_of(GRAMMAR, name="late"), Draw(SamplingParams(), 0, 0)]
     tables.grammars.mask(draws[0], tables.grammars.deadline())
@@ -208,9 +209,10 @@ def test_an_automaton_is_kept_as_long_as_its_sequence(tokenizer: LLTokenizer) ->
 
 
 def test_draft_tokens_that_only_a_device_knows_are_refused(tokenizer: LLTokenizer) -> None:
-    drafted = Drafted(torch.zeros((1, 1), dtype=torch.int64), [1])
-    with pytest.raises(Exception, match="draft tokens that the host knows"):
-        process(torch.zeros(1, VOCAB), [draw_of()], patient(tokenizer), drafted)
+    drafted, bad = Drafted(torch.zeros((1, 1), dtype=torch.int64), [1]), SamplingParams(bad_words=((1, 2),))
+    for draw in (draw_of(), Draw(bad, 0, 0, History((5,), ()))):
+        with pytest.raises(InvariantError, match="draft tokens that the host knows"):
+            process(torch.zeros(1, VOCAB), [draw], patient(tokenizer), drafted)
 
 
 @pytest.fixture(scope="module")
@@ -310,10 +312,10 @@ def test_a_step_that_is_launched_has_its_masks_too(target: Runner, undrafted: di
     assert tokens == whole[:5]
 
 
-def test_draft_tokens_of_a_grammar_come_to_the_host(
+def test_draft_tokens_of_a_grammar_and_beside_bad_words_come_to_the_host(
     target: Runner, draft: Runner, undrafted: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where draft tokens could stay on a device, rows with a grammar go the other way."""
+    """Where draft tokens could stay on a device, such rows go the other way."""
     monkeypatch.setattr(Runner, "draft_tokens_stay", property(lambda self: True))
     monkeypatch.setattr(target, "launches_ahead", True)
     monkeypatch.setattr(SpeculativeEngine, "_with_one_wait", lambda *_: pytest.fail("drafted on the device"))
@@ -322,6 +324,10 @@ def test_draft_tokens_of_a_grammar_come_to_the_host(
     run = decode_all(target, some, speculation=Speculation(drafts, fixed_length=3), draft=draft, batch=1)
     assert all(run.outputs[r.request_id] == undrafted[r.request_id] for r in some)
     assert run.counters.accepted_tokens > 10
+    banned = SamplingParams(temperature=0.0, bad_words=((20,), (7, 11)))
+    some = [replace(r, sampling=banned) for r in requests(3)]
+    run = decode_all(target, some, speculation=Speculation(drafts, fixed_length=3), draft=draft, batch=1)
+    assert run.outputs == decode_all(target, some).outputs and run.counters.accepted_tokens > 10
 
 
 def test_an_end_that_only_the_grammar_leaves_ends_before_min_tokens() -> None:
@@ -356,11 +362,13 @@ def test_a_grammar_is_compiled_once_for_all_choices(tokenizer: LLTokenizer, monk
     made: list[str] = []
     monkeypatch.setattr(grammars, "compile_grammar", lambda t, g: made.append(g) or compile_grammar(t, g))
     tables = patient(tokenizer)
+    process(torch.zeros(1, VOCAB), [draw_of(name="first")], tables)
     process(torch.zeros(24, VOCAB), [draw_of(name=str(i)) for i in range(24)], tables)
     assert made == [LETTERS] and not tables.grammars.unsampled
-    for number in range(grammars.COMPILED + 3):
+    for number in range(grammars.COMPILED):
         process(torch.zeros(1, VOCAB), [draw_of(to_grammar(Constraint("regex", f"a{number}", "")), name="x")], tables)
-    assert len(tables.grammars._compiled) == grammars.COMPILED
+    process(torch.zeros(1, VOCAB), [draw_of(name="last")], tables)
+    assert made.count(LETTERS) == 2, "not all are kept for ever"
 
 
 def test_a_sequence_has_a_budget_for_its_masks(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ from baton.core.errors import StartupError
 from baton.engine.kernels import build, native
 from baton.engine.kernels.build import CannotBuild, fastest_level, library, processor_levels
 from baton.engine.kernels.native import choose_kernels
-from tests.engine.driver import Job, random_tokens, run, tiny_runner
-from tests.support.oracle import greedy
+from tests.engine.driver import tiny_runner
 
 CPU = torch.device("cpu")
 needs_avx2 = pytest.mark.skipif(not processor_levels(), reason="no AVX2")
@@ -168,20 +166,3 @@ def test_auto_is_the_fastest_level(monkeypatch: pytest.MonkeyPatch, vendor: str,
 
 def test_a_runner_names_its_kernels(checkpoint: object) -> None:
     assert tiny_runner(checkpoint("llama"), kernels="torch").kernels == "torch"  # type: ignore[operator]
-
-
-@needs_avx2
-def test_an_architecture_that_has_no_compiled_kernels_is_computed_by_torch(
-    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "ARCHITECTURES", native.ARCHITECTURES - {"Qwen3ForCausalLM"})
-    model = checkpoint("qwen3")
-    runner = tiny_runner(model)
-    assert runner.kernels == "torch (none are compiled for Qwen3ForCausalLM)"
-    job = Job(random_tokens(20), 8)
-    run(runner, [job])
-    expected = greedy(model, job.prompt, 8)
-    assert tuple(job.output[: expected.decided]) == tuple(expected.tokens[: expected.decided])
-    with pytest.raises(StartupError, match="kernels avx2: none are compiled for Qwen3ForCausalLM"):
-        tiny_runner(model, kernels="avx2")
-    assert "torch" not in tiny_runner(checkpoint("llama")).kernels

@@ -12,7 +12,8 @@ from baton.core.errors import InvariantError, StartupError
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.request import SequenceId
 from baton.core.step import Row, StepPlan
-from baton.engine.kv_pool import KVPool, plan_blocks
+from baton.engine.kv_pool import KVPool
+from baton.engine.memory import plan_blocks
 from baton.engine.runner import Runner
 from tests.engine.driver import GREEDY, Job, random_tokens, run, tiny_runner
 

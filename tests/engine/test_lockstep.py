@@ -185,7 +185,7 @@ def test_a_silent_peer_is_lost(crew: Callable[..., Crew], monkeypatch: pytest.Mo
 def test_a_follower_that_is_gone_is_seen_within_half_a_second(crew: Callable[..., Crew]) -> None:
     made = crew(3)
     with Stall() as stall:
-        made.followers[1]._leader._socket.shutdown(socket.SHUT_RDWR)
+        made.followers[1]._peers[0]._socket.shutdown(socket.SHUT_RDWR)
         assert made.await_lost(0, HANG_S) == "rank 2 is gone: its connection ended"
     assert stall.took_s < stall.allows(0.5)
     assert len(made.lost[0]) == 1
@@ -221,7 +221,7 @@ def test_an_order_that_goes_wrong_ends_the_rank(crew: Callable[..., Crew]) -> No
 )
 def test_a_bad_frame_ends_the_channel_by_name(crew: Callable[..., Crew], sent: bytes) -> None:
     made = crew()
-    made.followers[0]._leader.send(sent)
+    made.followers[0]._peers[0].send(sent)
     assert made.await_lost(0, 1.0).startswith("rank 1 sent a")
 
 

@@ -19,7 +19,6 @@ from baton.core.step import StepOutcome, StepPlan
 from baton.engine.draft_tokens_device import DeviceDraftTokens
 from baton.engine.launches import Launches
 from baton.engine.runner import Runner
-from baton.engine.sampler_device import decide
 from baton.model_source import builtin_directory
 from decode.speculation.drafts import ModelDrafts, NgramDrafts
 from decode.speculation.engine import SpeculativeEngine, _first_row, propose_pass_by_pass
@@ -29,12 +28,11 @@ from tests.engine.test_launches import SAMPLINGS, same
 from tests.engine.test_propose_at_once import PENALTY, WORK, draft_rows
 from tests.engine.test_speculation import FixedCosts
 from tests.support.decode_drive import Run, decode_all
+from tests.support.device_choice import Undecided, decide
 from tests.support.marked_device import CPU, MarkedDevice
-from tests.support.undecided import Undecided
 
 EACH = (
     *SAMPLINGS["all"],
-    SamplingParams(temperature=0.8, bad_words=((20,), (7, 11))),
     SamplingParams(temperature=0.0, min_tokens=5, presence_penalty=0.7, stop_token_ids=tuple(range(10, 60))),
     SamplingParams(temperature=0.0, logprobs=2, repetition_penalty=1.3, frequency_penalty=0.4),
 )
@@ -185,7 +183,7 @@ BIASED = SamplingParams(temperature=0.9, presence_penalty=5.0, logit_bias=(Token
 def test_guesses_that_stay_are_those_of_a_step_for_each(checkpoint: Callable[..., Path]) -> None:
     """By draws that change logits, too, and that look back at the draft tokens before."""
     fast, slow = (tiny_runner(checkpoint("llama"), kernels="torch") for _ in range(2))
-    fast._propose = DeviceDraftTokens(fast._compute, fast._limits, CPU)
+    fast._propose = DeviceDraftTokens(fast._compute, fast._limits, CPU, decide)
     work = (*WORK, (PENALTY, 20, 2, 6), (FAVOURED, 33, 1, 8), (BIASED, 8, 1, 5))
     found: list[list[int]] = []
     for runner in (fast, slow):
@@ -249,7 +247,7 @@ def test_what_is_to_be_verified_has_places_for_guesses_and_others_are_refused(pa
     target, draft = pair
     with pytest.raises(InvariantError, match="make no draft tokens at once"):
         draft.queue_draft_tokens(StepPlan(1, ()), [])
-    draft._propose = DeviceDraftTokens(draft._compute, draft._limits, CPU)
+    draft._propose = DeviceDraftTokens(draft._compute, draft._limits, CPU, decide)
     target.launches = Launches(CPU, target.group, decide)
     plan = draft_rows(draft, ((GREEDY, 10, 1, 3),))
     draws = target._batch(plan.to_verify()).draws

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from baton.core.step import Row, StepPlan
 from baton.engine.draft_tokens_device import DeviceDraftTokens
 from baton.engine.kernels.native import choose_kernels
 from baton.engine.processors import Draw
-from baton.engine.sampler import sample
+from baton.engine.weights import EMBEDDING, expected_tensors
 from decode.speculation.drafts import ModelDrafts
 from decode.speculation.policy import Speculation
 from tests.engine.driver import Job, all_logits, random_tokens, run, tiny_runner
+from tests.engine.sampler_cases import sample
 from tests.engine.test_launches import requests, same
 from tests.support.decode_drive import decode_all
+from tests.support.device_choice import decide
 from tests.support.rank_pool import RankPool
 
 WIDE = {"num_heads": 8, "head_dim": 8}
@@ -83,24 +86,21 @@ def test_each_rank_holds_its_share_and_a_listed_rest(
 ) -> None:
     norms = {"input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight"}
     model_dir = checkpoint(**VARIANTS[variant])
-    alone = tiny_runner(model_dir).memory
-    assert alone.replicated == {}
-    assert (alone.parameter_bytes, alone.kv_bytes) == (alone.whole_parameter_bytes, alone.whole_kv_bytes)
+    alone = tiny_runner(model_dir)
+    rest = sum(
+        4 * (2 * shape[1] if name == EMBEDDING else math.prod(shape))  # of embedding and head the rows of padding
+        for name, shape in expected_tensors(alone.model_config).items()
+        if (name.partition("model.layers.")[2].partition(".")[2] or name) in norms | shared
+    )
+    assert rest < alone.parameter_bytes / 4
     with pool.load(model_dir, tp) as runner:
         assert len({facts.num_blocks for facts in runner.facts}) == 1
-        listed: set[str] = set()
         for facts in runner.facts:
-            memory = facts.memory
-            rest = dict(memory.replicated)
-            more_kv = rest.pop("kv heads", 0)
-            assert memory.whole_parameter_bytes == alone.parameter_bytes
-            assert memory.parameter_bytes - sum(rest.values()) <= memory.whole_parameter_bytes // tp
-            assert memory.kv_bytes - more_kv <= memory.whole_kv_bytes // tp
-            assert sum(rest.values()) < memory.parameter_bytes / 4
-            listed |= {name.partition("model.layers.")[2].partition(".")[2] or name for name in memory.replicated}
+            assert facts.parameter_bytes <= alone.parameter_bytes // tp + rest
+            copies = 2 if "kv heads" in shared else 1
+            assert facts.local_layout.bytes_per_token * tp == alone.layout.bytes_per_token * copies
             heads = facts.local_layout.layers[0].num_kv_heads
             assert {shape[2] for shape in facts.kv_shapes} == {heads}
-        assert listed == norms | shared
         assert runner.facts[0].layout.layers[0].num_kv_heads == VARIANTS[variant].get("num_kv_heads", 2)
 
 
@@ -235,7 +235,7 @@ def test_followers_get_guesses_that_their_plans_do_not_have(
     """From the leader's draft, as on a GPU: they never come into a plan."""
     some, model_dir = requests("looking back", 12, vocab_size=320, length=16), checkpoint("llama")
     draft = tiny_runner(model_dir, kernels="torch")
-    draft._propose = DeviceDraftTokens(draft._compute, draft._limits, torch.device("cpu"))
+    draft._propose = DeviceDraftTokens(draft._compute, draft._limits, torch.device("cpu"), decide)
     drafts = ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len)
     with pool.load(model_dir, 2, exact=True, kernels=kernels, on_device=on_device) as ranks:
         expected = decode_all(ranks, some, batch=3)  # type: ignore[arg-type]

@@ -13,9 +13,10 @@ from torch import Tensor
 from baton.core.request import GenerateRequest
 from baton.core.step import StepOutcome
 from baton.engine.runner import Runner
-from baton.engine.sampler import Draw, sample
+from baton.engine.sampler import Draw
 from prefill.scheduler import PrefillScheduler
 from tests.engine.driver import random_tokens, tiny_runner
+from tests.engine.sampler_cases import sample
 from tests.support.builders import make_request
 
 TURN_1 = random_tokens(150, seed=1)

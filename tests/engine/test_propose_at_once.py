@@ -20,6 +20,7 @@ from baton.engine.runner import Runner
 from baton.engine.sampler_native import wanted
 from decode.speculation.engine import SpeculativeEngine, propose_pass_by_pass
 from tests.engine.driver import random_tokens, tiny_runner
+from tests.support.device_choice import decide
 
 GREEDY, WARM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=7)
 NUCLEUS = SamplingParams(temperature=0.9, top_p=0.9, min_p=0.02, seed=1 << 63)
@@ -68,7 +69,7 @@ def pair(request: pytest.FixtureRequest, checkpoint: Callable[..., Path]) -> tup
     model_dir = checkpoint("llama", dtype=dtype)
     fast, slow = (tiny_runner(model_dir, dtype=dtype, kernels=kernels) for _ in range(2))
     if on_gpu:
-        fast._propose = DeviceDraftTokens(fast._compute, fast._limits, torch.device("cpu"))
+        fast._propose = DeviceDraftTokens(fast._compute, fast._limits, torch.device("cpu"), decide)
     if not fast.drafts_at_once:
         pytest.skip(f"{fast.kernels} computes {request.param}")
     slow._propose = None

@@ -11,8 +11,8 @@ import torch
 
 from baton.core.errors import RankLost, StartupError
 from baton.core.ranks import Ranks
+from baton.engine.options import EngineOptions
 from baton.engine.rank_options import agree, difference, must_agree
-from baton.engine.runner import EngineOptions
 from tests.support.dict_store import DictStore
 
 

@@ -19,9 +19,9 @@ from baton.engine import device as device_module
 from baton.engine.device import choose_dtype
 from baton.engine.kernels import build
 from baton.engine.processors import Draw
-from baton.engine.runner import load_kernels
-from baton.engine.sampler import sample
+from baton.engine.warm_up import load_kernels
 from tests.engine.driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
+from tests.engine.sampler_cases import sample
 
 
 def row(runner: Any, name: str, tokens: list[int], first_block: int, **options: Any) -> Row:
@@ -94,7 +94,8 @@ def test_empty_plan(checkpoint: Callable[..., Path]) -> None:
 
 def test_facts_and_stages(checkpoint: Callable[..., Path]) -> None:
     stages: list[str] = []
-    from baton.engine.runner import EngineOptions, load_runner
+    from baton.engine.loading import load_runner
+    from baton.engine.options import EngineOptions
 
     options = EngineOptions(
         model_dir=checkpoint("qwen3"), device="cpu", dtype="float32", exact=True, block_size=32, kv_memory_bytes=8 << 20

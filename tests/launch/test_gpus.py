@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton.core.errors import StartupError
-from baton.engine.device import default_kv_bytes
+from baton.engine.memory import default_kv_bytes
 from launch import gpus
 from launch.gpus import parse_listing, visible_gpus
 from launch.plan import local_topology, make_plan

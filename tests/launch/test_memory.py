@@ -11,8 +11,10 @@ from rich.console import Console
 from baton.core.config import WorkerConfig
 from baton.core.errors import StartupError
 from baton.engine.checkpoint import Checkpoint, read_model_config
+from baton.engine.kernels.build import processor_levels
+from baton.engine.loading import load_runner
+from baton.engine.options import EngineOptions
 from baton.engine.parallel import TPGroup
-from baton.engine.runner import EngineOptions, load_runner
 from baton.engine.weights import WeightReader, parameter_bytes
 from baton.transfer import nccl
 from decode.speculation.draft_model import load_draft
@@ -21,6 +23,7 @@ from launch.members import Programs
 from launch.memory import CHANNEL_BYTES, draft_config, rank_memory
 from launch.plan import Plan, local_topology, make_plan
 from launch.up_config import UpConfig
+from tests.engine.driver import kv_bytes
 from tests.support.checkpoints import ARCHS, Arch, make_checkpoint
 
 
@@ -46,17 +49,14 @@ def test_parameters_are_those_that_each_rank_reads(arch: Arch, size: int, int8: 
         assert parameter_bytes(config, size, rank, 4, int8) == reader.bytes_read
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("quantize", ["none", *(["int8"] if processor_levels() else [])])
 def test_parameters_and_kv_are_those_of_a_running_engine(quantize: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", "llama")
-    options = EngineOptions(
-        model_dir=model, dtype="float32", kv_memory_bytes=1 << 20, quantize=quantize, kernels="torch"
-    )
-    runner = load_runner(options)
+    runner = load_runner(EngineOptions(model_dir=model, dtype="float32", kv_memory_bytes=1 << 20, quantize=quantize))
     made = plan(model, kv_memory_gib=1 / 1024, quantize=quantize)
     found = rank_memory(made, made.parts[0], read_model_config(model))
-    assert found.parameter_bytes == runner.memory.parameter_bytes
-    assert (found.kv_bytes, found.kv_blocks) == (runner.memory.kv_bytes, runner.num_blocks)
+    assert found.parameter_bytes == runner.parameter_bytes
+    assert (found.kv_bytes, found.kv_blocks) == (kv_bytes(runner), runner.num_blocks)
     assert (found.edges, found.edge_bytes) == (1, 0)
 
 
@@ -70,7 +70,7 @@ def test_a_draft_is_on_the_first_rank_of_decode_workers_and_is_that_of_a_running
     prefill, decode = (
         rank_memory(made, part, config, draft=draft_config(part, model)).draft_bytes for part in made.parts
     )
-    assert (prefill, decode) == (0, running.memory.parameter_bytes + running.memory.kv_bytes)
+    assert (prefill, decode) == (0, running.parameter_bytes + kv_bytes(running))
     several = plan(model, kv_memory_gib=1 / 1024, draft=str(draft), decode_tp=2)
     ranks = [rank_memory(several, several.parts[1], config, rank, config).draft_bytes > 0 for rank in (0, 1)]
     assert ranks == [True, False]

@@ -21,9 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from baton.engine.batch import Batch
 from baton.engine.draft_tokens_device import DeviceDraftTokens
-from baton.engine.launches import Decide, Launches
+from baton.engine.launches import Launches
 from baton.engine.runner import Runner
-from baton.engine.sampler_device import decide as plain_decide
+from baton.engine.sampler import Decide
+from tests.support.device_choice import decide as plain_decide
 
 CPU = torch.device("cpu")
 NONSENSE = -(1 << 40)
@@ -31,7 +32,7 @@ _READS = {"tolist", "item", "cpu", "numpy", "equal", "allclose", "is_nonzero", "
 _READS |= {"__bool__", "__int__", "__float__", "__index__"}
 _COUNTS = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "repeat_interleave"}
 _UPLOADS = {"tensor", "as_tensor", "asarray", "from_numpy"}
-_COPYING = ("batch", "draft_tokens_device", "launches", "processors", "sampler_device")
+_COPYING = ("batch", "draft_tokens_device", "launches", "processors")
 
 
 class OnDevice(Tensor):
@@ -58,7 +59,7 @@ class MarkedDevice(TorchFunctionMode):
                 runner.launches_ahead = True
                 runner.launches = Launches(CPU, runner.group, decide, None, self.new_mark)
         if draft is not None:
-            draft._propose = DeviceDraftTokens(draft._compute, draft._limits, CPU, self.new_mark)
+            draft._propose = DeviceDraftTokens(draft._compute, draft._limits, CPU, decide, self.new_mark)
 
     def to_host(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, OnDevice):

@@ -28,12 +28,13 @@ from baton.core.ranks import Ranks
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.draft_tokens_device import Queued
 from baton.engine.launches import Launches
+from baton.engine.loading import load_runner
 from baton.engine.lockstep import FollowerChannel, LeaderChannel
-from baton.engine.memory_report import MemoryReport
+from baton.engine.options import EngineOptions
 from baton.engine.parallel import open_store
-from baton.engine.runner import EngineOptions, Runner, load_runner
-from baton.engine.sampler_device import decide
+from baton.engine.runner import Runner
 from baton.transfer.rendezvous import EdgeStore
+from tests.support.device_choice import decide
 
 ANSWER_TIMEOUT_S = 60.0
 LOST_EXIT_CODE = 9
@@ -48,7 +49,7 @@ class Facts:
     kv_shapes: tuple[tuple[int, ...], ...]
     num_blocks: int
     max_model_len: int
-    memory: MemoryReport
+    parameter_bytes: int
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ def _serve(pipe: Connection, env: dict[str, str], ranks: Ranks, options: EngineO
         channel.close()
         return
     if on_device:
-        runner.launches = Launches(runner.kv.storage[0][0].device, runner.group, decide)
+        runner.launches = Launches(runner.kv.device, runner.group, decide)
     channel.serving()
     pipe.send(_facts(runner, ranks.rank, pids))
     if isinstance(channel, FollowerChannel):
@@ -231,5 +232,12 @@ def _serve(pipe: Connection, env: dict[str, str], ranks: Ranks, options: EngineO
 def _facts(runner: Runner, rank: int, pids: tuple[int, ...]) -> Facts:
     shapes = tuple(tuple(keys.shape) for keys, _ in runner.kv.layers)
     return Facts(
-        rank, pids, runner.layout, runner.local_layout, shapes, runner.num_blocks, runner.max_model_len, runner.memory
+        rank,
+        pids,
+        runner.layout,
+        runner.local_layout,
+        shapes,
+        runner.num_blocks,
+        runner.max_model_len,
+        runner.parameter_bytes,
     )

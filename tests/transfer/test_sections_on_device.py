@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import HandoffError, InvariantError
-from baton.engine.step_marks import StepMarks
+from baton.engine.device_stream import StepMarks
 from baton.transfer import sections, streams
 from baton.transfer.sections import Packing, Storing
 from baton.transfer.staging import PagedLayers

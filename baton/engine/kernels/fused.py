@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.core.model_config import ModelConfig
-from baton.engine.layers import Arithmetic, Norm, Rotary, make_linear
+from baton.engine.layers import Arithmetic, Norm, Rotary
 
 _HEADS = 8  # of a token in one program
 _ELEMENTS = 1024  # of an elementwise program
@@ -92,7 +92,7 @@ def fused(rotary: Rotary) -> Arithmetic:
     def make_heads(config: ModelConfig, norms: tuple[Norm, Norm] | None) -> FusedHeads:
         return FusedHeads(config, norms, rotary)  # type: ignore[arg-type]  # norms are what make_norm made
 
-    return Arithmetic(make_linear, FusedNorm, make_heads, swiglu, lambda positions: positions)
+    return Arithmetic(FusedNorm, make_heads, swiglu, lambda positions: positions)
 
 
 @triton.jit

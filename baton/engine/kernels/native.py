@@ -15,13 +15,8 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import InvariantError, StartupError
-from baton.core.model_config import Architecture
 from baton.engine.kernels.build import LEVELS, CannotBuild, fastest_level, library, processor_levels
 
-ARCHITECTURES: frozenset[Architecture] = frozenset(
-    {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-)
-"""What cpu/model.cpp computes; torch computes the others."""
 GROUP = 32  # outputs of a linear layer that are packed together
 STORE, ADD, SWIGLU, FLOAT = range(4)
 _FLOAT32, _BFLOAT16, _INT8 = range(3)
@@ -166,12 +161,9 @@ def load(level: str) -> Kernels:
     return Kernels(level)
 
 
-def choose_kernels(
-    wanted: str, device: torch.device, architecture: Architecture = "LlamaForCausalLM"
-) -> tuple[Kernels | None, str]:
+def choose_kernels(wanted: str, device: torch.device) -> tuple[Kernels | None, str]:
     """The kernels for `wanted` (None: torch's), and their name with the reason. `auto` takes the fastest level, and
-    falls back on torch's. Raises StartupError for a level by name that cannot be had, or does not compute the
-    architecture."""
+    falls back on torch's. Raises StartupError for a level by name that cannot be had."""
     if wanted not in ("auto", "torch", *LEVELS):
         raise StartupError(f"kernels must be auto, torch, {', '.join(LEVELS)}, not {wanted!r:.60}")
     if wanted == "torch" or device.type != "cpu":
@@ -180,20 +172,12 @@ def choose_kernels(
         level = fastest_level() if wanted == "auto" else wanted
         if level is None:
             raise CannotBuild("this processor has no AVX2")
-        if architecture not in ARCHITECTURES:
-            raise CannotBuild(f"none are compiled for {architecture}")
         kernels = load(level)
     except CannotBuild as error:
         if wanted == "auto":
             return None, f"torch ({error})"
         raise StartupError(f"kernels {wanted}: {error}") from None
     return kernels, kernels.name
-
-
-def row_invariant(kernels: Kernels | None, dtype: torch.dtype) -> bool:
-    """Whether the bits of a row are promised to be the same whatever it is computed with: by compiled kernels always,
-    by torch's (None) in float32 alone, as exact mode uses them."""
-    return kernels is not None or dtype == torch.float32
 
 
 def padded(elements: int, dtype: torch.dtype) -> int:

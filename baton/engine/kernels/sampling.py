@@ -1,36 +1,47 @@
-"""The tokens of all draws of a step in one kernel: what sampler_device.decide says, without a sort and without its
-hundreds of launches.
+"""The tokens of all draws of a step in one kernel: what sampler.py, its plain twin, would say, for a GPU.
 
 A program has one row of logits. It finds the row's peak; where top_k or top_p cut, the value of the last token that
 stays, by searching the 32-bit order of floats four ways at a time, with counts and sums over the row; then the best two
-of what is left with noise. Sums and logarithms are in float64, as in the plain twin, and what lies closer to a decision
-than two libraries differ is undecided (-1).
+of what is left with noise. Sums and logarithms are in float64 and may differ from numpy's in the last bits: whatever
+lies closer to a decision than that (a cut of top_p or min_p, or the two best tokens) is undecided, -1, and left to the
+plain sampler.
 
 Runs on CUDA; under TRITON_INTERPRET=1 also on CPU tensors, which is how it is tested without a GPU.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.engine.device_stream import to_device
+from baton.engine.processors import Draw
+
 _BLOCK = 2048
-COLUMNS = 8
-"""Of `draws`: temperature, top_p, min_p, top_k, seed (low, high), output index, choice."""
+_CUT = 1e-10  # of the sum of all weights: 2**17 of them are summed to within 2e-11
+_PART = 1e-9  # of a noised logit, or of 1: the logarithms of two libraries differ by 1e-15
 
 
-def choose(logits: Tensor, draws: Tensor, cut: float, part: float) -> Tensor:
-    """logits float32 [S, vocab] and draws float64 [S, COLUMNS] -> int64 [S], -1 where undecided.
-    `cut` is how near to the cut of top_p or min_p, of the sum of all weights, a token is undecided; `part` how near, of
-    a noised logit or of 1, the best two are."""
+def decide(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """See sampler.Decide: of processed logits float32 [S, vocab]."""
+    vocab = logits.shape[1]
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    vocab = logits.shape[1]
     block = min(_BLOCK, triton.next_power_of_2(vocab))
-    _choose[len(logits),](logits, draws, tokens, logits.stride(0), vocab, cut, part, BLOCK=block, num_warps=8)
+    table = to_device(torch.tensor([_columns(draw) for draw in draws], dtype=torch.float64), logits.device)
+    _choose[len(logits),](logits, table, tokens, logits.stride(0), vocab, _CUT, _PART, BLOCK=block, num_warps=8)
     return tokens
+
+
+def _columns(draw: Draw) -> tuple[float, ...]:
+    """What the kernel reads of a draw: float64 holds every one of these numbers exactly."""
+    s = draw.sampling
+    key = s.seed & 0xFFFFFFFF, s.seed >> 32 & 0xFFFFFFFF
+    return s.temperature, s.top_p, s.min_p, s.top_k, *key, draw.output_index, draw.choice
 
 
 @triton.jit

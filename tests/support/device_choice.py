@@ -1,13 +1,21 @@
-"""A device's choice of tokens that cannot tell now and then, so that the plain sampler has to."""
+"""A device's choice of tokens (baton.engine.sampler.Decide), made on the CPU by the plain sampler."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from baton.engine.processors import Draw
-from baton.engine.sampler_device import decide
+from baton.engine.sampler import choose_tokens
+
+
+def decide(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Decides every draw. To tests/support/marked_device.py it is the device's own business, and nothing waits."""
+    with torch._C.DisableTorchFunction():
+        tokens = torch.tensor(choose_tokens(logits.as_subclass(Tensor), draws))
+        return tokens.as_subclass(type(logits))
 
 
 class Undecided:

@@ -1,0 +1,116 @@
+"""Bringing a model up on one rank: `load_runner`, stage by stage.
+
+check (what is asked for, of this machine and this checkpoint), connect (the ranks agree and meet), load (weights), kv
+(as many blocks as fit), warm-up, capture (on a GPU), self-test (in exact mode).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from baton.core.errors import StartupError
+from baton.core.ranks import Ranks
+from baton.core.reshard import local_layout
+from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
+from baton.engine.computing import build_model, how_to_compute
+from baton.engine.device import choose_device, choose_dtype
+from baton.engine.grammars import Grammars
+from baton.engine.kernels.native import choose_kernels
+from baton.engine.kv_pool import KVPool
+from baton.engine.memory import kv_budget, plan_blocks
+from baton.engine.options import EngineOptions
+from baton.engine.parallel import LOAD_TIMEOUT_S, TPGroup, connect
+from baton.engine.quantize import check_quantize
+from baton.engine.rank_options import agree, must_agree
+from baton.engine.runner import Runner
+from baton.engine.selftest import check_exact, prove_row_invariance
+from baton.engine.warm_up import warm_up
+from baton.engine.weights import Tensors, WeightReader
+
+OnStage = Callable[[str, float], None]
+
+
+def load_runner(
+    options: EngineOptions,
+    on_stage: OnStage | None = None,
+    *,
+    ranks: Ranks | None = None,
+    store: Any = None,
+    tensors: Tensors | None = None,
+) -> Runner:
+    """Loads a checkpoint onto this machine; `on_stage` hears of each finished stage and its seconds. Several `ranks`
+    load their shares at the same time and meet in `store`. With `tensors` the weights come from there, and of the
+    model's directory only its config is read: for benchmarks of shapes that nobody has on disk.
+
+    Raises StartupError, one plain line, for everything that is wrong with the directory or does not fit the machine,
+    RankLost when another rank gives up.
+    """
+    torch.set_num_threads(options.threads)
+    ranks = ranks or Ranks()
+    device = choose_device(options.device, options.exact, ranks.local_rank)
+    dtype = choose_dtype(options.dtype, device, options.exact, options.kernels)
+    check_quantize(options.quantize, device)
+    int8 = options.quantize == "int8"
+    with _stage("check", on_stage), torch.no_grad():
+        config = read_model_config(options.model_dir)
+        share = TPGroup(ranks.rank, ranks.size)  # says who has what; connected further down
+        checkpoint = Checkpoint.open(options.model_dir) if tensors is None else tensors
+        weights = WeightReader(checkpoint, config, share, getattr(torch, dtype), device, int8=int8)
+        longest = config.longest(options.max_model_len)
+        digest = model_digest(options.model_dir) if tensors is None else ""
+    kernels, kernels_name = choose_kernels(options.kernels, device)
+    if int8 and kernels is None:
+        raise StartupError(f"quantize int8 needs compiled kernels, and there is only {kernels_name}: leave it at none")
+    if options.exact:
+        check_exact(options.block_size, dtype, kernels, kernels_name)
+    level = "torch" if kernels is None else kernels.level
+    agreed = must_agree(options, device=device, dtype=dtype, kernels=level, digest=digest, max_model_len=longest)
+    with _stage("connect", on_stage if ranks.size > 1 else None):
+        agree(store, ranks, agreed, LOAD_TIMEOUT_S)
+        group = connect(store, ranks, device, options.host)
+    with _stage("load", on_stage), torch.no_grad():
+        model = build_model(config, weights, group, kernels, longest, options)
+    with _stage("kv", on_stage), torch.no_grad():
+        layout = local_layout(config.kv_layout(options.block_size, dtype), ranks.size, ranks.rank)
+        blocks = plan_blocks(layout, kv_budget(options, layout, longest, device, ranks), options.max_model_len)
+        kv = KVPool(layout, group.minimum(blocks, "KV blocks"), device)
+    grammars = None
+    if group.leads and tensors is None:
+        grammars = Grammars.load(options.model_dir, config.vocab_size)
+    computing = how_to_compute(model, kv, config, group, kernels, longest, options)
+    runner = Runner(
+        computing,
+        config,
+        kv,
+        options,
+        kernels=kernels_name,
+        max_model_len=min(longest, kv.num_blocks * options.block_size),
+        digest=digest,
+        group=group,
+        parameter_bytes=weights.bytes_read,
+        grammars=grammars,
+    )
+    with _stage("warm-up", on_stage):
+        warm_up(runner)
+    if computing.prepare is not None:
+        with _stage("capture", on_stage):
+            computing.prepare()
+    if options.exact:
+        with _stage("self-test", on_stage):
+            limits = (config.vocab_size, runner.max_model_len, options.max_num_tokens)
+            prove_row_invariance(runner.step_logits, kv, *limits)
+    group.barrier("end of loading")
+    return runner
+
+
+@contextmanager
+def _stage(name: str, on_stage: OnStage | None) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    if on_stage is not None:
+        on_stage(name, time.perf_counter() - started)

@@ -1,0 +1,124 @@
+"""How many KV blocks a rank can have in the memory that it has.
+
+On a GPU a draft model is loaded behind its target, whose KV would else take the room that the draft needs: so what the
+draft takes (`DraftShare`) is known before either is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from baton.core.errors import StartupError
+from baton.core.kv_layout import DTYPE_BYTES, KVLayout
+from baton.core.model_config import DType, ModelConfig
+from baton.core.ranks import Ranks
+from baton.engine.checkpoint import read_model_config
+from baton.engine.options import EngineOptions
+from baton.engine.weights import parameter_bytes
+
+DEFAULT_SEQUENCES = 256  # without a given KV memory, no more than this many sequences of full length
+_CPU_KV_BYTES = 4 << 30
+_CPU_KV_SHARE = 0.125
+_CUDA_KV_SHARE = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class DraftShare:
+    """`most_blocks` is what its sequences can use of KV blocks of `layout`, `max_model_len` their longest."""
+
+    parameter_bytes: int
+    layout: KVLayout
+    most_blocks: int
+    max_model_len: int
+
+    def num_blocks(self, target_blocks: int) -> int:
+        """How many it gets beside a target with so many."""
+        return min(target_blocks, self.most_blocks)
+
+    def kv_bytes(self, target_blocks: int) -> int:
+        """With the block of zeros that a pool has besides."""
+        return (self.num_blocks(target_blocks) + 1) * self.layout.bytes_per_block
+
+    def left_of(self, budget: int, target_block_bytes: int) -> int:
+        """The bytes of `budget` for the target's KV, whose blocks take `target_block_bytes`, so that both fit."""
+        beside_one = self.layout.bytes_per_block
+        after_parameters = budget - self.parameter_bytes - beside_one
+        if_all_blocks = after_parameters - self.most_blocks * beside_one
+        as_many_each = after_parameters // (target_block_bytes + beside_one) * target_block_bytes
+        return max(if_all_blocks, as_many_each, 0)
+
+
+def draft_share(
+    config: ModelConfig, target_longest: int, block_size: int, dtype: DType, max_running: int
+) -> DraftShare:
+    """`config` is the draft's, `target_longest` how many positions the target's sequences may have."""
+    longest = min(config.max_position_embeddings, target_longest)
+    layout = config.kv_layout(block_size, dtype)
+    parameters = parameter_bytes(config, 1, 0, DTYPE_BYTES[dtype])
+    return DraftShare(parameters, layout, max_running * layout.blocks_for(longest), longest)
+
+
+def kv_budget(options: EngineOptions, layout: KVLayout, longest: int, device: torch.device, ranks: Ranks) -> int:
+    """Bytes for the KV of one of `ranks`, whose own part of it `layout` is: what the options say, or the default."""
+    if options.kv_memory_bytes is not None:
+        return options.kv_memory_bytes // ranks.size
+    draft = None
+    if options.draft_dir is not None:
+        config = read_model_config(options.draft_dir)
+        draft = draft_share(config, longest, options.block_size, layout.layers[0].dtype, options.max_running)
+    return default_budget(layout, longest, device, ranks.local_size, draft, options.gpu_share)
+
+
+def default_budget(
+    layout: KVLayout,
+    longest: int,
+    device: torch.device,
+    local_size: int,
+    draft: DraftShare | None,
+    gpu_share: float = 0.0,
+) -> int:
+    """Bytes for a rank's KV when nobody says how many; `layout` is the rank's, `local_size` counts the worker's ranks
+    on this machine, `gpu_share` is as of `default_kv_bytes`. A `draft` that comes later has its share of a GPU; on CPU
+    its pages are taken as they are used."""
+    enough = layout.blocks_for(longest) * layout.bytes_per_block * DEFAULT_SEQUENCES
+    free = default_kv_bytes(device, local_size, gpu_share)
+    if draft is not None and device.type == "cuda":
+        free = draft.left_of(free, layout.bytes_per_block)
+    return min(free, enough)
+
+
+def plan_blocks(layout: KVLayout, kv_memory_bytes: int, max_model_len: int | None) -> int:
+    """How many blocks fit in `kv_memory_bytes`. Raises StartupError if that is less than `max_model_len` tokens."""
+    num_blocks = kv_memory_bytes // layout.bytes_per_block
+    needed = layout.blocks_for(max_model_len or 1)
+    if num_blocks < needed:
+        need_mib, have_mib = needed * layout.bytes_per_block / 2**20, kv_memory_bytes / 2**20
+        raise StartupError(
+            f"KV memory of {have_mib:.1f} MiB is too small: {max_model_len or 1} tokens need {need_mib:.1f} MiB"
+        )
+    return num_blocks
+
+
+def default_kv_bytes(device: torch.device, local_size: int = 1, gpu_share: float = 0.0) -> int:
+    """For one of a worker's `local_size` ranks on this machine. CPU: its part of an eighth of the machine's memory, or
+    of 4 GiB if that is less (pages are taken from the system only as blocks are used). CUDA: 85 % of what is free; of a
+    `gpu_share` below 1 also at most 85 % of the share less what this process has there already. A share of 0 is even
+    parts for the worker's ranks on the same GPU. Raises StartupError where weights fill a share below 1."""
+    if device.type != "cuda":
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(_CPU_KV_BYTES, int(physical * _CPU_KV_SHARE)) // local_size
+    share = gpu_share or 1.0 / -(-local_size // torch.cuda.device_count())
+    free, total = torch.cuda.mem_get_info(device)
+    if share == 1.0:
+        return int(free * _CUDA_KV_SHARE)
+    mine = torch.cuda.memory_reserved(device)
+    left = int(total * share * _CUDA_KV_SHARE) - mine
+    if left <= 0:
+        raise StartupError(
+            f"{device}: weights take {mine / 2**30:.1f} GiB of this rank's share of {total * share / 2**30:.1f} GiB;"
+            " give it more with --gpu-share, or a GPU of its own"
+        )
+    return min(left, int(free * _CUDA_KV_SHARE))

@@ -1,0 +1,44 @@
+"""How to bring up a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How to bring up a model. None means: decide from the machine and the checkpoint.
+
+    `exact` makes the bits of a row's logits independent of its batch (CPU; float32, or bfloat16 where compiled kernels
+    multiply it), and proves it at start. `threads` is the number of compute threads of this process. `kv_memory_bytes`
+    is the worker's, all ranks together. `max_num_tokens` bounds the tokens of one step. `host` is this machine's
+    address for the worker's other ranks, `edge_kind` how KV goes to other workers, `staging_bytes` the most of it on
+    its way at once, all ranks together. `kernels` is `auto` (the best compiled ones that this processor has, else
+    torch's), `torch`, or the level of compiled ones. `quantize` is `none` or `int8` (weights of linear layers and head;
+    compiled kernels alone). `version` is the code's.
+    `draft_dir` is the draft that this rank loads afterwards, for `max_running` sequences. `decode_rows` is the most
+    sequences of a decode step, for which steps are captured on a GPU; 0 captures none. `gpu_share` is the share of its
+    GPU's memory that a rank may use, 0: all, or an even part where ranks of this worker share a GPU. What ranks must
+    have alike: `rank_options`.
+    """
+
+    model_dir: Path
+    device: str = "auto"
+    dtype: str = "auto"
+    exact: bool = False
+    threads: int = 1
+    block_size: int = 16
+    kv_memory_bytes: int | None = None
+    max_model_len: int | None = None
+    max_num_tokens: int = 8192
+    host: str = "127.0.0.1"
+    kernels: str = "auto"
+    edge_kind: str = "auto"
+    staging_bytes: int = 0
+    quantize: str = "none"
+    version: str = ""
+    draft_dir: Path | None = None
+    max_running: int = 0
+    decode_rows: int = 0
+    gpu_share: float = 0.0

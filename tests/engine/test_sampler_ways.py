@@ -1,0 +1,165 @@
+"""The compiled sampler and the one for a GPU (in Triton's interpreter) against the plain one: the same token wherever
+they decide, and they decide nearly always."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from baton.core.request import SamplingParams
+from baton.engine.kernels import native
+from baton.engine.processors import Draw
+from baton.engine.sampler import Choose
+from baton.engine.sampler_native import chooser
+from tests.engine.driver import float32_levels
+from tests.engine.sampler_cases import PARAMS, plain, rows, sample
+
+TRITON = "triton"
+SMALL_VOCABS, VOCABS = (1, 3, 65), (1, 3, 17, 64, 65, 333, 4096)
+
+
+def way(name: str) -> Choose:
+    if name != TRITON:
+        return chooser(native.load(name))
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("with a GPU the kernel is compiled: see tests/gpu")
+    from baton.engine.kernels.sampling import decide
+
+    return lambda logits, draws: [token if token >= 0 else None for token in decide(logits, draws).tolist()]
+
+
+@pytest.fixture(params=[*float32_levels(), TRITON])
+def choose(request: pytest.FixtureRequest) -> Choose:
+    return way(request.param)
+
+
+@pytest.fixture(params=float32_levels())
+def compiled(request: pytest.FixtureRequest) -> Choose:
+    return way(request.param)
+
+
+def every_case() -> list[object]:
+    """Triton's interpreter takes seconds for each: of small vocabularies all at once, one of top_p and the plain draw
+    in every run."""
+    found = [
+        pytest.param(level, p, v, id=f"{level}-{p}-{v}") for level in float32_levels() for p in PARAMS for v in VOCABS
+    ]
+    for params in PARAMS:
+        for vocab in SMALL_VOCABS:
+            often = vocab == 65 and params in (PARAMS[-1], PARAMS[7], {})
+            marks = () if often else (pytest.mark.long,)
+            found.append(pytest.param(TRITON, params, vocab, marks=marks, id=f"{TRITON}-{params}-{vocab}"))
+    return found
+
+
+@pytest.mark.parametrize(("name", "params", "vocab"), every_case())
+def test_same_token_as_the_plain_sampler(name: str, params: dict[str, float], vocab: int) -> None:
+    choose, undecided = way(name), set()
+    for kind, row in rows(vocab).items():
+        draws = [
+            Draw(SamplingParams(**{"temperature": 0.8, "seed": 2**63 + 77 * index, **params}), index % 3, index)
+            for index in range(3 if name == TRITON else 12)
+        ]
+        tokens = choose(torch.from_numpy(row).expand(len(draws), -1), draws)
+        for draw, token in zip(draws, tokens, strict=True):
+            if token is None:
+                undecided.add(kind)
+            else:
+                assert token == plain(row, draw), (kind, draw)
+    # Sums that meet top_p to the last bit are common among equal weights, and nowhere else; of float32 sums near ones.
+    if name == TRITON:
+        assert undecided <= ({"equal"} if params.get("top_k") == 50 else set())
+    else:
+        assert undecided <= ({"equal", "flat", "few values"} if "top_p" in params or "min_p" in params else set())
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_p": 0.5},  # of 4 equal weights 2 are just enough
+        {"min_p": float(np.exp(-1.0))},
+        {"temperature": 1e-12},  # noise less than float64 tells apart beside 20.0
+    ],
+    ids=str,
+)
+def test_what_is_too_close_is_left_to_the_plain_sampler(params: dict[str, float], choose: Choose) -> None:
+    row = torch.tensor([[20.0, 20.0, 20.0, 20.0 if "top_p" in params or "temperature" in params else 19.0]])
+    draw = Draw(SamplingParams(**{"temperature": 1.0, "seed": 1, **params}), 0, 0)
+    assert choose(row, [draw]) == [None]
+    assert sample(row, [draw], None, choose) == sample(row, [draw])
+
+
+def test_what_is_no_number_is_left_to_the_plain_sampler(choose: Choose) -> None:
+    draw = Draw(SamplingParams(temperature=1.0), 0, 0)
+    for bad in (np.nan, np.inf):
+        row = torch.zeros(1, 100)
+        row[0, 50] = bad
+        assert choose(row, [draw]) == [None]
+    assert choose(torch.full((1, 100), -torch.inf), [draw]) == [None]
+
+
+def test_of_equal_logits_the_lowest_id_wins_and_a_zero_has_no_sign(choose: Choose) -> None:
+    greedy = Draw(SamplingParams(temperature=0.0), 0, 0)
+    logits = torch.tensor([[1.0, 3.0, 3.0], [-0.0, 0.0, -1.0], [0.0, -0.0, 0.0]])
+    assert choose(logits, [greedy] * 3) == [1, 0, 0]
+    row = torch.tensor([-0.0, 0.0, -0.0, 0.0])
+    draws = [Draw(SamplingParams(temperature=1.0, top_k=2, seed=index), 0, index) for index in range(20)]
+    tokens = choose(row.expand(20, -1), draws)
+    assert tokens == [plain(row.numpy(), draw) for draw in draws] and {*tokens} == {0, 1}
+
+
+@pytest.mark.parametrize("temperature", [1.5e-6, 5e-6])
+def test_of_logits_that_noise_hardly_parts_the_same_one_wins(compiled: Choose, temperature: float) -> None:
+    """Their noise is less than float32 tells apart beside them."""
+    row = np.full(1000, 20.0, dtype=np.float32)
+    draws = [Draw(SamplingParams(temperature=temperature, seed=1), 0, index) for index in range(300)]
+    tokens = compiled(torch.from_numpy(row).expand(300, -1), draws)
+    decided = [(draw, token) for draw, token in zip(draws, tokens, strict=True) if token is not None]
+    assert all(token == plain(row, draw) for draw, token in decided) and len(decided) > 250
+
+
+@pytest.mark.parametrize("vocab", [4096, 49_152])
+@pytest.mark.parametrize("beyond", [-3e-7, -3e-9, 3e-9, 3e-7])
+def test_a_cut_that_float32_cannot_place_is_placed(compiled: Choose, vocab: int, beyond: float) -> None:
+    """The likeliest token alone just reaches top_p, or just does not; a fifth of all is in tokens whose weights are not
+    summed in float64 where that is not needed."""
+    row = np.full(vocab, np.log(0.5 / vocab), dtype=np.float32) + np.arange(vocab, dtype=np.float32) % 7 * 1e-3
+    row[77], row[500] = 0.0, np.log(0.9)
+    total = np.exp(row.astype(np.float64)).sum()
+    params = SamplingParams(temperature=1.0, top_p=(1.0 + beyond) / total, seed=5)
+    draws = [Draw(params, 0, index) for index in range(40)]
+    tokens = compiled(torch.from_numpy(row).expand(40, -1), draws)
+    assert tokens == [plain(row, draw) for draw in draws]
+    assert set(tokens) == ({77} if beyond < 0 else {77, 500})
+
+
+def test_a_mixed_batch_through_sample(choose: Choose) -> None:
+    logits = torch.randn(8, 2500, generator=torch.Generator().manual_seed(0)) * 4
+    logits[5, ::2] = logits[5, 1::2]  # every value twice: cuts fall among equal ones
+    settings = [
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=3),
+        SamplingParams(top_p=0.9, seed=9),
+        SamplingParams(top_k=7, top_p=0.6, min_p=0.01, seed=2**63),
+    ]
+    draws = [Draw(settings[i % 4], i % 2, i) for i in range(8)]
+    assert None not in choose(logits, draws)
+    assert sample(logits, draws, None, choose) == sample(logits, draws)
+
+
+def test_undecided_draws_fall_back() -> None:
+    logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(0))
+    draws = [Draw(SamplingParams(seed=i), 0, i) for i in range(3)]
+    asked: list[int] = []
+
+    def half(rows: torch.Tensor, asking: Sequence[Draw]) -> list[int | None]:
+        asked.append(len(asking))
+        return [None, sample(rows, asking)[1], None]
+
+    assert sample(logits, draws, None, half) == sample(logits, draws)
+    assert asked == [3]
