@@ -32,7 +32,7 @@ from baton.engine.runner import Runner
 from baton.model_source import builtin_directory
 from benchmarks.serving import commit, machine
 from decode.scheduler import DecodeScheduler
-from decode.speculation.draft_model import measure_steps
+from decode.speculation.draft_model import measure_fills
 from decode.speculation.policy import Speculation
 from decode.speculation.step_cost import StepModel
 
@@ -110,7 +110,7 @@ def main() -> int:
     clock = CLOCKS[arguments.clock]
     options = EngineOptions(model_dir=builtin_directory("target"), device="cpu", threads=1, kv_memory_bytes=128 << 20)
     runner = load_runner(options)
-    costs = measure_steps(runner, STEP_TOKENS)
+    costs = measure_fills(runner, STEP_TOKENS)
     rows, same = [], True
     for count in arguments.streams:
         requests = streams(count, arguments.prompt, arguments.output, runner.model_config.vocab_size)

@@ -78,7 +78,6 @@ class Prices:
             first,
             rows=plain,
             per_draft_token=per_draft_token,
-            planning_s=self.around_draft_tokens_s,
         )
 
 
