@@ -23,13 +23,15 @@ _TAIL_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run. `cores` empty means not pinned; `environment` is added to the launcher's own."""
+    """What to run. `cores` empty means not pinned; `environment` is added to the launcher's own; `note` is said of it
+    at each start."""
 
     name: str
     command: tuple[str, ...]
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
+    note: str = ""
 
 
 class Child:

@@ -25,15 +25,15 @@ import time
 from pathlib import Path
 
 from baton.core.errors import StartupError
+from launch.child import ChildSpec
 from launch.cluster_api import get_workers
 from launch.console import Console
 from launch.failure import describe_exit
 from launch.members import Addresses, Members
 from launch.plan import COORDINATOR
-from launch.restart import Backoff
 from launch.run_directory import CLUSTER, reason
 from launch.signals import Signals
-from launch.supervisor import Supervised
+from launch.supervisor import Backoff, Supervised
 
 TICK_S = 0.2
 STARTING_TICK_S = 0.05  # somebody waits for `ready`
@@ -57,7 +57,7 @@ class LocalCluster:
         self._addresses: Addresses | None = members.addresses
         self._elsewhere: set[str] = set()
         if members.has_coordinator:
-            self._coordinator = Supervised(COORDINATOR, lambda: members.coordinator(self._addresses), console, backoff)
+            self._coordinator = Supervised(COORDINATOR, self._coordinator_spec, console, backoff)
             self._addresses = None
             self._elsewhere = {w.name for w in members.plan.topology.workers} - {
                 part.worker.name for part in members.parts.values()
@@ -85,7 +85,6 @@ class LocalCluster:
         with Signals() as signals:
             try:
                 if self._coordinator is not None:
-                    self._forget_ready_file()
                     self._coordinator.start()
                 reminded = time.monotonic()
                 while not signals.stops:
@@ -111,7 +110,7 @@ class LocalCluster:
             if worker.ever_started:
                 worker.tick()
             elif self._front_is_up:
-                worker.start(f"   {self._members.parts[worker.name].placement}")
+                worker.start()
         if self._front_is_up:
             self._look_for_joined()
         if not self._announced:
@@ -119,21 +118,18 @@ class LocalCluster:
 
     def _tick_coordinator(self, coordinator: Supervised) -> None:
         if coordinator.left:  # somebody ended it alone: it drained all workers, and all come back with it
-            self._forget_ready_file()
-            coordinator.start_again("   again, on the same ports")
+            coordinator.start_again()
             self._all_back_until = time.monotonic() + AGENT_EXIT_S
-        elif coordinator.restart_at is not None and time.monotonic() >= coordinator.restart_at:
-            self._forget_ready_file()
-            coordinator.start_again("   again, on the same ports")
         else:
             coordinator.tick()
         if coordinator.child is not None and not coordinator.joined:
             self._look_for_ready_file(coordinator)
 
-    def _forget_ready_file(self) -> None:
-        """The one of an earlier run; the run directory was seen to be writable."""
-        with contextlib.suppress(OSError):
+    def _coordinator_spec(self) -> ChildSpec:
+        """For a run that begins now: the ready-file of the one before is removed."""
+        with contextlib.suppress(OSError):  # the run directory was seen to be writable
             self._members.ready_file.unlink(missing_ok=True)
+        return self._members.coordinator(self._addresses)
 
     def _look_for_ready_file(self, coordinator: Supervised) -> None:
         try:

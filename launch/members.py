@@ -107,13 +107,15 @@ class Members:
             flags = (*flags, "--admin-port", bound.admin.rpartition(":")[2])
         command = (*self.programs.coordinator, *flags, "--ready-file", str(self.ready_file))
         environment = {**self.environment, "PYTHONUNBUFFERED": "1"}
-        return ChildSpec(COORDINATOR, command, self.run_dir / f"{COORDINATOR}.log", environment)
+        note = "on the same ports" if bound is not None else ""
+        return ChildSpec(COORDINATOR, command, self.run_dir / f"{COORDINATOR}.log", environment, note=note)
 
     def worker(self, name: str, bound: Addresses) -> ChildSpec:
         part = self.parts[name]
         command = self.programs.worker(self.plan, part, bound.control)
-        log, cores = self.run_dir / f"{name}.log", part.placement.cores
-        return ChildSpec(name, command, log, {**self.environment, **part.environment}, cores)
+        environment = {**self.environment, **part.environment}
+        log, where = self.run_dir / f"{name}.log", part.placement
+        return ChildSpec(name, command, log, environment, where.cores, note=str(where))
 
 
 def nodes_here(topology: Topology, wanted: str = "") -> frozenset[str]:

@@ -18,9 +18,8 @@ from launch.local import LocalCluster
 from launch.members import Members, Programs, check_cores, nodes_here, own_nodes
 from launch.plan import COORDINATOR, Plan, check_addresses, local_topology, make_plan
 from launch.plan_checks import check_files, check_memory, check_plan, host_memory_bytes
-from launch.restart import Backoff
 from launch.run_directory import reason, run_directory, write_token
-from launch.supervisor import MemberFailed
+from launch.supervisor import Backoff, MemberFailed
 from launch.topology import parse_topology
 from launch.up_config import DoctorConfig, UpConfig, check_supported
 
