@@ -84,7 +84,7 @@ class Members:
 
     @property
     def has_api_keys(self) -> bool:
-        return bool(self.plan.topology.coordinator.options.get("api_key_file"))
+        return bool(self.plan.topology.coordinator.config.api_key_file)
 
     @property
     def parts(self) -> dict[str, Part]:

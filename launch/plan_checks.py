@@ -66,7 +66,7 @@ def check_memory(plan: Plan, nodes: Collection[str], host_bytes: int) -> None:
     """
     wanted: dict[str, int] = {}
     for part in plan.parts:
-        given = float(str(part.worker.options.get("kv_memory_gib", 0)))
+        given = part.worker.config.kv_memory_gib
         if part.node.name in nodes and given and not part.gpus:
             wanted[part.name] = round(given * part.ranks / part.worker.tensor_parallel * (1 << 30))
     if host_bytes and sum(wanted.values()) > host_bytes:

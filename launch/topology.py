@@ -32,6 +32,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from baton.core.commands import Role
 from baton.core.config import CoordinatorConfig, WorkerConfig, from_table, nearest, option
@@ -66,7 +67,18 @@ class CoordinatorPlace:
     port: int
     grpc_port: int
     control_port: int
-    options: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> CoordinatorConfig:
+        """What its command line says of it, with the defaults of what it does not say."""
+        return CoordinatorConfig(
+            host=self.host,
+            port=self.port,
+            grpc_port=self.grpc_port,
+            control_port=self.control_port,
+            **self.options,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +93,19 @@ class WorkerPlace:
     rendezvous_port: int = 0
     link_port: int = 0
     store_port: int = 0
-    options: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> WorkerConfig:
+        """What its command line says of it, with the defaults of what it does not say."""
+        return WorkerConfig(link_port=self.link_port, store_port=self.store_port, **self.options)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.tensor_parallel // len(self.nodes)
+
+    def with_option(self, **options: object) -> WorkerPlace:
+        return replace(self, options={**self.options, **options})
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +273,9 @@ def _worker(
 def _on_gpus(worker: WorkerPlace, nodes: tuple[Node, ...]) -> WorkerPlace:
     """A worker that the file gives GPUs computes there or not at all: `auto` would take the CPU where none is found."""
     given = worker.devices or all(node.gpus for node in nodes if node.name in worker.nodes)
-    if not given or worker.options.get("device", "auto") != "auto" or worker.options.get("exact"):
+    if not given or worker.config.device != "auto" or worker.config.exact:
         return worker
-    return replace(worker, options={**worker.options, "device": "cuda"})
+    return worker.with_option(device="cuda")
 
 
 def _shared(file: Mapping[str, object]) -> Mapping[str, object]:
