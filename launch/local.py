@@ -26,7 +26,7 @@ from pathlib import Path
 
 from baton.core.errors import StartupError
 from launch.child import ChildSpec
-from launch.cluster_api import get_workers
+from launch.cluster_api import get_cluster
 from launch.console import Console
 from launch.failure import describe_exit
 from launch.members import Addresses, Members
@@ -151,8 +151,8 @@ class LocalCluster:
         if not waiting and not self._elsewhere:
             return
         try:
-            views = {view.id: view for view in get_workers(self._bound().admin_url)}
-        except OSError:
+            views = {view.id: view for view in get_cluster(self._bound().admin_url).workers}
+        except StartupError:
             return
         for worker in waiting:
             view = views.get(self._members.parts[worker.name].worker.name)
@@ -190,8 +190,8 @@ class LocalCluster:
     def _chosen(self) -> list[str]:
         """What the workers decided themselves, as they said when they joined."""
         try:
-            views = get_workers(self._bound().admin_url)
-        except OSError:
+            views = get_cluster(self._bound().admin_url).workers
+        except StartupError:
             return []
         facts: dict[str, list[str]] = {}
         for view in views:

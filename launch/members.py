@@ -118,31 +118,20 @@ class Members:
         return ChildSpec(name, command, log, environment, where.cores, note=str(where))
 
 
-def nodes_here(topology: Topology, wanted: str = "") -> frozenset[str]:
+def nodes_here(topology: Topology, wanted: str = "", *, none_will_do: bool = False) -> frozenset[str]:
     """The nodes of a topology that are this host: the one that was asked for, else those whose address is its own.
 
     Raises:
-        StartupError: there is none.
-    """
-    found = own_nodes(topology, wanted)
-    if not found:
-        names = ", ".join(node.name for node in topology.nodes)
-        raise StartupError(f"no node of the topology has an address of this host; --node says which it is: {names}")
-    return found
-
-
-def own_nodes(topology: Topology, wanted: str = "") -> frozenset[str]:
-    """The same, where there may be none.
-
-    Raises:
-        StartupError: the one that was asked for is none of them.
+        StartupError: the one that was asked for is none of them; or there is none, unless that will do.
     """
     names = [node.name for node in topology.nodes]
-    if not wanted:
-        return frozenset(node.name for node in topology.nodes if is_own(node.address))
-    if wanted not in names:
+    if wanted and wanted not in names:
         raise StartupError(f"--node {wanted}: the topology names {', '.join(names)}")
-    return frozenset({wanted})
+    found = [wanted] if wanted else [node.name for node in topology.nodes if is_own(node.address)]
+    if not found and not none_will_do:
+        what = "no node of the topology has an address of this host; --node says which it is"
+        raise StartupError(f"{what}: {', '.join(names)}")
+    return frozenset(found)
 
 
 def check_cores(plan: Plan, nodes: frozenset[str]) -> None:

@@ -15,7 +15,7 @@ from baton.rpc.ports import check_free
 from launch.console import Console
 from launch.gpus import visible_gpus
 from launch.local import LocalCluster
-from launch.members import Members, Programs, check_cores, nodes_here, own_nodes
+from launch.members import Members, Programs, check_cores, nodes_here
 from launch.plan import COORDINATOR, Plan, check_addresses, local_topology, make_plan
 from launch.plan_checks import check_files, check_memory, check_plan, host_memory_bytes
 from launch.run_directory import reason, run_directory, write_token
@@ -37,8 +37,7 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
     """
     plan = plan_for(config)
     check_plan(plan)
-    # A dry run may be made where no node is.
-    nodes = (own_nodes if config.dry_run else nodes_here)(plan.topology, config.node)
+    nodes = nodes_here(plan.topology, config.node, none_will_do=config.dry_run)
     check_cores(plan, nodes)
     check_files(plan, nodes)
     check_memory(plan, nodes, host_memory_bytes())

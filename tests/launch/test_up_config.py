@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from baton.core.config import CoordinatorConfig, WorkerConfig
 from baton.core.errors import StartupError
 from baton.model_source import builtin_directory, resolve_model, served_name
-from launch.cluster_api import get_workers
+from launch.cluster_api import get_cluster
 from launch.members import Addresses, Members, Programs
 from launch.plan import local_topology, make_plan
 from launch.up import check_ports
@@ -175,8 +175,8 @@ def test_precedence_and_print_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("url", ["http://[", "http://a:b", "http://a:99999", "", "//"])
 def test_an_address_that_is_none_is_one_line(url: str) -> None:
-    with pytest.raises(OSError, match="is no address"):
-        get_workers(url)
+    with pytest.raises(StartupError, match="is no address"):
+        get_cluster(url)
 
 
 def test_an_environment_variable_that_nothing_reads_is_refused_with_the_nearest() -> None:
