@@ -222,13 +222,10 @@ def emit_slurm_command(topology: str) -> int:
 @baton.command("version")
 def version_command() -> int:
     """Print the versions of baton and of what it stands on."""
-    from importlib.metadata import PackageNotFoundError, version
+    from launch.up import installed_version
 
     for package in ("baton-serve", "torch", "grpcio", "fastapi", "tokenizers"):
-        try:
-            click.echo(f"{package:<12} {version(package)}")
-        except PackageNotFoundError:
-            click.echo(f"{package:<12} not installed")
+        click.echo(f"{package:<12} {installed_version(package)}")
     click.echo(f"{'python':<12} {platform.python_version()}")
     return 0
 

@@ -140,7 +140,7 @@ def check_cores(plan: Plan, nodes: frozenset[str]) -> None:
     Raises:
         StartupError: names the node, its key and the cores.
     """
-    here = os.sched_getaffinity(0) if sys.platform == "linux" else set(range(os.cpu_count() or 1))
+    here = os.sched_getaffinity(0)
     for name in sorted(nodes):
         asked = {core for part in plan.parts if part.node.name == name for core in part.placement.cores}
         if not asked <= here:

@@ -21,7 +21,7 @@ from launch.plan_checks import check_files, check_memory, check_plan, host_memor
 from launch.run_directory import reason, run_directory, write_token
 from launch.supervisor import Backoff, MemberFailed
 from launch.topology import parse_topology
-from launch.up_config import DoctorConfig, UpConfig, check_supported
+from launch.up_config import DoctorConfig, UpConfig
 
 TOKEN_VARIABLE = "BATON_CLUSTER_TOKEN_FILE"
 _WITH_TOPOLOGY = {"topology", "node", "dry_run", "run_dir", "start_timeout_s", "drain_timeout_s"} | (
@@ -36,7 +36,6 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
         StartupError: it cannot come up.
     """
     plan = plan_for(config)
-    check_plan(plan)
     nodes = nodes_here(plan.topology, config.node, none_will_do=config.dry_run)
     check_cores(plan, nodes)
     check_files(plan, nodes)
@@ -67,7 +66,7 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
         roles = [worker.role for worker in plan.topology.workers]
         counts = f"{roles.count('prefill')} prefill + {roles.count('decode')} decode"
         where = f"nodes {', '.join(sorted(nodes))}" if config.topology else f"device {config.device}"
-        console.stage("baton", f"{release()}   model {plan.served_name}   {counts}   {where}")
+        console.stage("baton", f"{installed_version('baton-serve')}   model {plan.served_name}   {counts}   {where}")
         console.stage("logs", str(run_dir))
         try:
             return LocalCluster(members, console, backoff).run()
@@ -87,7 +86,8 @@ def _names_token(plan: Plan) -> bool:
 
 
 def plan_for(config: UpConfig) -> Plan:
-    """The plan of a topology file, or of the options alone: then on this machine, with the cores and GPUs it has.
+    """The plan of a topology file, or of the options alone: then on this machine, with the cores and GPUs it has;
+    checked.
 
     Raises:
         StartupError: the file or the options do not make a cluster, or there is no such model.
@@ -97,12 +97,13 @@ def plan_for(config: UpConfig) -> Plan:
             if key not in _WITH_TOPOLOGY:
                 flag = "--" + key.replace("_", "-")
                 raise StartupError(f"{flag} is what the topology file says; put it there, or leave out --topology")
-        return topology_plan(config.topology)
-    check_supported(config)
-    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else range(os.cpu_count() or 1)
-    name = config.served_model_name or served_name(config.model)
-    model = str(resolve_model(config.model))
-    return make_plan(local_topology(config, list(cores), visible_gpus()), model, name)
+        plan = topology_plan(config.topology)
+    else:
+        topology = local_topology(config, sorted(os.sched_getaffinity(0)), visible_gpus())
+        name = config.served_model_name or served_name(config.model)
+        plan = make_plan(topology, str(resolve_model(config.model)), name)
+    check_plan(plan)
+    return plan
 
 
 def topology_plan(path: str, addresses: bool = True) -> Plan:
@@ -113,9 +114,9 @@ def topology_plan(path: str, addresses: bool = True) -> Plan:
     return make_plan(topology, topology.model, topology.served_model_name or served_name(topology.model))
 
 
-def release() -> str:
+def installed_version(package: str) -> str:
     try:
-        return version("baton-serve")
+        return version(package)
     except PackageNotFoundError:
         return "(not installed)"
 
