@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from baton.core.errors import StartupError
-from baton.process import PARENT_VARIABLE, descendants, set_death_signal
+from baton.process import PARENT_VARIABLE, descendants, kill_tree, set_death_signal
 from launch.cores import ranges
 from launch.failure import find_box
 
@@ -71,9 +71,7 @@ class Child:
     def kill(self, wait_s: float = 5.0) -> None:
         """SIGKILL to it and everything below it, then reaps it."""
         if self._process.poll() is None:
-            for pid in (*descendants(self.pid), self.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_tree(self.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(wait_s)
 

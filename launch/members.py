@@ -61,8 +61,10 @@ class Addresses:
         return f"{host}:{port}"
 
     @property
-    def ports(self) -> tuple[int, int, int]:
-        return tuple(int(address.rpartition(":")[2]) for address in (self.http, self.grpc, self.control))  # type: ignore[return-value]
+    def ports(self) -> dict[str, int]:
+        """By the options that name them to a coordinator."""
+        found = {"port": self.http, "grpc_port": self.grpc, "control_port": self.control, "admin_port": self.admin}
+        return {name: int(address.rpartition(":")[2]) for name, address in found.items() if address}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +105,6 @@ class Members:
     def coordinator(self, bound: Addresses | None = None) -> ChildSpec:
         """`bound` holds the ports of an earlier run, which the next one takes again."""
         flags = self.plan.coordinator_command(None if bound is None else bound.ports)
-        if bound is not None and bound.admin:
-            flags = (*flags, "--admin-port", bound.admin.rpartition(":")[2])
         command = (*self.programs.coordinator, *flags, "--ready-file", str(self.ready_file))
         environment = {**self.environment, "PYTHONUNBUFFERED": "1"}
         note = "on the same ports" if bound is not None else ""

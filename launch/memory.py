@@ -28,7 +28,7 @@ from baton.transfer.nccl import MAX_CTAS
 from baton.transfer.staging_buffers import kept_limit
 from baton.transfer.staging_room import check_staging
 from launch.plan import Part, Plan
-from launch.plan_checks import check_divides
+from launch.plan_checks import check_divides, naming
 
 CHANNEL_BYTES = 4 << 20
 """NCCL's buffer of one channel (NCCL_BUFFSIZE), unless the environment says otherwise."""
@@ -89,10 +89,8 @@ def rank_memory(
     kind = choose_edges(options.edge_kind, device)
     channel_bytes = MAX_CTAS * CHANNEL_BYTES if kind == "nccl" else 0
     staging = round(options.staging_mib * (1 << 20))
-    try:
+    with naming(part.name):
         check_staging(staging, layout)
-    except StartupError as error:
-        raise StartupError(f"{part.name}: {error.message}") from None
     return RankMemory(
         parameter_bytes(config, size, rank, DTYPE_BYTES[dtype], options.quantize == "int8"),
         (blocks + 1) * mine.bytes_per_block if budget else 0,

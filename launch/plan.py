@@ -99,14 +99,18 @@ class Plan:
             return ""
         return host_port(self.topology.node(place.node).address, place.config.admin_port)
 
-    def coordinator_command(self, ports: tuple[int, int, int] | None = None) -> tuple[str, ...]:
-        """The flags of the coordinator; `ports` (HTTP, gRPC, control) are those of an earlier run."""
+    def coordinator_command(self, ports: Mapping[str, int] | None = None) -> tuple[str, ...]:
+        """The flags of the coordinator; `ports` by their options are those of an earlier run."""
         place = self.topology.coordinator
-        http, grpc, control = ports or (place.port, place.grpc_port, place.control_port)
-        words = ["--model", self.model, "--served-model-name", self.served_name, "--host", place.host]
-        words += ["--port", str(http), "--grpc-port", str(grpc)]
-        words += ["--control-host", self.topology.node(place.node).address, "--control-port", str(control)]
-        return (*words, *flags_of(place.options))
+        options = {
+            "host": place.host,
+            "port": place.port,
+            "grpc_port": place.grpc_port,
+            "control_host": self.topology.node(place.node).address,
+            "control_port": place.control_port,
+        }
+        named = ("--model", self.model, "--served-model-name", self.served_name)
+        return (*named, *flags_of({**options, **place.options, **(ports or {})}))
 
     def agent_flags(self, part: Part) -> tuple[str, ...]:
         """The flags of the agent of a part; torchrun takes the same."""
@@ -123,17 +127,19 @@ class Plan:
     def worker_command(self, part: Part, control: str = "") -> tuple[str, ...]:
         """The flags of each rank of a part."""
         worker = part.worker
-        words = ["--model", self.model, "--worker-id", worker.name, "--coordinator", control or self.control]
-        words += ["--host", part.node.address]
-        if part.placement.threads:
-            words += ["--threads", str(part.placement.threads)]
-        for key in ("link_port", "store_port"):
-            if getattr(worker, key):
-                words += [f"--{key.replace('_', '-')}", str(getattr(worker, key))]
-        options = {key: value for key, value in worker.options.items() if key not in ("threads", "gpu_share")}
-        if share := worker.config.gpu_share or (1 / part.gpu_ranks if part.gpu_ranks > 1 else 0):
-            words += ["--gpu-share", f"{share:.4f}"]
-        return (*words, *flags_of(options))
+        share = worker.config.gpu_share or (1 / part.gpu_ranks if part.gpu_ranks > 1 else 0)
+        options = {
+            "worker_id": worker.name,
+            "coordinator": control or self.control,
+            "host": part.node.address,
+            "threads": part.placement.threads,
+            "link_port": worker.link_port,
+            "store_port": worker.store_port,
+            "gpu_share": f"{share:.4f}" if share else 0,
+        }
+        placed = {name: value for name, value in options.items() if value}
+        chosen = {name: value for name, value in worker.options.items() if name not in options}
+        return ("--model", self.model, *flags_of({**placed, **chosen}))
 
     def listeners(self) -> tuple[Listener, ...]:
         """Every port of the cluster that has a key. Edges and the channels between ranks take any free ones besides."""

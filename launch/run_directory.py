@@ -36,9 +36,10 @@ def run_directory(wanted: str) -> Iterator[Path]:
         StartupError: the directory asked for cannot be made, not be written to, has no room, or another process has
             it; the message names it.
     """
-    path = _made(wanted) if wanted else _fresh()
+    path = Path(wanted).expanduser().resolve() if wanted else _fresh()
     with contextlib.ExitStack() as stack:
         try:
+            path.mkdir(parents=True, exist_ok=True)
             lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             stack.callback(os.close, lock)
             _hold(lock, wanted)
@@ -103,15 +104,6 @@ def _forget_addresses(path: Path) -> None:
         (path / name).unlink(missing_ok=True)
 
 
-def _made(wanted: str) -> Path:
-    path = Path(wanted).expanduser().resolve()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StartupError(f"run directory {wanted} cannot be made: {error.strerror or error}") from None
-    return path
-
-
 def _runs() -> Path:
     """Raises RuntimeError where there is no home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "runs"
@@ -119,15 +111,12 @@ def _runs() -> Path:
 
 def _fresh() -> Path:
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    try:
+    with contextlib.suppress(OSError, RuntimeError):
         path = _runs() / name
         path.mkdir(parents=True, mode=0o700)
         return path
-    except (OSError, RuntimeError) as error:
-        first = error
     try:
         return Path(tempfile.mkdtemp(prefix=f"baton-{name}-"))
     except OSError as error:
         where = "neither in the cache directory nor in one for temporary files"
-        why = f"{reason(first) if isinstance(first, OSError) else first}; {reason(error)}"
-        raise StartupError(f"a run directory can be made {where}: {why}; say one with --run-dir") from None
+        raise StartupError(f"a run directory can be made {where}: {reason(error)}; say one with --run-dir") from None
