@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import signal
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from launch.failure import find_box
 
 TAIL_LINES = 15
 _TAIL_BYTES = 64 * 1024
+_ERROR = "error: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,7 @@ class Child:
         return {self.pid, *descendants(self.pid)}
 
     def terminate(self) -> None:
-        if self.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        self._process.terminate()
 
     def kill(self, wait_s: float = 5.0) -> None:
         """SIGKILL to it and everything below it, then reaps it."""
@@ -79,12 +78,10 @@ class Child:
         """The last lines this run wrote."""
         return self._lines()[-lines:]
 
-    def error_line(self) -> str | None:
-        """The first `error: ...` this run wrote, without the word: the root cause comes before what it broke."""
-        for line in self._lines():
-            if line.startswith("error: "):
-                return line.removeprefix("error: ").strip()
-        return None
+    def error_line(self) -> str:
+        """The first `error: ...` this run wrote, without the word: the root cause comes before what it broke. Empty
+        without one."""
+        return next((line[len(_ERROR) :].strip() for line in self._lines() if line.startswith(_ERROR)), "")
 
     def box(self) -> list[str]:
         """The box that an agent ended this run with, or nothing."""

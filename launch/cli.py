@@ -187,11 +187,9 @@ def emit_group() -> None:
 def emit_shell_command(topology: str, out: str) -> int:
     """One script for each node: run DIR/NODE.sh there."""
     from launch.emit import emit_shell
-    from launch.plan_checks import check_plan
     from launch.up import topology_plan
 
-    plan = topology_plan(topology)
-    check_plan(plan, {})  # its workers will have their own environments
+    plan = topology_plan(topology, {})  # its workers will have their own environments
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
         for node in plan.topology.nodes:
@@ -210,12 +208,9 @@ def emit_shell_command(topology: str, out: str) -> int:
 def emit_slurm_command(topology: str) -> int:
     """One sbatch script, on standard output; hosts and addresses come from the allocation."""
     from launch.emit import emit_slurm
-    from launch.plan_checks import check_plan
     from launch.up import topology_plan
 
-    plan = topology_plan(topology, addresses=False)
-    check_plan(plan, {})
-    click.echo(emit_slurm(plan), nl=False)
+    click.echo(emit_slurm(topology_plan(topology, {}, addresses=False)), nl=False)
     return 0
 
 

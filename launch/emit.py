@@ -18,7 +18,6 @@ from launch.topology import Node
 
 _PYTHON = "@PYTHON@"
 _HOST = re.compile(r"@(\d+)@")
-_PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]+")  # needs no quotes
 _PROGRAMS = Programs((_PYTHON, "-m", "coordinator"), (_PYTHON, "-m", "launch.agent"))
 
 _SETUP = """\
@@ -128,7 +127,7 @@ def _word(word: str) -> str:
     """Quoted for a shell; `@PYTHON@` and `@0@` become its variables."""
     if word == _PYTHON:
         return '"$PYTHON"'
-    if _PLAIN.fullmatch(word) is None:
+    if shlex.quote(word) != word:
         return shlex.quote(word)
     filled = _HOST.sub(r"${ADDRESS[\1]}", word)
     return word if filled == word else f'"{filled}"'

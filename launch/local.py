@@ -22,7 +22,7 @@ import json
 import os
 import shlex
 import time
-from pathlib import Path
+from functools import partial
 
 from baton.core.errors import StartupError
 from launch.child import ChildSpec
@@ -31,7 +31,7 @@ from launch.console import Console
 from launch.failure import describe_exit
 from launch.members import Addresses, Members
 from launch.plan import COORDINATOR
-from launch.run_directory import CLUSTER, reason
+from launch.run_directory import write_addresses
 from launch.signals import Signals
 from launch.supervisor import Backoff, Supervised
 
@@ -62,10 +62,7 @@ class LocalCluster:
             self._elsewhere = {w.name for w in members.plan.topology.workers} - {
                 part.worker.name for part in members.parts.values()
             }
-        self._workers = [
-            Supervised(name, lambda name=name: members.worker(name, self._bound()), console, backoff)  # type: ignore[misc]
-            for name in members.parts
-        ]
+        self._workers = [Supervised(name, partial(self._worker_spec, name), console, backoff) for name in members.parts]
 
     @property
     def _all(self) -> list[Supervised]:
@@ -131,6 +128,9 @@ class LocalCluster:
             self._members.ready_file.unlink(missing_ok=True)
         return self._members.coordinator(self._addresses)
 
+    def _worker_spec(self, name: str) -> ChildSpec:
+        return self._members.worker(name, self._bound())
+
     def _look_for_ready_file(self, coordinator: Supervised) -> None:
         try:
             addresses = Addresses(**json.loads(self._members.ready_file.read_text()))
@@ -176,10 +176,7 @@ class LocalCluster:
         addresses = self._bound()
         known = {"http": addresses.http, "grpc": addresses.grpc, "control": addresses.control, "url": addresses.url}
         known |= {"admin": addresses.admin_url} if addresses.admin else {}
-        try:
-            write_json(self._members.run_dir / CLUSTER, {**known, "pid": os.getpid()})
-        except OSError as error:
-            raise StartupError(f"run directory {self._members.run_dir} cannot be written: {reason(error)}") from None
+        write_addresses(self._members.run_dir, {**known, "pid": os.getpid()})
         if addresses.admin:
             self._console.stage("ready", f"{addresses.admin_url}   for operators: baton ps {addresses.admin_url}")
         for line in self._chosen():
@@ -247,13 +244,6 @@ class LocalCluster:
         if self._addresses is None:
             raise AssertionError("a worker needs the coordinator's address")
         return self._addresses
-
-
-def write_json(path: Path, value: object) -> None:
-    """Whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value) + "\n")
-    partial.replace(path)
 
 
 def example_curl(url: str, model: str, *, key: bool = False) -> str:

@@ -13,7 +13,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from baton.core.errors import StartupError
@@ -47,7 +47,7 @@ def run_directory(wanted: str) -> Iterator[Path]:
             with tempfile.TemporaryFile(dir=path) as file:  # on a full disk files can still be made, and stay empty
                 file.write(bytes(ROOM_BYTES))
         except OSError as error:
-            what = f"run directory {wanted or path} cannot be used: {reason(error)}"
+            what = f"run directory {wanted or path} cannot be used: {_reason(error)}"
             raise StartupError(f"{what}; choose another with --run-dir") from None
         try:
             yield path
@@ -57,13 +57,21 @@ def run_directory(wanted: str) -> Iterator[Path]:
 
 
 def write_token(path: Path) -> Path:
-    """A fresh cluster token in a run directory, for its owner alone. Raises OSError."""
+    """A fresh cluster token in a run directory, for its owner alone. Raises StartupError."""
     token = path / TOKEN
-    token.unlink(missing_ok=True)
-    descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32) + "\n")
+    with _writing(path):
+        token.unlink(missing_ok=True)
+        with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
     return token
+
+
+def write_addresses(path: Path, addresses: Mapping[str, object]) -> None:
+    """Those of a cluster that is ready, into a run directory, whole or not at all. Raises StartupError."""
+    partial = path / f"{CLUSTER}.partial"
+    with _writing(path):
+        partial.write_text(json.dumps(addresses) + "\n")
+        partial.replace(path / CLUSTER)
 
 
 def local_token(url: str) -> str:
@@ -79,7 +87,15 @@ def local_token(url: str) -> str:
     return ""
 
 
-def reason(error: OSError) -> str:
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StartupError(f"run directory {path} cannot be written: {_reason(error)}") from None
+
+
+def _reason(error: OSError) -> str:
     """`No space left on device`, and which file it was about if it was about one."""
     what = error.strerror or str(error)
     return f"{what}: {error.filename}" if error.filename else what
@@ -119,4 +135,4 @@ def _fresh() -> Path:
         return Path(tempfile.mkdtemp(prefix=f"baton-{name}-"))
     except OSError as error:
         where = "neither in the cache directory nor in one for temporary files"
-        raise StartupError(f"a run directory can be made {where}: {reason(error)}; say one with --run-dir") from None
+        raise StartupError(f"a run directory can be made {where}: {_reason(error)}; say one with --run-dir") from None

@@ -190,9 +190,9 @@ def parse_topology(file: Mapping[str, object]) -> Topology:
 
 def _node(table: Mapping[str, object], where: str) -> Node:
     found = from_table(_NodeTable, table, where)
-    _check_name(found.name, where)
+    _check(name_error(found.name), f"{where}: 'name'")
     if found.address:  # one that is missing may be filled in later
-        _check_address(found.address, f"{where}: 'address'")
+        _check(address_error(found.address), f"{where}: 'address'")
     cores = parse_cores(found.cores, f"{where}: 'cores'") if isinstance(found.cores, str) else ()
     count = len(cores) or int(found.cores or 0)
     if isinstance(found.gpus, str):
@@ -218,7 +218,7 @@ def _coordinator(
             raise StartupError(f"coordinator: {key!r} must be a fixed port; others have to know it")
     host = found.host if "host" in table else node.address
     if "host" in table:
-        _check_address(host, "coordinator: 'host'")
+        _check(address_error(host), "coordinator: 'host'")
     options = {key: value for key, value in table.items() if key not in _PORTS}
     return CoordinatorPlace(name, host, found.port, found.grpc_port, found.control_port, options)
 
@@ -247,7 +247,7 @@ def _worker(
     devices = tuple(_gpu(device, f"{where}: 'devices'") for device in found.devices)
     _refuse_twice(devices, f"{where}: GPU")
     name = found.name or f"{role}-{index}"
-    _check_name(name, where)
+    _check(name_error(name), f"{where}: 'name'")
     base = found.base_port
     decodes = role == "decode"
     for key in ("link_port", "store_port"):
@@ -308,13 +308,8 @@ def part_name(worker: str, node_rank: int) -> str:
     return f"{worker}.{node_rank}" if node_rank else worker
 
 
-def _check_name(name: str, where: str) -> None:
-    if wrong := name_error(name):
-        raise StartupError(f"{where}: 'name' {wrong}")
-
-
-def _check_address(address: str, where: str) -> None:
-    if wrong := address_error(address):
+def _check(wrong: str | None, where: str) -> None:
+    if wrong:
         raise StartupError(f"{where} {wrong}")
 
 

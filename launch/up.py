@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 
@@ -18,7 +19,7 @@ from launch.local import LocalCluster
 from launch.members import Members, Programs, check_cores, nodes_here
 from launch.plan import COORDINATOR, Plan, check_addresses, local_topology, make_plan
 from launch.plan_checks import check_files, check_memory, check_plan, host_memory_bytes
-from launch.run_directory import reason, run_directory, write_token
+from launch.run_directory import run_directory, write_token
 from launch.supervisor import Backoff, MemberFailed
 from launch.topology import parse_topology
 from launch.up_config import DoctorConfig, UpConfig
@@ -49,10 +50,7 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
     with run_directory(config.run_dir) as run_dir:
         environment: dict[str, str] = {}
         if nodes == {node.name for node in plan.topology.nodes} and not _names_token(plan):
-            try:
-                environment[TOKEN_VARIABLE] = str(write_token(run_dir))
-            except OSError as error:
-                raise StartupError(f"run directory {run_dir} cannot be written: {reason(error)}") from None
+            environment[TOKEN_VARIABLE] = str(write_token(run_dir))
         members = Members(
             plan,
             nodes,
@@ -86,8 +84,7 @@ def _names_token(plan: Plan) -> bool:
 
 
 def plan_for(config: UpConfig) -> Plan:
-    """The plan of a topology file, or of the options alone: then on this machine, with the cores and GPUs it has;
-    checked.
+    """The plan of a topology file, or of the options alone: then on this machine, with the cores and GPUs it has.
 
     Raises:
         StartupError: the file or the options do not make a cluster, or there is no such model.
@@ -97,21 +94,23 @@ def plan_for(config: UpConfig) -> Plan:
             if key not in _WITH_TOPOLOGY:
                 flag = "--" + key.replace("_", "-")
                 raise StartupError(f"{flag} is what the topology file says; put it there, or leave out --topology")
-        plan = topology_plan(config.topology)
-    else:
-        topology = local_topology(config, sorted(os.sched_getaffinity(0)), visible_gpus())
-        name = config.served_model_name or served_name(config.model)
-        plan = make_plan(topology, str(resolve_model(config.model)), name)
+        return topology_plan(config.topology)
+    topology = local_topology(config, sorted(os.sched_getaffinity(0)), visible_gpus())
+    name = config.served_model_name or served_name(config.model)
+    plan = make_plan(topology, str(resolve_model(config.model)), name)
     check_plan(plan)
     return plan
 
 
-def topology_plan(path: str, addresses: bool = True) -> Plan:
-    """The plan of a topology file. Raises StartupError, also where an address is missing and `addresses` are needed."""
+def topology_plan(path: str, environment: Mapping[str, str] = os.environ, *, addresses: bool = True) -> Plan:
+    """The plan of a topology file, checked with the environment of its workers. Raises StartupError, also where an
+    address is missing and `addresses` are needed."""
     topology = parse_topology(read_config_file(path))
     if addresses:
         check_addresses(topology)
-    return make_plan(topology, topology.model, topology.served_model_name or served_name(topology.model))
+    plan = make_plan(topology, topology.model, topology.served_model_name or served_name(topology.model))
+    check_plan(plan, environment)
+    return plan
 
 
 def installed_version(package: str) -> str:
