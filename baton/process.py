@@ -133,6 +133,13 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def kill_tree(pid: int) -> None:
+    """SIGKILL to a process and everything below it."""
+    for one in (*descendants(pid), pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one, signal.SIGKILL)
+
+
 def children(pid: int) -> list[int]:
     """The living processes that `pid` started itself."""
     found: list[int] = []

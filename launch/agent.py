@@ -35,8 +35,8 @@ from baton.process import (
     ERROR_FILE_VARIABLE,
     EXIT_RANK_LOST,
     PARENT_VARIABLE,
-    descendants,
     die_with_parent,
+    kill_tree,
 )
 from launch.failure import Failure, box
 from launch.signals import Signals
@@ -188,9 +188,7 @@ class Rank:
         """With everything below it."""
         if self.code is None and not self.hung:
             self.hung = why
-            for pid in (*descendants(self.pid), self.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_tree(self.pid)
 
 
 def run(job: Job) -> int:

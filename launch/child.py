@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import signal
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,23 +12,26 @@ from pathlib import Path
 from typing import IO
 
 from baton.core.errors import StartupError
-from baton.process import PARENT_VARIABLE, descendants, set_death_signal
+from baton.process import PARENT_VARIABLE, descendants, kill_tree, set_death_signal
 from launch.cores import ranges
 from launch.failure import find_box
 
 TAIL_LINES = 15
 _TAIL_BYTES = 64 * 1024
+_ERROR = "error: "
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run. `cores` empty means not pinned; `environment` is added to the launcher's own."""
+    """What to run. `cores` empty means not pinned; `environment` is added to the launcher's own; `note` is said of it
+    at each start."""
 
     name: str
     command: tuple[str, ...]
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
+    note: str = ""
 
 
 class Child:
@@ -63,15 +65,12 @@ class Child:
         return {self.pid, *descendants(self.pid)}
 
     def terminate(self) -> None:
-        if self.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        self._process.terminate()
 
     def kill(self, wait_s: float = 5.0) -> None:
         """SIGKILL to it and everything below it, then reaps it."""
         if self._process.poll() is None:
-            for pid in (*descendants(self.pid), self.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_tree(self.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(wait_s)
 
@@ -79,12 +78,10 @@ class Child:
         """The last lines this run wrote."""
         return self._lines()[-lines:]
 
-    def error_line(self) -> str | None:
-        """The first `error: ...` this run wrote, without the word: the root cause comes before what it broke."""
-        for line in self._lines():
-            if line.startswith("error: "):
-                return line.removeprefix("error: ").strip()
-        return None
+    def error_line(self) -> str:
+        """The first `error: ...` this run wrote, without the word: the root cause comes before what it broke. Empty
+        without one."""
+        return next((line[len(_ERROR) :].strip() for line in self._lines() if line.startswith(_ERROR)), "")
 
     def box(self) -> list[str]:
         """The box that an agent ended this run with, or nothing."""

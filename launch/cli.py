@@ -72,16 +72,13 @@ def ps_command(url: str, as_json: bool, every_s: float | None) -> int:
     from launch.cluster_api import get_cluster
     from launch.ps import print_cluster, watch
 
-    try:
-        if as_json:
-            click.echo(json.dumps(get_cluster(url).document, indent=2))
-        elif every_s is not None:
-            with contextlib.suppress(KeyboardInterrupt):
-                watch(lambda: get_cluster(url), every_s)
-        else:
-            print_cluster(get_cluster(url))
-    except OSError as error:
-        raise StartupError(f"no cluster answers at {url}: {error}") from None
+    if as_json:
+        click.echo(json.dumps(get_cluster(url).document, indent=2))
+    elif every_s is not None:
+        with contextlib.suppress(KeyboardInterrupt):
+            watch(lambda: get_cluster(url), every_s)
+    else:
+        print_cluster(get_cluster(url))
     return 0
 
 
@@ -92,7 +89,8 @@ def ps_command(url: str, as_json: bool, every_s: float | None) -> int:
 def explain_command(request_id: str, url: str, as_json: bool) -> int:
     """Show where the time of a request went: one that runs at URL, or one of the last thousand. ID is its x-request-id
     or the id in its answer."""
-    from launch.timelines import get_requests, print_request
+    from launch.cluster_api import get_requests
+    from launch.timelines import print_request
 
     if not request_id:
         raise StartupError("an empty id is no request's")
@@ -110,7 +108,8 @@ def explain_command(request_id: str, url: str, as_json: bool) -> int:
 def trace_command(url: str, out: str) -> int:
     """Write the last requests of the cluster at URL as a trace: a track for each worker, and arrows from prefill to
     decode."""
-    from launch.timelines import chrome_trace, get_requests
+    from launch.cluster_api import get_requests
+    from launch.timelines import chrome_trace
 
     rows = get_requests(url)
     try:
@@ -129,15 +128,11 @@ def trace_command(url: str, out: str) -> int:
 @click.option("--requests", "shown", default=15, show_default=True, type=click.IntRange(0, 100), help="how many")
 def top_command(url: str, every_s: float, shown: int) -> int:
     """Watch the cluster at URL: workers with rates, and the last requests with the time in each stage."""
-    from launch.cluster_api import get_cluster
-    from launch.timelines import get_requests
-    from launch.top import top
+    from launch.cluster_api import get_cluster, get_requests
+    from launch.ps import top
 
-    try:
-        with contextlib.suppress(KeyboardInterrupt):
-            top(lambda: get_cluster(url), lambda: get_requests(url, limit=shown) if shown else [], every_s)
-    except OSError as error:
-        raise StartupError(f"no cluster answers at {url}: {error}") from None
+    with contextlib.suppress(KeyboardInterrupt):
+        top(lambda: get_cluster(url), lambda: get_requests(url, limit=shown) if shown else [], every_s)
     return 0
 
 
@@ -192,11 +187,9 @@ def emit_group() -> None:
 def emit_shell_command(topology: str, out: str) -> int:
     """One script for each node: run DIR/NODE.sh there."""
     from launch.emit import emit_shell
-    from launch.plan_checks import check_plan
     from launch.up import topology_plan
 
-    plan = topology_plan(topology)
-    check_plan(plan, {})  # its workers will have their own environments
+    plan = topology_plan(topology, {})  # its workers will have their own environments
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
         for node in plan.topology.nodes:
@@ -215,25 +208,19 @@ def emit_shell_command(topology: str, out: str) -> int:
 def emit_slurm_command(topology: str) -> int:
     """One sbatch script, on standard output; hosts and addresses come from the allocation."""
     from launch.emit import emit_slurm
-    from launch.plan_checks import check_plan
     from launch.up import topology_plan
 
-    plan = topology_plan(topology, addresses=False)
-    check_plan(plan, {})
-    click.echo(emit_slurm(plan), nl=False)
+    click.echo(emit_slurm(topology_plan(topology, {}, addresses=False)), nl=False)
     return 0
 
 
 @baton.command("version")
 def version_command() -> int:
     """Print the versions of baton and of what it stands on."""
-    from importlib.metadata import PackageNotFoundError, version
+    from launch.up import installed_version
 
     for package in ("baton-serve", "torch", "grpcio", "fastapi", "tokenizers"):
-        try:
-            click.echo(f"{package:<12} {version(package)}")
-        except PackageNotFoundError:
-            click.echo(f"{package:<12} not installed")
+        click.echo(f"{package:<12} {installed_version(package)}")
     click.echo(f"{'python':<12} {platform.python_version()}")
     return 0
 

@@ -1,14 +1,20 @@
-"""What the launcher and `baton ps` ask a running coordinator."""
+"""What the launcher and the commands that look at a cluster ask its coordinator."""
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
+from baton.core.errors import StartupError
 from launch.http_json import request_json
 
 TIMEOUT_S = 2.0
+REQUESTS_TIMEOUT_S = 10.0
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,37 +37,68 @@ class ClusterView:
     document: dict[str, Any]
 
 
-def root_url(url: str) -> str:
-    """`http://host:port` of a URL that may lack its scheme or have a path."""
-    return "/".join((url if "//" in url else f"http://{url}").split("/")[:3])
-
-
-def get_workers(url: str, timeout_s: float = TIMEOUT_S) -> list[WorkerView]:
-    """The workers in GET /workers; raises as `get_cluster`."""
-    return list(get_cluster(url, timeout_s).workers)
-
-
 def get_cluster(url: str, timeout_s: float = TIMEOUT_S) -> ClusterView:
-    """GET /workers.
+    """GET /workers. `url` may lack its scheme, or have a path.
 
     Raises:
-        OSError: no answer, or not the expected one.
+        StartupError: no answer, or not the expected one.
     """
-    base = root_url(url)
-    status, document = request_json("GET", f"{base}/workers", timeout_s)
+    nobody = f"no cluster answers at {url}: GET /workers:"
+    status, document = _get(url, "workers", timeout_s)
     if status in (401, 404):
-        raise OSError(f"GET /workers: status {status}; where clients need API keys, operators ask --admin-port (8103)")
+        keys = "where clients need API keys, operators ask --admin-port (8103)"
+        raise StartupError(f"{nobody} status {status}; {keys}")
     if status != 200:
-        raise OSError(f"GET /workers: status {status}")
+        raise StartupError(f"{nobody} status {status}")
     try:
         control_host, _, control_port = str(document.get("control", "")).rpartition(":")
         if control_host in ("0.0.0.0", "[::]", "::"):  # it listens everywhere: where HTTP is, it is too
-            host = urlsplit(base).hostname or ""
+            host = urlsplit(_root(url)).hostname or ""
             control_host = f"[{host}]" if ":" in host else host
         control = f"{control_host}:{control_port}" if control_host else ""
         return ClusterView(tuple(_view(fields) for fields in document["workers"]), control, document)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OSError(f"GET /workers: unexpected answer ({error!r})") from None
+        raise StartupError(f"{nobody} unexpected answer ({error!r})") from None
+
+
+def get_requests(url: str, request_id: str = "", limit: int = 1000) -> list[Row]:
+    """The rows of GET /requests, or of one request.
+
+    Raises:
+        StartupError: no cluster answers at `url`, or it does not know the request.
+    """
+    path = f"requests/{quote(request_id)}" if request_id else f"requests?limit={limit}"
+    status, document = _get(url, path, REQUESTS_TIMEOUT_S)
+    rows = document.get("requests") if isinstance(document, dict) else None
+    if status == 200 and isinstance(rows, list):
+        return rows
+    problem = document.get("error") if isinstance(document, dict) else None
+    what = problem.get("message") if isinstance(problem, dict) else f"status {status}"
+    raise StartupError(f"{url}: {what}")
+
+
+def looks(
+    look: Callable[[], ClusterView], every_s: float, count: int | None = None
+) -> Iterator[tuple[ClusterView, ClusterView, float]]:
+    """The cluster again and again, `count` times or without end: as it is, as it was before, the seconds between."""
+    before, looked_at = look(), time.monotonic()
+    for _ in itertools.count() if count is None else range(count):
+        time.sleep(every_s)
+        cluster, now = look(), time.monotonic()
+        yield cluster, before, now - looked_at
+        before, looked_at = cluster, now
+
+
+def _get(url: str, path: str, timeout_s: float) -> tuple[int, Any]:
+    try:
+        return request_json("GET", f"{_root(url)}/{path}", timeout_s)
+    except OSError as error:
+        raise StartupError(f"no cluster answers at {url}: {error}") from None
+
+
+def _root(url: str) -> str:
+    """`http://host:port` of a URL that may lack its scheme or have a path."""
+    return "/".join((url if "//" in url else f"http://{url}").split("/")[:3])
 
 
 def _view(fields: dict[str, Any]) -> WorkerView:

@@ -36,38 +36,21 @@ def place(ranks: Sequence[int], cores: Sequence[int], threads: int = 0) -> tuple
     """
     if not cores:
         raise ValueError("no cores to place workers on")
-    available, total = tuple(cores), sum(ranks)
+    share, extra = divmod(len(cores), sum(ranks) or 1)
     placements: list[Placement] = []
     start = 0
-    if threads > 0:
-        width = min(threads, len(available))
-        return tuple(Placement(_slice(available, index * width, width), threads) for index in range(len(ranks)))
-    if len(available) < total:
-        for size in ranks:
-            placements.append(Placement(_slice(available, start, min(size, len(available))), size))
-            start += size
-        return tuple(placements)
-    share, extra = divmod(len(available), total) if total else (0, 0)
     for size in ranks:
-        width = share * size + min(extra, size)
-        extra -= min(extra, size)
-        placements.append(Placement(available[start : start + width], width))
+        if threads:
+            width = min(threads, len(cores))
+        elif share:
+            width = share * size + min(extra, size)
+            extra -= min(extra, size)
+        else:
+            width = size
+        own = {cores[(start + offset) % len(cores)] for offset in range(width)}
+        placements.append(Placement(tuple(sorted(own)), threads or width))
         start += width
     return tuple(placements)
-
-
-def assign_gpus(ranks: Sequence[int], gpus: Sequence[str]) -> tuple[str, ...]:
-    """The devices each worker sees, in turn, one for each of its ranks; empty strings without devices."""
-    assigned: list[str] = []
-    start = 0
-    for size in ranks:
-        assigned.append(",".join(gpus[(start + i) % len(gpus)] for i in range(min(size, len(gpus)))))
-        start += size
-    return tuple(assigned)
-
-
-def _slice(cores: tuple[int, ...], start: int, width: int) -> tuple[int, ...]:
-    return tuple(sorted({cores[(start + offset) % len(cores)] for offset in range(width)}))
 
 
 def ranges(cores: tuple[int, ...]) -> str:

@@ -6,7 +6,7 @@ import time
 
 from baton.core.errors import BatonError, StartupError
 from baton.token_file import read_token
-from launch.cluster_api import TIMEOUT_S, ClusterView, get_cluster
+from launch.cluster_api import ClusterView, get_cluster
 from launch.console import Console
 from launch.run_directory import local_token
 
@@ -32,15 +32,11 @@ def drain(worker: str, url: str, drain_s: float, token_file: str, coordinator: s
         drain_worker(coordinator or view.control, worker, drain_s, token, tls=tls)
         console.stage(worker, f"draining   for up to {drain_s:g} s")
         deadline = time.monotonic() + drain_s + GRACE_S
-        while _incarnation(get_cluster(url, TIMEOUT_S), worker) == incarnation:
+        while _incarnation(get_cluster(url), worker) == incarnation:
             if time.monotonic() > deadline:
                 console.stage(worker, "still there; `baton ps` shows its state")
                 return 1
             time.sleep(POLL_S)
-    except StartupError:
-        raise
-    except OSError as error:
-        raise StartupError(f"no cluster answers at {url}: {error}") from None
     except BatonError as error:
         raise StartupError(error.message) from None
     console.stage(worker, "left")

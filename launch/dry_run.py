@@ -79,11 +79,12 @@ def _ports(plan: Plan) -> Table:
 
 def _memory(plan: Plan) -> Table | str:
     """The table, or why there is none."""
-    from launch.memory import draft_config, model_config, rank_memory
+    from baton.engine.checkpoint import read_model_config
+    from launch.memory import draft_config, rank_memory
 
     try:
         model_dir = resolve_model(plan.model)
-        config = model_config(model_dir)
+        config = read_model_config(model_dir)
     except StartupError as error:
         return f"not known here: {error.message}"
     head = ("member", "parameters MiB", "KV MiB", "KV blocks", "edges", "edge buffers MiB", "staging MiB", "draft MiB")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from launch.cores import ranges
 from launch.members import Programs
@@ -17,82 +18,24 @@ from launch.topology import Node
 
 _PYTHON = "@PYTHON@"
 _HOST = re.compile(r"@(\d+)@")
-_PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]+")  # needs no quotes
 _PROGRAMS = Programs((_PYTHON, "-m", "coordinator"), (_PYTHON, "-m", "launch.agent"))
 
-_FRONT = ['front="$!"', ""]
-_HEAD = """\
+_SETUP = """\
 set -euo pipefail
 PYTHON="${PYTHON:-python3}"
 LOGS="${LOGS:-logs}"
 mkdir -p "$LOGS"
 export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
-pids=() names=() front=""
-started() { pids+=("$!") names+=("$1"); }
 """
-
-WAIT = """\
-# A signal drains: through the coordinator while it lives here, else each worker by itself.
-stop() {
-  if [ -z "$front" ] || ! kill -TERM "$front" 2>/dev/null; then
-    kill -TERM "${pids[@]}" 2>/dev/null || true
-  fi
-}
-trap stop TERM INT HUP
-
-# Names whoever ends with an error. Ends when all have ended, with the code of one that failed. Workers that have lost
-# their coordinator would dial it for ever: they get a SIGTERM, after 10 s if it ended well, since it has drained them.
-code=0 deadline=""
-while [ "${#pids[@]}" -gt 0 ]; do
-  for index in "${!pids[@]}"; do
-    pid=${pids[index]} name=${names[index]}
-    if kill -0 "$pid" 2>/dev/null; then continue; fi
-    wait "$pid" && status=0 || status=$?
-    unset "pids[index]"
-    if [ "$status" -ne 0 ]; then
-      code=$status
-      echo "error: $name ended with code $status; its log is $LOGS/$name.log" >&2
-    fi
-    if [ "$pid" = "$front" ]; then
-      front="" deadline=$((SECONDS + (status ? 0 : 10)))
-    fi
-  done
-  if [ -n "$deadline" ] && [ "$SECONDS" -ge "$deadline" ] && [ "${#pids[@]}" -gt 0 ]; then
-    deadline=""
-    stop
-  fi
-  sleep 0.2 || true # a signal may end it
-done
-exit "$code"
-"""
-"""The end of every script."""
-
-_SLURM_STEP = """\
+_SLURM_HOSTS = """\
 # The i-th node of the topology is the i-th host of the allocation.
 mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 if [ "${#HOSTS[@]}" -lt NODES ]; then
   echo "error: NODES hosts are needed, not ${#HOSTS[@]}: ${HOSTS[*]}" >&2
   exit 3
 fi
-ADDRESS=()
-for host in "${HOSTS[@]:0:NODES}"; do
-  address=$(getent ahostsv4 "$host" | awk 'NR == 1 { print $1 }') || address=""
-  if [ -z "$address" ]; then
-    echo "error: host $host of this allocation has no IPv4 address (getent ahostsv4 $host)" >&2
-    exit 3
-  fi
-  ADDRESS+=("$address")
-done
-
-# step INDEX_OF_HOST CPUS NAME COMMAND...: one task on one host, its output in a log. Steps of a host overlap; each
-# names its own GPUs in CUDA_VISIBLE_DEVICES.
-step() {
-  local host=${HOSTS[$1]} cpus=$2 name=$3
-  shift 3
-  srun --overlap --nodes=1 --ntasks=1 --nodelist="$host" --cpus-per-task="$cpus" GRES \\
-    --output="$LOGS/$name.log" --job-name="$name" "$@" &
-  started "$name"
-}
+HOSTS=("${HOSTS[@]:0:NODES}")
+find_addresses
 """
 
 
@@ -107,15 +50,15 @@ def emit_shell(plan: Plan, node: Node) -> str:
         "#!/usr/bin/env bash",
         f"# Node {node.name} ({node.address}): {', '.join(members)}. From `baton emit shell`.",
         "# PYTHON names the interpreter baton is installed in, LOGS the directory for logs.",
-        _HEAD.rstrip(),
+        _SETUP + _shared("members.sh"),
         "export BATON_PARENT_PID=$$  # kill -9 of this script ends its members too",
         "",
     ]
     if leads:
-        lines += [*_in_background(COORDINATOR, [*_PROGRAMS.coordinator, *plan.coordinator_command()]), *_FRONT]
+        lines += _in_background(COORDINATOR, [*_PROGRAMS.coordinator, *plan.coordinator_command()])
     for part in parts:
         lines += _in_background(part.name, [*_environment(part), *_pinned(part), *_PROGRAMS.worker(plan, part)])
-    return "\n".join(lines) + "\n" + WAIT
+    return "\n".join([*lines, "wait_for_all", ""])
 
 
 def emit_slurm(plan: Plan) -> str:
@@ -126,7 +69,6 @@ def emit_slurm(plan: Plan) -> str:
     plan = make_plan(placed, plan.model, plan.served_name)
     cpus = max((sum(_cpus(part) for part in plan.parts if part.node.name == node.name) for node in nodes), default=1)
     gpus = max(len(node.gpus) for node in nodes)
-    step = _SLURM_STEP.replace("NODES", str(len(nodes))).replace(" GRES", f" --gpus-per-node={gpus}" if gpus else "")
     lines = [
         "#!/usr/bin/env bash",
         "#SBATCH --job-name=baton",
@@ -139,16 +81,21 @@ def emit_slurm(plan: Plan) -> str:
         "# From `baton emit slurm`. Partition, account and time are for sbatch's command line.",
         "# To drain before the end: scancel --signal=TERM --batch JOB.",
         "# PYTHON names the interpreter baton is installed in, LOGS a directory that all nodes share.",
-        _HEAD.rstrip(),
-        step.rstrip(),
-        "",
+        _SETUP + _shared("members.sh") + _shared("slurm.sh"),
+        f'GPUS="{gpus or ""}"',
+        _SLURM_HOSTS.replace("NODES", str(len(nodes))),
     ]
     host = index[plan.topology.coordinator.node]
-    lines += [*_step(host, 1, COORDINATOR, [*_PROGRAMS.coordinator, *plan.coordinator_command()]), *_FRONT]
+    lines += _step(host, 1, COORDINATOR, [*_PROGRAMS.coordinator, *plan.coordinator_command()])
     for part in plan.parts:
         command = [*_environment(part), *_PROGRAMS.worker(plan, part)]
         lines += _step(index[part.node.name], _cpus(part), part.name, command)
-    return "\n".join(lines) + "\n" + WAIT
+    return "\n".join([*lines, "wait_for_all", ""])
+
+
+def _shared(name: str) -> str:
+    """A part that the scripts beside this package use too."""
+    return Path(__file__).with_name(name).read_text(encoding="utf-8") + "\n"
 
 
 def _cpus(part: Part) -> int:
@@ -180,7 +127,7 @@ def _word(word: str) -> str:
     """Quoted for a shell; `@PYTHON@` and `@0@` become its variables."""
     if word == _PYTHON:
         return '"$PYTHON"'
-    if _PLAIN.fullmatch(word) is None:
+    if shlex.quote(word) != word:
         return shlex.quote(word)
     filled = _HOST.sub(r"${ADDRESS[\1]}", word)
     return word if filled == word else f'"{filled}"'

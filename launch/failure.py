@@ -36,19 +36,18 @@ class Failure:
         """What to do, in one sentence."""
         if self.by_agent:
             return _ADVICE
-        return _BY_CODE.get(-self.code if self.code < 0 else self.code + _PLAIN, _ADVICE)
+        return _BY_CODE.get(self.code, _ADVICE)
 
 
-_PLAIN = 1000  # keeps exit codes apart from the numbers of signals
 _ADVICE = "read the log above this box from its first error on; a supervisor starts the worker again"
 _CRASH = "native code crashed: the stack is in the log above this box; report it with the model and both versions"
 _BY_CODE: dict[int, str] = {
-    _PLAIN + EXIT_STARTUP_ERROR: "correct what the error names and start again; the same start would fail again",
-    _PLAIN + EXIT_RANK_LOST: "look for the rank that the error names, in the log of its own node",
-    _PLAIN + 2: "correct the command line",
-    signal.SIGKILL: "if nobody killed it, memory ran out (`dmesg` tells): give less with --kv-memory-gib",
-    signal.SIGTERM: "somebody ended it; a coordinator's SIGTERM drains its workers first",
-    **dict.fromkeys((signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT, signal.SIGFPE), _CRASH),
+    EXIT_STARTUP_ERROR: "correct what the error names and start again; the same start would fail again",
+    EXIT_RANK_LOST: "look for the rank that the error names, in the log of its own node",
+    2: "correct the command line",
+    -signal.SIGKILL: "if nobody killed it, memory ran out (`dmesg` tells): give less with --kv-memory-gib",
+    -signal.SIGTERM: "somebody ended it; a coordinator's SIGTERM drains its workers first",
+    **{-number: _CRASH for number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT, signal.SIGFPE)},
 }
 
 

@@ -22,18 +22,18 @@ import json
 import os
 import shlex
 import time
-from pathlib import Path
+from functools import partial
 
 from baton.core.errors import StartupError
-from launch.cluster_api import get_workers
+from launch.child import ChildSpec
+from launch.cluster_api import get_cluster
 from launch.console import Console
 from launch.failure import describe_exit
 from launch.members import Addresses, Members
 from launch.plan import COORDINATOR
-from launch.restart import Backoff
-from launch.run_directory import CLUSTER, reason
+from launch.run_directory import write_addresses
 from launch.signals import Signals
-from launch.supervisor import Supervised
+from launch.supervisor import Backoff, Supervised
 
 TICK_S = 0.2
 STARTING_TICK_S = 0.05  # somebody waits for `ready`
@@ -57,15 +57,12 @@ class LocalCluster:
         self._addresses: Addresses | None = members.addresses
         self._elsewhere: set[str] = set()
         if members.has_coordinator:
-            self._coordinator = Supervised(COORDINATOR, lambda: members.coordinator(self._addresses), console, backoff)
+            self._coordinator = Supervised(COORDINATOR, self._coordinator_spec, console, backoff)
             self._addresses = None
             self._elsewhere = {w.name for w in members.plan.topology.workers} - {
                 part.worker.name for part in members.parts.values()
             }
-        self._workers = [
-            Supervised(name, lambda name=name: members.worker(name, self._bound()), console, backoff)  # type: ignore[misc]
-            for name in members.parts
-        ]
+        self._workers = [Supervised(name, partial(self._worker_spec, name), console, backoff) for name in members.parts]
 
     @property
     def _all(self) -> list[Supervised]:
@@ -85,7 +82,6 @@ class LocalCluster:
         with Signals() as signals:
             try:
                 if self._coordinator is not None:
-                    self._forget_ready_file()
                     self._coordinator.start()
                 reminded = time.monotonic()
                 while not signals.stops:
@@ -111,7 +107,7 @@ class LocalCluster:
             if worker.ever_started:
                 worker.tick()
             elif self._front_is_up:
-                worker.start(f"   {self._members.parts[worker.name].placement}")
+                worker.start()
         if self._front_is_up:
             self._look_for_joined()
         if not self._announced:
@@ -119,21 +115,21 @@ class LocalCluster:
 
     def _tick_coordinator(self, coordinator: Supervised) -> None:
         if coordinator.left:  # somebody ended it alone: it drained all workers, and all come back with it
-            self._forget_ready_file()
-            coordinator.start_again("   again, on the same ports")
+            coordinator.start_again()
             self._all_back_until = time.monotonic() + AGENT_EXIT_S
-        elif coordinator.restart_at is not None and time.monotonic() >= coordinator.restart_at:
-            self._forget_ready_file()
-            coordinator.start_again("   again, on the same ports")
         else:
             coordinator.tick()
         if coordinator.child is not None and not coordinator.joined:
             self._look_for_ready_file(coordinator)
 
-    def _forget_ready_file(self) -> None:
-        """The one of an earlier run; the run directory was seen to be writable."""
-        with contextlib.suppress(OSError):
+    def _coordinator_spec(self) -> ChildSpec:
+        """For a run that begins now: the ready-file of the one before is removed."""
+        with contextlib.suppress(OSError):  # the run directory was seen to be writable
             self._members.ready_file.unlink(missing_ok=True)
+        return self._members.coordinator(self._addresses)
+
+    def _worker_spec(self, name: str) -> ChildSpec:
+        return self._members.worker(name, self._bound())
 
     def _look_for_ready_file(self, coordinator: Supervised) -> None:
         try:
@@ -155,8 +151,8 @@ class LocalCluster:
         if not waiting and not self._elsewhere:
             return
         try:
-            views = {view.id: view for view in get_workers(self._bound().admin_url)}
-        except OSError:
+            views = {view.id: view for view in get_cluster(self._bound().admin_url).workers}
+        except StartupError:
             return
         for worker in waiting:
             view = views.get(self._members.parts[worker.name].worker.name)
@@ -180,10 +176,7 @@ class LocalCluster:
         addresses = self._bound()
         known = {"http": addresses.http, "grpc": addresses.grpc, "control": addresses.control, "url": addresses.url}
         known |= {"admin": addresses.admin_url} if addresses.admin else {}
-        try:
-            write_json(self._members.run_dir / CLUSTER, {**known, "pid": os.getpid()})
-        except OSError as error:
-            raise StartupError(f"run directory {self._members.run_dir} cannot be written: {reason(error)}") from None
+        write_addresses(self._members.run_dir, {**known, "pid": os.getpid()})
         if addresses.admin:
             self._console.stage("ready", f"{addresses.admin_url}   for operators: baton ps {addresses.admin_url}")
         for line in self._chosen():
@@ -194,8 +187,8 @@ class LocalCluster:
     def _chosen(self) -> list[str]:
         """What the workers decided themselves, as they said when they joined."""
         try:
-            views = get_workers(self._bound().admin_url)
-        except OSError:
+            views = get_cluster(self._bound().admin_url).workers
+        except StartupError:
             return []
         facts: dict[str, list[str]] = {}
         for view in views:
@@ -251,13 +244,6 @@ class LocalCluster:
         if self._addresses is None:
             raise AssertionError("a worker needs the coordinator's address")
         return self._addresses
-
-
-def write_json(path: Path, value: object) -> None:
-    """Whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value) + "\n")
-    partial.replace(path)
 
 
 def example_curl(url: str, model: str, *, key: bool = False) -> str:

@@ -61,8 +61,10 @@ class Addresses:
         return f"{host}:{port}"
 
     @property
-    def ports(self) -> tuple[int, int, int]:
-        return tuple(int(address.rpartition(":")[2]) for address in (self.http, self.grpc, self.control))  # type: ignore[return-value]
+    def ports(self) -> dict[str, int]:
+        """By the options that name them to a coordinator."""
+        found = {"port": self.http, "grpc_port": self.grpc, "control_port": self.control, "admin_port": self.admin}
+        return {name: int(address.rpartition(":")[2]) for name, address in found.items() if address}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class Members:
 
     @property
     def has_api_keys(self) -> bool:
-        return bool(self.plan.topology.coordinator.options.get("api_key_file"))
+        return bool(self.plan.topology.coordinator.config.api_key_file)
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -103,44 +105,33 @@ class Members:
     def coordinator(self, bound: Addresses | None = None) -> ChildSpec:
         """`bound` holds the ports of an earlier run, which the next one takes again."""
         flags = self.plan.coordinator_command(None if bound is None else bound.ports)
-        if bound is not None and bound.admin:
-            flags = (*flags, "--admin-port", bound.admin.rpartition(":")[2])
         command = (*self.programs.coordinator, *flags, "--ready-file", str(self.ready_file))
         environment = {**self.environment, "PYTHONUNBUFFERED": "1"}
-        return ChildSpec(COORDINATOR, command, self.run_dir / f"{COORDINATOR}.log", environment)
+        note = "on the same ports" if bound is not None else ""
+        return ChildSpec(COORDINATOR, command, self.run_dir / f"{COORDINATOR}.log", environment, note=note)
 
     def worker(self, name: str, bound: Addresses) -> ChildSpec:
         part = self.parts[name]
         command = self.programs.worker(self.plan, part, bound.control)
-        log, cores = self.run_dir / f"{name}.log", part.placement.cores
-        return ChildSpec(name, command, log, {**self.environment, **part.environment}, cores)
+        environment = {**self.environment, **part.environment}
+        log, where = self.run_dir / f"{name}.log", part.placement
+        return ChildSpec(name, command, log, environment, where.cores, note=str(where))
 
 
-def nodes_here(topology: Topology, wanted: str = "") -> frozenset[str]:
+def nodes_here(topology: Topology, wanted: str = "", *, none_will_do: bool = False) -> frozenset[str]:
     """The nodes of a topology that are this host: the one that was asked for, else those whose address is its own.
 
     Raises:
-        StartupError: there is none.
-    """
-    found = own_nodes(topology, wanted)
-    if not found:
-        names = ", ".join(node.name for node in topology.nodes)
-        raise StartupError(f"no node of the topology has an address of this host; --node says which it is: {names}")
-    return found
-
-
-def own_nodes(topology: Topology, wanted: str = "") -> frozenset[str]:
-    """The same, where there may be none.
-
-    Raises:
-        StartupError: the one that was asked for is none of them.
+        StartupError: the one that was asked for is none of them; or there is none, unless that will do.
     """
     names = [node.name for node in topology.nodes]
-    if not wanted:
-        return frozenset(node.name for node in topology.nodes if is_own(node.address))
-    if wanted not in names:
+    if wanted and wanted not in names:
         raise StartupError(f"--node {wanted}: the topology names {', '.join(names)}")
-    return frozenset({wanted})
+    found = [wanted] if wanted else [node.name for node in topology.nodes if is_own(node.address)]
+    if not found and not none_will_do:
+        what = "no node of the topology has an address of this host; --node says which it is"
+        raise StartupError(f"{what}: {', '.join(names)}")
+    return frozenset(found)
 
 
 def check_cores(plan: Plan, nodes: frozenset[str]) -> None:
@@ -149,7 +140,7 @@ def check_cores(plan: Plan, nodes: frozenset[str]) -> None:
     Raises:
         StartupError: names the node, its key and the cores.
     """
-    here = os.sched_getaffinity(0) if sys.platform == "linux" else set(range(os.cpu_count() or 1))
+    here = os.sched_getaffinity(0)
     for name in sorted(nodes):
         asked = {core for part in plan.parts if part.node.name == name for core in part.placement.cores}
         if not asked <= here:

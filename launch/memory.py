@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from baton.core.config import WorkerConfig
 from baton.core.errors import StartupError
 from baton.core.kv_layout import DTYPE_BYTES
 from baton.core.model_config import ModelConfig
@@ -28,7 +27,7 @@ from baton.transfer.nccl import MAX_CTAS
 from baton.transfer.staging_buffers import kept_limit
 from baton.transfer.staging_room import check_staging
 from launch.plan import Part, Plan
-from launch.plan_checks import check_divides
+from launch.plan_checks import check_divides, naming
 
 CHANNEL_BYTES = 4 << 20
 """NCCL's buffer of one channel (NCCL_BUFFSIZE), unless the environment says otherwise."""
@@ -59,45 +58,40 @@ def rank_memory(
         StartupError: the model's sizes cannot be divided over the ranks, with the numbers; or memory for KV, or for
             KV on its way, is too small.
     """
-    options, size = part.worker.options, part.worker.tensor_parallel
+    options, size = part.worker.config, part.worker.tensor_parallel
     check_divides(config, size)
     rank = part.node_rank * part.ranks + local_rank
-    exact = bool(options.get("exact", False))
-    wanted = str(options.get("device", "auto"))
-    planned = wanted == "cuda" and not exact
-    device = torch.device("cuda", local_rank) if planned else choose_device(wanted, exact, local_rank)
-    dtype = choose_dtype(str(options.get("dtype", "auto")), device, exact, str(options.get("kernels", "auto")))
-    quantize = str(options.get("quantize", "none"))
-    check_quantize(quantize, device)
-    layout = config.kv_layout(_number(options.get("block_size", 16)), dtype)
+    if options.device == "cuda" and not options.exact:
+        device = torch.device("cuda", local_rank)
+    else:
+        device = choose_device(options.device, options.exact, local_rank)
+    dtype = choose_dtype(options.dtype, device, options.exact, options.kernels)
+    check_quantize(options.quantize, device)
+    layout = config.kv_layout(options.block_size, dtype)
     mine = local_layout(layout, size, rank)
-    longest = config.longest(_number(options.get("max_model_len", 0)))
-    given = float(str(options.get("kv_memory_gib", 0)))
-    if given:
-        budget = round(given * (1 << 30)) // size
+    longest = config.longest(options.max_model_len)
+    if options.kv_memory_gib:
+        budget = round(options.kv_memory_gib * (1 << 30)) // size
     elif device.type == "cpu":
         budget = default_budget(mine, longest, device, part.ranks, None)
     else:
         budget = 0
     blocks = budget // mine.bytes_per_block
-    if budget and blocks < mine.blocks_for(_number(options.get("max_model_len", 0)) or 1):
+    if budget and blocks < mine.blocks_for(options.max_model_len or 1):
         raise StartupError(f"{part.name}: KV memory of {budget / 2**20:.1f} MiB a rank is too small for one sequence")
     draft_bytes = 0
     if draft is not None and part.role == "decode" and rank == 0:
         usable = min(longest, blocks * layout.block_size) if blocks else longest
-        running = _number(options.get("max_running", WorkerConfig().max_running))
-        share = draft_share(draft, usable, layout.block_size, dtype, running)
+        share = draft_share(draft, usable, layout.block_size, dtype, options.max_running)
         draft_bytes = share.parameter_bytes + (share.kv_bytes(blocks) if blocks else 0)
     edges = _edges(plan, part, config, rank)
-    kind = choose_edges(str(options.get("edge_kind", "auto")), device)
+    kind = choose_edges(options.edge_kind, device)
     channel_bytes = MAX_CTAS * CHANNEL_BYTES if kind == "nccl" else 0
-    staging = round(float(str(options.get("staging_mib", WorkerConfig().staging_mib))) * (1 << 20))
-    try:
+    staging = round(options.staging_mib * (1 << 20))
+    with naming(part.name):
         check_staging(staging, layout)
-    except StartupError as error:
-        raise StartupError(f"{part.name}: {error.message}") from None
     return RankMemory(
-        parameter_bytes(config, size, rank, DTYPE_BYTES[dtype], quantize == "int8"),
+        parameter_bytes(config, size, rank, DTYPE_BYTES[dtype], options.quantize == "int8"),
         (blocks + 1) * mine.bytes_per_block if budget else 0,
         blocks,
         edges,
@@ -107,17 +101,12 @@ def rank_memory(
     )
 
 
-def model_config(model_dir: Path) -> ModelConfig:
-    """Raises StartupError for a directory that cannot be served."""
-    return read_model_config(model_dir)
-
-
 def draft_config(part: Part, model_dir: Path) -> ModelConfig | None:
     """The model that guesses for a part's worker: decode workers alone have one, and not all. Raises StartupError for
     one that is not here."""
     if part.role != "decode":
         return None
-    found = resolve_draft(str(part.worker.options.get("draft", WorkerConfig().draft)), model_dir)
+    found = resolve_draft(part.worker.config.draft, model_dir)
     return None if found is None else read_model_config(found)
 
 
@@ -130,7 +119,3 @@ def _edges(plan: Plan, part: Part, config: ModelConfig, rank: int) -> int:
             for edge in reshard(heads, prefill.tensor_parallel, decode.tensor_parallel):
                 count += rank == (edge.prefill_rank if part.role == "prefill" else edge.decode_rank)
     return count
-
-
-def _number(value: object) -> int:
-    return int(str(value))

@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 
 from baton.core.commands import Role
-from baton.core.config import CoordinatorOptions
 from baton.core.errors import StartupError
 from baton.core.names import host_port
 from baton.options import flags_of
-from launch.cores import Placement, assign_gpus, place
+from launch.cores import Placement, place
 from launch.topology import ROLES, CoordinatorPlace, Node, Topology, WorkerPlace, part_name
 from launch.up_config import COORDINATOR_FIELDS, WORKER_FIELDS, UpConfig
 
@@ -45,7 +45,7 @@ class Part:
 
     @property
     def ranks(self) -> int:
-        return self.worker.tensor_parallel // len(self.worker.nodes)
+        return self.worker.ranks_per_node
 
     @property
     def environment(self) -> dict[str, str]:
@@ -88,26 +88,29 @@ class Plan:
         """Where the other nodes find HTTP."""
         place = self.topology.coordinator
         host = self.topology.node(place.node).address if place.host in ("0.0.0.0", "::") else place.host
-        scheme = "https" if place.options.get("tls_cert_file") else "http"
+        scheme = "https" if place.config.tls_cert_file else "http"
         return f"{scheme}://{host_port(host, place.port)}"
 
     @property
     def admin(self) -> str:
         """Where operators find it; empty where they ask HTTP as everybody does."""
         place = self.topology.coordinator
-        if not any(place.options.get(name) for name in ("api_key_file", "tls_cert_file")):
+        if not place.config.api_key_file and not place.config.tls_cert_file:
             return ""
-        port = place.options.get("admin_port", CoordinatorOptions.admin_port)
-        return host_port(self.topology.node(place.node).address, int(str(port)))
+        return host_port(self.topology.node(place.node).address, place.config.admin_port)
 
-    def coordinator_command(self, ports: tuple[int, int, int] | None = None) -> tuple[str, ...]:
-        """The flags of the coordinator; `ports` (HTTP, gRPC, control) are those of an earlier run."""
+    def coordinator_command(self, ports: Mapping[str, int] | None = None) -> tuple[str, ...]:
+        """The flags of the coordinator; `ports` by their options are those of an earlier run."""
         place = self.topology.coordinator
-        http, grpc, control = ports or (place.port, place.grpc_port, place.control_port)
-        words = ["--model", self.model, "--served-model-name", self.served_name, "--host", place.host]
-        words += ["--port", str(http), "--grpc-port", str(grpc)]
-        words += ["--control-host", self.topology.node(place.node).address, "--control-port", str(control)]
-        return (*words, *flags_of(place.options))
+        options = {
+            "host": place.host,
+            "port": place.port,
+            "grpc_port": place.grpc_port,
+            "control_host": self.topology.node(place.node).address,
+            "control_port": place.control_port,
+        }
+        named = ("--model", self.model, "--served-model-name", self.served_name)
+        return (*named, *flags_of({**options, **place.options, **(ports or {})}))
 
     def agent_flags(self, part: Part) -> tuple[str, ...]:
         """The flags of the agent of a part; torchrun takes the same."""
@@ -124,17 +127,19 @@ class Plan:
     def worker_command(self, part: Part, control: str = "") -> tuple[str, ...]:
         """The flags of each rank of a part."""
         worker = part.worker
-        words = ["--model", self.model, "--worker-id", worker.name, "--coordinator", control or self.control]
-        words += ["--host", part.node.address]
-        if part.placement.threads:
-            words += ["--threads", str(part.placement.threads)]
-        for key in ("link_port", "store_port"):
-            if getattr(worker, key):
-                words += [f"--{key.replace('_', '-')}", str(getattr(worker, key))]
-        options = {key: value for key, value in worker.options.items() if key not in ("threads", "gpu_share")}
-        if share := worker.options.get("gpu_share") or (1 / part.gpu_ranks if part.gpu_ranks > 1 else 0):
-            words += ["--gpu-share", f"{share:.4f}"]
-        return (*words, *flags_of(options))
+        share = worker.config.gpu_share or (1 / part.gpu_ranks if part.gpu_ranks > 1 else 0)
+        options = {
+            "worker_id": worker.name,
+            "coordinator": control or self.control,
+            "host": part.node.address,
+            "threads": part.placement.threads,
+            "link_port": worker.link_port,
+            "store_port": worker.store_port,
+            "gpu_share": f"{share:.4f}" if share else 0,
+        }
+        placed = {name: value for name, value in options.items() if value}
+        chosen = {name: value for name, value in worker.options.items() if name not in options}
+        return ("--model", self.model, *flags_of({**placed, **chosen}))
 
     def listeners(self) -> tuple[Listener, ...]:
         """Every port of the cluster that has a key. Edges and the channels between ranks take any free ones besides."""
@@ -145,14 +150,14 @@ class Plan:
             for host, key in ((place.host, "port"), (place.host, "grpc_port"), (own, "control_port"))
         ]
         if self.admin:
-            found.append(Listener(place.node, own, int(self.admin.rpartition(":")[2]), COORDINATOR, "admin_port"))
+            found.append(Listener(place.node, own, place.config.admin_port, COORDINATOR, "admin_port"))
         for worker in self.topology.workers:
             leader = self.topology.node(worker.nodes[0])
             keys = ("rendezvous_port", "link_port", "store_port") if worker.role == "decode" else ("rendezvous_port",)
             for key in keys:
                 found.append(Listener(leader.name, leader.address, getattr(worker, key), worker.name, key))
-            if port := worker.options.get("health_port"):
-                found.append(Listener(leader.name, leader.address, int(str(port)), worker.name, "health_port"))
+            if port := worker.config.health_port:
+                found.append(Listener(leader.name, leader.address, port, worker.name, "health_port"))
         return tuple(found)
 
 
@@ -163,21 +168,12 @@ def make_plan(topology: Topology, model: str, served_name: str) -> Plan:
         StartupError: two members want one port, or several workers share a node that does not say how many cores it
             has.
     """
-    if any(_shares_a_gpu(topology, node) for node in topology.nodes):  # NCCL takes no two ranks on one GPU
+    parts = _parts(topology)
+    # NCCL takes no two ranks on one GPU, and counts the MIG instances of a GPU as that GPU.
+    if any(part.gpu_ranks > 1 or "MIG-" in part.gpus for part in parts):
         topology = replace(topology, workers=tuple(map(_on_gloo, topology.workers)))
-    placed: dict[tuple[str, str], tuple[Placement, str, int]] = {}
-    for node in topology.nodes:
-        here = [worker for worker in topology.workers if node.name in worker.nodes]
-        gpus = _gpus(node, here)
-        sharing = _gpu_ranks(here, gpus)
-        for worker, placement, seen, ranks in zip(here, _placements(node, here), gpus, sharing, strict=True):
-            placed[worker.name, node.name] = (placement, seen, ranks)
-    parts = [
-        Part(worker, topology.node(name), rank, *placed[worker.name, name])
-        for worker in topology.workers
-        for rank, name in enumerate(worker.nodes)
-    ]
-    plan = Plan(topology, model, served_name, tuple(parts))
+        parts = _parts(topology)
+    plan = Plan(topology, model, served_name, parts)
     _check_collisions(plan)
     return plan
 
@@ -214,10 +210,23 @@ def check_addresses(topology: Topology) -> None:
             raise StartupError(f"topology: node {node.name!r} has no address; only `baton emit slurm` does without")
 
 
+def _parts(topology: Topology) -> tuple[Part, ...]:
+    placed: dict[tuple[str, str], tuple[Placement, str, int]] = {}
+    for node in topology.nodes:
+        here = [worker for worker in topology.workers if node.name in worker.nodes]
+        gpus = _gpus(node, here)
+        found = zip(_placements(node, here), gpus, _gpu_ranks(here, gpus), strict=True)
+        placed |= {(worker.name, node.name): there for worker, there in zip(here, found, strict=True)}
+    return tuple(
+        Part(worker, topology.node(name), rank, *placed[worker.name, name])
+        for worker in topology.workers
+        for rank, name in enumerate(worker.nodes)
+    )
+
+
 def _placements(node: Node, workers: Sequence[WorkerPlace]) -> list[Placement]:
     """The cores of a node divided among the ranks of its workers, each worker getting its ranks' together."""
-    ranks = [worker.tensor_parallel // len(worker.nodes) for worker in workers]
-    told = [int(str(worker.options.get("threads", 0))) for worker in workers]
+    told = [worker.config.threads for worker in workers]
     if not node.core_count:
         if len(workers) > 1 and not all(told) and not node.gpus:
             names = " and ".join(worker.name for worker in workers[:2])
@@ -225,7 +234,7 @@ def _placements(node: Node, workers: Sequence[WorkerPlace]) -> list[Placement]:
             raise StartupError(f"topology: {what}")
         return [Placement((), threads) for threads in told]
     same = told[0] if len(set(told)) == 1 else 0
-    shares = place(ranks, node.cores or range(node.core_count), same)
+    shares = place([worker.ranks_per_node for worker in workers], node.cores or range(node.core_count), same)
     return [
         Placement(share.cores if node.cores else (), threads or share.threads)
         for share, threads in zip(shares, told, strict=True)
@@ -234,39 +243,29 @@ def _placements(node: Node, workers: Sequence[WorkerPlace]) -> list[Placement]:
 
 def _gpus(node: Node, workers: Sequence[WorkerPlace]) -> list[str]:
     """What each worker may see of a node's GPUs: those it names, else one for each rank in turn."""
-    on_gpu = [worker.options.get("device") != "cpu" for worker in workers]
-    in_turn = [
-        w.tensor_parallel // len(w.nodes) if asked and not w.devices else 0
-        for w, asked in zip(workers, on_gpu, strict=True)
-    ]
-    found = zip(workers, on_gpu, assign_gpus(in_turn, node.gpus), strict=True)
-    return [",".join(worker.devices) or given if asked else "" for worker, asked, given in found]
+    in_turn = cycle(node.gpus)
+    found = []
+    for worker in workers:
+        if worker.config.device == "cpu":
+            seen: Iterable[str] = ()
+        else:
+            seen = worker.devices or dict.fromkeys(islice(in_turn, worker.ranks_per_node))
+        found.append(",".join(seen))
+    return found
 
 
 def _gpu_ranks(workers: Sequence[WorkerPlace], gpus: Sequence[str]) -> list[int]:
     """For each worker the most ranks, its own and others', on any GPU that it uses; 1 without."""
     counts: Counter[str] = Counter()
     for worker, seen in zip(workers, gpus, strict=True):
-        names = seen.split(",")
-        for rank in range(worker.tensor_parallel // len(worker.nodes) if seen else 0):
-            counts[names[rank % len(names)]] += 1
+        if seen:
+            counts.update(islice(cycle(seen.split(",")), worker.ranks_per_node))
     return [max(counts[name] for name in seen.split(",")) if seen else 1 for seen in gpus]
-
-
-def _shares_a_gpu(topology: Topology, node: Node) -> bool:
-    """NCCL counts the MIG instances of a GPU as that GPU."""
-    here = [worker for worker in topology.workers if node.name in worker.nodes]
-    gpus = _gpus(node, here)
-    on_gpu = [worker.tensor_parallel // len(worker.nodes) for worker, seen in zip(here, gpus, strict=True) if seen]
-    too_few = 0 < len(node.gpus) < sum(on_gpu)
-    return too_few or "MIG-" in ",".join(gpus) or any(ranks > 1 for ranks in _gpu_ranks(here, gpus))
 
 
 def _on_gloo(worker: WorkerPlace) -> WorkerPlace:
     """The worker with KV moved by Gloo, unless it says otherwise."""
-    if worker.options.get("edge_kind", "auto") != "auto":
-        return worker
-    return replace(worker, options={**worker.options, "edge_kind": "gloo"})
+    return worker.with_option(edge_kind="gloo") if worker.config.edge_kind == "auto" else worker
 
 
 def _check_collisions(plan: Plan) -> None:

@@ -8,8 +8,9 @@ is not on this one. An option that nobody set is taken from this environment, as
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -23,7 +24,7 @@ from baton.core.model_config import DType, ModelConfig, parse_config_json, parse
 from baton.core.reshard import even_share, local_heads
 from baton.model_source import resolve_draft, resolve_model
 from baton.token_file import read_token
-from launch.plan import COORDINATOR, Part, Plan
+from launch.plan import COORDINATOR, Plan
 from launch.topology import WorkerPlace
 
 
@@ -33,16 +34,15 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
     resolved = [(w, resolve(WorkerConfig, file={}, env=environment, flags=w.options)) for w in plan.topology.workers]
     if config is not None:
         for worker, options in resolved:
-            try:
+            with naming(worker.name):
                 check_divides(config, worker.tensor_parallel)
                 config.longest(options.max_model_len)
-            except StartupError as error:
-                raise StartupError(f"{worker.name}: {error.message}") from None
     # What is not known of a worker is taken to be as in the first of which it is.
     dtype = next((known for _, options in resolved if (known := _dtype(options))), "float32")
-    longest = next((options.max_model_len for _, options in resolved if options.max_model_len), 0)
     if config is not None:
         longest = config.max_position_embeddings
+    else:
+        longest = next((options.max_model_len for _, options in resolved if options.max_model_len), 0)
     _check_edges(resolved)
     _check_gpu_shares(plan, {worker.name: options for worker, options in resolved})
     before: list[tuple[str, WorkerFacts]] = []
@@ -66,62 +66,54 @@ def check_memory(plan: Plan, nodes: Collection[str], host_bytes: int) -> None:
     """
     wanted: dict[str, int] = {}
     for part in plan.parts:
-        given = float(str(part.worker.options.get("kv_memory_gib", 0)))
+        given = part.worker.config.kv_memory_gib
         if part.node.name in nodes and given and not part.gpus:
             wanted[part.name] = round(given * part.ranks / part.worker.tensor_parallel * (1 << 30))
-    if host_bytes and sum(wanted.values()) > host_bytes:
+    if sum(wanted.values()) > host_bytes:
         named = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in wanted.items())
         there = f"is more than the {host_bytes / 2**30:.1f} GiB here; lower --kv-memory-gib"
         raise StartupError(f"KV memory of {sum(wanted.values()) / 2**30:.1f} GiB ({named}) {there}")
 
 
 def host_memory_bytes() -> int:
-    """The memory that processes here may have: the machine's, or less where a control group says so; 0: not known."""
-    limits = []
-    try:
-        text = Path("/proc/meminfo").read_text()
-        limits.append(int(text.split("MemTotal:")[1].split()[0]) * 1024)
-    except (OSError, ValueError, IndexError):
-        pass
+    """The memory that processes here may have: the machine's, or less where a control group (of either version) says
+    so."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
+        with contextlib.suppress(OSError, ValueError):  # the other version, or `max`
             limits.append(int(Path(path).read_text()))
-        except (OSError, ValueError):  # another version of control groups, or `max`
-            continue
-    return min(limits, default=0)
+    return min(limits)
 
 
 def check_files(plan: Plan, nodes: Collection[str], environment: Mapping[str, str] = os.environ) -> None:
     """Raises StartupError for the first member on `nodes`, which are this host, that would not find its model, its
     draft or its cluster token, or would listen off loopback without a token; with its name."""
     place, parts = plan.topology.coordinator, [part for part in plan.parts if part.node.name in nodes]
-    who = COORDINATOR if place.node in nodes else parts[0].name if parts else ""
-    if not who:
+    members = [COORDINATOR] * (place.node in nodes) + [part.name for part in parts]
+    if not members:
         return
-    try:
+    with naming(members[0]):
         model = resolve_model(plan.model)
-        if who == COORDINATOR:
-            resolved = resolve(CoordinatorConfig, file={}, env=environment, flags=place.options)
-            host = plan.topology.node(place.node).address
-            check_listening("--control-host", host, read_token(resolved.cluster_token_file))
-        for part in parts:
-            who = part.name
-            _check_files_of(part, model, environment)
+    if place.node in nodes:
+        with naming(COORDINATOR):
+            token_file = resolve(CoordinatorConfig, file={}, env=environment, flags=place.options).cluster_token_file
+            check_listening("--control-host", plan.topology.node(place.node).address, read_token(token_file))
+    for part in (part for part in parts if part.node_rank == 0):  # only a worker's leader drafts and listens
+        with naming(part.name):
+            resolved = resolve(WorkerConfig, file={}, env=environment, flags=part.worker.options)
+            check_listening("--host", part.node.address, read_token(resolved.cluster_token_file))
+            if part.role == "decode":
+                with naming("--draft"):
+                    resolve_draft(resolved.draft, model)
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Puts a name before what a StartupError in the block says."""
+    try:
+        yield
     except StartupError as error:
-        raise StartupError(f"{who}: {error.message}") from None
-
-
-def _check_files_of(part: Part, model: Path, environment: Mapping[str, str]) -> None:
-    """Of a worker; only its leader guesses and listens."""
-    if part.node_rank:
-        return
-    resolved = resolve(WorkerConfig, file={}, env=environment, flags=part.worker.options)
-    check_listening("--host", part.node.address, read_token(resolved.cluster_token_file))
-    if part.role == "decode":
-        try:
-            resolve_draft(resolved.draft, model)
-        except StartupError as error:
-            raise StartupError(f"--draft: {error.message}") from None
+        raise StartupError(f"{what}: {error.message}") from None
 
 
 def _check_edges(resolved: Sequence[tuple[WorkerPlace, WorkerConfig]]) -> None:

@@ -1,17 +1,32 @@
-"""GET /workers as a table, once or again and again, with rates between two looks."""
+"""`baton ps`: GET /workers as a table, once or again and again, with rates between two looks. `baton top`: that table
+and the last requests with their timelines, renewed in place."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
-from launch.cluster_api import ClusterView, WorkerView
+from launch.cluster_api import ClusterView, Row, WorkerView, looks
 from launch.tables import make_table, show
 
+BAR_CHARS = 48
+STAGE_COLORS = {
+    "queue": "bright_black",
+    "prefill_queue": "yellow",
+    "prefill": "dark_orange",
+    "reserve": "plum1",
+    "transfer": "magenta",
+    "parked": "red",
+    "decode_queue": "sky_blue1",
+    "decode": "blue",
+    "detokenise": "green",
+}
 _COLORS = {"ready": "green", "joining": "yellow", "draining": "yellow", "lost": "red"}
 _STEPS = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 _TOKENS = {"prefill": "prompt_tokens_computed", "decode": "tokens_generated"}
@@ -63,22 +78,13 @@ def cluster_view(cluster: ClusterView, before: ClusterView | None = None, betwee
 
 
 def watch(
-    look: Callable[[], ClusterView], every_s: float, console: Console | None = None, looks: int | None = None
+    look: Callable[[], ClusterView], every_s: float, console: Console | None = None, count: int | None = None
 ) -> None:
-    """Prints the table every so many seconds, until Ctrl-C, or `looks` times.
-
-    Raises:
-        OSError: the coordinator does not answer.
-    """
+    """Prints the table every so many seconds, until Ctrl-C, or `count` times; raises what `look` does."""
     console = console or Console()
-    before, looked_at = look(), time.monotonic()
-    while looks is None or looks > 0:
-        time.sleep(every_s)
-        cluster, now = look(), time.monotonic()
+    for cluster, before, between_s in looks(look, every_s, count):
         console.print(time.strftime("\n%H:%M:%S"))
-        print_cluster(cluster, before, now - looked_at, console)
-        before, looked_at = cluster, now
-        looks = None if looks is None else looks - 1
+        print_cluster(cluster, before, between_s, console)
 
 
 def _rate(worker: WorkerView, before: WorkerView | None, name: str, between_s: float) -> str:
@@ -110,3 +116,38 @@ def since(seconds: object) -> str:
         if count or parts or size == 1:
             parts.append(f"{count}{unit}")
     return "".join(parts[:2])
+
+
+def top(
+    look: Callable[[], ClusterView],
+    requests: Callable[[], Sequence[Row]],
+    every_s: float,
+    console: Console | None = None,
+    count: int | None = None,
+) -> None:
+    """Until Ctrl-C, or `count` times; raises what `look` and `requests` do."""
+    console = console or Console()
+    with Live(console=console, auto_refresh=False, screen=console.is_terminal and count is None) as live:
+        for cluster, before, between_s in looks(look, every_s, count):
+            shown = cluster_view(cluster, before, between_s)
+            live.update(Group(*shown, Text(), legend(), *map(line, requests())), refresh=True)
+
+
+def legend() -> Text:
+    text = Text()
+    for name, color in STAGE_COLORS.items():
+        text.append("█ ", color).append(f"{name}  ")
+    return text
+
+
+def line(row: Row) -> Text:
+    """One request: when, which, how many tokens, how it is, and its spans as parts of a bar as long as they took."""
+    at = time.strftime("%H:%M:%S", time.localtime(row["admitted_at"]))
+    counts = f"{row['prompt_tokens']:>6} → {row['generated_tokens']:<6}"
+    text = Text(f"{at} {row['id'][:20]:<20} {counts} {row['outcome'][:12]:<12} {row['total_ms']:>8.0f} ms ")
+    total = row["total_ms"] or 1.0
+    for span in row["spans"]:
+        first = round(span["start_ms"] / total * BAR_CHARS)
+        last = round((span["start_ms"] + span["ms"]) / total * BAR_CHARS)
+        text.append("█" * (last - first), STAGE_COLORS.get(span["name"], "white"))
+    return text

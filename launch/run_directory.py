@@ -13,7 +13,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from baton.core.errors import StartupError
@@ -36,9 +36,10 @@ def run_directory(wanted: str) -> Iterator[Path]:
         StartupError: the directory asked for cannot be made, not be written to, has no room, or another process has
             it; the message names it.
     """
-    path = _made(wanted) if wanted else _fresh()
+    path = Path(wanted).expanduser().resolve() if wanted else _fresh()
     with contextlib.ExitStack() as stack:
         try:
+            path.mkdir(parents=True, exist_ok=True)
             lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
             stack.callback(os.close, lock)
             _hold(lock, wanted)
@@ -46,7 +47,7 @@ def run_directory(wanted: str) -> Iterator[Path]:
             with tempfile.TemporaryFile(dir=path) as file:  # on a full disk files can still be made, and stay empty
                 file.write(bytes(ROOM_BYTES))
         except OSError as error:
-            what = f"run directory {wanted or path} cannot be used: {reason(error)}"
+            what = f"run directory {wanted or path} cannot be used: {_reason(error)}"
             raise StartupError(f"{what}; choose another with --run-dir") from None
         try:
             yield path
@@ -56,13 +57,21 @@ def run_directory(wanted: str) -> Iterator[Path]:
 
 
 def write_token(path: Path) -> Path:
-    """A fresh cluster token in a run directory, for its owner alone. Raises OSError."""
+    """A fresh cluster token in a run directory, for its owner alone. Raises StartupError."""
     token = path / TOKEN
-    token.unlink(missing_ok=True)
-    descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32) + "\n")
+    with _writing(path):
+        token.unlink(missing_ok=True)
+        with os.fdopen(os.open(token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(secrets.token_hex(32) + "\n")
     return token
+
+
+def write_addresses(path: Path, addresses: Mapping[str, object]) -> None:
+    """Those of a cluster that is ready, into a run directory, whole or not at all. Raises StartupError."""
+    partial = path / f"{CLUSTER}.partial"
+    with _writing(path):
+        partial.write_text(json.dumps(addresses) + "\n")
+        partial.replace(path / CLUSTER)
 
 
 def local_token(url: str) -> str:
@@ -78,7 +87,15 @@ def local_token(url: str) -> str:
     return ""
 
 
-def reason(error: OSError) -> str:
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StartupError(f"run directory {path} cannot be written: {_reason(error)}") from None
+
+
+def _reason(error: OSError) -> str:
     """`No space left on device`, and which file it was about if it was about one."""
     what = error.strerror or str(error)
     return f"{what}: {error.filename}" if error.filename else what
@@ -103,15 +120,6 @@ def _forget_addresses(path: Path) -> None:
         (path / name).unlink(missing_ok=True)
 
 
-def _made(wanted: str) -> Path:
-    path = Path(wanted).expanduser().resolve()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StartupError(f"run directory {wanted} cannot be made: {error.strerror or error}") from None
-    return path
-
-
 def _runs() -> Path:
     """Raises RuntimeError where there is no home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "runs"
@@ -119,15 +127,12 @@ def _runs() -> Path:
 
 def _fresh() -> Path:
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    try:
+    with contextlib.suppress(OSError, RuntimeError):
         path = _runs() / name
         path.mkdir(parents=True, mode=0o700)
         return path
-    except (OSError, RuntimeError) as error:
-        first = error
     try:
         return Path(tempfile.mkdtemp(prefix=f"baton-{name}-"))
     except OSError as error:
         where = "neither in the cache directory nor in one for temporary files"
-        why = f"{reason(first) if isinstance(first, OSError) else first}; {reason(error)}"
-        raise StartupError(f"a run directory can be made {where}: {why}; say one with --run-dir") from None
+        raise StartupError(f"a run directory can be made {where}: {_reason(error)}; say one with --run-dir") from None

@@ -1,18 +1,62 @@
-"""One member of the cluster over all its restarts: started, watched, started again, or gone for good once drained."""
+"""One member of the cluster over all its restarts: started, watched, started again, or gone for good once drained.
+
+Before it has ever joined, a member that ends with a startup error (code 3: bad checkpoint, port in use) ends the
+cluster: trying again would fail the same way. Any other death there is tried a few times. Once it has joined, it is
+always started again, after 1, 2, 4 .. 30 s; a run that stayed healthy for a minute resets the wait.
+"""
 
 from __future__ import annotations
 
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from baton.core.errors import StartupError
+from baton.options import EXIT_STARTUP_ERROR
 from launch.child import Child, ChildSpec
 from launch.console import Console
 from launch.failure import Failure, box, describe_exit
-from launch.restart import Backoff, GiveUp, RestartPolicy
 
 RETRY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Seconds, and runs."""
+
+    first_s: float = 1.0
+    longest_s: float = 30.0
+    healthy_s: float = 60.0
+    tries_before_joining: int = 3
+
+
+class RestartPolicy:
+    """When a member that died is started again. Pure. Its whole state: whether it ever joined, since when the present
+    run has, and how many runs in a row have died without a healthy minute."""
+
+    def __init__(self, backoff: Backoff | None = None) -> None:
+        self.ever_joined = False
+        self._backoff = backoff or Backoff()
+        self._joined_at: float | None = None
+        self._deaths = 0
+
+    def joined(self, now: float) -> None:
+        self.ever_joined = True
+        self._joined_at = now
+
+    def died(self, exit_code: int, now: float) -> float | None:
+        """How many seconds to wait before the next run; None: there is none, the cluster cannot come up. A code below
+        0 is the signal that ended it, as in `subprocess`."""
+        if self._joined_at is not None and now - self._joined_at >= self._backoff.healthy_s:
+            self._deaths = 0
+        self._joined_at = None
+        self._deaths += 1
+        if not self.ever_joined and (
+            exit_code == EXIT_STARTUP_ERROR or self._deaths >= self._backoff.tries_before_joining
+        ):
+            return None
+        return min(self._backoff.first_s * 2.0 ** min(self._deaths - 1, 30), self._backoff.longest_s)
 
 
 class MemberFailed(Exception):
@@ -35,39 +79,36 @@ class Supervised:
         self.joined = False
         self.left = False
         self.child: Child | None = None
+        self.restart_at: float | None = None
         self._spec = spec
         self._console = console
         self._policy = RestartPolicy(backoff)
-        self._restart_at: float | None = None
         self._started_at = 0.0
         self._joined_this_run = False
 
     @property
     def ever_started(self) -> bool:
-        return self.child is not None or self._restart_at is not None or self.left
-
-    @property
-    def restart_at(self) -> float | None:
-        return self._restart_at
+        return self.child is not None or self.restart_at is not None or self.left
 
     def start(self, note: str = "") -> None:
         """Raises StartupError when the process cannot even be started."""
         spec = self._spec()
         self.joined = self.left = self._joined_this_run = False
-        self._restart_at = None
+        self.restart_at = None
         self._started_at = time.monotonic()
         self.child = Child(spec)
-        self._console.stage(self.name, f"starting   pid {self.child.pid}{note}   log {spec.log}")
+        about = "".join(f"   {text}" for text in (spec.note, note) if text)
+        self._console.stage(self.name, f"starting   pid {self.child.pid}{about}   log {spec.log}")
 
-    def start_again(self, note: str = "   again") -> None:
+    def start_again(self) -> None:
         """The next run. What keeps it from starting (a full process table, a log that cannot be opened) may pass, and
         the others serve meanwhile: once this member has joined, it is only said and tried again."""
         try:
-            self.start(note)
+            self.start("again")
         except StartupError as error:
             if not self._policy.ever_joined:
                 raise
-            self._restart_at = time.monotonic() + RETRY_S
+            self.restart_at = time.monotonic() + RETRY_S
             self._console.stage(self.name, f"{error.message}; trying again in {RETRY_S:g} s")
 
     def mark_joined(self, what: str) -> None:
@@ -93,7 +134,7 @@ class Supervised:
             code = self.child.poll()
             if code is not None:
                 self._died(self.child, code, now)
-        elif self._restart_at is not None and now >= self._restart_at:
+        elif self.restart_at is not None and now >= self.restart_at:
             self.start_again()
 
     def _died(self, child: Child, code: int, now: float) -> None:
@@ -104,15 +145,13 @@ class Supervised:
             self._console.stage(self.name, "left")
             return
         error, log = child.error_line(), child.spec.log
-        verdict = self._policy.died(code, now)
-        if isinstance(verdict, GiveUp):
+        wait_s = self._policy.died(code, now)
+        if wait_s is not None or not error:
+            self._console.stage(self.name, f"died: {describe_exit(code)}; the end of {log}:")
+            self._console.quote(child.tail())
+        if wait_s is None:
             reason = error or f"it ended before it joined; its log is {log}"
-            if not error:
-                self._console.stage(self.name, f"died: {describe_exit(code)}; the end of {log}:")
-                self._console.quote(child.tail())
             failure = Failure(self.name, f"{self.name}, pid {child.pid}", socket.gethostname(), code, reason)
             raise MemberFailed(child.box() or box(failure))
-        self._console.stage(self.name, f"died: {describe_exit(code)}; the end of {log}:")
-        self._console.quote(child.tail())
-        self._restart_at = verdict.at
-        self._console.stage(self.name, f"starting again in {verdict.wait_s:g} s")
+        self.restart_at = now + wait_s
+        self._console.stage(self.name, f"starting again in {wait_s:g} s")

@@ -7,43 +7,19 @@ worker, and in it as many tracks as requests were there at the same time.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
-from urllib.parse import quote
 
 from rich.console import Console
 from rich.markup import escape
 
-from baton.core.errors import StartupError
-from launch.cluster_api import root_url
-from launch.http_json import request_json
+from launch.cluster_api import Row
 from launch.tables import make_table, show
 
 COORDINATOR = "coordinator"
-TIMEOUT_S = 10.0
 _BAR_CHARS = 40
 _HANDED_OVER = ("decode_queue", "decode")
-Row = Mapping[str, Any]
-
-
-def get_requests(url: str, request_id: str = "", limit: int = 1000) -> list[Row]:
-    """The rows of GET /requests, or of one request.
-
-    Raises:
-        StartupError: no cluster answers at `url`, or it does not know the request.
-    """
-    path = f"requests/{quote(request_id)}" if request_id else f"requests?limit={limit}"
-    try:
-        status, document = request_json("GET", f"{root_url(url)}/{path}", TIMEOUT_S)
-    except OSError as error:
-        raise StartupError(f"no cluster answers at {url}: {error}") from None
-    rows = document.get("requests") if isinstance(document, dict) else None
-    if status == 200 and isinstance(rows, list):
-        return rows
-    problem = document.get("error") if isinstance(document, dict) else None
-    what = problem.get("message") if isinstance(problem, dict) else f"status {status}"
-    raise StartupError(f"{url}: {what}")
 
 
 def print_request(rows: Sequence[Row], console: Console | None = None) -> None:

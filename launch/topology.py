@@ -32,6 +32,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from baton.core.commands import Role
 from baton.core.config import CoordinatorConfig, WorkerConfig, from_table, nearest, option
@@ -66,7 +67,18 @@ class CoordinatorPlace:
     port: int
     grpc_port: int
     control_port: int
-    options: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> CoordinatorConfig:
+        """What its command line says of it, with the defaults of what it does not say."""
+        return CoordinatorConfig(
+            host=self.host,
+            port=self.port,
+            grpc_port=self.grpc_port,
+            control_port=self.control_port,
+            **self.options,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +93,19 @@ class WorkerPlace:
     rendezvous_port: int = 0
     link_port: int = 0
     store_port: int = 0
-    options: Mapping[str, object] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> WorkerConfig:
+        """What its command line says of it, with the defaults of what it does not say."""
+        return WorkerConfig(link_port=self.link_port, store_port=self.store_port, **self.options)
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.tensor_parallel // len(self.nodes)
+
+    def with_option(self, **options: object) -> WorkerPlace:
+        return replace(self, options={**self.options, **options})
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +190,9 @@ def parse_topology(file: Mapping[str, object]) -> Topology:
 
 def _node(table: Mapping[str, object], where: str) -> Node:
     found = from_table(_NodeTable, table, where)
-    _check_name(found.name, where)
+    _check(name_error(found.name), f"{where}: 'name'")
     if found.address:  # one that is missing may be filled in later
-        _check_address(found.address, f"{where}: 'address'")
+        _check(address_error(found.address), f"{where}: 'address'")
     cores = parse_cores(found.cores, f"{where}: 'cores'") if isinstance(found.cores, str) else ()
     count = len(cores) or int(found.cores or 0)
     if isinstance(found.gpus, str):
@@ -194,7 +218,7 @@ def _coordinator(
             raise StartupError(f"coordinator: {key!r} must be a fixed port; others have to know it")
     host = found.host if "host" in table else node.address
     if "host" in table:
-        _check_address(host, "coordinator: 'host'")
+        _check(address_error(host), "coordinator: 'host'")
     options = {key: value for key, value in table.items() if key not in _PORTS}
     return CoordinatorPlace(name, host, found.port, found.grpc_port, found.control_port, options)
 
@@ -223,7 +247,7 @@ def _worker(
     devices = tuple(_gpu(device, f"{where}: 'devices'") for device in found.devices)
     _refuse_twice(devices, f"{where}: GPU")
     name = found.name or f"{role}-{index}"
-    _check_name(name, where)
+    _check(name_error(name), f"{where}: 'name'")
     base = found.base_port
     decodes = role == "decode"
     for key in ("link_port", "store_port"):
@@ -249,9 +273,9 @@ def _worker(
 def _on_gpus(worker: WorkerPlace, nodes: tuple[Node, ...]) -> WorkerPlace:
     """A worker that the file gives GPUs computes there or not at all: `auto` would take the CPU where none is found."""
     given = worker.devices or all(node.gpus for node in nodes if node.name in worker.nodes)
-    if not given or worker.options.get("device", "auto") != "auto" or worker.options.get("exact"):
+    if not given or worker.config.device != "auto" or worker.config.exact:
         return worker
-    return replace(worker, options={**worker.options, "device": "cuda"})
+    return worker.with_option(device="cuda")
 
 
 def _shared(file: Mapping[str, object]) -> Mapping[str, object]:
@@ -284,13 +308,8 @@ def part_name(worker: str, node_rank: int) -> str:
     return f"{worker}.{node_rank}" if node_rank else worker
 
 
-def _check_name(name: str, where: str) -> None:
-    if wrong := name_error(name):
-        raise StartupError(f"{where}: 'name' {wrong}")
-
-
-def _check_address(address: str, where: str) -> None:
-    if wrong := address_error(address):
+def _check(wrong: str | None, where: str) -> None:
+    if wrong:
         raise StartupError(f"{where} {wrong}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 
@@ -15,14 +16,13 @@ from baton.rpc.ports import check_free
 from launch.console import Console
 from launch.gpus import visible_gpus
 from launch.local import LocalCluster
-from launch.members import Members, Programs, check_cores, nodes_here, own_nodes
+from launch.members import Members, Programs, check_cores, nodes_here
 from launch.plan import COORDINATOR, Plan, check_addresses, local_topology, make_plan
 from launch.plan_checks import check_files, check_memory, check_plan, host_memory_bytes
-from launch.restart import Backoff
-from launch.run_directory import reason, run_directory, write_token
-from launch.supervisor import MemberFailed
+from launch.run_directory import run_directory, write_token
+from launch.supervisor import Backoff, MemberFailed
 from launch.topology import parse_topology
-from launch.up_config import DoctorConfig, UpConfig, check_supported
+from launch.up_config import DoctorConfig, UpConfig
 
 TOKEN_VARIABLE = "BATON_CLUSTER_TOKEN_FILE"
 _WITH_TOPOLOGY = {"topology", "node", "dry_run", "run_dir", "start_timeout_s", "drain_timeout_s"} | (
@@ -37,9 +37,7 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
         StartupError: it cannot come up.
     """
     plan = plan_for(config)
-    check_plan(plan)
-    # A dry run may be made where no node is.
-    nodes = (own_nodes if config.dry_run else nodes_here)(plan.topology, config.node)
+    nodes = nodes_here(plan.topology, config.node, none_will_do=config.dry_run)
     check_cores(plan, nodes)
     check_files(plan, nodes)
     check_memory(plan, nodes, host_memory_bytes())
@@ -52,10 +50,7 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
     with run_directory(config.run_dir) as run_dir:
         environment: dict[str, str] = {}
         if nodes == {node.name for node in plan.topology.nodes} and not _names_token(plan):
-            try:
-                environment[TOKEN_VARIABLE] = str(write_token(run_dir))
-            except OSError as error:
-                raise StartupError(f"run directory {run_dir} cannot be written: {reason(error)}") from None
+            environment[TOKEN_VARIABLE] = str(write_token(run_dir))
         members = Members(
             plan,
             nodes,
@@ -69,7 +64,7 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
         roles = [worker.role for worker in plan.topology.workers]
         counts = f"{roles.count('prefill')} prefill + {roles.count('decode')} decode"
         where = f"nodes {', '.join(sorted(nodes))}" if config.topology else f"device {config.device}"
-        console.stage("baton", f"{release()}   model {plan.served_name}   {counts}   {where}")
+        console.stage("baton", f"{installed_version('baton-serve')}   model {plan.served_name}   {counts}   {where}")
         console.stage("logs", str(run_dir))
         try:
             return LocalCluster(members, console, backoff).run()
@@ -100,24 +95,27 @@ def plan_for(config: UpConfig) -> Plan:
                 flag = "--" + key.replace("_", "-")
                 raise StartupError(f"{flag} is what the topology file says; put it there, or leave out --topology")
         return topology_plan(config.topology)
-    check_supported(config)
-    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else range(os.cpu_count() or 1)
+    topology = local_topology(config, sorted(os.sched_getaffinity(0)), visible_gpus())
     name = config.served_model_name or served_name(config.model)
-    model = str(resolve_model(config.model))
-    return make_plan(local_topology(config, list(cores), visible_gpus()), model, name)
+    plan = make_plan(topology, str(resolve_model(config.model)), name)
+    check_plan(plan)
+    return plan
 
 
-def topology_plan(path: str, addresses: bool = True) -> Plan:
-    """The plan of a topology file. Raises StartupError, also where an address is missing and `addresses` are needed."""
+def topology_plan(path: str, environment: Mapping[str, str] = os.environ, *, addresses: bool = True) -> Plan:
+    """The plan of a topology file, checked with the environment of its workers. Raises StartupError, also where an
+    address is missing and `addresses` are needed."""
     topology = parse_topology(read_config_file(path))
     if addresses:
         check_addresses(topology)
-    return make_plan(topology, topology.model, topology.served_model_name or served_name(topology.model))
+    plan = make_plan(topology, topology.model, topology.served_model_name or served_name(topology.model))
+    check_plan(plan, environment)
+    return plan
 
 
-def release() -> str:
+def installed_version(package: str) -> str:
     try:
-        return version("baton-serve")
+        return version(package)
     except PackageNotFoundError:
         return "(not installed)"
 

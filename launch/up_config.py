@@ -70,14 +70,3 @@ def check_environment(environment: Mapping[str, str]) -> None:
             close = difflib.get_close_matches(name, read, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise StartupError(f"nothing reads the environment variable {name}{hint}")
-
-
-def check_supported(config: UpConfig) -> None:
-    """Refuses what this release does not do, rather than ignore it.
-
-    Raises:
-        StartupError: names the option.
-    """
-    small, large = sorted((config.blocks_of("prefill"), config.blocks_of("decode")))
-    if large % small:
-        raise StartupError(f"--prefill-block-size and --decode-block-size: {small} does not divide {large}")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from launch.restart import Backoff
+from launch.supervisor import Backoff
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import body
 from tests.support.cluster import Cluster, cluster

@@ -95,10 +95,10 @@ def test_image_is_svg_with_a_title(image: Path) -> None:
 
 def test_scripts_are_executable_and_parse() -> None:
     scripts = sorted((ROOT / "launch").glob("*.sh"))
-    assert len(scripts) == 3
+    started = [script.name for script in scripts if script.stat().st_mode & 0o111]
+    assert started == ["coordinator.sh", "decode.sh", "prefill.sh"]  # the others are read by scripts
     for script in scripts:
         subprocess.run(["bash", "-n", script], check=True)
-        assert script.stat().st_mode & 0o111
 
 
 def test_decisions_are_numbered_and_listed() -> None:

@@ -1,16 +1,18 @@
 import os
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from baton.core.errors import StartupError
 from launch.child import Child, ChildSpec
-from launch.cores import Placement, assign_gpus, place, ranges
+from launch.cores import Placement, place, ranges
 from launch.members import check_cores
-from launch.plan import Plan, make_plan
+from launch.plan import Plan, local_topology, make_plan
 from launch.topology import parse_topology
+from launch.up_config import UpConfig
 
 
 def test_two_cores_one_prefill_one_decode() -> None:
@@ -51,10 +53,20 @@ def test_in_words() -> None:
     assert str(Placement((0, 1, 2, 5), 4)) == "cores 0-2,5, 4 threads"
 
 
-def test_gpus_in_turn() -> None:
-    assert assign_gpus([1, 1, 1], ["0", "1"]) == ("0", "1", "0")
-    assert assign_gpus([2, 1, 2], ["0", "1", "2"]) == ("0,1", "2", "0,1")
-    assert assign_gpus([1, 1], []) == ("", "")
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "seen"),
+    [
+        ((1, 1, 1), "01", ["0", "1", "0"]),
+        ((2, 2, 1), "012", ["0,1", "2,0", "1"]),
+        ((4, 4, 4), "01", ["0,1", "0,1", "0,1"]),
+        ((1, 1, 1), "", ["", "", ""]),
+    ],
+)
+def test_gpus_in_turn(ranks: tuple[int, int, int], gpus: str, seen: list[str]) -> None:
+    topology = local_topology(UpConfig(decode=2), [0], gpus)
+    workers = [replace(w, tensor_parallel=size) for w, size in zip(topology.workers, ranks, strict=True)]
+    made = make_plan(replace(topology, workers=tuple(workers)), "/m", "m")
+    assert [part.gpus for part in made.parts] == seen
 
 
 def pinned(cores: str) -> Plan:

@@ -58,7 +58,8 @@ def test_wheel_has_the_packages_and_the_built_in_model_and_nothing_else(wheel: P
     assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
     for name in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
         assert f"baton/builtin/target/{name}" in names
-    assert {"launch/coordinator.sh", "launch/prefill.sh", "launch/decode.sh", "launch/slurm.sbatch"} <= set(names)
+    scripts = [path.name for path in (REPOSITORY / "launch").iterdir() if path.suffix in (".sh", ".sbatch")]
+    assert len(scripts) == 6 and {f"launch/{name}" for name in scripts} <= set(names)
     assert not [name for name in names if name.endswith((".proto", ".bin", ".pyc"))]
 
 

@@ -84,9 +84,3 @@ print(off, gc.isenabled(), any(made is fractions.Fraction for made in gc.get_obj
 """
     done = subprocess.run([sys.executable, "-c", code], timeout=20, capture_output=True, text=True)
     assert done.stdout == "True True False True\n", done.stderr
-
-
-@pytest.fixture(autouse=True)
-def linux_only() -> None:
-    if sys.platform != "linux":
-        pytest.skip("the kernel's parent-death signal is Linux only")

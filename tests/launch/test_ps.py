@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from launch.cluster_api import ClusterView, WorkerView
-from launch.ps import print_cluster, since, watch
+from launch.ps import BAR_CHARS, STAGE_COLORS, line, print_cluster, since, top, watch
+from tests.launch.test_timelines import row
 
 WORKER: dict[str, Any] = {
     "id": "prefill-0",
@@ -71,8 +72,25 @@ def test_rates_are_those_since_the_last_look_and_of_the_same_start() -> None:
 
 def test_watching_looks_again_and_again() -> None:
     out, looks = io.StringIO(), iter([view(steps=1), view(steps=2), view(steps=3)])
-    watch(lambda: next(looks), 0.01, Console(file=out, width=100), looks=2)
+    watch(lambda: next(looks), 0.01, Console(file=out, width=100), count=2)
     assert out.getvalue().count("prefill-0") == 2 and next(looks, None) is None
+
+
+def test_a_bar_is_divided_as_the_time_was() -> None:
+    text = line(row("r"))
+    bar = text.plain[text.plain.index("█") :]
+    assert bar == "█" * BAR_CHARS
+    parts = [(span.style, span.end - span.start) for span in text.spans]
+    assert parts == [(STAGE_COLORS["queue"], 5), (STAGE_COLORS["prefill"], 14), (STAGE_COLORS["decode"], 29)]
+    assert "7 → 5" in text.plain and "stop" in text.plain
+
+
+def test_the_top_looks_again_and_again() -> None:
+    out, looks = io.StringIO(), iter([view(steps=1), view(steps=2), view(steps=3)])
+    console = Console(file=out, width=140, force_terminal=False)
+    top(lambda: next(looks), lambda: [row("req-1"), row("req-2")], 0.01, console, count=2)
+    shown = out.getvalue()
+    assert "prefill-0" in shown and "req-2" in shown and "step ms" in shown and next(looks, None) is None
 
 
 def test_nothing_is_cut_in_a_narrow_terminal() -> None:

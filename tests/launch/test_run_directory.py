@@ -55,7 +55,7 @@ def test_which_directory_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert open_and_leave("").parent == tmp_path / "baton" / "runs"
     assert open_and_leave(str(tmp_path / "mine")) == tmp_path / "mine"
     (tmp_path / "file").touch()
-    with pytest.raises(StartupError, match="cannot be made"):
+    with pytest.raises(StartupError, match="cannot be used: Not a directory"):
         open_and_leave(str(tmp_path / "file" / "below"))
     with pytest.raises(StartupError, match="cannot be used"):
         open_and_leave("/proc/self")
@@ -93,7 +93,7 @@ def test_where_none_can_be_made_it_says_how_to_name_one(tmp_path: Path, monkeypa
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr("tempfile.mkdtemp", full)
-    with pytest.raises(StartupError, match=r"Not a directory: .*; No space left .*: /tmp/x; say one with --run-dir"):
+    with pytest.raises(StartupError, match=r"neither in .*: No space left .*: /tmp/x; say one with --run-dir"):
         open_and_leave("")
 
 

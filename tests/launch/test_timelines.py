@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from baton.core.errors import StartupError
-from launch.timelines import chrome_trace, get_requests, print_request
+from launch.cluster_api import get_requests
+from launch.timelines import chrome_trace, print_request
 
 
 def row(name: str, admitted_at: float = 100.0, **more: Any) -> dict[str, Any]:

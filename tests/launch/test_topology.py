@@ -200,6 +200,7 @@ def test_workers_that_share_a_gpu_of_a_node_move_kv_by_gloo() -> None:
     assert "--edge-kind" not in words(plan(), "d")
     tables = file()
     tables["nodes"][2]["gpus"] = 1
+    del tables["prefill"][0]["devices"]
     assert "--edge-kind gloo" in words(plan(tables), "d") and "--edge-kind gloo" in words(plan(tables), "prefill-0")
     tables["options"]["edge_kind"] = "nccl"
     assert "--edge-kind nccl" in words(plan(tables), "d")

@@ -194,6 +194,7 @@ def test_port_in_use_is_one_line(start) -> None:
 
 def test_a_second_one_in_the_same_run_directory_is_refused_and_changes_nothing(start, model: Path) -> None:
     cluster = wait_ready(start())
+    cluster.wait_until(lambda c: "try:" in output(c), "the last lines")
     known, logs = (cluster.run_dir / "cluster.json").read_text(), cluster.logs()
     command = [*FAKE_UP, "--model", str(model), "--run-dir", str(cluster.run_dir), "--port", "0", "--grpc-port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.cluster_api import get_workers
+from baton.core.errors import StartupError
+from launch.cluster_api import get_cluster
 
 MARKER = "BATON_TEST_CLUSTER"
 READY_TIMEOUT_S = 90.0
@@ -50,7 +51,7 @@ class Cluster:
 
     def workers(self) -> dict[str, dict[str, Any]]:
         """GET /workers by id."""
-        return {view.id: view.fields for view in get_workers(self.admin or self.url, timeout_s=10.0)}
+        return {view.id: view.fields for view in get_cluster(self.admin or self.url, timeout_s=10.0).workers}
 
     def pids(self, worker: str) -> list[int]:
         """One per rank, as the worker itself reported."""
@@ -72,7 +73,7 @@ class Cluster:
         """Polls; fails with the logs after `timeout_s`. While the coordinator is away the answer is no."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            with contextlib.suppress(OSError, KeyError):
+            with contextlib.suppress(OSError, StartupError, KeyError):
                 if condition(self):
                     return
             if self.process.poll() is not None:

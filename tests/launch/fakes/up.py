@@ -8,7 +8,7 @@ from pathlib import Path
 
 from baton.options import config_command, run_main
 from launch.members import Programs
-from launch.restart import Backoff
+from launch.supervisor import Backoff
 from launch.up import up
 from launch.up_config import UpConfig
 
