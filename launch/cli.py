@@ -46,7 +46,7 @@ def up_command(config: UpConfig) -> int:
     "and whether every two ranks that must can reach each other. For several nodes run it on each at the same time.",
 )
 def doctor_command(config: DoctorConfig) -> int:
-    from launch.doctor.run import Settings, doctor
+    from launch.doctor.run import doctor
     from launch.members import nodes_here
     from launch.plan_checks import check_memory, host_memory_bytes
     from launch.up import plan_for
@@ -54,7 +54,7 @@ def doctor_command(config: DoctorConfig) -> int:
     plan = plan_for(config)
     nodes = nodes_here(plan.topology, config.node)
     check_memory(plan, nodes, host_memory_bytes())
-    return doctor(plan, nodes, Settings(config.limit_s, config.wait_s, config.full_digest))
+    return doctor(plan, nodes, config)
 
 
 @baton.command("ps")

@@ -61,9 +61,9 @@ def check_node(plan: Plan, name: str, full_digest: bool) -> tuple[list[Finding],
     return [*findings, *_token(plan, name)], facts
 
 
-def compare(facts: Mapping[str, Mapping[str, str]], first: str) -> list[Finding]:
-    """What is not equal on all nodes; `first` is the one that the others are held against."""
-    findings = []
+def compare(facts: Mapping[str, Mapping[str, str]]) -> list[Finding]:
+    """What is not equal on all nodes: each is held against the first by name."""
+    findings, first = [], min(facts, default="")
     for name, theirs in facts.items():
         for key, value in facts[first].items():
             if theirs.get(key, "?") != value:
