@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -227,14 +226,10 @@ def emit_slurm_command(topology: str) -> int:
 @baton.command("version")
 def version_command() -> int:
     """Print the versions of baton and of what it stands on."""
-    from importlib.metadata import PackageNotFoundError, version
+    from launch.versions import versions
 
-    for package in ("baton-serve", "torch", "grpcio", "fastapi", "tokenizers"):
-        try:
-            click.echo(f"{package:<12} {version(package)}")
-        except PackageNotFoundError:
-            click.echo(f"{package:<12} not installed")
-    click.echo(f"{'python':<12} {platform.python_version()}")
+    for name, version in versions("baton-serve", "torch", "grpcio", "fastapi", "tokenizers").items():
+        click.echo(f"{name:<12} {version}")
     return 0
 
 
