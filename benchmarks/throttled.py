@@ -145,16 +145,16 @@ def main() -> None:
         f" {len(failures)} requests failed; states afterwards: {json.dumps(states)}."
     )
     seen = []
-    for name, column in (("dashboard: time of a step (`ps --watch`: step ms)", 1), ("log: stage `prefill`, median", 2)):
-        shown = [
-            ", ".join(f"{worker} {value:.1f}" for worker, value in sorted(each[column].items()))
-            for each in (before, after)
-        ]
-        seen.append([name, *shown, "yes" if found(before[column], after[column]) else "no"])
+    for name, *each in (
+        ("dashboard: time of a step (`ps --watch`: step ms)", before[1], after[1]),
+        ("log: stage `prefill`, median", before[2], after[2]),
+    ):
+        shown = [", ".join(f"{worker} {value:.1f}" for worker, value in sorted(times.items())) for times in each]
+        seen.append([name, *shown, "yes" if found(*each) else "no"])
     parts = [table(("seen in", "before, ms", "throttled, ms", "found"), seen)]
-    for title, each in (("Before", before), ("Throttled", after)):
+    for title, (screen, _, _, lines) in (("Before", before), ("Throttled", after)):
         parts.append(f"{title}, `baton ps --watch {WINDOW_S:g}`, and the log's last line of each worker:")
-        parts.append(f"```\n{each[0]}\n\n{each[3]}\n```")
+        parts.append(f"```\n{screen}\n\n{lines}\n```")
     report(arguments.out, "A prefill worker that runs for a quarter of the time", *parts, about=about)
 
 
