@@ -9,6 +9,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.types import PrivateKeyTypes
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from baton.core.errors import StartupError
@@ -45,9 +46,11 @@ def check_time(certificate: x509.Certificate, path: Path, flag: str, now: dateti
         )
 
 
-def check_key(certificate: x509.Certificate, key: bytes, path: Path, flag: str) -> None:
-    """Raises:
-    StartupError: `key`, a PEM file's content, is not that of the certificate.
+def check_key(certificate: x509.Certificate, key: bytes, path: Path, flag: str) -> PrivateKeyTypes:
+    """The key in `key`, a PEM file's content.
+
+    Raises:
+        StartupError: it is not that of the certificate.
     """
     try:
         found = serialization.load_pem_private_key(key, None)
@@ -55,6 +58,7 @@ def check_key(certificate: x509.Certificate, key: bytes, path: Path, flag: str) 
         raise StartupError(f"{flag} {path}: its key cannot be read, or has a password") from None
     if found.public_key() != certificate.public_key():
         raise StartupError(f"{flag} {path}: it does not belong to the key beside it")
+    return found
 
 
 def check_authority(

@@ -12,11 +12,13 @@ With `--draft`, on a GPU, also steps that draft: draft tokens and tokens waited 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import statistics
+import sys
 import time
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from baton.core.step import DraftRow, Row, StepPlan
@@ -24,6 +26,7 @@ from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
 from baton.engine.runner import Runner
 from baton.rpc.step_thread import StepThread
+from benchmarks.kit import parser, table
 from decode.scheduler import DecodeScheduler
 from decode.speculation.engine import SpeculativeEngine
 
@@ -57,11 +60,16 @@ async def step_times(runner: Runner, batch: int, context: int, steps: int, *, ah
     return [b - a for a, b in zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False)][:steps]
 
 
-def both(runner: Runner, batch: int, context: int, steps: int, rounds: int) -> tuple[float, float]:
-    """Median seconds of a step, one by one and planned ahead, in turns."""
+def fill_with_zeros(runner: Runner) -> None:
+    """Whatever the prompts were, their KV is finite."""
     for pair in runner.kv.storage:
         for tensor in pair:
-            tensor.zero_()  # whatever the prompts were, their KV is finite
+            tensor.zero_()
+
+
+def both(runner: Runner, batch: int, context: int, steps: int, rounds: int) -> tuple[float, float]:
+    """Median seconds of a step, one by one and planned ahead, in turns."""
+    fill_with_zeros(runner)
     found: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(rounds):
         for ahead, times in found.items():
@@ -69,27 +77,25 @@ def both(runner: Runner, batch: int, context: int, steps: int, rounds: int) -> t
     return statistics.median(found[False]), statistics.median(found[True])
 
 
-def lines(runner: Runner, shapes: list[tuple[int, int]], steps: int = 100, rounds: int = 3) -> list[str]:
-    """Rows of a table: batch, context, milliseconds one by one, ahead, and their ratio."""
-    found = []
+def compare(runner: Runner, shapes: list[tuple[int, int]], steps: int = 100, rounds: int = 3) -> str:
+    """A table: milliseconds of steps one by one, ahead, and their ratio."""
+    rows = []
     for batch, context in shapes:
         alone, ahead = both(runner, batch, context, steps, rounds)
-        found.append(f"| {batch} | {context} | {alone * 1e3:.2f} ms | {ahead * 1e3:.2f} ms | {ahead / alone:.2f} |")
-    return found
+        rows.append(_cells(batch, context, alone, ahead))
+    return table(("sequences", "context", "one by one", "planned ahead", "ratio"), rows)
 
 
-HEAD = ["| sequences | context | one by one | planned ahead | ratio |", "|---|---|---|---|---|"]
-GUESSING_HEAD = ["| sequences | context | two waits | one wait | ratio | waits a step |", "|---|---|---|---|---|---|"]
+def _cells(batch: int, context: int, one: float, other: float) -> list[str]:
+    return [str(batch), str(context), f"{one * 1e3:.2f} ms", f"{other * 1e3:.2f} ms", f"{other / one:.2f}"]
 
 
-def guessing(target: Runner, draft: Runner, batch: int, context: int, steps: int, rounds: int) -> list[float]:
+def drafting(target: Runner, draft: Runner, batch: int, context: int, steps: int, rounds: int) -> list[float]:
     """Of steps in which each of `batch` sequences has DRAFT_TOKENS draft tokens: the median seconds with a wait for
     draft tokens and one for tokens, and with one for both, in turns; and how often the host waits in a step of the
     second kind."""
-    for runner in (target, draft):
-        for pair in runner.kv.storage:
-            for tensor in pair:
-                tensor.zero_()
+    fill_with_zeros(target)
+    fill_with_zeros(draft)
     each = target.layout.blocks_for(context + DRAFT_TOKENS + 1)
     rows, drafts = [], []
     for number in range(batch):
@@ -111,33 +117,32 @@ def guessing(target: Runner, draft: Runner, batch: int, context: int, steps: int
     return [statistics.median(found[False]), statistics.median(found[True]), waits / (rounds * steps)]
 
 
-def guessing_lines(
+def compare_drafting(
     target: Runner, draft: Runner, shapes: list[tuple[int, int]], steps: int = 100, rounds: int = 3
-) -> list[str]:
-    found = list(GUESSING_HEAD)
+) -> str:
+    rows = []
     for batch, context in shapes:
-        two, one, waits = guessing(target, draft, batch, context, steps, rounds)
-        times = f"{two * 1e3:.2f} ms | {one * 1e3:.2f} ms | {one / two:.2f} | {waits:.2f}"
-        found.append(f"| {batch} | {context} | {times} |")
-    return found
+        two, one, waits = drafting(target, draft, batch, context, steps, rounds)
+        rows.append([*_cells(batch, context, two, one), f"{waits:.2f}"])
+    return table(("sequences", "context", "two waits", "one wait", "ratio", "waits a step"), rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--draft", type=Path)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--batch", default="1,8")
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    runner = load_runner(EngineOptions(model_dir=options.model, device=options.device))
-    shapes = [(int(batch), options.context) for batch in options.batch.split(",")]
-    print("\n".join([*HEAD, *lines(runner, shapes, options.steps, options.rounds)]))
-    if options.draft is not None and runner.launches_ahead:
-        draft = load_runner(EngineOptions(model_dir=options.draft, device=options.device, dtype=runner.dtype_name))
-        print("\n".join(["", *guessing_lines(runner, draft, shapes, options.steps, options.rounds)]))
+    options = parser(__doc__)
+    options.add_argument("model", type=Path)
+    options.add_argument("--draft", type=Path)
+    options.add_argument("--device", default="auto")
+    options.add_argument("--batch", default="1,8")
+    options.add_argument("--context", type=int, default=512)
+    options.add_argument("--steps", type=int, default=60)
+    options.add_argument("--rounds", type=int, default=3)
+    given = options.parse_args()
+    runner = load_runner(EngineOptions(model_dir=given.model, device=given.device))
+    shapes = [(int(batch), given.context) for batch in given.batch.split(",")]
+    print(compare(runner, shapes, given.steps, given.rounds))
+    if given.draft is not None and runner.launches_ahead:
+        draft = load_runner(EngineOptions(model_dir=given.draft, device=given.device, dtype=runner.dtype_name))
+        print(f"\n{compare_drafting(runner, draft, shapes, given.steps, given.rounds)}")
 
 
 if __name__ == "__main__":

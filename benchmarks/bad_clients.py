@@ -43,7 +43,7 @@ import grpc
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
-from benchmarks.serving import BATON, ROOT, commit, machine, ready_url
+from benchmarks.kit import BATON, ROOT, commit, machine, ready_url
 from launch.bench.client import Target, base_url, client_session, send
 from launch.bench.load import Lengths, Load
 from launch.bench.stats import percentile

@@ -8,9 +8,7 @@ it wrote it, so two errors are kept apart: what the server was late, and what th
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import datetime
 import json
 import multiprocessing
 import sys
@@ -20,12 +18,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.serving import commit, machine
+from benchmarks.kit import parser, report, table
 from launch.bench.client import Target, run_load
 from launch.bench.load import Lengths, Load
 from launch.bench.stats import statistics
 
-OUT = Path(__file__).resolve().parent / "results" / "bench-accuracy.md"
 TTFT_S, GAP_S, TOKENS = 0.1, 0.02, 50
 BAR = 0.02
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -69,11 +66,10 @@ def serve(port: Any, ttft_s: float, gap_s: float) -> None:
     asyncio.run(main())
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--out", type=Path, default=OUT)
-    arguments = parser.parse_args()
+def main() -> None:
+    options = parser(__doc__, "bench-accuracy.md")
+    options.add_argument("--requests", type=int, default=200)
+    arguments = options.parse_args()
     here, there = multiprocessing.Pipe()
     server = multiprocessing.get_context("spawn").Process(target=serve, args=(there, TTFT_S, GAP_S), daemon=True)
     server.start()
@@ -95,25 +91,20 @@ def main() -> int:
         found = (("TTFT", stats.ttft, TTFT_S), ("TPOT", stats.tpot, GAP_S), ("ITL", stats.itl, GAP_S))
         of_set = [summary.p50 / wanted - 1 for _, summary, wanted in found]
         own = [stats.stages[name].p50 / wanted - 1 for name, wanted in (("ttft", TTFT_S), ("tpot", GAP_S))]
-        shown = " | ".join(f"{error:+.2%}" for error in (*of_set, *own))
+        shown = [f"{error:+.2%}" for error in (*of_set, *own)]
         added = max(abs(measured - late) for measured, late in zip(of_set, own, strict=False))
-        rows.append(f"| {name} | {count} | {shown} | {added:.2%} | {'yes' if added <= BAR else 'NO'} |")
+        rows.append([name, str(count), *shown, f"{added:.2%}", "yes" if added <= BAR else "NO"])
         print(rows[-1], flush=True)
     server.kill()
-    head = f"{machine()}. Commit {commit()}, {datetime.date.today()}."
     what = (
         f"Set: TTFT {TTFT_S * 1e3:g} ms, {GAP_S * 1e3:g} ms between tokens, {TOKENS} tokens. Errors of the medians, as"
         " the client measured them and as the server itself was late; what the client added is the difference, and its"
         f" bar is {BAR:.0%}. In the open loop times count from the moment a request was due."
     )
     names = ("load", "requests", "TTFT", "TPOT", "ITL", "server's TTFT", "server's TPOT", "added", "within")
-    table = [f"| {' | '.join(names)} |", "|" + "---|" * len(names), *rows]
-    command = " ".join(["python", *sys.argv])
-    title = "# What `baton bench` measures of a server with known latencies"
-    parts = [title, head, f"    {command}", what, "\n".join(table)]
-    arguments.out.write_text("\n\n".join(parts) + "\n")
-    return 0
+    title = "What `baton bench` measures of a server with known latencies"
+    report(arguments.out, title, what, table(names, rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,18 +9,22 @@ and the bytes of weights give the floor of a decode step.
 
 from __future__ import annotations
 
-import argparse
 import statistics
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import Row, StepPlan
 from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
 from baton.engine.runner import Runner
+from benchmarks.kit import parser, table
 
 GREEDY = SamplingParams(temperature=0.0)
 BLOCK = 16
@@ -79,33 +83,24 @@ def measure(runners: dict[str, Runner], plan: StepPlan, repeat: int) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--kernels", default="auto,torch")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeat", type=int, default=10)
-    options = parser.parse_args()
-    runners = {
-        name: load_runner(
-            EngineOptions(
-                model_dir=options.model,
-                dtype=options.dtype,
-                threads=options.threads,
-                kv_memory_bytes=1 << 30,
-                kernels=name,
-            )
-        )
-        for name in options.kernels.split(",")
-    }
+    options = parser(__doc__)
+    options.add_argument("model", type=Path)
+    options.add_argument("--kernels", default="auto,torch")
+    options.add_argument("--dtype", default="auto")
+    options.add_argument("--threads", type=int, default=1)
+    options.add_argument("--repeat", type=int, default=10)
+    given = options.parse_args()
+    engine = EngineOptions(model_dir=given.model, dtype=given.dtype, threads=given.threads, kv_memory_bytes=1 << 30)
+    runners = {name: load_runner(replace(engine, kernels=name)) for name in given.kernels.split(",")}
     weights = next(iter(runners.values())).parameter_bytes
     print(f"weights {weights / 1e6:.0f} MB; one thread reads {bandwidth() / 1e9:.1f} GB/s")
-    names = [f"{name} ({runner.kernels})" for name, runner in runners.items()]
-    print("| step | " + " | ".join(f"{name}, ms wall (processor)" for name in names) + " |")
-    print("| --- |" + " --- |" * len(names))
+    rows = []
     for shape, plan in SHAPES.items():
-        found = measure(runners, plan, options.repeat)
-        print(f"| {shape} | " + " | ".join(f"{w:.1f} ({b:.1f})" for w, b in found.values()) + " |", flush=True)
+        found = measure(runners, plan, given.repeat)
+        rows.append([shape, *(f"{wall:.1f} ({busy:.1f})" for wall, busy in found.values())])
+        print(*rows[-1], flush=True)
+    names = [f"{name} ({runner.kernels}), ms wall (processor)" for name, runner in runners.items()]
+    print(f"\n{table(['step', *names], rows)}")
 
 
 if __name__ == "__main__":

@@ -12,14 +12,11 @@ apart. Writes a report to `benchmarks/results/`.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import random
 import statistics
-import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,9 +31,9 @@ from baton.engine.options import EngineOptions
 from baton.engine.processors import Draw
 from baton.engine.runner import Runner
 from baton.engine.sampler import noised_logits
+from benchmarks.kit import RESULTS, ROOT, parser, report, table
 from tests.engine.driver import Job, run
 
-ROOT = Path(__file__).resolve().parent.parent
 LIMIT = 0.5
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -145,78 +142,54 @@ def measure(runner: Runner, texts: list[list[int]], sampling: SamplingParams, le
     return found
 
 
-def report(arguments: argparse.Namespace, runner: Runner, results: dict[str, dict[str, Difference]]) -> str:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    count, length = arguments.completions, arguments.tokens
-    mode = "float32, exact mode" if arguments.exact else runner.dtype_name
-    lines = [
-        f"# Does output change with batching? ({mode})",
-        "",
-        f"Commit {commit.strip()}, {datetime.date.today()}, {cpu_name()}, {arguments.threads} thread(s). "
-        f"`python benchmarks/exactness.py {' '.join(sys.argv[1:])}`".rstrip(),
-        f"Model: {arguments.model.name}, digest {runner.digest}. {count} completions of {length} tokens, prompts of 16 "
-        "to 400 tokens of Python source, EOS ignored. Reference: each alone, its prompt in one row.",
-        "",
-        "Gap: between the two best noised logits (logit + T * Gumbel noise) where a run first differs from the "
-        f"reference, the larger of the two runs'. Every gap must be under {LIMIT}. Edge: the run first differs where "
-        "one of the two tokens was cut by top_p in the other run.",
-        "",
-        "| sampling | computed | identical | near ties | median gap | largest gap | edges of top_p |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def rows(results: dict[str, dict[str, Difference]], count: int) -> Iterator[list[str]]:
     for sampling, variants in results.items():
-        for name, difference in variants.items():
-            gaps = difference.gaps
-            figures = f"{statistics.median(gaps):.4f} | {max(gaps):.4f}" if gaps else "– | –"
-            lines.append(
-                f"| {sampling} | {name} | {difference.identical} of {count} | {len(gaps)} | {figures} "
-                f"| {difference.edges} |"
-            )
-    total = [gap for variants in results.values() for difference in variants.values() for gap in difference.gaps]
-    runs = count * sum(len(variants) for variants in results.values())
-    identical = sum(difference.identical for variants in results.values() for difference in variants.values())
-    over = sum(gap >= LIMIT for gap in total)
-    lines += ["", f"{identical} of {runs} runs identical; {over} of {len(total)} gaps are {LIMIT} or more.", ""]
-    return "\n".join(lines)
-
-
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return "unknown CPU"
+        for name, found in variants.items():
+            figures = [f"{statistics.median(found.gaps):.4f}", f"{max(found.gaps):.4f}"] if found.gaps else ["–", "–"]
+            same, edges = f"{found.identical} of {count}", str(found.edges)
+            yield [sampling, name, same, str(len(found.gaps)), *figures, edges]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=ROOT / "baton" / "builtin" / "target")
-    parser.add_argument("--completions", type=int, default=100)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--exact", action="store_true", help="float32 in exact mode instead of bf16")
-    parser.add_argument("--output", type=Path, help="report file (default: benchmarks/results/exactness-MODE.md)")
-    arguments = parser.parse_args()
-    dtype = "float32" if arguments.exact else "bfloat16"
+    options = parser(__doc__)
+    options.add_argument("--model", type=Path, default=ROOT / "baton" / "builtin" / "target")
+    options.add_argument("--completions", type=int, default=100)
+    options.add_argument("--tokens", type=int, default=128)
+    options.add_argument("--threads", type=int, default=1)
+    options.add_argument("--exact", action="store_true", help="float32 in exact mode instead of bf16")
+    options.add_argument("--output", type=Path, help="report file (default: benchmarks/results/exactness-MODE.md)")
+    arguments = options.parse_args()
+    count, dtype = arguments.completions, "float32" if arguments.exact else "bfloat16"
     runner = load_runner(
         EngineOptions(
             model_dir=arguments.model, device="cpu", dtype=dtype, exact=arguments.exact, threads=arguments.threads,
             kv_memory_bytes=1 << 30, max_num_tokens=1 << 16,
         )
     )  # fmt: skip
-    texts = prompts(arguments.model, arguments.completions, runner.model_config.vocab_size)
+    texts = prompts(arguments.model, count, runner.model_config.vocab_size)
     results: dict[str, dict[str, Difference]] = {}
     for name, sampling in SAMPLINGS.items():
         print(name, flush=True)
         results[name] = measure(runner, texts, sampling, arguments.tokens)
-    text = report(arguments, runner, results)
-    output = (
-        arguments.output or ROOT / "benchmarks" / "results" / f"exactness-{'exact' if arguments.exact else dtype}.md"
-    )
-    output.write_text(text, encoding="utf-8")
-    print(text)
     found = [difference for variants in results.values() for difference in variants.values()]
-    changed = any(difference.identical < arguments.completions for difference in found)
-    return int(any(gap >= LIMIT for difference in found for gap in difference.gaps) or (arguments.exact and changed))
+    gaps = [gap for difference in found for gap in difference.gaps]
+    identical, over = sum(difference.identical for difference in found), sum(gap >= LIMIT for gap in gaps)
+    what = (
+        f"Model: {arguments.model.name}, digest {runner.digest}. {count} completions of {arguments.tokens} tokens,"
+        " prompts of 16 to 400 tokens of Python source, EOS ignored. Reference: each alone, its prompt in one row."
+    )
+    gap = (
+        "Gap: between the two best noised logits (logit + T * Gumbel noise) where a run first differs from the "
+        f"reference, the larger of the two runs'. Every gap must be under {LIMIT}. Edge: the run first differs where "
+        "one of the two tokens was cut by top_p in the other run."
+    )
+    names = ("sampling", "computed", "identical", "near ties", "median gap", "largest gap", "edges of top_p")
+    total = f"{identical} of {count * len(found)} runs identical; {over} of {len(gaps)} gaps are {LIMIT} or more."
+    title = f"Does output change with batching? ({'float32, exact mode' if arguments.exact else runner.dtype_name})"
+    output = arguments.output or RESULTS / f"exactness-{'exact' if arguments.exact else dtype}.md"
+    about = f"{arguments.threads} thread(s)."
+    report(output, title, what, gap, table(names, rows(results, count)), total, about=about)
+    return int(over > 0 or (arguments.exact and identical < count * len(found)))
 
 
 if __name__ == "__main__":

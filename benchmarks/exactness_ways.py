@@ -13,7 +13,6 @@ fail. Writes a report to `benchmarks/results/`.
 from __future__ import annotations
 
 import argparse
-import datetime
 import statistics
 import sys
 from pathlib import Path
@@ -30,11 +29,10 @@ from baton.engine.processors import Draw, process
 from baton.engine.runner import Runner
 from baton.engine.sampler import noised_logits
 from baton.model_source import builtin_directory
-from benchmarks.serving import commit, machine
+from benchmarks.kit import RESULTS, parser, report, table
 from tests.support.exact_jobs import requests, source_text
 from tests.support.pair_drive import ALONE, WAYS, Answers, Pair
 
-RESULTS = Path(__file__).resolve().parent / "results"
 LIMIT = 0.5
 EOS = (1,)
 
@@ -73,52 +71,40 @@ def load(model: Path, arguments: argparse.Namespace) -> Runner:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--requests", type=int, default=200)
+    options.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    arguments = options.parse_args()
     target, draft = builtin_directory("target"), builtin_directory("draft")
     pair = Pair(load(target, arguments), load(target, arguments), load(draft, arguments))
     vocab_size = pair.decode.model_config.vocab_size
     some = requests(arguments.requests, source_text(target, vocab_size), vocab_size, EOS)
     alone = pair.answer(some, ALONE)
-    lines, gaps, identical = [], list[float](), 0
+    rows, gaps, identical = [], list[float](), 0
     for name, way in WAYS.items():
         answers = pair.answer(some, way, alone.tokens)
         found = differences(pair.decode, some, alone, answers)
         near = [g for g in found if g is not None]
         gaps += near
         identical += len(some) - len(found)
-        figures = f"{statistics.median(near):.4f} | {max(near):.4f}" if near else "– | –"
+        figures = [f"{statistics.median(near):.4f}", f"{max(near):.4f}"] if near else ["–", "–"]
         counters = answers.counters
         share = f"{counters.accepted_tokens / counters.drafted_tokens:.2f}" if counters.drafted_tokens else "–"
-        lines.append(
-            f"| {name} | {len(some) - len(found)} of {len(some)} | {len(near)} | {figures} | {len(found) - len(near)} |"
-            f" {share} | {answers.preemptions} |"
-        )
-        print(lines[-1], flush=True)
+        same, edges = f"{len(some) - len(found)} of {len(some)}", str(len(found) - len(near))
+        rows.append([name, same, str(len(near)), *figures, edges, share, str(answers.preemptions)])
+        print(rows[-1], flush=True)
     runs, over = len(some) * len(WAYS), sum(g >= LIMIT for g in gaps)
-    text = [
-        f"# Does an answer depend on how it is computed? ({arguments.dtype}, built-in pair)",
-        "",
-        f"{machine()}. Commit {commit()}, {datetime.date.today()}. Kernels: {pair.decode.kernels}, one thread.",
-        "",
-        "    " + " ".join(["python benchmarks/exactness_ways.py", *sys.argv[1:]]),
-        "",
+    what = (
         f"{len(some)} requests: half greedy, half at T = 0.8, with penalties, biases, bad words and stops; prompts of 3"
         " to 140 tokens of Python source, 8 to 40 tokens of output. Reference: each alone, its prompt in one row, no"
         " draft, no cache. Gap: between the two best noised logits where an answer first differs; edges: there one of"
-        " the two tokens was cut by top_k, top_p or min_p.",
-        "",
-        "| way | identical | near ties | median gap | largest gap | edges | accepted | preemptions |",
-        "|---|---|---|---|---|---|---|---|",
-        *lines,
-        "",
-        f"{identical} of {runs} answers identical; {over} of {len(gaps)} gaps are {LIMIT} or more.",
-        "",
-    ]
-    (RESULTS / f"exactness-ways-{arguments.dtype}.md").write_text("\n".join(text), encoding="utf-8")
-    print(text[-2])
+        " the two tokens was cut by top_k, top_p or min_p."
+    )
+    names = ("way", "identical", "near ties", "median gap", "largest gap", "edges", "accepted", "preemptions")
+    total = f"{identical} of {runs} answers identical; {over} of {len(gaps)} gaps are {LIMIT} or more."
+    title = f"Does an answer depend on how it is computed? ({arguments.dtype}, built-in pair)"
+    about = f"Kernels: {pair.decode.kernels}, one thread."
+    report(RESULTS / f"exactness-ways-{arguments.dtype}.md", title, what, table(names, rows), total, about=about)
     return int(over > 0)
 
 

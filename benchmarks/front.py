@@ -380,7 +380,7 @@ def main() -> None:
     if options.clients:
         asyncio.run(clients(options.clients[0], int(options.clients[1])))
         return
-    from benchmarks.serving import commit, machine
+    from benchmarks.kit import commit, machine
 
     trees = {**({"before": options.before.resolve()} if options.before else {}), "now": ROOT}
     lines = [

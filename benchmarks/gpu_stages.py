@@ -266,9 +266,7 @@ def eight_b(checks: Checks) -> None:
         runner = load_runner(
             options, lambda stage, took: print(f"- load, stage {stage}: {took:.1f} s"), tensors=tensors
         )
-    for pair in runner.kv.storage:
-        for tensor in pair:
-            tensor.zero_()  # memory that was never written may hold what is no number
+    ahead.fill_with_zeros(runner)  # memory that was never written may hold what is no number
     weights = runner.parameter_bytes
     print(
         f"- {weights / 1e9:.1f} GB of weights and {runner.num_blocks} blocks in {time.perf_counter() - started:.1f} s"
@@ -298,7 +296,7 @@ def eight_b(checks: Checks) -> None:
     with checks.part("steps one by one and planned ahead"):
         shapes = [(1, 32)] if REHEARSAL else [(1, 512), (16, CONTEXT), (BATCH, CONTEXT)]
         steps, rounds = (4, 1) if REHEARSAL else (60, 2)
-        print("\n".join(["", *ahead.HEAD, *ahead.lines(runner, shapes, steps, rounds)]))
+        print(f"\n{ahead.compare(runner, shapes, steps, rounds)}")
     del runner
     with checks.part("steps of the built-in pair with draft tokens"):
         pair = [
@@ -311,7 +309,7 @@ def eight_b(checks: Checks) -> None:
         ]
         check(REHEARSAL or pair[0].launches_ahead, "the pair does not run on the GPU")
         if not REHEARSAL:
-            print("\n".join(["", *ahead.guessing_lines(*pair, [(1, 256), (16, 256)], 40, 2)]))
+            print(f"\n{ahead.compare_drafting(*pair, [(1, 256), (16, 256)], 40, 2)}")
 
 
 # ---- 7

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from baton.core.errors import BatonError
 from baton.model_source import builtin_directory
-from benchmarks.serving import commit, machine
+from benchmarks.kit import commit, machine
 from coordinator.structured_output import Constraint, GrammarCompiler
 
 PAUSE_S = 0.2

@@ -11,8 +11,6 @@ scheduler, engine and figures alike: what a quiet machine's clock would say, wha
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import os
 import random
 import statistics
@@ -30,13 +28,12 @@ from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
 from baton.engine.runner import Runner
 from baton.model_source import builtin_directory
-from benchmarks.serving import commit, machine
+from benchmarks.kit import parser, report, table
 from decode.scheduler import DecodeScheduler
 from decode.speculation.draft_model import measure_fills
 from decode.speculation.policy import Speculation
 from decode.speculation.step_cost import StepModel
 
-RESULTS = Path(__file__).resolve().parent / "results"
 STEP_TOKENS, BUDGET_S = 512, 0.05
 Clock = Callable[[], float]
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -100,16 +97,16 @@ def run(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--streams", type=int, nargs="+", default=[8, 16, 32])
-    parser.add_argument("--prompt", type=int, default=64)
-    parser.add_argument("--output", type=int, default=256)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
-    arguments = parser.parse_args()
+    options = parser(__doc__, "half-pool.md")
+    options.add_argument("--streams", type=int, nargs="+", default=[8, 16, 32])
+    options.add_argument("--prompt", type=int, default=64)
+    options.add_argument("--output", type=int, default=256)
+    options.add_argument("--runs", type=int, default=3)
+    options.add_argument("--clock", choices=sorted(CLOCKS), default="wall")
+    arguments = options.parse_args()
     clock = CLOCKS[arguments.clock]
-    options = EngineOptions(model_dir=builtin_directory("target"), device="cpu", threads=1, kv_memory_bytes=128 << 20)
-    runner = load_runner(options)
+    engine = EngineOptions(model_dir=builtin_directory("target"), device="cpu", threads=1, kv_memory_bytes=128 << 20)
+    runner = load_runner(engine)
     costs = measure_fills(runner, STEP_TOKENS)
     rows, same = [], True
     for count in arguments.streams:
@@ -121,34 +118,22 @@ def main() -> int:
                 plain = founds[0].tokens
             identical = all(found.tokens == plain for found in founds)
             same &= identical
-            ends = statistics.median(max(found.ended_at) for found in founds)
-            mean = statistics.median(statistics.mean(found.ended_at) for found in founds)
-            rows.append(
-                f"| {count} | {name} | {max(found.silence_s for found in founds):.2f} s | {ends:.2f} s | {mean:.2f} s |"
-                f" {statistics.median(found.recomputed for found in founds):.0f} |"
-                f" {statistics.median(found.preemptions for found in founds):.0f} | {'yes' if identical else 'NO'} |"
-            )
+            seconds = [
+                max(found.silence_s for found in founds),
+                statistics.median(max(found.ended_at) for found in founds),
+                statistics.median(statistics.mean(found.ended_at) for found in founds),
+            ]
+            counts = [statistics.median(getattr(f, kind) for f in founds) for kind in ("recomputed", "preemptions")]
+            figures = [*(f"{value:.2f} s" for value in seconds), *(f"{value:.0f}" for value in counts)]
+            rows.append([str(count), name, *figures, "yes" if identical else "NO"])
             print(rows[-1], flush=True)
-    text = "\n".join(
-        [
-            "# Half a pool",
-            "",
-            f"{machine()}. Commit {commit()}, {datetime.date.today()}. Kernels: {runner.kernels}, {runner.dtype_name},"
-            f" one thread. Clock: {arguments.clock}. Load average {os.getloadavg()[0]:.1f}.",
-            "",
-            "    " + " ".join(["python benchmarks/half_pool.py", *sys.argv[1:]]),
-            "",
-            f"Streams of {arguments.prompt} + {arguments.output} tokens; the longest silence is that of"
-            f" {arguments.runs} runs, the rest are medians.",
-            "",
-            "| streams | pool | longest silence | end | end, mean | computed again | preemptions | same tokens |",
-            "|---|---|---|---|---|---|---|---|",
-            *rows,
-            "",
-        ]
+    about = f"Kernels: {runner.kernels}, {runner.dtype_name}, one thread. Clock: {arguments.clock}."
+    what = (
+        f"Streams of {arguments.prompt} + {arguments.output} tokens; the longest silence is that of {arguments.runs}"
+        f" runs, the rest are medians. Load average {os.getloadavg()[0]:.1f}."
     )
-    (RESULTS / "half-pool.md").write_text(text, encoding="utf-8")
-    print(text)
+    names = ("streams", "pool", "longest silence", "end", "end, mean", "computed again", "preemptions", "same tokens")
+    report(arguments.out, "Half a pool", what, table(names, rows), about=about)
     return 0 if same else 1
 
 

@@ -12,17 +12,15 @@ Writes `benchmarks/results/handover.md`.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import os
 import random
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.serving import BATON, ROOT, commit, machine, ready_url
+from benchmarks.kit import ROOT, checkpoint, cluster, parser, report, table
 
 POSITIONS = 8448  # so that a prompt of 8,192 has room for its answer
 FIXED_S, SHARE = 0.010, 1.3
@@ -123,22 +121,14 @@ class Bench:
 
 
 def measure(prompts: list[int], times: int) -> list[tuple[int, list[Sample]]]:
-    with tempfile.TemporaryDirectory() as directory:
-        model, run_dir, events = (Path(directory) / name for name in ("135m", "run", "events"))
-        subprocess.run([sys.executable, "tools/make_checkpoint.py", "135m", str(model)], cwd=ROOT, check=True)
+    with checkpoint("135m") as model, tempfile.TemporaryDirectory() as events:
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": POSITIONS}))
-        up = ["up", "--model", str(model), "--port", "0", "--grpc-port", "0", "--run-dir", str(run_dir)]
-        environment = {**os.environ, "BATON_EVENT_LOG_DIR": str(events)}
-        process = subprocess.Popen([*BATON, *up], cwd=ROOT, stdout=subprocess.DEVNULL, env=environment)
-        try:
-            bench = Bench(ready_url(process, run_dir / "cluster.json"), events)
+        with cluster("--model", str(model), environment={"BATON_EVENT_LOG_DIR": events}) as running:
+            bench = Bench(running.url, Path(events))
             for length in prompts:
                 bench.sample(length, True)  # not counted
             return [(n, [with_link(bench.sample(n, bool(i % 2))) for i in range(times)]) for n in prompts]
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
 
 
 def with_link(sample: Sample) -> Sample:
@@ -147,11 +137,7 @@ def with_link(sample: Sample) -> Sample:
     return replace(sample, link=bandwidth(sample.last_bytes, (cores[0], cores[-1])))
 
 
-def table(results: list[tuple[int, list[Sample]]]) -> str:
-    rows = [
-        "| prompt | KV | last chunk | in two | link | hand-over | bar | TTFT | prefill alone | ratio | bar |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+def rows(results: list[tuple[int, list[Sample]]]) -> Iterator[list[str]]:
     for length, samples in results:
         size, last = samples[0].bytes, statistics.median(s.last_bytes for s in samples)
         rate = statistics.median(s.link for s in samples)
@@ -159,12 +145,10 @@ def table(results: list[tuple[int, list[Sample]]]) -> str:
         ttft, alone = (statistics.median(getattr(s, name) for s in samples) for name in ("ttft_s", "alone_s"))
         most = 1.08 if length <= 512 else 1.05
         in_two = f"{sum(s.early for s in samples)} of {len(samples)}"
-        rows.append(
-            f"| {length} | {size / 1e6:.1f} MB | {last / 1e6:.1f} MB | {in_two} | {rate / 1e9:.2f} GB/s"
-            f" | {cost * 1e3:.1f} ms | {bar * 1e3:.1f} ms {_met(cost, bar)} | {ttft * 1e3:.0f} ms"
-            f" | {alone * 1e3:.0f} ms | {ttft / alone:.3f} | {most} {_met(ttft / alone, most)} |"
-        )
-    return "\n".join(rows)
+        sizes = [str(length), f"{size / 1e6:.1f} MB", f"{last / 1e6:.1f} MB", in_two, f"{rate / 1e9:.2f} GB/s"]
+        costs = [f"{cost * 1e3:.1f} ms", f"{bar * 1e3:.1f} ms {_met(cost, bar)}"]
+        ratio = [f"{ttft / alone:.3f}", f"{most} {_met(ttft / alone, most)}"]
+        yield [*sizes, *costs, f"{ttft * 1e3:.0f} ms", f"{alone * 1e3:.0f} ms", *ratio]
 
 
 def _met(value: float, bar: float) -> str:
@@ -172,23 +156,31 @@ def _met(value: float, bar: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8192])
-    parser.add_argument("--times", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "handover.md")
-    arguments = parser.parse_args()
-    shown = " ".join(["python benchmarks/handover.py", *sys.argv[1:]])
-    text = table(measure(arguments.prompts, arguments.times))
-    arguments.out.write_text(
-        f"# Hand-over: what moving the KV costs\n\n{machine()}. Commit {commit()}, {datetime.date.today()}.\n\n"
-        f"    {shown}\n\n"
+    options = parser(__doc__, "handover.md")
+    options.add_argument("--prompts", type=int, nargs="+", default=[512, 2048, 8192])
+    options.add_argument("--times", type=int, default=5)
+    arguments = options.parse_args()
+    names = [
+        "prompt",
+        "KV",
+        "last chunk",
+        "in two",
+        "link",
+        "hand-over",
+        "bar",
+        "TTFT",
+        "prefill alone",
+        "ratio",
+        "bar",
+    ]
+    shown = table(names, rows(measure(arguments.prompts, arguments.times)))
+    what = (
         "135 M shape, bf16 where the processor has it; one prefill and one decode worker here, one core and\n"
         f"thread each; medians of {arguments.times}. Hand-over: from the end of prefill compute to the first decode\n"
         "step. Bars: at most 1.3 x (bytes of the last chunk / bandwidth of a bare edge) + 10 ms; TTFT at most 1.05 x\n"
-        "that of prefill alone (1.08 at 512), where prefill alone is the same with `max_tokens` 1, in turns.\n\n"
-        f"{text}\n"
+        "that of prefill alone (1.08 at 512), where prefill alone is the same with `max_tokens` 1, in turns."
     )
-    print(f"{text}\nwritten to {arguments.out}")
+    report(arguments.out, "Hand-over: what moving the KV costs", what, shown)
 
 
 if __name__ == "__main__":

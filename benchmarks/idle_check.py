@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.serving import commit, machine
+from benchmarks.kit import commit, machine
 from coordinator.policy.requests import Requests
 from coordinator.policy.workers import WorkerTable
 from tests.support.builders import add_worker, fill_cache, make_decode, make_prefill

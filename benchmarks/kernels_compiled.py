@@ -9,13 +9,10 @@ of launching. So what is compiled is what would be: types, alignments, constants
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import datetime
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -26,25 +23,25 @@ from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
-import triton  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.runtime import driver  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
-from baton.core.model_config import ModelConfig, parse_model_config  # noqa: E402
-from baton.engine.attention_triton import TritonAttention, split_buckets, split_plan  # noqa: E402
-from baton.engine.batch import Span  # noqa: E402
-from baton.engine.kernels import fused  # noqa: E402
-from baton.engine.kernels.paged_attention import Tiles, paged_attention  # noqa: E402
-from baton.engine.kernels.rank_sum import sum_by_rank  # noqa: E402
-from baton.engine.kernels.sampling import COLUMNS, choose  # noqa: E402
-from baton.engine.layers import Rotary  # noqa: E402
-from baton.transfer.checksum import SPLITMIX  # noqa: E402
-from baton.transfer.device_kernels import add_mixed_words  # noqa: E402
+from baton.core.model_config import ModelConfig, parse_model_config
+from baton.engine.attention_triton import TritonAttention, split_buckets, split_plan
+from baton.engine.batch import Span
+from baton.engine.kernels import fused
+from baton.engine.kernels.paged_attention import Tiles, paged_attention
+from baton.engine.kernels.rank_sum import sum_by_rank
+from baton.engine.kernels.sampling import COLUMNS, choose
+from baton.engine.layers import Rotary
+from baton.transfer.checksum import SPLITMIX
+from baton.transfer.device_kernels import add_mixed_words
+from benchmarks.kit import RESULTS, parser, report, table
 
 ARCHS = (80, 90, 100)
 SHARED_LIMIT = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -253,16 +250,16 @@ def assembled(ptx: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHS), choices=ARCHS)
-    parser.add_argument("--only", nargs="+", choices=[model.name for model in MODELS], help="models")
-    parser.add_argument("--json", action="store_true", help="a line for each variant, and no report")
-    parser.add_argument("--out", type=Path, help="the report; by default in benchmarks/results")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--arch", type=int, nargs="+", default=list(ARCHS), choices=ARCHS)
+    options.add_argument("--only", nargs="+", choices=[model.name for model in MODELS], help="models")
+    options.add_argument("--json", action="store_true", help="a line for each variant, and no report")
+    options.add_argument("--out", type=Path, help="the report; by default in benchmarks/results")
+    arguments = options.parse_args()
     whole = arguments.only is None and list(arguments.arch) == list(ARCHS)
-    out = arguments.out or ROOT / "benchmarks" / "results" / f"kernels-compiled{'' if whole else '-part'}.md"
+    out = arguments.out or RESULTS / f"kernels-compiled{'' if whole else '-part'}.md"
     if not out.parent.is_dir():
-        parser.error(f"--out: there is no folder {out.parent}")
+        options.error(f"--out: there is no folder {out.parent}")
     models = [model for model in MODELS if arguments.only is None or model.name in arguments.only]
     found = []
     for model in models:
@@ -272,29 +269,23 @@ def main() -> None:
                 if arguments.json:
                     print(json.dumps(asdict(variant)), flush=True)
     if not arguments.json:
-        report(out, found)
+        write(out, found)
 
 
-def report(out: Path, found: list[Variant]) -> None:
-    from gpu import commit
-
-    lines = [
-        "# Triton kernels, compiled without a device\n",
-        f"Triton {triton.__version__}, torch {torch.__version__}. Commit {commit()}, {datetime.date.today()}.\n",
-        f"    {shlex.join(['python', 'benchmarks/kernels_compiled.py', *sys.argv[1:]])}\n",
-        "Every variant that serving a model compiles, over contexts from 1 to 131,072 tokens, steps of 1 to 256 rows,",
-        "launched and captured. Spills in bytes a thread, shared memory in bytes a program.\n",
-    ]
+def write(out: Path, found: list[Variant]) -> None:
+    what = (
+        "Every variant that serving a model compiles, over contexts from 1 to 131,072 tokens, steps of 1 to 256 rows,\n"
+        "launched and captured. Spills in bytes a thread, shared memory in bytes a program."
+    )
+    parts = []
     for model in dict.fromkeys(variant.model for variant in found):
-        mine = [variant for variant in found if variant.model == model]
-        lines += [f"## {model}\n", "| kernel | sm | warps | registers | spills | shared | constants |"]
-        lines.append("|---|---|---|---|---|---|---|")
-        for v in sorted(mine, key=lambda v: (v.kernel, v.constants, v.arch)):
-            of = f"{v.kernel} | {v.arch} | {v.warps} | {v.registers} | {v.spill_bytes} | {v.shared_bytes}"
-            lines.append(f"| {of} | {v.constants} |")
-        lines.append("")
-    out.write_text("\n".join(lines))
-    print(f"{len(found)} variants, written to {out}")
+        mine = sorted((v for v in found if v.model == model), key=lambda v: (v.kernel, v.constants, v.arch))
+        numbers = [(v.arch, v.warps, v.registers, v.spill_bytes, v.shared_bytes) for v in mine]
+        rows = [[v.kernel, *map(str, of), v.constants] for v, of in zip(mine, numbers, strict=True)]
+        names = ("kernel", "sm", "warps", "registers", "spills", "shared", "constants")
+        parts.append(f"## {model}\n\n{table(names, rows)}")
+    about = f"Triton {triton.__version__}, torch {torch.__version__}."
+    report(out, "Triton kernels, compiled without a device", what, *parts, about=about)
 
 
 if __name__ == "__main__":

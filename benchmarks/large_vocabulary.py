@@ -10,17 +10,13 @@ Writes `benchmarks/results/large-vocabulary.md`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import datetime
 import itertools
 import json
-import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +24,13 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.serving import BATON, ROOT, commit, machine, ready_url
+from benchmarks.kit import by_turns, checkpoint, cluster, parser, report, table
 from launch.bench.stats import percentile
 
 VOCABULARY = 151_936
 BAR = 1.1
 SETTLE_S, WINDOW_S, LIMIT_S = 1.0, 6.0, 120.0
 TOGETHER = 8  # bodies of 1 MB that are sent at the same time
-KINDS = ("plain", "allowed_token_ids")
-
-
 EXTRA: dict[str, Any] = {"plain": {}, "allowed_token_ids": {"allowed_token_ids": list(range(1000, VOCABULARY))}}
 
 
@@ -89,51 +82,39 @@ async def until_running(client: httpx.AsyncClient, tasks: list[asyncio.Task[None
     raise SystemExit(f"{count} sequences did not run within {LIMIT_S:g} s")
 
 
+def by_kind(url: str, rows: int, turns: int, extra: Mapping[str, dict[str, Any]]) -> dict[str, list[list[float]]]:
+    """The gaps of each turn by kind of the rows beside the stream: `extra` in their bodies."""
+    found: dict[str, list[list[float]]] = {kind: [] for kind in extra}
+    for turn in range(turns):
+        for kind in by_turns(turn, extra):
+            found[kind].append(asyncio.run(gaps(url, rows, extra[kind])))
+            print(turn, kind, f"{statistics.median(found[kind][-1]) * 1e3:.2f} ms", flush=True)
+    return found
+
+
+def ratio(before: list[list[float]], after: list[list[float]]) -> float:
+    """Of the medians, the median over turns."""
+    return statistics.median(statistics.median(b) / statistics.median(a) for a, b in zip(before, after, strict=True))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=48)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "large-vocabulary.md")
-    arguments = parser.parse_args()
-    found: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
-    with tempfile.TemporaryDirectory() as directory:
-        model = Path(directory) / "152k"
-        subprocess.run([sys.executable, "tools/make_checkpoint.py", "152k", str(model)], cwd=ROOT, check=True)
-        flags = ["--model", str(model), "--port", "0", "--grpc-port", "0", "--control-port", "0", "--draft", "none"]
-        flags += ["--run-dir", f"{directory}/run", "--decode-tp", str(arguments.tensor_parallel)]
-        cluster = subprocess.Popen([*BATON, "up", *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        try:
-            url = ready_url(cluster, Path(directory) / "run" / "cluster.json")
-            for turn in range(arguments.turns):
-                for kind in KINDS if turn % 2 == 0 else reversed(KINDS):
-                    found[kind].append(asyncio.run(gaps(url, arguments.rows, EXTRA[kind])))
-                    print(turn, kind, f"{statistics.median(found[kind][-1]) * 1e3:.1f} ms", flush=True)
-        finally:
-            cluster.send_signal(signal.SIGINT)
-            cluster.wait(30)
-    lines = [
-        "# Rows with long lists of token ids and their neighbours",
-        "",
-        f"    python benchmarks/large_vocabulary.py --rows {arguments.rows} --turns {arguments.turns}"
-        f" --tensor-parallel {arguments.tensor_parallel}",
-        "",
-        f"Commit {commit()}, {datetime.date.today()}. {machine()}. {VOCABULARY:,} ids, 2 layers of 256.",
-        "",
-        f"| beside {arguments.rows} rows | gaps p50 (each turn) | p99 |",
-        "|---|---|---|",
-    ]
+    options = parser(__doc__, "large-vocabulary.md")
+    options.add_argument("--rows", type=int, default=48)
+    options.add_argument("--turns", type=int, default=3)
+    options.add_argument("--tensor-parallel", type=int, default=1)
+    arguments = options.parse_args()
+    ways = ("--draft", "none", "--decode-tp", str(arguments.tensor_parallel))
+    with checkpoint("152k") as model, cluster("--model", str(model), *ways) as running:
+        found = by_kind(running.url, arguments.rows, arguments.turns, EXTRA)
+    rows = []
     for kind, runs in found.items():
         middle = " ".join(f"{statistics.median(run) * 1e3:.1f}" for run in runs)
         worst = " ".join(f"{percentile(sorted(run), 99) * 1e3:.1f}" for run in runs)
-        lines.append(f"| {kind} | {middle} ms | {worst} ms |")
-    ratios = [
-        statistics.median(with_list) / statistics.median(plain)
-        for plain, with_list in zip(found["plain"], found["allowed_token_ids"], strict=True)
-    ]
-    lines += ["", f"Ratio of medians, median over turns: {statistics.median(ratios):.2f} (bar: {BAR}).", ""]
-    arguments.out.write_text("\n".join(lines))
-    print(lines[-2])
+        rows.append([kind, f"{middle} ms", f"{worst} ms"])
+    shown = table((f"beside {arguments.rows} rows", "gaps p50 (each turn)", "p99"), rows)
+    over = f"Ratio of medians, median over turns: {ratio(*found.values()):.2f} (bar: {BAR})."
+    about = f"{VOCABULARY:,} ids, 2 layers of 256."
+    report(arguments.out, "Rows with long lists of token ids and their neighbours", shown, over, about=about)
 
 
 if __name__ == "__main__":

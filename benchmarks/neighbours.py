@@ -17,20 +17,16 @@ Writes `benchmarks/results/neighbours.md`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import datetime
 import json
 import os
-import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,7 +35,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.serving import BATON, ROOT, commit, machine, ready_url
+from benchmarks.kit import ROOT, cluster, parser, report, table
 from launch.bench.stats import percentile
 
 BAR = 1.3
@@ -151,58 +147,41 @@ async def one(url: str, events: Path, victim: str, streams: int, window_s: float
 
 def measure(kind: str, streams: int, window_s: float, tree: Path = ROOT) -> Run:
     """Starts a cluster of that checkout, measures once, ends it."""
-    with tempfile.TemporaryDirectory() as directory:
-        run_dir, events = Path(directory) / "run", Path(directory) / "events"
-        up = ["up", "--prefill", "2", "--decode", "2", "--draft", "none", "--port", "0", "--grpc-port", "0"]
-        environment = {**os.environ, "BATON_EVENT_LOG_DIR": str(events), "PYTHONPATH": str(tree)}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed worker compiles nothing as it starts
-        process = subprocess.Popen(
-            [*BATON, *up, "--run-dir", str(run_dir)], cwd=tree, stdout=subprocess.DEVNULL, env=environment
-        )
-        try:
-            url = ready_url(process, run_dir / "cluster.json")
-            return asyncio.run(one(url, events, VICTIMS.get(kind, ""), streams, window_s))
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
+    with tempfile.TemporaryDirectory() as events:
+        flags = ("--prefill", "2", "--decode", "2", "--draft", "none")
+        with cluster(*flags, tree=tree, environment={"BATON_EVENT_LOG_DIR": events}) as running:
+            return asyncio.run(one(running.url, Path(events), VICTIMS.get(kind, ""), streams, window_s))
 
 
-def table(results: dict[str, dict[str, list[Run]]]) -> str:
+def rows(results: dict[str, dict[str, list[Run]]]) -> Iterator[list[str]]:
     """One row for each kind of each tree: `results[tree][kind]`, a run a turn."""
-    rows = [
-        "| who died | ITL p99 before | after | longest gap after | beside the same turn's run of nobody | runs "
-        "| beside the window before | back within the window | processor time | bar |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
     for which, kinds in results.items():
         for kind, runs in kinds.items():
             before, after, longest = (
                 statistics.median(getattr(r, name) for r in runs) for name in ("before_s", "after_s", "longest_s")
             )
-            own = statistics.median(r.after_s / r.before_s for r in runs)
-            gaps = f"{before * 1e3:.1f} ms | {after * 1e3:.1f} ms | {longest * 1e3:.0f} ms"
+            own = f"{statistics.median(r.after_s / r.before_s for r in runs):.2f}"
+            gaps = [f"{kind}{which}", f"{before * 1e3:.1f} ms", f"{after * 1e3:.1f} ms", f"{longest * 1e3:.0f} ms"]
             if kind == CONTROL:
-                rows.append(f"| {kind}{which} | {gaps} | 1 | | {own:.2f} | – | – | control |")
+                yield [*gaps, "1", "", own, "–", "–", "control"]
                 continue
             ratios = sorted(r.after_s / c.after_s for r, c in zip(runs, kinds[CONTROL], strict=True))
             ratio, costs = statistics.median(ratios), [r.cost_s for r in runs if r.cost_s is not None]
             cost = f"{statistics.median(costs):.2f} s" if costs else "–"
-            shown = f"**{ratio:.2f}** | {', '.join(f'{r:.2f}' for r in ratios)} | {own:.2f}"
             back, met = f"{sum(r.back for r in runs)} of {len(runs)}", "met" if ratio <= BAR else "missed"
-            rows.append(f"| {kind}{which} | {gaps} | {shown} | {back} | {cost} | {BAR} {met} |")
-    return "\n".join(rows)
+            shown = [f"**{ratio:.2f}**", ", ".join(f"{r:.2f}" for r in ratios)]
+            yield [*gaps, *shown, own, back, cost, f"{BAR} {met}"]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--streams", type=int, default=6, help="of each pair")
-    parser.add_argument("--window-s", type=float, default=6.0)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "neighbours.md")
-    parser.add_argument("--note", default="", help="what else ran on the machine, for the report")
-    parser.add_argument("--only", choices=list(VICTIMS), action="append", help="who dies; may be repeated")
-    parser.add_argument("--before", type=Path, help="another checkout, measured by turns with this one")
-    given = parser.parse_args(arguments)
+def main() -> None:
+    options = parser(__doc__, "neighbours.md")
+    options.add_argument("--runs", type=int, default=5)
+    options.add_argument("--streams", type=int, default=6, help="of each pair")
+    options.add_argument("--window-s", type=float, default=6.0)
+    options.add_argument("--note", default="", help="what else ran on the machine, for the report")
+    options.add_argument("--only", choices=list(VICTIMS), action="append", help="who dies; may be repeated")
+    options.add_argument("--before", type=Path, help="another checkout, measured by turns with this one")
+    given = options.parse_args()
     trees = {", before": given.before.resolve(), "": ROOT} if given.before else {"": ROOT}
     kinds = [CONTROL, *(given.only or VICTIMS)]
     results: dict[str, dict[str, list[Run]]] = {which: {kind: [] for kind in kinds} for which in trees}
@@ -212,18 +191,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for which, tree in trees.items():
                 results[which][kind].append(measure(kind, given.streams, given.window_s, tree))
                 print(f"turn {number + 1}, {kind}{which}: {results[which][kind][-1]}", flush=True)
-    options = [f"--only {shlex.quote(kind)}" for kind in given.only or ()] + ["--before DIR"] * bool(given.before)
-    given.out.write_text(
-        f"# Neighbours: what the death of one pair costs the other\n\n{machine()}. Commit {commit()},"
-        f" {datetime.date.today()}. {given.note}\n\n    python benchmarks/neighbours.py --runs {given.runs}"
-        f" --streams {given.streams} --window-s {given.window_s:g} {' '.join(options)}".rstrip()
-        + "\n\n"
+    names = ["who died", "ITL p99 before", "after", "longest gap after", "beside the same turn's run of nobody", "runs"]
+    names += ["beside the window before", "back within the window", "processor time", "bar"]
+    what = (
         f"Two prefill and two decode workers, built-in model without a draft, {given.streams} streams a pair; the\n"
         "client runs on the same cores. ITL p99 of the streams on the other decode worker, in the"
         f" {given.window_s:g} s before and after;\nmedians of {given.runs} turns, of the ratios too. Bar: at most {BAR}"
-        f" beside the run of the same turn in which nobody died.\n\n{table(results)}\n"
+        " beside the run of the same turn in which nobody died."
     )
-    print(f"written to {given.out}")
+    title = "Neighbours: what the death of one pair costs the other"
+    report(given.out, title, what, table(names, rows(results)), about=given.note)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
 import random
 import subprocess
@@ -124,29 +123,18 @@ async def join(port: int, count: int) -> None:
         await worker.stop()
 
 
-def one_run(tree: Path, most: int) -> dict[str, Any]:
-    rows = [
+def one_run(tree: Path, most: int) -> list[dict[str, Any]]:
+    return [
         {"workers": n, "own": measure(n, False), "shared": measure(n, True), "join_s": asyncio.run(joins(n, tree))}
         for n in SIZES
         if n <= most
     ]
-    return {"rows": rows}
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| workers | active | place, own prompts, p50 (p99) | place, shared prefix, p50 (p99) | a token's event |"
-        " a head that waits | all have joined after |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        own, shared = row["own"], row["shared"]
-        lines.append(
-            f"| {row['workers']} | {row['workers'] * ACTIVE_PER_WORKER} | {own['p50']:.0f} us ({own['p99']:.0f}) |"
-            f" {shared['p50']:.0f} us ({shared['p99']:.0f}) | {own['token']:.1f} us | {own['head']:.0f} us |"
-            f" {row['join_s']:.2f} s |"
-        )
-    return lines
+def cells(row: dict[str, Any]) -> list[str]:
+    own, shared = (f"{row[kind]['p50']:.0f} us ({row[kind]['p99']:.0f})" for kind in ("own", "shared"))
+    costs = [f"{row['own']['token']:.1f} us", f"{row['own']['head']:.0f} us", f"{row['join_s']:.2f} s"]
+    return [str(row["workers"]), str(row["workers"] * ACTIVE_PER_WORKER), own, shared, *costs]
 
 
 def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
@@ -188,28 +176,27 @@ def main() -> None:
     if options.tree != ROOT:  # asked by another one
         print(json.dumps(one_run(options.tree, options.most)))
         return
-    from benchmarks.serving import commit, machine
+    from benchmarks.kit import report, table
 
     runs = {}
     if options.before:
-        printed = subprocess.run(
-            [sys.executable, __file__, "--tree", str(options.before.resolve()), "--most", str(options.before_most)],
-            cwd=options.before,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        runs["before"] = json.loads(printed.splitlines()[-1])["rows"]
-    runs["now"] = one_run(options.tree, options.most)["rows"]
+        command = [
+            sys.executable,
+            __file__,
+            "--tree",
+            str(options.before.resolve()),
+            "--most",
+            str(options.before_most),
+        ]
+        printed = subprocess.run(command, cwd=options.before, capture_output=True, text=True, check=True).stdout
+        runs["before"] = json.loads(printed.splitlines()[-1])
+    runs["now"] = one_run(options.tree, options.most)
     if options.plot:
         plot(runs, options.plot)
-    command = "python benchmarks/placement.py" + (" --before DIR" if options.before else "")
-    today = datetime.date.today().isoformat()
-    head = ["# Routing over workers", "", f"    {command}", "", f"Commit {commit()}, {today}. {machine()}.", ""]
-    for name, rows in runs.items():
-        head += [f"## {name.capitalize()}", "", *table(rows), ""]
-    options.out.write_text("\n".join(head))
-    print("\n".join(head))
+    names = ["workers", "active", "place, own prompts, p50 (p99)", "place, shared prefix, p50 (p99)"]
+    names += ["a token's event", "a head that waits", "all have joined after"]
+    parts = [f"## {name.capitalize()}\n\n{table(names, map(cells, rows))}" for name, rows in runs.items()]
+    report(options.out, "Routing over workers", *parts)
 
 
 if __name__ == "__main__":

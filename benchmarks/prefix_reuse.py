@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
-import platform
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,10 +24,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.kit import parser, report, table
 from tests.support.client import Client
 from tests.support.cluster import Cluster, cluster
 
-ROOT = Path(__file__).resolve().parent.parent
 QUESTION = 32
 
 
@@ -80,52 +77,39 @@ async def measure(args: argparse.Namespace) -> list[tuple[Turn, Turn, Turn]]:
     return rounds[1:]
 
 
-def report(args: argparse.Namespace, rounds: list[tuple[Turn, Turn, Turn]]) -> str:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    names = ("first turn", "second turn", "second turn, nothing cached")
-    lines = [
-        "# Prefix reuse: the second turn of a chat",
-        "",
-        f"{datetime.date.today()}, commit {commit.strip()}, {platform.processor() or platform.machine()}, "
-        f"Python {platform.python_version()}; command: `python benchmarks/prefix_reuse.py --model {args.model.name} "
-        f"--history {args.history} --rounds {args.rounds}{' --exact' if args.exact else ''}`.",
-        "",
-        f"Median of {len(rounds)} chats, one prefill and one decode worker; answers of {args.answer} tokens, a question"
-        f" of {QUESTION}.",
-        "",
-        "| | prompt tokens | of these cached | TTFT ms | KV MB sent | TTFT / first turn |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    base = statistics.median(r[0].ttft_s for r in rounds)
-    for index, name in enumerate(names):
+def table_of(history: int, answer: int, rounds: list[tuple[Turn, Turn, Turn]]) -> str:
+    rows, base = [], statistics.median(r[0].ttft_s for r in rounds)
+    for index, name in enumerate(("first turn", "second turn", "second turn, nothing cached")):
         turns = [r[index] for r in rounds]
         ttft = statistics.median(t.ttft_s for t in turns)
-        prompt = args.history + (args.answer + QUESTION if index else 0)
-        cached, megabytes = turns[0].cached, statistics.median(t.kv_bytes for t in turns) / 1e6
-        lines.append(f"| {name} | {prompt} | {cached} | {ttft * 1e3:.1f} | {megabytes:.2f} | {ttft / base:.3f} |")
-    ratios = sorted(r[1].ttft_s / r[0].ttft_s for r in rounds)
-    same = sum(two.tokens == cold.tokens for _, two, cold in rounds)
-    lines += [
-        "",
-        f"Second turn over first, chat by chat: {', '.join(f'{r:.3f}' for r in ratios)}.",
-        f"Tokens equal with and without the cache in {same} of {len(rounds)} chats.",
-        "",
-    ]
-    return "\n".join(lines)
+        prompt, cached = history + (answer + QUESTION if index else 0), turns[0].cached
+        megabytes = statistics.median(t.kv_bytes for t in turns) / 1e6
+        rows.append([name, str(prompt), str(cached), f"{ttft * 1e3:.1f}", f"{megabytes:.2f}", f"{ttft / base:.3f}"])
+    return table(("", "prompt tokens", "of these cached", "TTFT ms", "KV MB sent", "TTFT / first turn"), rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--history", type=int, default=2000)
-    parser.add_argument("--answer", type=int, default=32)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--exact", action="store_true")
-    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "prefix-reuse.md")
-    args = parser.parse_args()
-    text = report(args, asyncio.run(measure(args)))
-    args.out.write_text(text, encoding="utf-8")
-    print(text)
+    options = parser(__doc__)
+    options.add_argument("--model", type=Path, required=True)
+    options.add_argument("--history", type=int, default=2000)
+    options.add_argument("--answer", type=int, default=32)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--exact", action="store_true")
+    options.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "prefix-reuse.md")
+    args = options.parse_args()
+    rounds = asyncio.run(measure(args))
+    ratios = ", ".join(f"{ratio:.3f}" for ratio in sorted(two.ttft_s / one.ttft_s for one, two, _ in rounds))
+    same = sum(two.tokens == cold.tokens for _, two, cold in rounds)
+    what = (
+        f"Median of {len(rounds)} chats, one prefill and one decode worker; answers of {args.answer} tokens, a question"
+        f" of {QUESTION}."
+    )
+    found = (
+        f"Second turn over first, chat by chat: {ratios}.\n"
+        f"Tokens equal with and without the cache in {same} of {len(rounds)} chats."
+    )
+    shown = table_of(args.history, args.answer, rounds)
+    report(args.out, "Prefix reuse: the second turn of a chat", what, shown, found)
 
 
 if __name__ == "__main__":

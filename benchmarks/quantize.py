@@ -9,10 +9,8 @@ timed by turns, so that what disturbs one disturbs all; the ratios are what coun
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,8 +26,8 @@ from baton.engine.options import EngineOptions
 from baton.engine.runner import Runner
 from baton.model_source import resolve_model
 from benchmarks.engine import BLOCK, SHAPES, measure
+from benchmarks.kit import ROOT, parser, table
 
-ROOT = Path(__file__).resolve().parents[1]
 TIMED = ("decode 1 at 512", "decode 8 at 512", "prefill 512")
 KINDS = {"bf16": ("none", True), "int8, head bf16": ("int8", False), "int8": ("int8", True)}
 RANDOM_TOKENS = 512
@@ -74,40 +72,37 @@ def tokens_of(model: Path, text: Path, trained: bool, vocab_size: int) -> list[i
     return ids
 
 
-def report(name: str, model: Path, text: Path, trained: bool, repeat: int, say: Callable[[str], None]) -> None:
+def report(name: str, model: Path, text: Path, trained: bool, repeat: int) -> None:
     runners = {kind: load(model, kind) for kind in KINDS}
     tokens = tokens_of(model, text, trained, runners["bf16"].model_config.vocab_size)
     full = logits_of(runners["bf16"], tokens)
-    say(f"\n## {name}: {len(tokens):,} tokens, kernels {runners['int8'].kernels}, one thread\n")
-    say("| weights | MiB | loss (perplexity) | same best token | KL to bf16 | logits' error |")
-    say("| --- | --- | --- | --- | --- | --- |")
+    print(f"\n## {name}: {len(tokens):,} tokens, kernels {runners['int8'].kernels}, one thread\n", flush=True)
+    rows = []
     for kind, runner in runners.items():
-        cells = [f"{runner.parameter_bytes / (1 << 20):.1f}"]
-        cells += compare(full if kind == "bf16" else logits_of(runner, tokens), full, tokens, trained)
-        say(f"| {kind} | " + " | ".join(cells) + " |")
-    say("\n| step | " + " | ".join(f"{kind}, ms (ratio)" for kind in runners) + " |")
-    say("| --- |" + " --- |" * len(runners))
+        found = full if kind == "bf16" else logits_of(runner, tokens)
+        size = f"{runner.parameter_bytes / (1 << 20):.1f}"
+        rows.append([kind, size, *compare(found, full, tokens, trained)])
+    names = ("weights", "MiB", "loss (perplexity)", "same best token", "KL to bf16", "logits' error")
+    print(f"{table(names, rows)}\n", flush=True)
+    rows = []
     for shape in TIMED:
-        found = measure(runners, SHAPES[shape], repeat)
-        base = found["bf16"][1]
-        say(f"| {shape} | " + " | ".join(f"{busy:.2f} ({busy / base:.2f})" for _, busy in found.values()) + " |")
+        times = measure(runners, SHAPES[shape], repeat)
+        base = times["bf16"][1]
+        rows.append([shape, *(f"{busy:.2f} ({busy / base:.2f})" for _, busy in times.values())])
+    print(table(["step", *(f"{kind}, ms (ratio)" for kind in runners)], rows), flush=True)
     runners.clear()
     gc.collect()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("models", type=Path, nargs="*", help="checkpoints with random weights, beside the built-in")
-    parser.add_argument("--text", type=Path, default=ROOT / "tests" / "builtin" / "excerpt.txt")
-    parser.add_argument("--repeat", type=int, default=8)
-    options = parser.parse_args()
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-
-    report("built-in", resolve_model("builtin"), options.text, True, options.repeat, say)
-    for model in options.models:
-        report(model.name, model, options.text, False, options.repeat, say)
+    options = parser(__doc__)
+    options.add_argument("models", type=Path, nargs="*", help="checkpoints with random weights, beside the built-in")
+    options.add_argument("--text", type=Path, default=ROOT / "tests" / "builtin" / "excerpt.txt")
+    options.add_argument("--repeat", type=int, default=8)
+    given = options.parse_args()
+    report("built-in", resolve_model("builtin"), given.text, True, given.repeat)
+    for model in given.models:
+        report(model.name, model, given.text, False, given.repeat)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ says little. Writes `benchmarks/results/scatter.md`.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import os
 import statistics
 import sys
@@ -30,9 +28,9 @@ from baton.model_source import builtin_directory
 from baton.transfer.checksum import checksum
 from baton.transfer.staging import PagedLayers, locate, pack, unpack
 from benchmarks.engine import decode
-from benchmarks.serving import commit, machine
+from benchmarks.kit import parser, report, table
+from launch.bench.stats import percentile
 
-RESULTS = Path(__file__).resolve().parent / "results"
 CHUNK, BLOCK, STEPS = 512, 16, 10
 
 
@@ -62,10 +60,10 @@ class Scatterer(threading.Thread):
         return self._buffer.numel()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    arguments = parser.parse_args()
+def main() -> None:
+    options = parser(__doc__, "scatter.md")
+    options.add_argument("--rounds", type=int, default=40)
+    arguments = options.parse_args()
     runner = load_runner(
         EngineOptions(model_dir=builtin_directory("target"), device="cpu", threads=1, kv_memory_bytes=128 << 20)
     )
@@ -85,35 +83,21 @@ def main() -> int:
             wall[busy].append(time.perf_counter() - started)
     scatterer.ended.set()
 
-    def row(name: str, busy: bool) -> str:
+    rows = []
+    for name, busy in (("nothing arrives", False), ("KV arrives without a pause", True)):
         times = sorted(wall[busy])
-        figures = (statistics.median(times), times[int(0.95 * len(times))], statistics.median(own[busy]))
-        return f"| {name} | " + " | ".join(f"{1e3 * f:.2f} ms" for f in figures) + " |"
-
+        figures = (statistics.median(times), percentile(times, 95), statistics.median(own[busy]))
+        rows.append([name, *(f"{1e3 * seconds:.2f} ms" for seconds in figures)])
     rate = scatterer.chunks * scatterer.num_bytes / scatterer.seconds / 1e9
-    text = "\n".join(
-        [
-            "# Steps beside scattered KV",
-            "",
-            f"{machine()}. Commit {commit()}, {datetime.date.today()}. Kernels: {runner.kernels}, {runner.dtype_name}.",
-            "",
-            "    " + " ".join(["python benchmarks/scatter.py", *sys.argv[1:]]),
-            "",
-            f"Built-in model, batch 8 at 512 tokens, {len(wall[False])} steps of each kind. Beside them"
-            f" {scatterer.chunks} chunks of {CHUNK} tokens, {scatterer.num_bytes / 1e6:.1f} MB each, were checked and"
-            f" scattered at {rate:.1f} GB/s. Load average {os.getloadavg()[0]:.1f}.",
-            "",
-            "| | step, median | step, 95 % | processor time, median |",
-            "|---|---|---|---|",
-            row("nothing arrives", False),
-            row("KV arrives without a pause", True),
-            "",
-        ]
+    what = (
+        f"Built-in model, batch 8 at 512 tokens, {len(wall[False])} steps of each kind. Beside them {scatterer.chunks}"
+        f" chunks of {CHUNK} tokens, {scatterer.num_bytes / 1e6:.1f} MB each, were checked and scattered at"
+        f" {rate:.1f} GB/s. Load average {os.getloadavg()[0]:.1f}."
     )
-    (RESULTS / "scatter.md").write_text(text, encoding="utf-8")
-    print(text)
-    return 0
+    shown = table(("", "step, median", "step, 95 %", "processor time, median"), rows)
+    about = f"Kernels: {runner.kernels}, {runner.dtype_name}."
+    report(arguments.out, "Steps beside scattered KV", what, shown, about=about)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

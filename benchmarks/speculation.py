@@ -18,16 +18,14 @@ the ideal. "Best fixed" is what the best of those k gained as a whole run, promp
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import math
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -40,7 +38,8 @@ from baton.engine.loading import load_runner
 from baton.engine.options import EngineOptions
 from baton.engine.runner import Runner
 from baton.model_source import resolve_model
-from benchmarks.exactness import cpu_name, prompts
+from benchmarks.exactness import prompts
+from benchmarks.kit import RESULTS, by_turns, parser, report, table
 from benchmarks.speculation_ideal import acceptance_rate, ideal_gain
 from decode.scheduler import DecodeScheduler
 from decode.speculation.draft_length import MAX_DRAFT_TOKENS
@@ -49,7 +48,6 @@ from decode.speculation.drafts import ModelDrafts, NgramDrafts
 from decode.speculation.engine import SpeculativeEngine
 from decode.speculation.policy import Speculation
 
-ROOT = Path(__file__).resolve().parent.parent
 SAMPLINGS = {"greedy": SamplingParams(temperature=0.0), "T = 0.8": SamplingParams(temperature=0.8)}
 
 
@@ -145,7 +143,7 @@ def measure_pair(
     return Pair(plain, num_drafted, fixed)
 
 
-def table_lines(name: str, clients: int, pairs: Sequence[Pair], forced_rate: float | None) -> tuple[str, str]:
+def cells(name: str, clients: int, pairs: Sequence[Pair], forced_rate: float | None) -> tuple[list[str], list[str]]:
     """A line of what was gained and what could be, and one of what steps cost."""
     gains = sorted(pair.gain for pair in pairs)
     runs = [run for pair in pairs for run in (pair.num_drafted, *pair.fixed.values())]
@@ -161,28 +159,30 @@ def table_lines(name: str, clients: int, pairs: Sequence[Pair], forced_rate: flo
         sum(pair.num_drafted.accepted for pair in pairs),
         sum(pair.num_drafted.drafted for pair in pairs),
     )
-    found = (
-        f"| {name} | {clients} | {statistics.median(pair.plain.tpot_ms for pair in pairs):.2f} ms "
-        f"| {statistics.median(pair.num_drafted.tpot_ms for pair in pairs):.2f} ms | **{gain:.2f}x** "
-        f"| {gains[0]:.2f}x, {gains[-1]:.2f}x | {accepted} of {drafted} | {rate:.3f} "
-        f"| {fixed_gain:.2f}x (k = {fixed_length}) | {ideal:.2f}x (k = {ideal_length}) | **{gain / ideal:.2f}** |"
-    )
+    plain, chosen = (statistics.median(getattr(pair, of).tpot_ms for pair in pairs) for of in ("plain", "num_drafted"))
+    found = [name, str(clients), f"{plain:.2f} ms", f"{chosen:.2f} ms", f"**{gain:.2f}x**"]
+    found += [f"{gains[0]:.2f}x, {gains[-1]:.2f}x", f"{accepted} of {drafted}", f"{rate:.3f}"]
+    found += [
+        f"{fixed_gain:.2f}x (k = {fixed_length})",
+        f"{ideal:.2f}x (k = {ideal_length})",
+        f"**{gain / ideal:.2f}**",
+    ]
     plain_ms = statistics.median(pair.plain.step_ms for pair in pairs)
-    costs = " | ".join(f"{dearer[k]:.2f}" if k in dearer else "" for k in pairs[0].fixed)
-    return found, f"| {name} | {clients} | {plain_ms:.2f} ms | {costs} |"
+    costs = [f"{dearer[k]:.2f}" if k in dearer else "" for k in pairs[0].fixed]
+    return found, [name, str(clients), f"{plain_ms:.2f} ms", *costs]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="builtin")
-    parser.add_argument("--draft", default="auto")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--lengths", type=int, nargs="*", default=list(range(1, MAX_DRAFT_TOKENS + 1)), metavar="K")
-    parser.add_argument("--force-acceptance", type=float, default=-1.0)
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "speculation.md")
-    arguments = parser.parse_args()
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--model", default="builtin")
+    options.add_argument("--draft", default="auto")
+    options.add_argument("--clients", type=int, nargs="+", default=[1, 32])
+    options.add_argument("--tokens", type=int, default=128)
+    options.add_argument("--pairs", type=int, default=5)
+    options.add_argument("--lengths", type=int, nargs="*", default=list(range(1, MAX_DRAFT_TOKENS + 1)), metavar="K")
+    options.add_argument("--force-acceptance", type=float, default=-1.0)
+    options.add_argument("--output", type=Path, default=RESULTS / "speculation.md")
+    arguments = options.parse_args()
     directory = resolve_model(arguments.model)
     runner = load_runner(
         EngineOptions(
@@ -194,52 +194,32 @@ def main() -> int:
     )
     with_draft_tokens, engine = prepare(config, runner)
     texts = prompts(resolve_model("builtin"), 64, min(runner.model_config.vocab_size, 4096))
-    lines = [
-        "| sampling | clients | TPOT without | with | gain | worst, best pair | accepted | p | best fixed | ideal "
-        "| gain / ideal |",
-        "|---" * 11 + "|",
-    ]
-    costs = [
-        f"| sampling | clients | plain step | {' | '.join(f'k = {k}' for k in arguments.lengths)} |",
-        "|---" * (3 + len(arguments.lengths)) + "|",
-    ]
-    for name, sampling in SAMPLINGS.items():
-        for clients in arguments.clients:
-            pairs: list[Pair] = []
-            for pair in range(arguments.pairs):
-                chosen = random.Random(pair).sample(texts, clients)
-                batch = [
-                    GenerateRequest(
-                        f"r{i}", tuple(text[:200]), arguments.tokens, replace(sampling, seed=pair * 100 + i)
-                    )
-                    for i, text in enumerate(chosen)
-                ]
-                lengths = arguments.lengths[:: 1 if pair % 2 == 0 else -1]
-                pairs.append(measure_pair(runner, with_draft_tokens, engine, batch, lengths))
-            found, cost = table_lines(name, clients, pairs, with_draft_tokens.forced_rate)
-            lines.append(found)
-            costs.append(cost)
-            print(found, cost, sep="\n", flush=True)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    head = [
-        "# What speculation gains",
-        "",
-        f"Commit {commit.strip()}, {datetime.date.today()}, {cpu_name()}, 1 thread, bf16, kernels {runner.kernels}. "
-        f"`python benchmarks/speculation.py {' '.join(sys.argv[1:])}`".rstrip(),
+    gained, costs = [], []
+    for (name, sampling), clients in product(SAMPLINGS.items(), arguments.clients):
+        pairs: list[Pair] = []
+        for pair in range(arguments.pairs):
+            chosen = random.Random(pair).sample(texts, clients)
+            batch = [
+                GenerateRequest(f"r{i}", tuple(text[:200]), arguments.tokens, replace(sampling, seed=pair * 100 + i))
+                for i, text in enumerate(chosen)
+            ]
+            pairs.append(measure_pair(runner, with_draft_tokens, engine, batch, by_turns(pair, arguments.lengths)))
+        found, cost = cells(name, clients, pairs, with_draft_tokens.forced_rate)
+        gained.append(found)
+        costs.append(cost)
+        print(found, cost, sep="\n", flush=True)
+    names = ["sampling", "clients", "TPOT without", "with", "gain", "worst, best pair", "accepted", "p", "best fixed"]
+    steps = ["sampling", "clients", "plain step", *(f"k = {k}" for k in arguments.lengths)]
+    forced = " Acceptance was forced: the output was not real." if arguments.force_acceptance >= 0 else ""
+    what = (
         f"{arguments.pairs} pairs, {arguments.tokens} tokens each after prompts of up to 200. Decode alone: scheduler "
-        "and engine, no links, no event loop. Times are processor time.",
-        *(["Acceptance was forced: the output was not real."] if arguments.force_acceptance >= 0 else []),
-        "",
-        *lines,
-        "",
-        "A step with k draft tokens for every client, as a multiple of one without, measured in the same runs:",
-        "",
-        *costs,
-        "",
-    ]
-    arguments.output.write_text("\n".join(head), encoding="utf-8")
-    return 0
+        f"and engine, no links, no event loop. Times are processor time.{forced}"
+    )
+    beside = "A step with k draft tokens for every client, as a multiple of one without, measured in the same runs:"
+    parts = (what, table([*names, "ideal", "gain / ideal"], gained), beside, table(steps, costs))
+    about = f"1 thread, bf16, kernels {runner.kernels}."
+    report(arguments.output, "What speculation gains", *parts, about=about)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

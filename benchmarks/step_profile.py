@@ -11,9 +11,7 @@ runs. Writes `benchmarks/results/step-profile.md`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import datetime
 import random
 import statistics
 import sys
@@ -36,7 +34,7 @@ from baton.rpc import codec
 from baton.rpc.step_thread import StepThread
 from baton.transfer.edge_end import LocalEnds
 from baton.v1 import worker_pb2
-from benchmarks.serving import ROOT, commit, machine
+from benchmarks.kit import parser, report, table
 from decode.worker import DecodeWorker
 
 BAR = 0.15
@@ -112,12 +110,8 @@ async def steps(runner: Runner, timed: Timed, requests: list[GenerateRequest]) -
     return found
 
 
-def table(runner: Runner, clients: int, prompt: int, tokens: int, runs: int) -> str:
-    timed, draw = Timed(runner), random.Random(0)
-    lines = [
-        "| sampling | step | model | batch, choosing | waking | planning | events | all but the model | bar | met |",
-        "|---" * 10 + "|",
-    ]
+def measure(runner: Runner, clients: int, prompt: int, tokens: int, runs: int) -> str:
+    timed, draw, rows = Timed(runner), random.Random(0), []
     parts: dict[str, list[Parts]] = {name: [] for name in SAMPLINGS}
     for _ in range(runs):  # by turns: what a machine does changes
         for name, sampling in SAMPLINGS.items():
@@ -137,30 +131,26 @@ def table(runner: Runner, clients: int, prompt: int, tokens: int, runs: int) -> 
         whole = 1e3 * statistics.median(p.whole for p in found)
         share = statistics.median(1 - p.model / p.whole for p in found)
         met = "yes" if share < BAR else "**no**"
-        cells = [name, f"{whole:.1f} ms", model, around, wake, plan, events, f"**{share:.1%}**", f"{BAR:.0%}", met]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([name, f"{whole:.1f} ms", model, around, wake, plan, events, f"**{share:.1%}**", f"{BAR:.0%}", met])
+    names = ("sampling", "step", "model", "batch, choosing", "waking", "planning", "events", "all but the model")
+    return table((*names, "bar", "met"), rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "step-profile.md")
-    arguments = parser.parse_args()
-    options = EngineOptions(model_dir=arguments.model, device="cpu", threads=1, kv_memory_bytes=1 << 30)
-    runner = load_runner(options)
-    text = table(runner, arguments.clients, arguments.prompt, arguments.tokens, arguments.runs)
-    arguments.out.write_text(
-        f"# Where a decode step's time goes\n\n{machine()}. Commit {commit()}, {datetime.date.today()}.\n\n"
-        f"    python benchmarks/step_profile.py {' '.join(sys.argv[1:])}\n\n"
+    options = parser(__doc__, "step-profile.md")
+    options.add_argument("model", type=Path)
+    options.add_argument("--clients", type=int, default=8)
+    options.add_argument("--prompt", type=int, default=512)
+    options.add_argument("--tokens", type=int, default=64)
+    options.add_argument("--runs", type=int, default=5)
+    arguments = options.parse_args()
+    runner = load_runner(EngineOptions(model_dir=arguments.model, device="cpu", threads=1, kv_memory_bytes=1 << 30))
+    shown = measure(runner, arguments.clients, arguments.prompt, arguments.tokens, arguments.runs)
+    what = (
         f"{arguments.clients} streams of {arguments.prompt} tokens and up, one thread, {runner.dtype_name}, kernels "
-        f"{runner.kernels}, no draft tokens. Medians over steps.\n\n{text}\n"
+        f"{runner.kernels}, no draft tokens. Medians over steps."
     )
-    print(f"{text}\nwritten to {arguments.out}")
+    report(arguments.out, "Where a decode step's time goes", what, shown)
 
 
 if __name__ == "__main__":

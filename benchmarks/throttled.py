@@ -11,8 +11,6 @@ worker, and was not before. Writes `benchmarks/results/throttled.md`.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import os
 import re
@@ -20,7 +18,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -31,7 +28,7 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.serving import BATON, ROOT, commit, machine, ready_url
+from benchmarks.kit import BATON, ROOT, cluster, parser, report, table
 
 WINDOW_S = 15.0
 PROMPT_TOKENS = 1500
@@ -123,54 +120,42 @@ def found(before: dict[str, float], after: dict[str, float]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "throttled.md")
-    arguments = parser.parse_args()
+    options = parser(__doc__, "throttled.md")
+    options.add_argument("--clients", type=int, default=3)
+    arguments = options.parse_args()
     failures: list[str] = []
-    with tempfile.TemporaryDirectory() as directory:
-        run = Path(directory) / "run"
-        command = [*BATON, "up", "builtin", "--prefill", "2", "--port", "0", "--grpc-port", "0", "--run-dir", str(run)]
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-        try:
-            url = ready_url(process, run / "cluster.json")
-            rows: list[dict[str, Any]] = httpx.get(url + "/workers").json()["workers"]
-            pids = next(row["pids"] for row in rows if row["id"] == SLOWED)
-            ended = threading.Event()
-            asking = clients(url, arguments.clients, ended, failures)
-            for thread in asking:
-                thread.start()
-            time.sleep(3.0)
-            before = window(url, run / "coordinator.log")
-            with Slowed(pids):
-                after = window(url, run / "coordinator.log")
-            ended.set()
-            for thread in asking:
-                thread.join()
-            states = {row["id"]: row["state"] for row in httpx.get(url + "/workers").json()["workers"]}
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(60)
-    parts = [
-        "# A prefill worker that runs for a quarter of the time\n",
-        f"{machine()}. Commit {commit()}, {datetime.date.today()}. `python benchmarks/throttled.py`:"
-        f" {arguments.clients} clients, prompts of {PROMPT_TOKENS} tokens, windows of {WINDOW_S:g} s;"
-        f" {len(failures)} requests failed; states afterwards: {json.dumps(states)}.\n",
-        "| seen in | before, ms | throttled, ms | found |\n| --- | --- | --- | --- |",
-    ]
-    for name, column in (("dashboard: time of a step (`ps --watch`: step ms)", 1), ("log: stage `prefill`, median", 2)):
-        shown = [
-            ", ".join(f"{worker} {value:.1f}" for worker, value in sorted(each[column].items()))
-            for each in (before, after)
-        ]
-        parts.append(
-            f"| {name} | {shown[0]} | {shown[1]} | {'yes' if found(before[column], after[column]) else 'no'} |"
-        )
-    for title, each in (("Before", before), ("Throttled", after)):
-        parts.append(f"\n{title}, `baton ps --watch {WINDOW_S:g}`, and the log's last line of each worker:\n")
-        parts.append(f"```\n{each[0]}\n\n{each[3]}\n```")
-    arguments.out.write_text("\n".join(parts) + "\n")
-    print(arguments.out.read_text())
+    with cluster("builtin", "--prefill", "2") as running:
+        url, log = running.url, running.run_dir / "coordinator.log"
+        rows: list[dict[str, Any]] = httpx.get(url + "/workers").json()["workers"]
+        pids = next(row["pids"] for row in rows if row["id"] == SLOWED)
+        ended = threading.Event()
+        asking = clients(url, arguments.clients, ended, failures)
+        for thread in asking:
+            thread.start()
+        time.sleep(3.0)
+        before = window(url, log)
+        with Slowed(pids):
+            after = window(url, log)
+        ended.set()
+        for thread in asking:
+            thread.join()
+        states = {row["id"]: row["state"] for row in httpx.get(url + "/workers").json()["workers"]}
+    about = (
+        f"{arguments.clients} clients, prompts of {PROMPT_TOKENS} tokens, windows of {WINDOW_S:g} s;"
+        f" {len(failures)} requests failed; states afterwards: {json.dumps(states)}."
+    )
+    seen = []
+    for name, *each in (
+        ("dashboard: time of a step (`ps --watch`: step ms)", before[1], after[1]),
+        ("log: stage `prefill`, median", before[2], after[2]),
+    ):
+        shown = [", ".join(f"{worker} {value:.1f}" for worker, value in sorted(times.items())) for times in each]
+        seen.append([name, *shown, "yes" if found(*each) else "no"])
+    parts = [table(("seen in", "before, ms", "throttled, ms", "found"), seen)]
+    for title, (screen, _, _, lines) in (("Before", before), ("Throttled", after)):
+        parts.append(f"{title}, `baton ps --watch {WINDOW_S:g}`, and the log's last line of each worker:")
+        parts.append(f"```\n{screen}\n\n{lines}\n```")
+    report(arguments.out, "A prefill worker that runs for a quarter of the time", *parts, about=about)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,7 @@ no figure of ours. Medians over runs. Writes `benchmarks/results/token-cost.md`.
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import contextlib
-import datetime
 import os
 import statistics
 import sys
@@ -31,16 +28,12 @@ from typing import Any
 
 import httpx
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from exactness import prompts  # noqa: E402
-from peers import Server, free_port, serving  # noqa: E402
-from serving import ROOT, commit, machine  # noqa: E402
-
-from baton.model_source import resolve_model  # noqa: E402
-from launch.bench.client import client_session, send  # noqa: E402
-from launch.bench.load import Job, completion  # noqa: E402
-from launch.bench.stats import Record  # noqa: E402
+from baton.model_source import resolve_model
+from benchmarks.exactness import prompts
+from benchmarks.kit import BATON, ROOT, Server, by_turns, parser, report, serving, table
+from launch.bench.load import Job, completion
 
 COLUMNS = ("decode, engine", "decode, rest", "coordinator", "client", "prefill")
 
@@ -94,8 +87,8 @@ def columns(before: Threads, after: Threads, pids: dict[str, int]) -> dict[str, 
 class Cluster:
     """A server with the processes behind it."""
 
-    def __init__(self, server: Server, tree: Path) -> None:
-        self.server, self.tree = server, tree
+    def __init__(self, server: Server) -> None:
+        self.server = server
         decode, prefill = self._worker("decode")["pids"], self._worker("prefill")["pids"]
         self.pids = {
             "decode": decode[0],
@@ -105,7 +98,7 @@ class Cluster:
         }
 
     def _worker(self, role: str) -> dict[str, Any]:
-        workers = httpx.get(self.server.target.base.removesuffix("/v1") + "/workers", timeout=10.0).json()["workers"]
+        workers = httpx.get(f"{self.server.url}/workers", timeout=10.0).json()["workers"]
         return next(worker for worker in workers if worker["role"] == role)
 
     def _progress(self) -> tuple[int, int]:
@@ -117,12 +110,9 @@ class Cluster:
     def run(self, jobs: list[Job], clients: int) -> Found:
         steps, generated = self._progress()
         before = threads_of(self.pids)
-        records = asyncio.run(_all(self.server, jobs, clients))
+        records = self.server.run([(self.server.target, job) for job in jobs], clients)
         after = threads_of(self.pids)
         steps_after, generated_after = self._progress()
-        failed = [r.error for r in records if r.error is not None]
-        if failed:
-            raise SystemExit(f"{self.server.name}: {len(failed)} of {len(records)} requests failed: {failed[0]}")
         tokens = sum(r.output_tokens for r in records)
         used = columns(before, after, self.pids)
         return Found(
@@ -135,7 +125,7 @@ class Cluster:
 
 def _listener(server: Server) -> int:
     """The coordinator's process: the one that was started for the server's port."""
-    port = server.target.base.removesuffix("/v1").rpartition(":")[2]
+    port = server.url.rpartition(":")[2]
     for directory in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if directory.name.isdigit():
@@ -145,81 +135,57 @@ def _listener(server: Server) -> int:
     raise SystemExit(f"no coordinator serves port {port}")
 
 
-async def _all(server: Server, jobs: list[Job], clients: int) -> list[Record]:
-    waiting = iter(jobs)
-    records: list[Record] = []
-    async with client_session(server.target) as session:
-
-        async def client() -> None:
-            for job in waiting:
-                records.append(await send(session, server.target, job))
-
-        await asyncio.gather(*(client() for _ in range(clients)))
-    return records
-
-
-def line(key: tuple[str, int, str], runs: list[Found]) -> str:
+def cells(key: tuple[str, int, str], runs: list[Found]) -> list[str]:
     """A line of the table: medians."""
     draft, clients, side = key
-
-    def middle(values: list[float]) -> float:
-        return statistics.median(values)
-
-    cells = [f"{middle([r.ms[c] for r in runs]):.3f} ({middle([r.switches[c] for r in runs]):.2f})" for c in COLUMNS]
-    outside = middle([sum(r.ms[c] for c in ("decode, rest", "coordinator")) for r in runs])
-    step, tpot = middle([r.tokens_per_step for r in runs]), middle([r.tpot_ms for r in runs])
+    ms, switches = (
+        {c: statistics.median(getattr(r, of)[c] for r in runs) for c in COLUMNS} for of in ("ms", "switches")
+    )
+    outside = statistics.median(r.ms["decode, rest"] + r.ms["coordinator"] for r in runs)
+    step, tpot = (statistics.median(getattr(r, of) for r in runs) for of in ("tokens_per_step", "tpot_ms"))
     name = f"{clients} client{'s' if clients > 1 else ''}, draft {draft}, {side}"
-    return f"| {name} | {' | '.join(cells)} | **{outside:.3f}** | {step:.2f} | {tpot:.2f} |"
+    shown = [f"{ms[column]:.3f} ({switches[column]:.2f})" for column in COLUMNS]
+    return [name, *shown, f"**{outside:.3f}**", f"{step:.2f}", f"{tpot:.2f}"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, help="another checkout, measured by turns with this one")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--drafts", nargs="+", default=["none", "auto"])
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=128, help="generated by each request")
-    parser.add_argument("--requests", type=int, default=8, help="of a run, and at least one for each client")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "token-cost.md")
-    arguments = parser.parse_args()
+    options = parser(__doc__, "token-cost.md")
+    options.add_argument("--before", type=Path, help="another checkout, measured by turns with this one")
+    options.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    options.add_argument("--drafts", nargs="+", default=["none", "auto"])
+    options.add_argument("--runs", type=int, default=3)
+    options.add_argument("--tokens", type=int, default=128, help="generated by each request")
+    options.add_argument("--requests", type=int, default=8, help="of a run, and at least one for each client")
+    arguments = options.parse_args()
     texts = prompts(resolve_model("builtin"), 64, 4096)
     trees = {"after": ROOT} if arguments.before is None else {"before": arguments.before.resolve(), "after": ROOT}
     found = {key: list[Found]() for key in product(arguments.drafts, arguments.clients, trees)}
+    up = [*BATON, "up", "--model", "builtin", "--grpc-port", "0", "--control-port", "0"]
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         clusters: dict[tuple[str, str], Cluster] = {}
-        for draft in arguments.drafts:
-            for side, tree in trees.items():
-                port = free_port()
-                up = [sys.executable, "-m", "launch.cli", "up", "--model", "builtin", "--grpc-port", "0"]
-                up += ["--port", str(port), "--draft", draft]
-                log, here = Path(directory) / f"{side}-{draft}.log", {"PYTHONPATH": str(tree)}
-                server = stack.enter_context(serving(f"{side} {draft}", up, port, log, here, "/ready", tree))
-                clusters[draft, side] = Cluster(server, tree)
+        for draft, (side, tree) in product(arguments.drafts, trees.items()):
+            log, here = Path(directory) / f"{side}-{draft}.log", {"PYTHONPATH": str(tree)}
+            server = serving(f"{side} {draft}", [*up, "--draft", draft], log, here, tree=tree)
+            clusters[draft, side] = Cluster(stack.enter_context(server))
         offset = 0
         for number in range(-1, arguments.runs):  # the first is a warm-up
-            for draft in arguments.drafts:
-                for clients in arguments.clients:
-                    count = max(arguments.requests, clients)
-                    chosen = [texts[(offset + i) % len(texts)][:100] for i in range(count)]
-                    jobs = [completion(list(text), arguments.tokens if number >= 0 else 16) for text in chosen]
-                    offset += count
-                    for side in list(trees)[:: 1 if number % 2 == 0 else -1]:
-                        run = clusters[draft, side].run(jobs, clients)
-                        if number >= 0:
-                            found[draft, clients, side].append(run)
-    lines = [
-        "# What a token costs outside of the engine\n",
-        f"{machine()}. Commit {commit()}, {datetime.date.today()}. Built-in model, greedy, {arguments.tokens} tokens"
-        f" for each request, prompts of 100; medians of {arguments.runs} runs by turns. Milliseconds of processor time"
-        " for each token, and in brackets voluntary switches of threads for each token. Outside: decode's rest and the"
-        " coordinator.\n",
-        f"    python benchmarks/token_cost.py {'--before DIR ' if arguments.before else ''}--runs {arguments.runs}\n",
-        f"| run | {' | '.join(COLUMNS)} | outside | tokens a step | TPOT, ms |",
-        "|---" * (len(COLUMNS) + 4) + "|",
-        *(line(key, runs) for key, runs in found.items()),
-    ]
-    arguments.out.write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
+            for draft, clients in product(arguments.drafts, arguments.clients):
+                count = max(arguments.requests, clients)
+                chosen = [texts[(offset + i) % len(texts)][:100] for i in range(count)]
+                jobs = [completion(list(text), arguments.tokens if number >= 0 else 16) for text in chosen]
+                offset += count
+                for side in by_turns(number, trees):
+                    run = clusters[draft, side].run(jobs, clients)
+                    if number >= 0:
+                        found[draft, clients, side].append(run)
+    about = (
+        f"Built-in model, greedy, {arguments.tokens} tokens for each request, prompts of 100; medians of"
+        f" {arguments.runs} runs by turns. Milliseconds of processor time for each token, and in brackets voluntary"
+        " switches of threads for each token. Outside: decode's rest and the coordinator."
+    )
+    names = ("run", *COLUMNS, "outside", "tokens a step", "TPOT, ms")
+    shown = table(names, [cells(key, runs) for key, runs in found.items()])
+    report(arguments.out, "What a token costs outside of the engine", shown, about=about)
 
 
 if __name__ == "__main__":

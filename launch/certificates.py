@@ -60,14 +60,9 @@ def _make(directory: Path, hosts: Sequence[str], days: int, now: datetime.dateti
         check_time(authority, ca_path, _COMMAND)
         if not is_authority(authority):
             raise StartupError(f"{ca_path}: the certificate may not sign others (its basic constraints)")
-        try:
-            signer = serialization.load_pem_private_key(read_pem(ca_key_path, _COMMAND, secret=True), None)
-        except (ValueError, TypeError):  # TypeError: it has a password
-            raise StartupError(f"{ca_key_path}: the key cannot be read, or has a password") from None
+        signer = check_key(authority, read_pem(ca_key_path, _COMMAND, secret=True), ca_path, _COMMAND)
         if not isinstance(signer, ec.EllipticCurvePrivateKey):
             raise StartupError(f"{ca_key_path}: not a key that `baton certs` has made")
-        if signer.public_key() != authority.public_key():
-            raise StartupError(f"{ca_key_path}: it does not belong to {ca_path}")
     else:
         signer = ec.generate_private_key(ec.SECP256R1())
         authority = _authority(signer, now)

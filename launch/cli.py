@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -46,7 +45,7 @@ def up_command(config: UpConfig) -> int:
     "and whether every two ranks that must can reach each other. For several nodes run it on each at the same time.",
 )
 def doctor_command(config: DoctorConfig) -> int:
-    from launch.doctor.run import Settings, doctor
+    from launch.doctor.run import doctor
     from launch.members import nodes_here
     from launch.plan_checks import check_memory, host_memory_bytes
     from launch.up import plan_for
@@ -54,7 +53,7 @@ def doctor_command(config: DoctorConfig) -> int:
     plan = plan_for(config)
     nodes = nodes_here(plan.topology, config.node)
     check_memory(plan, nodes, host_memory_bytes())
-    return doctor(plan, nodes, Settings(config.limit_s, config.wait_s, config.full_digest))
+    return doctor(plan, nodes, config)
 
 
 @baton.command("ps")
@@ -217,11 +216,10 @@ def emit_slurm_command(topology: str) -> int:
 @baton.command("version")
 def version_command() -> int:
     """Print the versions of baton and of what it stands on."""
-    from launch.up import installed_version
+    from launch.versions import versions
 
-    for package in ("baton-serve", "torch", "grpcio", "fastapi", "tokenizers"):
-        click.echo(f"{package:<12} {installed_version(package)}")
-    click.echo(f"{'python':<12} {platform.python_version()}")
+    for name, version in versions("baton-serve", "torch", "grpcio", "fastapi", "tokenizers").items():
+        click.echo(f"{name:<12} {version}")
     return 0
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.serving import commit, machine
+from benchmarks.kit import commit, machine
 from tools.run_tests import run
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,68 +1,40 @@
-"""`baton bench`: the options, and what they come to: one run, several, two servers in turns, or a search for a rate."""
+"""The options of `baton bench`."""
 
 from __future__ import annotations
 
-import shlex
-import sys
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from baton.core.errors import StartupError
 from baton.options import NumberRange
-from baton.rpc.status import printable
 from launch.bench.load import WORKLOADS, Lengths, Load, Workload, parse_lengths, read_trace
 from launch.bench.stats import Slo, parse_slo
 
-if TYPE_CHECKING:
-    from launch.bench.client import Target
-    from launch.bench.report import Report, Run
-    from launch.bench.stats import Record
-
-SWEEP_S = 20.0
 DEFAULT_REPEATS = 3
 
 
-class _LengthsType(click.ParamType[Lengths]):
-    name = "N|LO-HI"
+class _Parsed(click.ParamType[Any]):
+    """What `parse` makes of the text; `form` says how it is written where it makes nothing of it."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Lengths:
-        if isinstance(value, Lengths):
+    def __init__(self, name: str, parse: Callable[[str], object], form: str) -> None:
+        self.name, self._parse, self._form = name, parse, form
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
             return value
         try:
-            return parse_lengths(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither a length nor a range such as 128-1024", param, ctx)
-
-
-class _SloType(click.ParamType[Slo]):
-    name = "ttft=S,tpot=S"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Slo:
-        if isinstance(value, Slo):
-            return value
-        try:
-            return parse_slo(value)
+            return self._parse(value)
         except ValueError as error:
-            self.fail(f"{value!r}: {error}; write ttft=0.5,tpot=50ms", param, ctx)
+            self.fail(f"{value!r}: {error}; write {self._form}", param, ctx)
 
 
-_LENGTHS = _LengthsType()
+_LENGTHS = _Parsed("N|LO-HI", parse_lengths, "a length, or a range such as 128-1024")
+_SLO = _Parsed("ttft=S,tpot=S", parse_slo, "ttft=0.5,tpot=50ms")
 _FILE = click.Path(dir_okay=False, writable=True)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line said, but for the server."""
-
-    concurrency: int
-    requests: int
-    warmup: int
-    repeats: int
-    slo: Slo | None
-    load: Load
 
 
 @click.command("bench")
@@ -89,7 +61,7 @@ class Options:
 @click.option(
     "--scale", type=NumberRange(1e-6), default=1.0, show_default=True, help="The trace so many times as fast."
 )
-@click.option("--slo", type=_SloType(), default=None, help="Limits of a good request; goodput counts those.")
+@click.option("--slo", type=_SLO, default=None, help="Limits of a good request; goodput counts those.")
 @click.option(
     "--slo-share", type=NumberRange(0.01, 1.0), default=0.9, show_default=True, help="Part of them that has to be good."
 )
@@ -133,7 +105,7 @@ def bench_command(
     html_path: str | None,
 ) -> int:
     """Measure TTFT, TPOT, ITL and throughput of any OpenAI-compatible server at URL."""
-    from launch.bench.report import Report
+    from launch.bench.run import Options, bench
 
     if min(input_len.low, output_len.low) < 1:
         raise StartupError("--input-len and --output-len must be at least 1")
@@ -149,164 +121,16 @@ def bench_command(
         seed, input_len, output_len, prompts, token_ids, turns if prompts == "turns" else 1, shared_len,
         0.0 if sweep else rate or 0.0, trace, scale,
     )  # fmt: skip
-    clients = 0 if load.is_open else concurrency
     default = len(trace) if trace else 8 * concurrency
     options = Options(
-        concurrency=clients,
+        load=load,
+        concurrency=0 if load.is_open else concurrency,
         requests=default if requests is None else requests,
         warmup=concurrency if warmup is None else warmup,
         repeats=repeats or (DEFAULT_REPEATS if against else 1),
         slo=None if slo is None else replace(slo, share=slo_share),
-        load=load,
+        sweep_from=(rate or 1.0) if sweep else 0.0,
     )
-    targets = [_target(each, model, api_key, timeout_s) for each in (url, against) if each]
-    for path in filter(None, (json_path, markdown_path, html_path)):
-        _check_writable(Path(path))
-    settings = _settings(options, targets, "sweep" if sweep else "open loop" if load.is_open else "closed loop")
-    report = Report(settings, options.slo)
-    if sweep:
-        _sweep(targets[0], options, rate or 1.0, report)
-    else:
-        for number in range(options.repeats):
-            # A B A B: what drifts on the machine meets both.
-            for target in targets:
-                report.runs.append(_run(target, options, number))
-    return _write(report, json_path, markdown_path, html_path)
-
-
-def _target(url: str, model: str, api_key: str, timeout_s: float) -> Target:
-    from launch.bench.client import Target, base_url, first_model, speaks_baton
-
-    try:
-        base = base_url(url)
-        model = model or first_model(base, api_key)
-    except ValueError as error:
-        raise StartupError(str(error)) from None
-    except OSError as error:
-        raise StartupError(f"no server answers: {error}") from None
-    extra = {"return_timeline": True} if speaks_baton(base, api_key) else {}
-    return Target(base, model, api_key, timeout_s, extra)
-
-
-def _settings(options: Options, targets: list[Target], loop: str) -> dict[str, Any]:
-    from launch.bench.client import server_version
-
-    load = options.load
-    named = {"server": targets[0].base, "model": printable(targets[0].model, 200), "loop": loop}
-    if version := server_version(targets[0].base, targets[0].api_key):
-        named["version"] = version
-    if len(targets) > 1:
-        named |= {"against": targets[1].base}
-    lengths = {} if load.trace else {"input_len": str(load.input_len), "output_len": str(load.output_len)}
-    when = (
-        {"rate": load.rate} if load.rate else {"trace_rows": len(load.trace), "scale": load.scale} if load.trace else {}
-    )
-    clients = {"concurrency": options.concurrency} if loop == "closed loop" else {}
-    slo = {"slo": str(options.slo), "slo_share": options.slo.share} if options.slo else {}
-    turns = {"turns": load.turns, "shared_len": load.shared_len} if load.workload == "turns" else {}
-    count = {} if loop == "sweep" else {"requests": options.requests}
-    rest = {**count, "warmup": options.warmup, "repeats": options.repeats, "seed": load.seed}
-    command = {"command": shlex.join(["baton", *_without_secrets(sys.argv[1:])])}
-    return {**named, **clients, **when, "prompts": load.workload, **turns, **lengths, **slo, **rest, **command}
-
-
-def _without_secrets(words: list[str]) -> list[str]:
-    """The command line without the API key."""
-    shown = list(words)
-    for number, word in enumerate(shown):
-        if word.startswith("--api-key="):
-            shown[number] = "--api-key=..."
-        elif number and shown[number - 1] == "--api-key":
-            shown[number] = "..."
-    return shown
-
-
-def _run(target: Target, options: Options, number: int, label: str = "measuring") -> Run:
-    """Run `number`; each has requests of its own, so that none finds what another left in a cache."""
-    import asyncio
-
-    from launch.bench.report import Run
-
-    # A conversation counts once for all of its requests: sessions of a run are fewer than its requests.
-    first = number * (options.warmup + options.requests)
-    warm = replace(options.load, rate=0.0, trace=())
-    sessions = warm.sessions(first + options.requests, options.warmup), options.load.sessions(first, options.requests)
-    records = asyncio.run(_measure(target, options, sessions, label))
-    return Run(target.base, records, rate=options.load.rate)
-
-
-async def _measure(target: Target, options: Options, sessions: Any, label: str) -> list[Record]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from launch.bench.client import run_load
-
-    warmup, measured = sessions
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Two refreshes a second: the bar must not take the processor from what is measured.
-    with Progress(
-        *columns, TextColumn("{task.fields[failed]}"), console=Console(stderr=True), refresh_per_second=2
-    ) as bar:
-        warming = bar.add_task("warm-up", total=options.warmup, failed="", visible=options.warmup > 0)
-        await run_load(target, warmup, max(1, options.concurrency or 8), lambda record: bar.advance(warming))
-        running = bar.add_task(label, total=options.requests, failed="")
-        failures = 0
-
-        def done(record: Record) -> None:
-            nonlocal failures
-            failures += record.error is not None
-            bar.update(running, advance=1, failed=f"[red]{failures} failed" if failures else "")
-
-        return await run_load(target, measured, options.concurrency, done)
-
-
-def _sweep(target: Target, options: Options, first: float, report: Report) -> None:
-    """Runs of SWEEP_S each at rising rates, kept in the report."""
-    from launch.bench.stats import statistics
-    from launch.bench.sweep import Search
-
-    if options.slo is None:
-        raise StartupError("--sweep needs --slo")
-    search, number = Search(first), 0
-    while (rate := search.next()) is not None:
-        count = max(20, round(rate * SWEEP_S))
-        load = replace(options.load, rate=rate, seed=options.load.seed + number)
-        step = replace(options, requests=count, warmup=options.warmup if number == 0 else 0, load=load, concurrency=0)
-        run = _run(target, step, 0, f"{rate:.3g} requests/s")
-        report.runs.append(run)
-        search.tried(rate, kept=statistics(run.records, options.slo).met_share >= options.slo.share)
-        if not search.kept and all(record.error is not None and not record.timed_out for record in run.records):
-            break  # a lower rate is no use where all is refused
-        number += 1
-    report.best_rate = search.best
-
-
-def _check_writable(path: Path) -> None:
-    """Before the measurement, which would be lost. Raises StartupError."""
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        raise StartupError(f"the report could not be written: {error}") from None
-
-
-def _write(report: Report, json_path: str | None, markdown_path: str | None, html_path: str | None) -> int:
-    import orjson
-    from rich.console import Console
-
-    from launch.bench.html import as_html
-    from launch.bench.report import as_json, as_markdown, print_report
-
-    try:
-        if json_path:
-            Path(json_path).write_bytes(orjson.dumps(as_json(report), option=orjson.OPT_INDENT_2) + b"\n")
-        if markdown_path:
-            Path(markdown_path).write_text(as_markdown(report), encoding="utf-8")
-        if html_path:
-            Path(html_path).write_text(as_html(report), encoding="utf-8")
-    except OSError as error:
-        raise StartupError(f"the report could not be written: {error}") from None
-    console = Console(markup=False, emoji=False, highlight=False)  # texts of a server's are shown as they are
-    console.print("  ".join(f"{key} {value}" for key, value in report.settings.items()), style="dim")
-    print_report(report, console)
-    records = [record for run in report.runs for record in run.records]
-    return 1 if all(record.error is not None for record in records) else 0
+    files = {"json": json_path, "markdown": markdown_path, "html": html_path}
+    servers = [(each, model, api_key, timeout_s) for each in (url, against) if each]
+    return bench(servers, options, {kind: Path(path) for kind, path in files.items() if path})

@@ -3,27 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 
-from coordinator.policy.timeline import SPANS
-from launch.bench.report import (
-    SWEEP_HEADINGS,
-    Report,
-    best,
-    compared,
-    compared_headings,
-    machine_line,
-    outside,
-    rows,
-    stage_rows,
-    sweep_rows,
-    totals,
-    versions,
-)
-from launch.bench.stats import statistics
+from launch.bench.report import PACKAGES, Report, best, machine_line, stage_times, tables
+from launch.bench.stats import Record, Summary
+from launch.versions import versions
 
-_HEADINGS = ("ms", "p50", "p95", "p99", "max", "samples")
 WIDTH, HEIGHT, LEFT, BOTTOM = 460, 240, 56, 34
 COLORS = ("#2b7bd9", "#d9822b", "#238551", "#7a4fd0")
 _STYLE = """
@@ -46,21 +32,15 @@ def as_html(report: Report) -> str:
     parts = [f"<h1>{escape(str(report.settings.get('model', 'benchmark')))}</h1>"]
     if report.best_rate is not None:
         parts += [f"<p><b>{escape(best(report))}</b></p>", _sweep_plots(report)]
-        parts.append(_table(SWEEP_HEADINGS, sweep_rows(report)))
     else:
         parts.append(_time_plots(report))
-        if len(report.runs) > 1:
-            parts.append(_table(compared_headings(report), compared(report)))
-        for base in report.servers:
-            stats = report.whole(base)
-            parts += [f"<h2>{escape(base)}</h2>", _table((*_HEADINGS, "formula"), rows(stats))]
-            if stats.stages:
-                means = {name: stats.stages[name].mean for name in SPANS if name in stats.stages}
-                means["outside"] = outside(report.records(base)).mean
-                parts += ["<h3>Where the time of a request went, by the server</h3>", _stacked(means)]
-                parts.append(_table(_HEADINGS, stage_rows(stats)))
-            parts += [f"<p>{escape(name)}: {escape(text)}</p>" for name, text in totals(stats, report.slo)]
-    listed = {**report.settings, "machine": machine_line(), **versions()}
+    for base in report.servers if report.best_rate is None else ():
+        if len(stages := stage_times(report, base)) > 1:
+            parts += [f"<h2>Where the time of a request went, by {escape(base)}</h2>", _stacked(stages)]
+    for table in tables(report):
+        parts += [f"<h2>{escape(table.title)}</h2>"] if table.title else []
+        parts += [_table(table.headings, table.rows), *(f"<p>{escape(note)}</p>" for note in table.notes)]
+    listed = {**report.settings, "machine": machine_line(), **versions(*PACKAGES)}
     parts += [
         "<h2>Settings</h2>",
         f"<div class=left>{_table((), ((name, str(value)) for name, value in listed.items()))}</div>",
@@ -71,16 +51,17 @@ def as_html(report: Report) -> str:
 
 def _time_plots(report: Report) -> str:
     """The share of values below each time, one curve for each server."""
+    kinds: tuple[tuple[str, Callable[[Record], Iterable[float | None]]], ...] = (
+        ("TTFT", lambda record: (record.ttft_s,)),
+        ("TPOT", lambda record: (record.tpot_s,)),
+        ("ITL", lambda record: record.gaps_s),
+    )
     plots = []
-    for title, key in (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl")):
+    for title, times in kinds:
         series: list[Series] = []
         for base in report.servers:
             good = [record for record in report.records(base) if record.error is None]
-            if key == "itl":
-                values = sorted(gap for record in good for gap in record.gaps_s)
-            else:
-                found = (record.ttft_s if key == "ttft" else record.tpot_s for record in good)
-                values = sorted(value for value in found if value is not None)
+            values = sorted(value for record in good for value in times(record) if value is not None)
             series.append((base, _cumulative(values)))
         plots.append(_plot(f"{title}: share of values below", "ms", "%", series))
     return f"<div class=plots>{''.join(plots)}</div>"
@@ -94,8 +75,7 @@ def _cumulative(values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def _sweep_plots(report: Report) -> str:
-    runs = sorted(report.runs, key=lambda run: run.rate)
-    found = [(run.rate, statistics(run.records, report.slo)) for run in runs]
+    found = report.by_rate()
     kept = _plot("Goodput", "requests/s sent", "good/s", [("goodput", [(rate, s.goodput_per_s) for rate, s in found])])
     times = ""
     for name, key in (("TTFT", "ttft"), ("TPOT", "tpot")):
@@ -111,21 +91,24 @@ def _plot(title: str, across: str, up: str, series: Sequence[Series]) -> str:
         return ""
     right, top = _ceiling(max(x for x, _ in points)), _ceiling(max(y for _, y in points))
 
-    def place(x: float, y: float) -> str:
-        return f"{LEFT + x / right * (WIDTH - LEFT - 12):.1f},{HEIGHT - BOTTOM - y / top * (HEIGHT - BOTTOM - 24):.1f}"
+    def place(x: float, y: float) -> tuple[float, float]:
+        across_px, up_px = x / right * (WIDTH - LEFT - 12), y / top * (HEIGHT - BOTTOM - 24)
+        return round(LEFT + across_px, 1), round(HEIGHT - BOTTOM - up_px, 1)
 
     drawn = []
     for share in (0, 0.25, 0.5, 0.75, 1):
-        x, y = place(right * share, top * share).split(",")
+        x, y = place(right * share, top * share)
         ground = HEIGHT - BOTTOM
         drawn.append(f'<line x1="{LEFT}" x2="{WIDTH - 12}" y1="{y}" y2="{y}" stroke="#e3e7ec"/>')
-        drawn.append(f'<text x="{LEFT - 6}" y="{float(y) + 4:.1f}" text-anchor="end">{top * share:g}</text>')
+        drawn.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{top * share:g}</text>')
         drawn.append(f'<text x="{x}" y="{ground + 15}" text-anchor="middle">{right * share:g}</text>')
     for number, (name, line) in enumerate(series):
         color = COLORS[number % len(COLORS)]
-        path = " ".join(place(x, y) for x, y in line)
+        places = [place(x, y) for x, y in line]
+        path = " ".join(f"{x},{y}" for x, y in places)
         drawn.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
-        drawn += [f'<circle cx="{p[0]}" cy="{p[1]}" r="2.5" fill="{color}"/>' for p in _marks(line, place)]
+        if len(places) <= 20:
+            drawn += [f'<circle cx="{x}" cy="{y}" r="2.5" fill="{color}"/>' for x, y in places]
         if len(series) > 1:
             text = f'<text x="{LEFT + 8}" y="{38 + 13 * number}" style="fill:{color}">{escape(name)}</text>'
             drawn.append(text)
@@ -135,21 +118,15 @@ def _plot(title: str, across: str, up: str, series: Sequence[Series]) -> str:
     return f"<figure><figcaption>{escape(title)}</figcaption>{picture}</figure>"
 
 
-def _marks(line: Sequence[tuple[float, float]], place: object) -> Iterable[list[str]]:
-    """Where there are few points, each is marked."""
-    return [place(x, y).split(",") for x, y in line] if len(line) <= 20 and callable(place) else []
-
-
-def _stacked(means: dict[str, float]) -> str:
+def _stacked(stages: Mapping[str, Summary]) -> str:
     """A bar of the mean request, divided as its time was."""
-    total, x, drawn = sum(max(0.0, v) for v in means.values()) or 1.0, 0.0, []
+    means = {name: max(0.0, stage.mean) for name, stage in stages.items()}
+    total, x, drawn = sum(means.values()) or 1.0, 0.0, []
     for name, seconds in means.items():
-        width = max(0.0, seconds) / total * 960
-        title = f"<title>{escape(name)} {seconds * 1e3:.1f} ms</title>"
+        width, text = seconds / total * 960, f"{escape(name)} {seconds * 1e3:.1f} ms"
         color = _STAGE_COLORS.get(name, "#c9d0d9")
-        drawn.append(f'<rect x="{x:.1f}" y="0" width="{width:.1f}" height="26" fill="{color}">{title}</rect>')
+        drawn.append(f'<rect x="{x:.1f}" width="{width:.1f}" height="26" fill="{color}"><title>{text}</title></rect>')
         if width > 90:
-            text = f"{escape(name)} {seconds * 1e3:.1f} ms"
             drawn.append(f'<text x="{x + width / 2:.1f}" y="17" text-anchor="middle" style="fill:#fff">{text}</text>')
         x += width
     return f'<svg width="960" height="26" viewBox="0 0 960 26">{"".join(drawn)}</svg>'

@@ -1,14 +1,13 @@
-"""A benchmark's numbers as tables for the terminal, as Markdown, and as JSON."""
+"""A benchmark's numbers: the tables that the terminal, Markdown and the page show alike, and all of it as JSON."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +15,7 @@ from rich.console import Console
 from coordinator.policy.timeline import SPANS
 from launch.bench.stats import Record, Slo, Statistics, Summary, interval, statistics, summarize
 from launch.tables import make_table, show
+from launch.versions import versions
 
 _TIMES = (
     ("TTFT", "ttft", "first text - sent"),
@@ -23,7 +23,11 @@ _TIMES = (
     ("ITL", "itl", "gap between texts"),
     ("E2E", "e2e", "end - sent"),
 )
-_HEADINGS = ("ms", "p50", "p95", "p99", "max", "samples", "formula")
+_HEADINGS = ("p50", "p95", "p99", "max", "samples")
+_SWEEP = ("requests/s", "goodput", "within", "kept", "TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95", "failed")
+_NOTE = "n: output tokens by the server's own count (usage); percentiles are linear between the nearest ranks"
+PACKAGES = ("baton-serve", "aiohttp")
+"""Those of the client whose versions a report names."""
 COMPARED: tuple[tuple[str, Callable[[Statistics], float], str], ...] = (
     ("TTFT p50 ms", lambda s: s.ttft.p50 * 1e3, "{:.2f}"),
     ("TTFT p99 ms", lambda s: s.ttft.p99 * 1e3, "{:.2f}"),
@@ -66,64 +70,93 @@ class Report:
 
     def whole(self, base: str) -> Statistics:
         """Of all runs of a server together; rates are means over the runs, since there is time between them."""
-        whole, each = statistics(self.records(base), self.slo), self.each(base)
-        return Statistics(**{**_fields(whole), "duration_s": sum(one.duration_s for one in each)})
+        whole = statistics(self.records(base), self.slo)
+        return replace(whole, duration_s=sum(one.duration_s for one in self.each(base)))
+
+    def by_rate(self) -> list[tuple[float, Statistics]]:
+        """The runs of a sweep, rising."""
+        return sorted(((run.rate, statistics(run.records, self.slo)) for run in self.runs), key=lambda run: run[0])
 
 
-def _fields(stats: Statistics) -> dict[str, Any]:
-    return {name: getattr(stats, name) for name in Statistics.__dataclass_fields__}
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of numbers behind a name each, and below them what is no row. The last column is text where `has_text`."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: Sequence[Sequence[str]]
+    notes: Sequence[str] = ()
+    has_text: bool = False
 
 
-def rows(stats: Statistics) -> list[tuple[str, ...]]:
-    """One row per kind of time, in milliseconds."""
-    return [(name, *_numbers(getattr(stats, key)), formula) for name, key, formula in _TIMES]
+def tables(report: Report) -> list[Table]:
+    """What a sweep has found; or the times of each server, where they went, and how the servers compare."""
+    if report.best_rate is not None:
+        return [Table("", _SWEEP, _sweep_rows(report), (best(report), "times in ms"))]
+    found = []
+    for base in report.servers:
+        stats = report.whole(base)
+        title = base if len(report.servers) > 1 else ""
+        rows = [(name, *_numbers(getattr(stats, key)), formula) for name, key, formula in _TIMES]
+        found.append(Table(title, ("ms", *_HEADINGS, "formula"), rows, (*_totals(stats, report.slo), _NOTE), True))
+        if stats.stages:
+            stages = [(name, *_numbers(summary)) for name, summary in stage_times(report, base).items()]
+            found.append(Table("", ("in the server", *_HEADINGS), stages))
+    if len(report.runs) > 1:
+        names = tuple(report.servers)
+        headings = ("mean ± 95 %", *names, *(("second / first",) if len(names) > 1 else ()))
+        found.append(Table("", headings, _compared(report)))
+    return found
 
 
-def stage_rows(stats: Statistics) -> list[tuple[str, ...]]:
-    """One row per part of the server's own timeline, and what the client saw besides."""
-    order = {name: number for number, name in enumerate(SPANS)}
-    found = sorted(stats.stages.items(), key=lambda item: order.get(item[0], len(order)))
-    return [(name, *_numbers(summary)) for name, summary in found]
+def stage_times(report: Report, base: str) -> dict[str, Summary]:
+    """Of each part of the server's own timeline, and of what of a request's time is in none: the way there and back,
+    and parsing."""
+    stages = report.whole(base).stages
+    order = [name for name in SPANS if name in stages]
+    traced = [record for record in report.records(base) if record.stages and record.error is None]
+    outside = summarize(record.e2e_s - sum(record.stages.values()) for record in traced)
+    return {name: stages[name] for name in dict.fromkeys((*order, *stages))} | {"outside": outside}
 
 
-def outside(records: Iterable[Record]) -> Summary:
-    """What of a request's time is not in the server's timeline: the way there and back, and parsing."""
-    return summarize(r.e2e_s - sum(r.stages.values()) for r in records if r.stages and r.error is None)
+def best(report: Report) -> str:
+    """What a sweep has found, in a sentence."""
+    share = 0.9 if report.slo is None else report.slo.share
+    kept = f"at which {share:.0%} of the requests keep to {report.slo}"
+    if not report.best_rate:
+        return f"no rate was found {kept}"
+    return f"{report.best_rate:.3g} requests/s: the highest rate {kept}"
 
 
-def totals(stats: Statistics, slo: Slo | None = None) -> list[tuple[str, str]]:
+def _totals(stats: Statistics, slo: Slo | None) -> list[str]:
     """What is not a distribution."""
     good = stats.requests - stats.failed
     lines = [
-        ("requests", f"{good} of {stats.requests} succeeded in {stats.duration_s:.2f} s"),
-        ("output", f"{stats.output_tokens_per_s:.1f} tokens/s ({stats.output_tokens} tokens)"),
-        ("prompt", f"{stats.prompt_tokens_per_s:.1f} tokens/s ({stats.prompt_tokens} tokens)"),
-        ("rate", f"{stats.requests_per_s:.2f} requests/s"),
+        f"requests: {good} of {stats.requests} succeeded in {stats.duration_s:.2f} s",
+        f"output: {stats.output_tokens_per_s:.1f} tokens/s ({stats.output_tokens} tokens)",
+        f"prompt: {stats.prompt_tokens_per_s:.1f} tokens/s ({stats.prompt_tokens} tokens)",
+        f"rate: {stats.requests_per_s:.2f} requests/s",
     ]
     if slo is not None:
         kept = f"{stats.met} of {stats.requests} within {slo}"
-        lines.append(("goodput", f"{stats.goodput_per_s:.2f} requests/s ({stats.met_share:.1%}: {kept})"))
+        lines.append(f"goodput: {stats.goodput_per_s:.2f} requests/s ({stats.met_share:.1%}: {kept})")
     if stats.uncounted:
-        lines.append(("no usage", f"{stats.uncounted} answers; their tokens are counted by events"))
-    return lines + [("failed", f"{count} x {error}") for error, count in stats.errors.items()]
+        lines.append(f"no usage: {stats.uncounted} answers; their tokens are counted by events")
+    return lines + [f"failed: {count} x {error}" for error, count in stats.errors.items()]
 
 
-def sweep_rows(report: Report) -> list[tuple[str, ...]]:
+def _sweep_rows(report: Report) -> list[tuple[str, ...]]:
     """One row per rate, rising."""
     found = []
-    for run in sorted(report.runs, key=lambda run: run.rate):
-        stats = statistics(run.records, report.slo)
+    for rate, stats in report.by_rate():
         times = (f"{value * 1e3:.1f}" for value in (stats.ttft.p50, stats.ttft.p95, stats.tpot.p50, stats.tpot.p95))
         kept = report.slo is not None and stats.met_share >= report.slo.share
-        rates = f"{run.rate:.3g}", f"{stats.goodput_per_s:.2f}", f"{stats.met_share:.0%}", "yes" if kept else "no"
+        rates = f"{rate:.3g}", f"{stats.goodput_per_s:.2f}", f"{stats.met_share:.0%}", "yes" if kept else "no"
         found.append((*rates, *times, str(stats.failed)))
     return found
 
 
-SWEEP_HEADINGS = ("requests/s", "goodput", "within", "kept", "TTFT p50", "TTFT p95", "TPOT p50", "TPOT p95", "failed")
-
-
-def compared(report: Report) -> list[tuple[str, ...]]:
+def _compared(report: Report) -> list[tuple[str, ...]]:
     """Of each number its mean over the runs of each server with its 95 % interval, and of two servers the ratio: the
     geometric mean over pairs of runs that followed each other."""
     servers = [report.each(base) for base in report.servers]
@@ -143,77 +176,29 @@ def compared(report: Report) -> list[tuple[str, ...]]:
     return found
 
 
-def compared_headings(report: Report) -> tuple[str, ...]:
-    names = tuple(report.servers)
-    return ("mean ± 95 %", *names, *(("second / first",) if len(names) > 1 else ()))
-
-
 def print_report(report: Report, console: Console) -> None:
     """On a console without markup."""
-    if report.best_rate is not None:
-        table = make_table(SWEEP_HEADINGS, right=SWEEP_HEADINGS, caption="times in ms")
-        for row in sweep_rows(report):
-            table.add_row(*row)
-        show(table, console)
-        console.print(f"  {best(report)}")
-        return
-    for base in report.servers:
-        stats = report.whole(base)
-        if len(report.servers) > 1:
-            console.print(base, style="bold")
-        note = "n: output tokens by the server's usage; percentiles linear between ranks"
-        table = make_table(_HEADINGS, right=set(_HEADINGS) - {"ms", "formula"}, caption=note)
-        for row in rows(stats):
-            table.add_row(*row)
-        show(table, console)
-        if stats.stages:
-            table = make_table(("in the server", *_HEADINGS[1:-1]), right=_HEADINGS[1:-1])
-            for row in (*stage_rows(stats), ("outside", *_numbers(outside(report.records(base))))):
-                table.add_row(*row)
-            show(table, console)
-        for name, text in totals(stats, report.slo):
-            style = "red" if name == "failed" else "default"
-            console.print(f"  {name:<9} {text}", style=style)
-    if len(report.runs) > 1:
-        headings = compared_headings(report)
-        table = make_table(headings, right=headings[1:])
-        for row in compared(report):
-            table.add_row(*row)
-        show(table, console)
-
-
-def best(report: Report) -> str:
-    """What a sweep has found, in a sentence."""
-    share = 0.9 if report.slo is None else report.slo.share
-    if not report.best_rate:
-        return f"no rate was found at which {share:.0%} of the requests keep to {report.slo}"
-    return (
-        f"{report.best_rate:.3g} requests/s: the highest rate at which {share:.0%} of the requests keep to {report.slo}"
-    )
+    for table in tables(report):
+        if table.title:
+            console.print(table.title, style="bold")
+        drawn = make_table(table.headings, right=table.headings[1 : -1 if table.has_text else None])
+        for row in table.rows:
+            drawn.add_row(*row)
+        show(drawn, console)
+        for note in table.notes:
+            console.print(f"  {note}", style="red" if note.startswith("failed: ") else "default")
 
 
 def as_markdown(report: Report) -> str:
     lines: list[str] = []
-    if report.best_rate is not None:
-        lines += [*_markdown(SWEEP_HEADINGS, sweep_rows(report)), "", f"{best(report)}. Times in ms."]
-    else:
-        for base in report.servers:
-            stats = report.whole(base)
-            lines += [f"{base}:", ""] if len(report.servers) > 1 else []
-            lines += _markdown(_HEADINGS, rows(stats))
-            if stats.stages:
-                lines += ["", *_markdown(("in the server", *_HEADINGS[1:-1]), stage_rows(stats))]
-            lines += ["", *(f"- {name}: {text}" for name, text in totals(stats, report.slo)), ""]
-        if len(report.runs) > 1:
-            lines += [*_markdown(compared_headings(report), compared(report)), ""]
-    lines += ["", f"- machine: {machine_line()}", f"- date: {_date()}"]
+    for table in tables(report):
+        lines += [f"{table.title}:", ""] if table.title else []
+        lines += [f"| {' | '.join(table.headings)} |", "|" + "---|" * len(table.headings)]
+        lines += [f"| {' | '.join(row)} |" for row in table.rows]
+        lines += ["", *(f"- {note}" for note in table.notes), ""]
+    lines += [f"- machine: {machine_line()}", f"- date: {_date()}"]
     lines += ["- settings: " + ", ".join(f"{key} {value}" for key, value in report.settings.items())]
-    lines += ["", "n is the server's own count (usage); percentiles are linear between the nearest ranks."]
     return "\n".join(lines) + "\n"
-
-
-def _markdown(headings: Sequence[str], cells: Iterable[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(headings)} |", "|" + "---|" * len(headings), *(f"| {' | '.join(row)} |" for row in cells)]
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -223,7 +208,7 @@ def as_json(report: Report) -> dict[str, Any]:
     return {
         "settings": report.settings,
         "machine": _machine(),
-        "versions": versions(),
+        "versions": versions(*PACKAGES),
         "date": _date(),
         "formulas": {name: formula for name, _, formula in _TIMES},
         "percentile": "linear between the nearest ranks, at position p/100 (m - 1)",
@@ -261,17 +246,6 @@ def _numbers(summary: Summary) -> tuple[str, ...]:
         return ("-", "-", "-", "-", "0")
     values = (summary.p50, summary.p95, summary.p99, summary.max)
     return (*(f"{value * 1000:.2f}" for value in values), str(summary.count))
-
-
-def versions() -> dict[str, str]:
-    """Of the client's side."""
-    found = {"python": platform.python_version()}
-    for package in ("baton-serve", "aiohttp"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
 
 
 def _machine() -> dict[str, Any]:

@@ -11,7 +11,6 @@ import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any
 
 from baton.core.errors import StartupError
@@ -80,10 +79,7 @@ class Board:
         self.address = (host, int(self._server.server_address[1]))
         threading.Thread(target=self._server.serve_forever, args=(_POLL_S,), daemon=True).start()
 
-    def __enter__(self) -> Board:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
 

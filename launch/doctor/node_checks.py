@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import platform
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from baton.core.errors import StartupError
@@ -16,8 +14,10 @@ from baton.rpc.ports import check_free
 from baton.token_file import read_token
 from launch.members import is_own
 from launch.plan import COORDINATOR, Plan
+from launch.versions import versions
 
-_LIBRARIES = ("torch", "grpcio", "xxhash")
+_EQUAL = ("baton-serve", "torch", "grpcio", "xxhash")
+"""Packages that must be the same on every node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +30,11 @@ class Finding:
     text: str
 
 
-def versions() -> dict[str, str]:
-    """Baton and what must be equal on every node."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in ("baton-serve", *_LIBRARIES)}}
-
-
 def check_node(plan: Plan, name: str, full_digest: bool) -> tuple[list[Finding], dict[str, str]]:
     """The findings on this node, and what has to be equal on all of them."""
     node = plan.topology.node(name)
     findings = [_address(name, node.address)]
-    facts = versions()
+    facts = versions(*_EQUAL)
     findings.append(Finding("versions", name, True, ", ".join(f"{key} {value}" for key, value in facts.items())))
     parts = [part for part in plan.parts if part.node.name == name]
     try:
@@ -61,9 +56,9 @@ def check_node(plan: Plan, name: str, full_digest: bool) -> tuple[list[Finding],
     return [*findings, *_token(plan, name)], facts
 
 
-def compare(facts: Mapping[str, Mapping[str, str]], first: str) -> list[Finding]:
-    """What is not equal on all nodes; `first` is the one that the others are held against."""
-    findings = []
+def compare(facts: Mapping[str, Mapping[str, str]]) -> list[Finding]:
+    """What is not equal on all nodes: each is held against the first by name."""
+    findings, first = [], min(facts, default="")
     for name, theirs in facts.items():
         for key, value in facts[first].items():
             if theirs.get(key, "?") != value:
@@ -127,10 +122,3 @@ def _is_loopback(address: str) -> bool:
     except OSError:
         return False
     return host == "::1" or host.startswith("127.")
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

@@ -1,12 +1,11 @@
 """`python -m launch.doctor.probe FILE`: stands for one rank while the doctor runs; the file holds its task.
 
-It announces itself on the board, goes through the steps as the doctor opens them, leaves each result there, and ends
-when the doctor does. A step that exceeds its limit is left behind in its thread: the process ends with `os._exit`.
+It announces itself on the board, goes through the steps as the doctor opens them, leaves its results there, and ends
+when the doctor does. What exceeds the limit of a step is left behind in its thread: the process ends with `os._exit`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import socket
@@ -14,8 +13,6 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,100 +23,107 @@ from baton.core.ranks import Ranks
 from baton.engine.device import choose_device
 from baton.engine.parallel import connect, open_store
 from baton.process import die_with_parent
-from baton.transfer.edge import EdgeSpec, edge_prefix
+from baton.transfer.edge import Edge, EdgeSpec, edge_prefix
 from baton.transfer.edge_kinds import allocator, buffer_device, choose_edges, make_edge
-from baton.transfer.edge_thread import EdgeWorker
 from baton.transfer.nccl import configure_nccl
 from baton.transfer.rendezvous import EdgeStore
+from baton.transfer.streams import own_stream
 from launch.doctor.board import BoardClient
-from launch.doctor.tasks import STEPS, Rank, Task, edge_key, task_from_json
+from launch.doctor.tasks import STEPS, Rank, Task, task_from_json
 
-SMALL_BYTES, SMALL_TIMES = 1 << 10, 9
-LARGE_BYTES, LARGE_TIMES = 8 << 20, 3
+SMALL_BYTES, LARGE_BYTES = 1 << 10, 8 << 20
+TRANSFERS = (*[SMALL_BYTES] * 9, *[LARGE_BYTES] * 3)
 _LONGEST_S = 900.0
 _SUM_ELEMENTS = 1 << 18
 _INNER_SHARE, _EDGE_SHARE = 0.4, 0.8  # of a step's limit: a wait inside it ends first and names its peer
 
+_Result = dict[str, Any]
+"""`seconds` and `bytes_per_s`, where they were measured, or `error`."""
+
 
 class Probe:
-    """Its whole state: the task, the board, what it listens on, and the worker's store once there."""
+    """Its whole state: the task, the board, where KV and buffers would lie, what others dial until the process ends,
+    and the worker's store once there. Raises StartupError when the device or the kind of edge cannot be had."""
 
     def __init__(self, task: Task, board: BoardClient) -> None:
         self.task, self.board = task, board
-        self._kept = ExitStack()
-        self._store: Any = None
-        self._device = self._buffers = torch.device("cpu")
-        self._kind = "gloo"
-        self._inner_s = task.limit_s * _INNER_SHARE
-
-    def run(self) -> None:
-        task = self.task
         configure_nccl()
         self._device = choose_device(task.device, False, task.local_rank)
         self._kind = choose_edges(task.edge_kind, self._device)
         self._buffers = buffer_device(self._kind, self._device)
-        self.board.put(f"here/{task.me.key}", {"pid": os.getpid()})
-        steps = (self._rendezvous, self._all_reduce, self._link, self._edges)
-        for name, step in zip(STEPS, steps, strict=True):
-            self.board.wait(f"step/{name}", _LONGEST_S)
-            step()
+        self._inner_s = task.limit_s * _INNER_SHARE
+        self._open: list[Any] = []
+        self._store: Any = None
+        self._wire = threading.Lock()
+
+    def run(self) -> None:
+        self.board.put(f"here/{self.task.me.key}", True)
+        if self.task.leads and self.task.role == "decode":
+            self._offer()
+        for step in STEPS:
+            self.board.wait(f"step/{step}", _LONGEST_S)
+            for name, result in self._results(step).items():
+                self.board.put(name, result)
         self.board.wait("report", _LONGEST_S)
 
-    def _rendezvous(self) -> None:
-        task = self.task
-        if task.leads and task.role == "decode":
-            self._offer()
-        if len(task.ranks) == 1:
-            return
+    def _results(self, step: str) -> dict[str, _Result]:
+        """Tries a step with every other end at once, each in a thread of its own."""
+        check = {"rendezvous": self._meet, "all-reduce": self._sum, "link": self._dial_link, "edge": self._move}[step]
+        limit_s = self.task.step_s(step)
+        results: dict[str, _Result] = {}
 
-        def meet() -> dict[str, Any]:
+        def run(name: str, other: Rank) -> None:
+            try:
+                results[name] = check(other)
+            except Exception as error:
+                results[name] = {"error": str(error).splitlines()[0] if str(error) else repr(error)}
+
+        expected = self.task.expected(step)
+        threads = [threading.Thread(target=run, args=item, daemon=True) for item in expected.items()]
+        deadline = time.monotonic() + limit_s
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        return {name: results.get(name, {"error": f"not done within {limit_s:g} s"}) for name in expected}
+
+    def _meet(self, me: Rank) -> _Result:
+        task, began = self.task, time.monotonic()
+        if task.leads:
+            self._open.append(store := EdgeStore(me.host, task.rendezvous_port))
+            self.board.put(f"meet/{me.worker}", [store.host, store.port])
+        host, port = self._await(f"meet/{me.worker}", f"the leader of {me.worker} opened no store")
+        self._dial(host, port, f"{task.ranks[0]} at {host}:{port}")
+        self._store = open_store({"MASTER_ADDR": host, "MASTER_PORT": str(port)}, self._inner_s)
+        self._store.set(f"here/{me.rank}", "1")
+        for other in task.ranks:
+            try:
+                self._store.get(f"here/{other.rank}")
+            except RuntimeError:
+                raise HandoffError(f"{other} did not come to {host}:{port}") from None
+        return {"seconds": time.monotonic() - began}
+
+    def _sum(self, me: Rank) -> _Result:
+        task = self.task
+        if self._store is None:
+            raise HandoffError("its ranks did not meet")
+        self._dial_each_other()
+        ranks = Ranks(me.rank, len(task.ranks), task.local_rank, len(task.ranks))
+        group = connect(self._store, ranks, self._device, me.host)
+        whole = torch.full((_SUM_ELEMENTS,), float(me.rank + 1), device=self._device)
+        times = []
+        for _ in range(3):
             began = time.monotonic()
-            if task.leads:
-                kept = EdgeStore(task.me.host, task.rendezvous_port)
-                self._kept.callback(kept.close)
-                self.board.put(f"meet/{task.me.worker}", [kept.host, kept.port])
-            host, port = self._await(f"meet/{task.me.worker}", f"the leader of {task.me.worker} opened no store")
-            self._dial(host, port, f"{task.ranks[0]} at {host}:{port}")
-            self._store = open_store({"MASTER_ADDR": host, "MASTER_PORT": str(port)}, self._inner_s)
-            self._store.set(f"here/{task.me.rank}", "1")
-            for other in task.ranks:
-                try:
-                    self._store.get(f"here/{other.rank}")
-                except RuntimeError:
-                    raise HandoffError(f"{other} did not come to {host}:{port}") from None
-            return {"seconds": time.monotonic() - began}
-
-        self._check(f"rendezvous/{task.me.key}", meet)
-
-    def _all_reduce(self) -> None:
-        task = self.task
-        if len(task.ranks) == 1:
-            return
-
-        def together() -> dict[str, Any]:
-            if self._store is None:
-                raise HandoffError("its ranks did not meet")
-            self._dial_each_other()
-            ranks = Ranks(task.me.rank, len(task.ranks), task.local_rank, len(task.ranks))
-            group = connect(self._store, ranks, self._device, task.me.host)
-            whole = torch.full((_SUM_ELEMENTS,), float(task.me.rank + 1), device=self._device)
-            times = []
-            for _ in range(3):
-                began = time.monotonic()
-                total = group.all_reduce(whole)
-                if float(total[-1]) != sum(range(1, len(task.ranks) + 1)):
-                    raise HandoffError(f"the sum over its ranks is {float(total[-1])}")
-                times.append(time.monotonic() - began)
-            return {"seconds": min(times), "bytes_per_s": whole.numel() * whole.element_size() / min(times)}
-
-        self._check(f"all-reduce/{task.me.key}", together)
+            total = group.all_reduce(whole)
+            if float(total[-1]) != sum(range(1, len(task.ranks) + 1)):
+                raise HandoffError(f"the sum over its ranks is {float(total[-1])}")
+            times.append(time.monotonic() - began)
+        return {"seconds": min(times), "bytes_per_s": whole.numel() * whole.element_size() / min(times)}
 
     def _dial_each_other(self) -> None:
         """Plain connections first: they name the two ranks that cannot reach each other; a collective does not."""
         me = self.task.me
-        listener = socket.create_server((me.host, 0), family=_family(me.host))
-        self._kept.callback(listener.close)
-        self._store.set(f"port/{me.rank}", str(listener.getsockname()[1]))
+        self._store.set(f"port/{me.rank}", str(self._listen(0)))
         for other in self.task.ranks:
             if other.rank != me.rank:
                 port = int(self._store.get(f"port/{other.rank}"))
@@ -129,94 +133,67 @@ class Probe:
         """Opens a decode leader's link port and the store of its edges; puts both, or the error, on the board."""
         task = self.task
         try:
-            link = socket.create_server((task.me.host, task.link_port), family=_family(task.me.host))
-            store = EdgeStore(task.me.host, task.store_port)
+            link = self._listen(task.link_port)
+            self._open.append(store := EdgeStore(task.me.host, task.store_port))
+            offer = {"link": link, "store": store.port, "host": store.host, "nonce": store.nonce}
         except (OSError, BatonError) as error:
-            self.board.put(f"offer/{task.me.worker}", {"error": str(error)})
-            return
-        self._kept.callback(link.close)
-        self._kept.callback(store.close)
-        offer = {"link": link.getsockname()[1], "store": store.port, "host": store.host, "nonce": store.nonce}
+            offer = {"error": str(error)}
         self.board.put(f"offer/{task.me.worker}", offer)
 
-    def _link(self) -> None:
-        for name in self.task.links if self.task.role == "prefill" else ():
+    def _dial_link(self, leader: Rank) -> _Result:
+        offer = self._offered(leader.worker)
+        began = time.monotonic()
+        self._dial(offer["host"], offer["link"], f"the link of {leader.worker} at {offer['host']}:{offer['link']}")
+        return {"seconds": time.monotonic() - began}
 
-            def dial(name: str = name) -> dict[str, Any]:
-                offer = self._offered(name)
-                began = time.monotonic()
-                self._dial(offer["host"], offer["link"], f"the link of {name} at {offer['host']}:{offer['link']}")
-                return {"seconds": time.monotonic() - began}
-
-            self._check(f"link/{self.task.me.worker}/{name}", dial)
-
-    def _edges(self) -> None:
-        asyncio.run(self._all_edges())
-
-    async def _all_edges(self) -> None:
-        edges = await asyncio.gather(*(self._connect(peer) for peer in self.task.peers))
-        if self.task.role == "decode":
-            await asyncio.gather(
-                *(self._receive(peer, edge) for peer, edge in zip(self.task.peers, edges, strict=True))
-            )
-        else:
-            for peer, edge in zip(self.task.peers, edges, strict=True):  # one by one: they would share the wire
-                await self._send(peer, edge)
-
-    async def _connect(self, peer: Rank) -> EdgeWorker | str:
-        """The connected edge, or why there is none."""
+    def _move(self, peer: Rank) -> _Result:
+        """Connects this end of an edge; then moves bytes over it from prefill to decode, a prefill rank over one edge
+        after the other: they would share the wire."""
         task = self.task
         prefill, decode = (task.me, peer) if task.role == "prefill" else (peer, task.me)
+        offer = self._offered(decode.worker)
+        spec = EdgeSpec(
+            offer["host"],
+            offer["store"],
+            edge_prefix(offer["nonce"], prefill.worker, prefill.rank, decode.worker, decode.rank, 1),
+            1,
+            task.role,
+            task.me.host,
+            connect_timeout_s=task.limit_s * _EDGE_SHARE,
+            device=str(self._buffers),
+        )
+        edge = make_edge(self._kind)(spec)
+        self._open.append(edge)
         try:
-            offer = await asyncio.to_thread(self._offered, decode.worker)
-            name = edge_prefix(offer["nonce"], prefill.worker, prefill.rank, decode.worker, decode.rank, 1)
-            spec = EdgeSpec(
-                offer["host"],
-                offer["store"],
-                name,
-                1,
-                task.role,
-                task.me.host,
-                connect_timeout_s=task.limit_s * _EDGE_SHARE,
-                operation_timeout_s=task.limit_s,
-                device=str(self._buffers),
-            )
-            edge = EdgeWorker(spec, make_edge(self._kind), kv_device=self._device)
-            await edge.connect()
-            return edge
-        except BatonError as error:
-            await asyncio.to_thread(self.board.put, f"end/{task.me.key}/{peer.key}", {"error": error.message})
-            return error.message
+            with own_stream(self._device):
+                edge.connect()
+                if task.role == "decode":
+                    return self._receive(edge)
+                with self._wire:
+                    return self._send(edge)
+        except BaseException:
+            edge.abort()  # the other end need not wait for its own limit
+            raise
 
-    async def _send(self, peer: Rank, edge: EdgeWorker | str) -> None:
-        result: dict[str, Any] = {"error": edge} if isinstance(edge, str) else {}
-        if not isinstance(edge, str):
-            try:
-                async with asyncio.timeout(self.task.limit_s):
-                    small = [await self._timed(edge, SMALL_BYTES) for _ in range(SMALL_TIMES)]
-                    large = [await self._timed(edge, LARGE_BYTES) for _ in range(LARGE_TIMES)]
-                result = {"seconds": statistics.median(small), "bytes_per_s": LARGE_BYTES / min(large)}
-            except (BatonError, TimeoutError) as error:
-                result = {"error": str(error) or f"no transfer ended within {self.task.limit_s:g} s"}
-        await asyncio.to_thread(self.board.put, edge_key(self.task.me, peer), result)
+    def _send(self, edge: Edge) -> _Result:
+        deadline = time.monotonic() + self.task.limit_s
+        times: dict[int, list[float]] = {SMALL_BYTES: [], LARGE_BYTES: []}
+        for count in TRANSFERS:
+            buf = allocator(self._kind)(count, self._buffers).copy_(_pattern(count))
+            began = time.monotonic()
+            if began >= deadline:
+                raise HandoffError(f"the transfers did not end within {self.task.limit_s:g} s")
+            edge.send(buf, deadline - began)
+            times[count].append(time.monotonic() - began)
+        return {"seconds": statistics.median(times[SMALL_BYTES]), "bytes_per_s": LARGE_BYTES / min(times[LARGE_BYTES])}
 
-    async def _timed(self, edge: EdgeWorker, count: int) -> float:
-        buf = allocator(self._kind)(count, self._buffers).copy_(_pattern(count))
-        began = time.monotonic()
-        await edge.send(buf)
-        return time.monotonic() - began
-
-    async def _receive(self, peer: Rank, edge: EdgeWorker | str) -> None:
-        if isinstance(edge, str):
-            return
-        try:
-            for count in (*[SMALL_BYTES] * SMALL_TIMES, *[LARGE_BYTES] * LARGE_TIMES):
-                buf = torch.empty(count, dtype=torch.uint8, device=self._buffers)
-                await edge.recv(buf, self.task.limit_s * (1 + len(self.task.peers)))
-                if not torch.equal(buf.cpu(), _pattern(count)):
-                    raise HandoffError("the bytes received differ from those sent")
-        except BatonError as error:
-            await asyncio.to_thread(self.board.put, f"end/{self.task.me.key}/{peer.key}", {"error": error.message})
+    def _receive(self, edge: Edge) -> _Result:
+        for count in TRANSFERS:
+            buf = torch.empty(count, dtype=torch.uint8, device=self._buffers)
+            edge.recv(buf, self.task.step_s("edge"))
+            if not torch.equal(buf.cpu(), _pattern(count)):
+                raise HandoffError("the bytes received differ from those sent")
+        return {}
 
     def _offered(self, worker: str) -> dict[str, Any]:
         offer: dict[str, Any] = self._await(f"offer/{worker}", f"{worker} has not opened its ports")
@@ -230,35 +207,22 @@ class Probe:
             raise HandoffError(f"{otherwise} within {self._inner_s:g} s")
         return value
 
+    def _listen(self, port: int) -> int:
+        """The port that is listened on until the process ends; 0 chooses one. Raises OSError."""
+        host = self.task.me.host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._open.append(listener := socket.create_server((host, port), family=family))
+        return int(listener.getsockname()[1])
+
     def _dial(self, host: str, port: int, what: str) -> None:
         try:
             socket.create_connection((host, port), timeout=self._inner_s).close()
         except OSError as error:
             raise HandoffError(f"cannot reach {what}: {error.strerror or error}") from None
 
-    def _check(self, name: str, check: Callable[[], dict[str, Any]]) -> None:
-        """Runs a check on a thread of its own and puts its result on the board, or that it did not end."""
-        found: dict[str, Any] = {"error": f"not done within {self.task.limit_s:g} s"}
-
-        def run() -> None:
-            nonlocal found
-            try:
-                found = check()
-            except Exception as error:
-                found = {"error": str(error).splitlines()[0] if str(error) else repr(error)}
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(self.task.limit_s)
-        self.board.put(name, found)
-
 
 def _pattern(count: int) -> torch.Tensor:
     return torch.arange(count, dtype=torch.int64).remainder_(251).to(torch.uint8)
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def main() -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from launch.doctor.node_checks import Finding
-from launch.doctor.tasks import Rank, Task, edge_key, exited_key
+from launch.doctor.tasks import STEPS, Rank, Task, exited_key
 from launch.tables import make_table, show
 
 _ADVICE = {
@@ -46,11 +46,9 @@ class Verdict:
     def ok(self) -> bool:
         return all(finding.ok for finding in self.findings) and not any(found.error for found in self.measured)
 
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Verdict:
+        """Inverse of `asdict`."""
         findings = tuple(Finding(**finding) for finding in fields["findings"])
         return cls(findings, tuple(Measured(**measured) for measured in fields["measured"]))
 
@@ -60,39 +58,28 @@ def read_results(values: Mapping[str, Any], tasks: Sequence[Task], limit_s: floa
 
     A measured error is kept when the probe at the other end has exited, and that is added to it.
     """
-    started = {task.me.key for task in tasks if f"here/{task.me.key}" in values}
 
-    def missing(ranks: Sequence[Rank]) -> str:
+    def absent(ranks: Sequence[Rank]) -> list[str]:
+        """Why results of these ranks cannot come."""
         exited = [rank for rank in ranks if exited_key(rank.key) in values]
-        absent = [str(rank) for rank in ranks if rank.key not in started and rank not in exited]
+        unseen = [str(rank) for rank in ranks if f"here/{rank.key}" not in values and rank not in exited]
         reasons = [f"the probe of {rank} {values[exited_key(rank.key)]}" for rank in exited]
-        return "; ".join(reasons + ([f"no probe came up for {', '.join(absent)}"] if absent else []))
-
-    def result(name: str, ranks: Sequence[Rank], other_end: str = "") -> dict[str, Any]:
-        absent = missing(ranks)
-        if name not in values:
-            error = absent or f"no result within {limit_s:g} s"
-            return {"error": "; ".join(filter(None, (error, other_end))), "untried": bool(absent)}
-        error = "; ".join(filter(None, (values[name].get("error"), other_end)))
-        return {**values[name], "error": "; ".join(filter(None, (error, absent))) if error else ""}
+        return reasons + ([f"no probe came up for {', '.join(unseen)}"] if unseen else [])
 
     found: list[Measured] = []
-    for check in ("rendezvous", "all-reduce"):
-        for task in tasks:
-            if len(task.ranks) > 1:
-                found.append(Measured(check, str(task.me), **result(f"{check}/{task.me.key}", task.ranks)))
-    senders = [task for task in tasks if task.role == "prefill"]
-    for task in senders:
-        for name in task.links:
-            leaders = [t.me for t in tasks if t.me.worker == name and t.leads]
-            fields = result(f"link/{task.me.worker}/{name}", (task.me, *leaders))
-            found.append(Measured("link", f"{task.me} → {name}", **fields))
-    for task in senders:
-        for peer in sorted(task.peers, key=lambda rank: (rank.worker, rank.rank)):
-            other = values.get(f"end/{peer.key}/{task.me.key}")
-            other_end = f"at the other end: {other['error']}" if other else ""
-            fields = result(edge_key(task.me, peer), (task.me, peer), other_end)
-            found.append(Measured("edge", f"{task.me} → {peer}", **fields))
+    for step in STEPS:
+        for task in tasks if step != "edge" else (task for task in tasks if task.role == "prefill"):
+            for name, other in task.expected(step).items():
+                alone = other == task.me
+                result, missing = values.get(name), absent(task.ranks if alone else (task.me, other))
+                error = "" if result is None else result.get("error", "")
+                if other_end := values.get(f"end/{other.key}/{task.me.key}", {}).get("error"):
+                    error = "; ".join(filter(None, (error, f"at the other end: {other_end}")))
+                if error or result is None:
+                    error = "; ".join(filter(None, (error, *missing))) or f"no result within {limit_s:g} s"
+                between = str(task.me) if alone else f"{task.me} → {other}"
+                untried = result is None and bool(missing)
+                found.append(Measured(step, between, **{**(result or {}), "error": error, "untried": untried}))
     return tuple(found)
 
 

@@ -1,25 +1,26 @@
 """What the doctor tries on a plan, and what each of its probes does. Pure.
 
-One probe stands for each rank, on the rank's node and with its address and ports. All go through the same steps, each
-with a limit of its own:
+One probe stands for each rank, on the rank's node and with its address and ports. All go through the same steps:
 
 1. rendezvous   a worker's ranks meet in a store at the leader's rendezvous address
 2. all-reduce   every two of them can dial each other; then a sum over all
 3. link         a prefill leader dials a decode worker's link port
-4. edges        each prefill rank and each decode rank that share KV heads connect and move bytes
+4. edge         each prefill rank and each decode rank that share KV heads connect and move bytes
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from baton.core.commands import Role
 from baton.core.reshard import reshard
 from launch.plan import Plan
 
-STEPS = ("rendezvous", "all-reduce", "link", "edges")
+STEPS = ("rendezvous", "all-reduce", "link", "edge")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,13 @@ class Rank:
 @dataclass(frozen=True, slots=True)
 class Task:
     """What one probe does. `ranks` are those of its worker, itself included; `peers` the ranks at the other ends of its
-    edges; `links` the decode workers whose link it dials, or its own name where it listens."""
+    edges; `links` the decode leaders whose link port it dials."""
 
     me: Rank
     role: Role
     ranks: tuple[Rank, ...]
     peers: tuple[Rank, ...]
-    links: tuple[str, ...]
+    links: tuple[Rank, ...]
     rendezvous_port: int
     link_port: int
     store_port: int
@@ -60,29 +61,25 @@ class Task:
     def leads(self) -> bool:
         return self.me.rank == 0
 
-    def expected(self, step: str) -> list[str]:
-        """The names under which it leaves its results of a step."""
+    def expected(self, step: str) -> dict[str, Rank]:
+        """The names under which it leaves its results of a step, and whom it tries each with: itself where that is all
+        of its worker."""
         if step in ("rendezvous", "all-reduce"):
-            return [f"{step}/{self.me.key}"] if len(self.ranks) > 1 else []
-        if self.role == "decode":
-            return []
+            return {f"{step}/{self.me.key}": self.me} if len(self.ranks) > 1 else {}
         if step == "link":
-            return [f"link/{self.me.worker}/{name}" for name in self.links]
-        return [edge_key(self.me, peer) for peer in self.peers]
+            return {f"link/{self.me.key}/{leader.key}": leader for leader in self.links}
+        side = "edge" if self.role == "prefill" else "end"
+        return {f"{side}/{self.me.key}/{peer.key}": peer for peer in self.peers}
 
-    def as_json(self) -> dict[str, object]:
-        return asdict(self)
+    def step_s(self, step: str) -> float:
+        """How long a step may take: the edges of a prefill rank move their bytes one by one once they are connected."""
+        return self.limit_s * (1 + len(self.peers) if step == "edge" else 1)
 
 
 def task_from_json(fields: dict[str, Any]) -> Task:
-    """Inverse of `Task.as_json`."""
-    ranks = {name: tuple(Rank(**rank) for rank in fields[name]) for name in ("ranks", "peers")}
-    return Task(**{**fields, **ranks, "me": Rank(**fields["me"]), "links": tuple(fields["links"])})
-
-
-def edge_key(prefill: Rank, decode: Rank) -> str:
-    """The name of an edge's result."""
-    return f"edge/{prefill.key}/{decode.key}"
+    """Inverse of `asdict`."""
+    ranks = {name: tuple(Rank(**rank) for rank in fields[name]) for name in ("ranks", "peers", "links")}
+    return Task(**{**fields, **ranks, "me": Rank(**fields["me"])})
 
 
 def exited_key(probe: str) -> str:
@@ -94,28 +91,25 @@ def make_tasks(plan: Plan, heads_per_layer: tuple[int, ...], limit_s: float) -> 
     """The tasks of each node. Without `heads_per_layer` (no model here) every prefill rank gets an edge to every decode
     rank."""
     ranks = {worker.name: _ranks(plan, worker.name) for worker in plan.topology.workers}
+    prefills, decodes = ([w for w in plan.topology.workers if w.role == role] for role in ("prefill", "decode"))
+    peers: defaultdict[Rank, list[Rank]] = defaultdict(list)
+    for prefill, decode in product(prefills, decodes):
+        for p, d in _pairs(heads_per_layer, prefill.tensor_parallel, decode.tensor_parallel):
+            sender, receiver = ranks[prefill.name][p], ranks[decode.name][d]
+            peers[sender].append(receiver)
+            peers[receiver].append(sender)
     tasks: dict[str, list[Task]] = {node.name: [] for node in plan.topology.nodes}
     for part in plan.parts:
         worker = part.worker
-        others = [other for other in plan.topology.workers if other.role != worker.role]
-        prefill = worker.role == "prefill"
         for local in range(part.ranks):
             me = ranks[worker.name][part.node_rank * part.ranks + local]
-            peers = []
-            for other in others:
-                sizes = (worker.tensor_parallel, other.tensor_parallel)
-                for p, d in _pairs(heads_per_layer, *(sizes if prefill else sizes[::-1])):
-                    mine, theirs = (p, d) if prefill else (d, p)
-                    if mine == me.rank:
-                        peers.append(ranks[other.name][theirs])
-            shift = me.rank % max(len(peers), 1)  # so that not all begin with the same peer
-            links = tuple(other.name for other in others) if prefill else (worker.name,)
+            dials = worker.role == "prefill" and me.rank == 0
             task = Task(
                 me,
                 worker.role,
                 ranks[worker.name],
-                (*peers[shift:], *peers[:shift]),
-                links if me.rank == 0 else (),
+                tuple(peers[me]),
+                tuple(ranks[decode.name][0] for decode in decodes) if dials else (),
                 worker.rendezvous_port,
                 worker.link_port,
                 worker.store_port,
@@ -141,5 +135,5 @@ def _ranks(plan: Plan, worker: str) -> tuple[Rank, ...]:
 
 def _pairs(heads: tuple[int, ...], prefill_tp: int, decode_tp: int) -> list[tuple[int, int]]:
     if not heads:
-        return [(p, d) for d in range(decode_tp) for p in range(prefill_tp)]
+        return list(product(range(prefill_tp), range(decode_tp)))
     return [(edge.prefill_rank, edge.decode_rank) for edge in reshard(heads, prefill_tp, decode_tp)]

@@ -142,7 +142,7 @@ def test_two_servers_in_turns(tmp_path: Path) -> None:
 
 def test_a_sweep_ends_at_what_the_server_can_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that takes longer the more requests it has."""
-    monkeypatch.setattr("launch.bench.command.SWEEP_S", 0.3)
+    monkeypatch.setattr("launch.bench.run.SWEEP_S", 0.3)
     with fake_server(first_s=0.01, first_s_each=0.02) as server:
         flags = ["--sweep", "--slo", "ttft=0.1", "--rate", "5", "--output-len", "1", "--input-len", "2"]
         code, shown, report = bench(server, tmp_path, *flags, "--html", str(tmp_path / "bench.html"))
@@ -228,7 +228,7 @@ def test_a_password_in_a_url_is_refused() -> None:
 
 
 def test_a_sweep_of_a_server_that_answers_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.bench.command.SWEEP_S", 0.1)
+    monkeypatch.setattr("launch.bench.run.SWEEP_S", 0.1)
     with fake_server(fail_every=1) as server:
         flags = ["--sweep", "--slo", "ttft=0.1", "--rate", "200", "--output-len", "1", "--input-len", "2"]
         code, shown, report = bench(server, tmp_path, *flags)

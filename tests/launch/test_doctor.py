@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,11 @@ from baton.options import read_config_file
 from launch.doctor.board import Board, BoardClient
 from launch.doctor.node_checks import Finding, compare
 from launch.doctor.report import Measured, Verdict, print_verdict, read_results
-from launch.doctor.run import Settings, doctor
+from launch.doctor.run import doctor
 from launch.doctor.tasks import STEPS, Task, make_tasks, plan_digest, task_from_json
 from launch.plan import Plan, make_plan
 from launch.topology import parse_topology
+from launch.up_config import DoctorConfig
 from tests.support.checkpoints import make_checkpoint
 from tests.support.topologies import free_ports, loopback_topology
 
@@ -57,7 +59,7 @@ def test_tasks_cover_every_rank_and_both_ends_of_every_edge(tmp_path: Path) -> N
     assert senders == takers == {("prefill-0.0", "decode-0.0"), ("prefill-0.2", "decode-0.0")}  # a replica of each head
     everything = make_tasks(plan, (), 10.0)["b"][-1]
     assert len(everything.peers) == 4
-    assert all(task_from_json(task.as_json()) == task for task in everyone)
+    assert all(task_from_json(json.loads(json.dumps(asdict(task)))) == task for task in everyone)
 
 
 def test_plans_that_differ_have_other_digests(tmp_path: Path) -> None:
@@ -66,7 +68,7 @@ def test_plans_that_differ_have_other_digests(tmp_path: Path) -> None:
 
 
 def test_a_stranger_reads_and_writes_nothing() -> None:
-    with Board("127.0.0.1", 0, "mine") as board:
+    with contextlib.closing(Board("127.0.0.1", 0, "mine")) as board:
         friend, stranger = (BoardClient(*board.address, digest) for digest in ("mine", "other"))
         friend.put("x", {"a": 1})
         assert friend.get("x") == {"a": 1} and friend.get("y") is None
@@ -80,7 +82,7 @@ def test_a_stranger_reads_and_writes_nothing() -> None:
 
 def test_what_is_not_equal_is_named_with_its_node() -> None:
     facts = {"a": {"torch": "2", "model digest": "x"}, "b": {"torch": "1", "model digest": "x"}}
-    assert compare(facts, "a") == [Finding("equal", "b", False, "torch is 1, but 2 on node a")]
+    assert compare(facts) == [Finding("equal", "b", False, "torch is 1, but 2 on node a")]
 
 
 def results(tmp_path: Path) -> tuple[dict[str, object], list[Task]]:
@@ -100,7 +102,7 @@ def test_the_pair_that_fails_is_named_with_what_to_check(tmp_path: Path) -> None
     assert failed.between == "prefill-0 rank 1 (127.0.0.2) → decode-0 rank 0 (127.0.0.2)"
     assert failed.error == "no answer; at the other end: nobody came"
     out = io.StringIO()
-    print_verdict(Verdict.from_json(verdict.as_json()), Console(file=out, width=150))
+    print_verdict(Verdict.from_json(asdict(verdict)), Console(file=out, width=150))
     assert "1 of 7 checks failed" in out.getvalue() and "check: edges need" in out.getvalue()
 
 
@@ -126,7 +128,7 @@ def test_without_a_result_the_missing_probe_is_blamed_and_not_the_network(tmp_pa
     [
         ("rendezvous/prefill-0.0", "prefill-0.1"),
         ("all-reduce/prefill-0.0", "prefill-0.1"),
-        ("link/prefill-0/decode-0", "decode-0.0"),
+        ("link/prefill-0.0/decode-0.0", "decode-0.0"),
         ("edge/prefill-0.0/decode-0.0", "decode-0.0"),
     ],
 )
@@ -153,22 +155,16 @@ def test_what_the_other_end_measured_outlives_its_probe(tmp_path: Path) -> None:
     assert failed.seconds and not failed.untried
 
 
-@pytest.mark.parametrize(
-    ("script", "why"),
-    [
-        ("echo noise; echo no such library >&2; exit 7", "has ended (exit code 7): no such library"),
-        ("kill -STOP $$", "has been stopped for 1 s"),
-    ],
-)
 def test_a_probe_that_is_gone_ends_the_wait_and_is_no_firewall(
-    script: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = plan_of(loopback_topology(tmp_path / "t.toml", "absent", tensor_parallel=2))
     began = time.monotonic()
-    settings = Settings(limit_s=1, wait_s=100, probe=("/bin/sh", "-c", script))
-    assert doctor(plan, frozenset({"a", "b"}), settings) == 1
-    assert time.monotonic() - began < settings.wait_s  # it did not wait for what cannot come
-    shown = capsys.readouterr().out
+    config = DoctorConfig(limit_s=1, wait_s=100)
+    probe = ("/bin/sh", "-c", "echo noise; echo no such library >&2; exit 7")
+    assert doctor(plan, frozenset({"a", "b"}), config, probe) == 1
+    assert time.monotonic() - began < config.wait_s  # it did not wait for what cannot come
+    shown, why = capsys.readouterr().out, "has ended (exit code 7): no such library"
     assert f"the probe of prefill-0 rank 1 (127.0.0.2) {why}" in shown
     assert f"the probe of decode-0 rank 0 (127.0.0.2) {why}" in shown
     assert "firewall" not in shown and "says nothing about the network" in shown
@@ -179,7 +175,7 @@ def test_a_port_in_use_points_at_a_running_cluster_beside_the_other_findings(
 ) -> None:
     plan = plan_of(loopback_topology(tmp_path / "t.toml", "absent"))
     with socket.create_server(("127.0.0.1", plan.topology.coordinator.control_port)):
-        assert doctor(plan, frozenset({"a", "b"}), Settings(limit_s=1, wait_s=1)) == 1
+        assert doctor(plan, frozenset({"a", "b"}), DoctorConfig(limit_s=1, wait_s=1)) == 1
     shown = capsys.readouterr().out
     assert f"a cluster may be running there, see `baton ps {plan.url}`" in shown
     assert "versions" in shown and "model directory m does not exist" in shown

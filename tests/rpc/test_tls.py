@@ -180,7 +180,7 @@ def test_nothing_is_signed_by_what_is_no_authority_or_with_a_locked_key(made: Pa
     pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     (locked / "ca-key.pem").write_bytes(key.private_bytes(pem, pkcs8, serialization.BestAvailableEncryption(b"x")))
     (locked / "ca-key.pem").chmod(0o600)
-    with pytest.raises(StartupError, match=r"ca-key.pem: the key cannot be read, or has a password"):
+    with pytest.raises(StartupError, match=r"ca.pem: its key cannot be read, or has a password"):
         make_certificates(locked, HOSTS, 1)
 
 
@@ -317,7 +317,7 @@ def test_what_is_there_has_to_be_of_use(tmp_path: Path) -> None:
         make_certificates(tmp_path / "a", (), 1)
     make_certificates(tmp_path / "b", HOSTS, 1)
     shutil.copy(tmp_path / "b" / "ca-key.pem", tmp_path / "a" / "ca-key.pem")
-    with pytest.raises(StartupError, match=r"ca-key.pem: it does not belong to"):
+    with pytest.raises(StartupError, match=r"ca.pem: it does not belong to the key"):
         make_certificates(tmp_path / "a", (), 1)
     (tmp_path / "b" / "server.pem").write_bytes((tmp_path / "b" / "decode.pem").read_bytes())
     with pytest.raises(StartupError, match=r"server.pem: it does not belong to the key"):

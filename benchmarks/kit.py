@@ -1,0 +1,206 @@
+"""What benchmarks share: the machine they run on, clusters and servers that end with them, turns, reports."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from launch.bench.client import Target, base_url, client_session, first_model, send
+from launch.bench.load import Job
+from launch.bench.stats import Record
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BATON = [sys.executable, "-m", "launch.cli"]
+T = TypeVar("T")
+
+
+def machine() -> str:
+    """One line: processor, what of it matters to bf16, cores, memory."""
+    info = Path("/proc/cpuinfo").read_text()
+    lines = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
+    fields = {name.strip(): value.strip() for name, value in lines.items()}
+    flags = [f for f in ("amx_bf16", "avx512_bf16") if f in fields.get("flags", "").split()]
+    memory = int(Path("/proc/meminfo").read_text().split()[1]) >> 20
+    name = fields.get("model name", "unknown processor")
+    return f"{name}, {info.count('processor' + chr(9))} cores, {', '.join(flags) or 'no bf16'}, {memory} GiB"
+
+
+def commit(tree: Path = ROOT) -> str:
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def parser(doc: str | None, out: str = "") -> argparse.ArgumentParser:
+    """Shows the module's text; with `--out`, by default that file of benchmarks/results."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if out:
+        made.add_argument("--out", type=Path, default=RESULTS / out)
+    return made
+
+
+def command_line() -> str:
+    """That of this process; of an absolute path only its name."""
+    words = [Path(word).name if os.path.isabs(word) else word for word in sys.argv[1:]]
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown."""
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def report(out: Path, title: str, *parts: str, about: str = "") -> None:
+    """Writes machine, commit, date, what there is to say `about` this run, its command line and the parts, each a
+    paragraph; and prints it."""
+    head = f"{machine()}. Commit {commit()}, {datetime.date.today()}. {about}".rstrip()
+    text = "\n\n".join([f"# {title}", head, f"    {command_line()}", *parts]) + "\n"
+    out.write_text(text, encoding="utf-8")
+    print(f"{text}\nwritten to {out}")
+
+
+def by_turns(number: int, ways: Iterable[T]) -> list[T]:
+    """The ways in their order, and the other way round in every other turn: what drifts on the machine meets all."""
+    return list(ways)[:: 1 if number % 2 == 0 else -1]
+
+
+@contextlib.contextmanager
+def checkpoint(shape: str) -> Iterator[Path]:
+    """Random weights of a shape of tools/make_checkpoint.py."""
+    with tempfile.TemporaryDirectory() as directory:
+        made = Path(directory) / shape
+        subprocess.run([sys.executable, "tools/make_checkpoint.py", shape, str(made)], cwd=ROOT, check=True)
+        yield made
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """`baton up` that is ready, and where its logs are."""
+
+    url: str
+    run_dir: Path
+
+
+@contextlib.contextmanager
+def cluster(*flags: str, tree: Path = ROOT, environment: Mapping[str, str] | None = None) -> Iterator[Cluster]:
+    """A cluster of that checkout on free ports; it is ended at the end."""
+    with tempfile.TemporaryDirectory() as directory:
+        run_dir = Path(directory) / "run"
+        up = ["up", "--port", "0", "--grpc-port", "0", "--control-port", "0", "--run-dir", str(run_dir), *flags]
+        here = {**os.environ, "PYTHONPATH": str(tree), **(environment or {})}
+        here.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed worker compiles nothing as it starts
+        process = subprocess.Popen([*BATON, *up], cwd=tree, stdout=subprocess.DEVNULL, env=here)
+        try:
+            yield Cluster(ready_url(process, run_dir / "cluster.json"), run_dir)
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(60)
+
+
+def ready_url(process: subprocess.Popen[bytes], file: Path, timeout_s: float = 180.0) -> str:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and process.poll() is None:
+        if file.exists():
+            return str(json.loads(file.read_text())["url"])
+        time.sleep(0.1)
+    raise SystemExit(f"no ready cluster within {timeout_s:g} s")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server under test."""
+
+    name: str
+    target: Target
+
+    @property
+    def url(self) -> str:
+        return self.target.base.removesuffix("/v1")
+
+    def run(self, requests: Sequence[tuple[Target, Job]], clients: int) -> list[Record]:
+        """Sends them in a closed loop of so many clients; ends the benchmark where one fails."""
+        return self.good(asyncio.run(self._run(requests, clients)))
+
+    async def _run(self, requests: Sequence[tuple[Target, Job]], clients: int) -> list[Record]:
+        waiting, records = iter(requests), list[Record]()
+        async with client_session(self.target) as session:
+
+            async def client() -> None:
+                for target, job in waiting:
+                    records.append(await send(session, target, job))
+
+            await asyncio.gather(*(client() for _ in range(clients)))
+        return records
+
+    def good(self, records: list[Record]) -> list[Record]:
+        failed = [record.error for record in records if record.error is not None]
+        if failed:
+            raise SystemExit(f"{self.name}: {len(failed)} of {len(records)} requests failed: {failed[0]}")
+        return records
+
+
+@contextlib.contextmanager
+def serving(
+    name: str,
+    command: list[str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    ready: str = "/ready",
+    tree: Path = ROOT,
+) -> Iterator[Server]:
+    """Starts a server of that checkout on a free port, which is added to its command, and waits until it serves, as its
+    path `ready` tells."""
+    port = free_port()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--port", str(port)],
+            cwd=tree,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+        )
+    try:
+        base = base_url(f"127.0.0.1:{port}")
+        _wait(process, f"http://127.0.0.1:{port}{ready}", log)
+        yield Server(name, Target(base, first_model(base, ""), "", 600.0, {}))
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _wait(process: subprocess.Popen[bytes], url: str, log: Path, timeout_s: float = 1500.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise SystemExit(f"a server ended with {process.returncode}:\n{log.read_text()[-2000:]}")
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2.0) as answer:
+            if answer.status == 200:
+                return
+        time.sleep(0.5)
+    raise SystemExit(f"no server at {url} within {timeout_s:g} s")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

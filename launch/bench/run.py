@@ -1,0 +1,180 @@
+"""What the options of `baton bench` come to: one run, several, two servers in turns, or a search for a rate."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from baton.core.errors import StartupError
+from baton.rpc.status import printable
+from launch.bench.client import Target, base_url, first_model, run_load, server_version, speaks_baton
+from launch.bench.html import as_html
+from launch.bench.load import Load, Session
+from launch.bench.report import Report, Run, as_json, as_markdown, print_report
+from launch.bench.stats import Record, Slo, statistics
+from launch.bench.sweep import Search
+
+SWEEP_S = 20.0
+_RENDER: dict[str, Callable[[Report], str]] = {
+    "json": lambda report: orjson.dumps(as_json(report), option=orjson.OPT_INDENT_2).decode() + "\n",
+    "markdown": as_markdown,
+    "html": as_html,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line said, but for the servers. `concurrency` clients, 0: in an open loop; `requests` of each of
+    `repeats` runs, after `warmup` others; `sweep_from` is the rate at which a search begins, 0.0: none."""
+
+    load: Load
+    concurrency: int
+    requests: int
+    warmup: int
+    repeats: int
+    slo: Slo | None
+    sweep_from: float
+
+
+def bench(servers: Sequence[tuple[str, str, str, float]], options: Options, files: Mapping[str, Path]) -> int:
+    """Measures each of `servers` (URL, model, API key, timeout in seconds), prints the report and writes it to `files`
+    (by "json", "markdown" or "html"). Returns 1 when every request failed, else 0.
+
+    Raises:
+        StartupError: no server answers, or a file cannot be written.
+    """
+    targets = [_target(*server) for server in servers]
+    try:
+        for path in files.values():
+            path.open("ab").close()  # before the measurement, which would be lost
+    except OSError as error:
+        raise StartupError(f"the report could not be written: {error}") from None
+    report = Report(_settings(options, targets), options.slo)
+    if options.slo and options.sweep_from:
+        _sweep(targets[0], options, options.slo, report)
+    else:
+        for number in range(options.repeats):
+            # A B A B: what drifts on the machine meets both.
+            for target in targets:
+                report.runs.append(_run(target, options, number))
+    try:
+        for kind, path in files.items():
+            path.write_text(_RENDER[kind](report), encoding="utf-8")
+    except OSError as error:
+        raise StartupError(f"the report could not be written: {error}") from None
+    console = Console(markup=False, emoji=False, highlight=False)  # texts of a server's are shown as they are
+    console.print("  ".join(f"{key} {value}" for key, value in report.settings.items()), style="dim")
+    print_report(report, console)
+    return int(all(record.error is not None for run in report.runs for record in run.records))
+
+
+def _target(url: str, model: str, api_key: str, timeout_s: float) -> Target:
+    try:
+        base = base_url(url)
+        model = model or first_model(base, api_key)
+    except ValueError as error:
+        raise StartupError(str(error)) from None
+    except OSError as error:
+        raise StartupError(f"no server answers: {error}") from None
+    extra = {"return_timeline": True} if speaks_baton(base, api_key) else {}
+    return Target(base, model, api_key, timeout_s, extra)
+
+
+def _settings(options: Options, targets: list[Target]) -> dict[str, Any]:
+    """What was measured and how, for every report."""
+    load, slo = options.load, options.slo
+    loop = "sweep" if options.sweep_from else "open loop" if load.is_open else "closed loop"
+    settings: dict[str, Any] = {
+        "server": targets[0].base,
+        "model": printable(targets[0].model, 200),
+        "loop": loop,
+        "version": server_version(targets[0].base, targets[0].api_key),
+        "against": targets[1].base if len(targets) > 1 else "",
+        "concurrency": options.concurrency if loop == "closed loop" else None,
+        "rate": load.rate or None,
+        "trace_rows": len(load.trace) or None,
+        "scale": load.scale if load.trace else None,
+        "prompts": load.workload,
+        "turns": load.turns if load.workload == "turns" else None,
+        "shared_len": load.shared_len if load.workload == "turns" else None,
+        "input_len": "" if load.trace else str(load.input_len),
+        "output_len": "" if load.trace else str(load.output_len),
+        "slo": str(slo or ""),
+        "slo_share": slo.share if slo else None,
+        "requests": None if loop == "sweep" else options.requests,
+        "warmup": options.warmup,
+        "repeats": options.repeats,
+        "seed": load.seed,
+        "command": shlex.join(["baton", *_without_secrets(sys.argv[1:])]),
+    }
+    return {name: value for name, value in settings.items() if value not in ("", None)}
+
+
+def _without_secrets(words: list[str]) -> list[str]:
+    """The command line without the API key."""
+    shown = list(words)
+    for number, word in enumerate(shown):
+        if word.startswith("--api-key="):
+            shown[number] = "--api-key=..."
+        elif number and shown[number - 1] == "--api-key":
+            shown[number] = "..."
+    return shown
+
+
+def _run(target: Target, options: Options, number: int, label: str = "measuring") -> Run:
+    """Run `number`; each has requests of its own, so that none finds what another left in a cache."""
+    # A conversation counts once for all of its requests: sessions of a run are fewer than its requests.
+    first = number * (options.warmup + options.requests)
+    warm = replace(options.load, rate=0.0, trace=())
+    warmup = warm.sessions(first + options.requests, options.warmup)
+    measured = options.load.sessions(first, options.requests)
+    return Run(target.base, asyncio.run(_measure(target, options, warmup, measured, label)), options.load.rate)
+
+
+async def _measure(
+    target: Target, options: Options, warmup: Iterable[Session], measured: Iterable[Session], label: str
+) -> list[Record]:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[failed]}"),
+    )
+    # Two refreshes a second: the bar must not take the processor from what is measured.
+    with Progress(*columns, console=Console(stderr=True), refresh_per_second=2) as bar:
+        warming = bar.add_task("warm-up", total=options.warmup, failed="", visible=options.warmup > 0)
+        await run_load(target, warmup, max(1, options.concurrency or 8), lambda record: bar.advance(warming))
+        running = bar.add_task(label, total=options.requests, failed="")
+        failures = 0
+
+        def done(record: Record) -> None:
+            nonlocal failures
+            failures += record.error is not None
+            bar.update(running, advance=1, failed=f"[red]{failures} failed" if failures else "")
+
+        return await run_load(target, measured, options.concurrency, done)
+
+
+def _sweep(target: Target, options: Options, slo: Slo, report: Report) -> None:
+    """Runs of SWEEP_S each at rising rates, kept in the report."""
+    search = Search(options.sweep_from)
+    while (rate := search.next()) is not None:
+        load = replace(options.load, rate=rate, seed=options.load.seed + len(report.runs))
+        count, warmup = max(20, round(rate * SWEEP_S)), 0 if report.runs else options.warmup
+        step = replace(options, load=load, concurrency=0, requests=count, warmup=warmup)
+        run = _run(target, step, 0, f"{rate:.3g} requests/s")
+        report.runs.append(run)
+        search.tried(rate, kept=statistics(run.records, slo).met_share >= slo.share)
+        if not search.kept and all(record.error is not None and not record.timed_out for record in run.records):
+            break  # a lower rate is no use where all is refused
+    report.best_rate = search.best
