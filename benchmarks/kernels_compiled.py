@@ -36,13 +36,15 @@ from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from baton.core.model_config import ModelConfig, parse_model_config  # noqa: E402
+from baton.core.request import SamplingParams  # noqa: E402
 from baton.engine.attention_triton import TritonAttention, split_buckets, split_plan  # noqa: E402
 from baton.engine.batch import Span  # noqa: E402
 from baton.engine.kernels import fused  # noqa: E402
 from baton.engine.kernels.paged_attention import Tiles, paged_attention  # noqa: E402
 from baton.engine.kernels.rank_sum import sum_by_rank  # noqa: E402
-from baton.engine.kernels.sampling import COLUMNS, choose  # noqa: E402
+from baton.engine.kernels.sampling import decide  # noqa: E402
 from baton.engine.layers import Rotary  # noqa: E402
+from baton.engine.processors import Draw  # noqa: E402
 from baton.transfer.checksum import SPLITMIX  # noqa: E402
 from baton.transfer.device_kernels import add_mixed_words  # noqa: E402
 
@@ -195,7 +197,7 @@ def layer_calls(model: Model) -> None:
 def sampling_calls(model: Model) -> None:
     for vocab in (32_000, 128_256, 151_936):
         for rows in (1, 2, 64):
-            choose(torch.empty(rows, vocab), torch.empty(rows, COLUMNS, dtype=torch.float64), 1e-10, 1e-9)
+            decide(torch.empty(rows, vocab), [Draw(SamplingParams(), 0, 0)] * rows)
 
 
 def transfer_calls(model: Model) -> None:
