@@ -32,13 +32,15 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from baton.core.model_config import ModelConfig, parse_model_config
+from baton.core.request import SamplingParams
 from baton.engine.attention_triton import TritonAttention, split_buckets, split_plan
 from baton.engine.batch import Span
 from baton.engine.kernels import fused
 from baton.engine.kernels.paged_attention import Tiles, paged_attention
 from baton.engine.kernels.rank_sum import sum_by_rank
-from baton.engine.kernels.sampling import COLUMNS, choose
+from baton.engine.kernels.sampling import decide
 from baton.engine.layers import Rotary
+from baton.engine.processors import Draw
 from baton.transfer.checksum import SPLITMIX
 from baton.transfer.device_kernels import add_mixed_words
 from benchmarks.kit import RESULTS, parser, report, table
@@ -192,7 +194,7 @@ def layer_calls(model: Model) -> None:
 def sampling_calls(model: Model) -> None:
     for vocab in (32_000, 128_256, 151_936):
         for rows in (1, 2, 64):
-            choose(torch.empty(rows, vocab), torch.empty(rows, COLUMNS, dtype=torch.float64), 1e-10, 1e-9)
+            decide(torch.empty(rows, vocab), [Draw(SamplingParams(), 0, 0)] * rows)
 
 
 def transfer_calls(model: Model) -> None:

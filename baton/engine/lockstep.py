@@ -84,7 +84,7 @@ class Channel:
                 for peer in peers:
                     peer.send(data)
         except RankLost as error:
-            self._lose(error)
+            self.lose(error)
             raise
 
     def _say_last(self, frame: object) -> None:
@@ -93,7 +93,8 @@ class Channel:
             with contextlib.suppress(RankLost):
                 peer.send(encode(frame))
 
-    def _lose(self, error: RankLost) -> None:
+    def lose(self, error: RankLost) -> None:
+        """The first loss is what `on_lost` hears of. Who lives but does not do what it must is lost, too."""
         with self._losing:
             if self._ended.is_set() or self.lost is not None:
                 return
@@ -107,7 +108,7 @@ class Channel:
         except Exception as error:  # whatever an order or report does wrong must not leave this process deaf
             if not self._ended.is_set():
                 log.exception("lockstep: an order or report failed")
-            self._lose(RankLost(f"lockstep failed: {type(error).__name__}: {error}"))
+            self.lose(RankLost(f"lockstep failed: {type(error).__name__}: {error}"))
 
     def _exchange(self) -> None:
         number, due, last_beats = 0, 0.0, int(_GOODBYE_S / HEARTBEAT_S)
@@ -121,7 +122,7 @@ class Channel:
                             self._take(key.data, frame)
                     except RankLost as error:
                         selector.unregister(key.data)
-                        self._lose(error)
+                        self.lose(error)
                 if time.monotonic() < due:
                     continue
                 number, due = number + 1, time.monotonic() + HEARTBEAT_S
@@ -133,7 +134,7 @@ class Channel:
                 try:
                     self._beat(number)
                 except RankLost as error:
-                    self._lose(error)
+                    self.lose(error)
 
     def _take(self, peer: Peer, frame: Any) -> None:
         if isinstance(frame, Failed):
@@ -171,10 +172,6 @@ class LeaderChannel(Channel):
     def send_to(self, rank: int, frame: object) -> None:
         """To one follower, behind what was sent to all. Raises RankLost."""
         self._send([peer for peer in self._peers if peer.rank == rank], frame)
-
-    def lose(self, error: RankLost) -> None:
-        """A follower that lives but does not do what it must is a lost one too."""
-        self._lose(error)
 
     def stop(self, reason: str) -> None:
         """Ends the followers well, and the channel."""
@@ -251,8 +248,8 @@ class FollowerChannel(Channel):
             self._later = [order for order in self._later if order.after_step > step_id]
         return due
 
-    def _lose(self, error: RankLost) -> None:
-        super()._lose(error)
+    def lose(self, error: RankLost) -> None:
+        super().lose(error)
         self._work.put(None)
 
     def _next(self) -> Any:

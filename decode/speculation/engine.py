@@ -5,8 +5,7 @@ that tensor-parallel followers replay it like any other; the draft runs on the l
 
 On a GPU the draft tokens do not come to the host before they are verified: all passes of both models are launched, and
 then there is one wait, for draft tokens and tokens together (decision 0041), but where the host holds them against a
-grammar or bad words. On CPU a pass is computed when it is
-launched, and its draft tokens are in the plan.
+grammar or bad words. On CPU a pass is computed when it is launched, and its draft tokens are in the plan.
 """
 
 from __future__ import annotations

@@ -21,14 +21,11 @@ from baton.engine.runner import Runner
 from baton.engine.selftest import prove_row_invariance
 from baton.engine.weights import Projection, WeightReader
 from tests.engine.driver import all_logits, bfloat16_levels, random_tokens, tiny_runner
+from tests.engine.test_model_native import VARIANTS as ALL_VARIANTS
 from tests.support.rank_pool import RankPool
 
 CPU = torch.device("cpu")
-VARIANTS: dict[str, dict[str, Any]] = {
-    "llama-bias": {"arch": "llama", "bias": True},
-    "qwen2": {"arch": "qwen2", "tied": True, "intermediate_size": 168},
-    "qwen3": {"arch": "qwen3", "head_dim": 24, "num_heads": 6, "num_kv_heads": 3, "vocab_size": 333},
-}
+VARIANTS = {name: ALL_VARIANTS[name] for name in ("llama-bias", "qwen2", "qwen3")}
 compiled = pytest.mark.skipif(not processor_levels(), reason="no compiled kernels for this processor")
 
 

@@ -48,10 +48,13 @@ def test_a_mixed_batch_in_bfloat16_is_finite_and_repeatable(tmp_path: Path, arch
 def test_tokens_chosen_on_the_device_are_those_of_the_plain_sampler(params: dict[str, float]) -> None:
     from baton.engine.kernels.sampling import decide
 
-    for vocab in (65, 4096):
+    count = 2 if REHEARSAL else 40  # Triton's interpreter takes its time
+    for vocab in (65,) if REHEARSAL else (65, 4096):
         for name, row in rows(vocab).items():
-            draws = [Draw(SamplingParams(**{"temperature": 0.8, "seed": 7, **params}), 0, index) for index in range(40)]
-            tokens = decide(torch.from_numpy(row).to(DEVICE).expand(40, -1), draws).tolist()
+            draws = [
+                Draw(SamplingParams(**{"temperature": 0.8, "seed": 7, **params}), 0, index) for index in range(count)
+            ]
+            tokens = decide(torch.from_numpy(row).to(DEVICE).expand(count, -1), draws).tolist()
             expected = [plain(row, draw) for draw in draws]
             assert all(token in (-1, right) for token, right in zip(tokens, expected, strict=True)), name
             assert tokens == expected or (name == "equal" and params.get("top_k") == 50), name
