@@ -22,26 +22,21 @@ from baton.transfer.edge_end import LocalEnd, LocalEnds, make_buffers
 from baton.transfer.ipc import IpcEdge
 from baton.transfer.shared_buffers import allocate_shared, export, map_exported
 from tests.support.limits import HANG_S
-from tests.transfer.test_edges import both
+from tests.support.threads import both
 from tests.transfer.test_sections import BLOCK, LAYER_BYTES, LAYERS, PART, equal, pool
 
 MakeSpec = Callable[..., EdgeSpec]
+Connected = Callable[..., tuple[IpcEdge, IpcEdge]]
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("no_thread_left")
-
-
-def connected(spec: MakeSpec) -> tuple[IpcEdge, IpcEdge]:
-    prefill, decode = IpcEdge(spec("prefill")), IpcEdge(spec("decode"))
-    assert both(prefill.connect, decode.connect) == [None, None]
-    return prefill, decode
 
 
 def filled(num_bytes: int) -> torch.Tensor:
     return allocate_shared(num_bytes, CPU).copy_(torch.randint(0, 256, (num_bytes,), dtype=torch.uint8))
 
 
-def test_sections_arrive_with_their_words_and_no_byte_goes_over_the_network(spec: MakeSpec) -> None:
-    prefill, decode = connected(spec)
+def test_sections_arrive_with_their_words_and_no_byte_goes_over_the_network(connected: Connected) -> None:
+    prefill, decode = connected(kind=IpcEdge)
     sent, got, ends = filled(3_000_001), torch.zeros(3_000_001, dtype=torch.uint8), (10, 2_000_000, 3_000_001)
     words, came = [5, (1 << 64) - 1, 0], []
 
@@ -55,12 +50,10 @@ def test_sections_arrive_with_their_words_and_no_byte_goes_over_the_network(spec
         )
         assert moved == [None, None] and came == [(i, word, True) for i, word in enumerate(words)]
         got.zero_()
-    prefill.close()
-    decode.close()
 
 
-def test_the_sender_keeps_its_buffer_until_the_receiver_has_copied(spec: MakeSpec) -> None:
-    prefill, decode = connected(spec)
+def test_the_sender_keeps_its_buffer_until_the_receiver_has_copied(connected: Connected) -> None:
+    prefill, decode = connected(kind=IpcEdge)
     sent, got, copied, go = filled(64), torch.zeros(64, dtype=torch.uint8), threading.Event(), threading.Event()
 
     def arrived(index: int, word: Any) -> None:
@@ -84,20 +77,16 @@ def test_the_sender_keeps_its_buffer_until_the_receiver_has_copied(spec: MakeSpe
     for thread in threads:
         thread.join(HANG_S)
     assert ended == ["sender"] and torch.equal(sent, got)
-    prefill.close()
-    decode.close()
 
 
-def test_a_new_buffer_under_an_old_descriptor_is_mapped_anew(spec: MakeSpec) -> None:
+def test_a_new_buffer_under_an_old_descriptor_is_mapped_anew(connected: Connected) -> None:
     """A buffer too large to keep is dropped, and the next one of its size gets the number of its descriptor."""
-    prefill, decode = connected(spec)
+    prefill, decode = connected(kind=IpcEdge)
     for value in (1, 2, 3):
         sent, got = allocate_shared(64, CPU).fill_(value), torch.zeros(64, dtype=torch.uint8)
         assert both(lambda s=sent: prefill.send(s, HANG_S), lambda g=got: decode.recv(g, HANG_S)) == [None, None]
         assert torch.equal(sent, got)
         del sent
-    prefill.close()
-    decode.close()
 
 
 async def test_a_part_goes_from_blocks_to_blocks_and_damage_is_found(
@@ -143,8 +132,8 @@ def test_workers_of_two_hosts_are_told_so_at_both_ends(spec: MakeSpec, monkeypat
         assert "one cpu" in error.message and "other cpu" in error.message
 
 
-def test_an_abort_frees_both_and_a_buffer_that_is_not_shared_is_refused(spec: MakeSpec) -> None:
-    prefill, decode = connected(spec)
+def test_an_abort_frees_both_and_a_buffer_that_is_not_shared_is_refused(connected: Connected) -> None:
+    prefill, decode = connected(kind=IpcEdge)
     got, posted = torch.zeros(64, dtype=torch.uint8), threading.Event()
 
     def abort() -> None:
@@ -155,8 +144,6 @@ def test_an_abort_frees_both_and_a_buffer_that_is_not_shared_is_refused(spec: Ma
     assert isinstance(error, HandoffError)
     with pytest.raises(HandoffError, match="not in shared memory"):
         prefill.send(torch.zeros(64, dtype=torch.uint8), 1)
-    prefill.close()
-    decode.close()
 
 
 def test_another_process_maps_what_was_exported_and_nothing_of_it_is_left() -> None:
