@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -16,14 +15,14 @@ import pytest
 import torch
 
 from baton.core.errors import HandoffError
-from baton.transfer import ipc, sections, shared_buffers
+from baton.transfer import ipc, shared_buffers
 from baton.transfer.edge import EdgeSpec
-from baton.transfer.edge_end import LocalEnd, LocalEnds, make_buffers
+from baton.transfer.edge_end import make_buffers
 from baton.transfer.ipc import IpcEdge
 from baton.transfer.shared_buffers import allocate_shared, export, map_exported
+from tests.support.end_pair import LAYER_BYTES, LAYERS, Pair, equal
 from tests.support.limits import HANG_S
 from tests.support.threads import both
-from tests.transfer.test_sections import BLOCK, LAYER_BYTES, LAYERS, PART, equal, pool
 
 MakeSpec = Callable[..., EdgeSpec]
 Connected = Callable[..., tuple[IpcEdge, IpcEdge]]
@@ -92,21 +91,8 @@ def test_a_new_buffer_under_an_old_descriptor_is_mapped_anew(connected: Connecte
 async def test_a_part_goes_from_blocks_to_blocks_and_damage_is_found(
     spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, target, kept = pool(1.0), pool(0.0), make_buffers("ipc", CPU, 1 << 16)
-    prefill, decode = (
-        LocalEnd(spec(side), layers, LocalEnds(layers, BLOCK, "127.0.0.1", "ipc", None, kept, LAYER_BYTES))
-        for side, layers in (("prefill", source), ("decode", target))
-    )
-    await asyncio.gather(prefill.connect(), decode.connect())
-
-    async def hand_over() -> bool:
-        posted = asyncio.Event()
-        taking = asyncio.create_task(decode.take(PART, posted.set))
-        await asyncio.wait_for(posted.wait(), HANG_S)
-        await prefill.fill(PART, 0)
-        await prefill.send()
-        return await taking
-
+    kept = make_buffers("ipc", CPU, 1 << 16)
+    ends = await Pair(spec, kind="ipc", kept=(kept, kept)).connect()
     mapped = ipc.map_exported
 
     def damaged(handle: bytes, device: torch.device) -> torch.Tensor:
@@ -116,11 +102,11 @@ async def test_a_part_goes_from_blocks_to_blocks_and_damage_is_found(
 
     with monkeypatch.context() as patch:
         patch.setattr(ipc, "map_exported", damaged)
-        assert not await hand_over() and equal(source, target) == [True, False, True, True]
-    decode.worker._edge._mapped = None  # type: ignore[union-attr]
-    assert await hand_over() and equal(source, target) == [True] * LAYERS
-    assert sections.AHEAD_BYTES and kept.reused
-    await asyncio.gather(prefill.close(5), decode.close(5))
+        assert not await ends.hand_over() and equal(ends.source, ends.target) == [True, False, True, True]
+    ends.decode.worker._edge._mapped = None  # type: ignore[union-attr]
+    assert await ends.hand_over() and equal(ends.source, ends.target) == [True] * LAYERS
+    assert kept.reused
+    await ends.close()
 
 
 def test_workers_of_two_hosts_are_told_so_at_both_ends(spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
