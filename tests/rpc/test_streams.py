@@ -18,6 +18,7 @@ from baton.rpc.streams import LinkLost, MessageStream
 from tests.support.builders import make_layout
 
 HELLO = LinkHello("p0", 1, "run", "m", make_layout(), 1, 1, "0.1.0")
+LARGE = LinkHello("p" * (1 << 20), 1, "run", "m", make_layout(), 1, 1, "0.1.0")
 WELCOME = LinkWelcome("d0", "127.0.0.1", 1, "n", 1, make_layout(), 1 << 20)
 
 
@@ -30,6 +31,22 @@ async def serving(handler: LinkHandler) -> AsyncIterator[str]:
         await server.stop(0)
 
 
+@contextlib.asynccontextmanager
+async def linked(handler: LinkHandler) -> AsyncIterator[MessageStream]:
+    """The dialler's end of a link."""
+    async with serving(handler) as address:
+        link = await dial_link(address, HELLO, 2.0)
+        assert link.welcome == WELCOME
+        yield link.stream
+        await link.close()
+
+
+async def deaf(stream: MessageStream, hello: LinkHello) -> None:
+    """Reads nothing more."""
+    await stream.send(WELCOME)
+    await asyncio.sleep(10)
+
+
 async def echo(stream: MessageStream, hello: LinkHello) -> None:
     assert hello == HELLO
     await stream.send(WELCOME)
@@ -38,57 +55,45 @@ async def echo(stream: MessageStream, hello: LinkHello) -> None:
 
 
 async def test_both_ways_in_order() -> None:
-    async with serving(echo) as address:
-        link = await dial_link(address, HELLO, 2.0)
-        assert link.welcome == WELCOME
+    async with linked(echo) as stream:
         for nonce in range(20):
-            await link.stream.send(Ping(nonce))
-        assert [(await link.stream.receive()).nonce for _ in range(20)] == list(range(20))  # type: ignore[union-attr]
-        await link.close()
-        with pytest.raises(LinkLost, match="closed here"):
-            await link.stream.send(Ping(1))
+            await stream.send(Ping(nonce))
+        assert [(await stream.receive()).nonce for _ in range(20)] == list(range(20))  # type: ignore[union-attr]
+    with pytest.raises(LinkLost, match="closed here"):
+        await stream.send(Ping(1))
 
 
 async def test_a_cancelled_sender_leaves_the_stream_to_the_others() -> None:
     """An aborted hand-over is cancelled wherever it stands, also in the middle of a write."""
-    async with serving(echo) as address:
-        link = await dial_link(address, HELLO, 2.0)
+    async with linked(echo) as stream:
         for nonce in range(20):
-            sender = asyncio.create_task(link.stream.send(Ping(nonce)))
+            sender = asyncio.create_task(stream.send(Ping(nonce)))
             for _ in range(nonce % 5):
                 await asyncio.sleep(0)
             sender.cancel()
             await asyncio.wait({sender})
-        await link.stream.send(Ping(1000))
-        assert link.stream.ended is None
+        await stream.send(Ping(1000))
+        assert stream.ended is None
         async with asyncio.timeout(2.0):
-            while (await link.stream.receive()).nonce != 1000:  # type: ignore[union-attr]
+            while (await stream.receive()).nonce != 1000:  # type: ignore[union-attr]
                 pass
-        await link.close()
 
 
 async def test_a_sender_to_the_end_keeps_the_order_beside_others() -> None:
-    async with serving(echo) as address:
-        link = await dial_link(address, HELLO, 2.0)
+    async with linked(echo) as stream:
         for nonce in range(0, 20, 2):
-            await link.stream.send_to_the_end(Ping(nonce))
-            await link.stream.send(Ping(nonce + 1))
-        assert [(await link.stream.receive()).nonce for _ in range(20)] == list(range(20))  # type: ignore[union-attr]
-        await link.close()
+            await stream.send_to_the_end(Ping(nonce))
+            await stream.send(Ping(nonce + 1))
+        assert [(await stream.receive()).nonce for _ in range(20)] == list(range(20))  # type: ignore[union-attr]
 
 
 async def test_a_sender_to_the_end_that_is_cancelled_in_a_write_takes_the_stream_with_it() -> None:
-    async def deaf(stream: MessageStream, hello: LinkHello) -> None:
-        await stream.send(WELCOME)
-        await asyncio.sleep(10)
-
-    async with serving(deaf) as address:
-        link = await dial_link(address, HELLO, 2.0)
-        reader = asyncio.create_task(link.stream.receive())
+    async with linked(deaf) as stream:
+        reader = asyncio.create_task(stream.receive())
 
         async def send() -> None:
             while True:
-                await link.stream.send_to_the_end(HandedTooMuch)
+                await stream.send_to_the_end(LARGE)
 
         sender = asyncio.create_task(send())
         await asyncio.sleep(0.3)
@@ -96,57 +101,40 @@ async def test_a_sender_to_the_end_that_is_cancelled_in_a_write_takes_the_stream
         await asyncio.wait({sender})
         async with asyncio.timeout(2.0):
             assert sender.cancelled() and await reader is None
-        assert link.stream.ended == "its sender was cancelled"
+        assert stream.ended == "its sender was cancelled"
         with pytest.raises(LinkLost):
-            await link.stream.send_to_the_end(Ping(1))
-        await link.close()
+            await stream.send_to_the_end(Ping(1))
 
 
 async def test_a_peer_that_does_not_read_is_lost_after_the_limit() -> None:
-    async def deaf(stream: MessageStream, hello: LinkHello) -> None:
-        await stream.send(WELCOME)
-        await asyncio.sleep(10)
-
-    async with serving(deaf) as address:
-        link = await dial_link(address, HELLO, 2.0)
+    async with linked(deaf) as stream:
         with pytest.raises(LinkLost):
             while True:
-                await link.stream.send(HandedTooMuch, timeout_s=0.2)
-        assert link.stream.ended is not None
-        assert await link.stream.receive() is None
-        await link.close()
+                await stream.send(LARGE, timeout_s=0.2)
+        assert stream.ended is not None
+        assert await stream.receive() is None
 
 
 async def test_a_write_that_fails_after_its_sender_was_cancelled_is_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def deaf(stream: MessageStream, hello: LinkHello) -> None:
-        await stream.send(WELCOME)
-        await asyncio.sleep(10)
-
-    async with serving(deaf) as address:
-        link = await dial_link(address, HELLO, 2.0)
-        senders = [asyncio.create_task(link.stream.send(HandedTooMuch, timeout_s=0.3)) for _ in range(8)]
+    async with linked(deaf) as stream:
+        senders = [asyncio.create_task(stream.send(LARGE, timeout_s=0.3)) for _ in range(8)]
         await asyncio.sleep(0.1)
         for sender in senders:
             sender.cancel()
         await asyncio.wait(senders)
         async with asyncio.timeout(2.0):
-            while link.stream.ended is None:
+            while stream.ended is None:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
         gc.collect()
-        await link.close()
     assert not [r for r in caplog.records if r.name == "asyncio"]
-
-
-HandedTooMuch = LinkHello("p" * (1 << 20), 1, "run", "m", make_layout(), 1, 1, "0.1.0")
 
 
 async def test_a_reader_that_got_over_a_cancel_hears_the_end_all_the_same() -> None:
     """A worker whose cable had been cut once, and was cut again, was left without a session and did not know it."""
-    async with serving(echo) as address:
-        link = await dial_link(address, HELLO, 2.0)
+    async with linked(echo) as stream:
 
         async def read() -> tuple[int, object]:
             task = asyncio.current_task()
@@ -154,25 +142,22 @@ async def test_a_reader_that_got_over_a_cancel_hears_the_end_all_the_same() -> N
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
-            return task.cancelling(), await link.stream.receive()  # and nobody has taken the count back
+            return task.cancelling(), await stream.receive()  # and nobody has taken the count back
 
         reader = asyncio.create_task(read())
         await asyncio.sleep(0.1)
-        link.stream.end("silent for 3 s")
+        stream.end("silent for 3 s")
         assert await reader == (1, None)
-        await link.close()
 
 
 async def test_a_reader_that_is_cancelled_as_the_stream_ends_is_cancelled() -> None:
-    async with serving(echo) as address:
-        link = await dial_link(address, HELLO, 2.0)
-        reader = asyncio.create_task(link.stream.receive())
+    async with linked(echo) as stream:
+        reader = asyncio.create_task(stream.receive())
         await asyncio.sleep(0.1)
-        link.stream.end("over")
+        stream.end("over")
         reader.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reader
-        await link.close()
 
 
 async def test_a_refusal_carries_its_reason() -> None:

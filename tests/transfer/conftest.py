@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from baton.transfer.edge import EdgeSpec, edge_prefix
+from baton.transfer.edge import Edge, EdgeSpec, MakeEdge, edge_prefix
+from baton.transfer.gloo import GlooEdge
 from baton.transfer.rendezvous import EdgeStore
+from tests.support.threads import both
 
 MakeSpec = Callable[..., EdgeSpec]
 
@@ -39,6 +42,21 @@ def spec(store: EdgeStore) -> MakeSpec:
         return EdgeSpec(store.host, store.port, prefix, generation, side, **more)  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture
+def connected(spec: MakeSpec) -> Iterator[Callable[..., tuple[Any, Any]]]:
+    """Makes a connected pair (prefill, decode) of a generation and kind; all are closed at the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(generation: int = 1, kind: MakeEdge = GlooEdge) -> tuple[Edge, Edge]:
+            ends = kind(spec("prefill", generation)), kind(spec("decode", generation))
+            for end in ends:
+                stack.callback(end.close)
+            assert both(*(end.connect for end in ends)) == [None, None]
+            return ends
+
+        yield make
 
 
 @pytest.fixture

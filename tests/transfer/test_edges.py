@@ -19,49 +19,24 @@ from baton.transfer.edge import EdgeSpec
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.rendezvous import EdgeStore, delete_keys
 from tests.support.edge_store import num_keys
+from tests.support.threads import both
 
 MakeSpec = Callable[..., EdgeSpec]
+Connected = Callable[..., tuple[GlooEdge, GlooEdge]]
 
 
-def both(*calls: Callable[[], Any]) -> list[Any]:
-    """Runs each call on its own thread; the results, or what was raised, in order."""
-    results: list[Any] = [None] * len(calls)
-
-    def run(index: int) -> None:
-        try:
-            results[index] = calls[index]()
-        except Exception as e:
-            results[index] = e
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    return results
-
-
-def connected(spec: MakeSpec, generation: int = 1) -> tuple[GlooEdge, GlooEdge]:
-    prefill, decode = GlooEdge(spec("prefill", generation)), GlooEdge(spec("decode", generation))
-    assert both(prefill.connect, decode.connect) == [None, None]
-    return prefill, decode
-
-
-def test_bytes_arrive_equal_and_no_key_stays(spec: MakeSpec, store: EdgeStore) -> None:
-    prefill, decode = connected(spec)
+def test_bytes_arrive_equal_and_no_key_stays(connected: Connected, store: EdgeStore) -> None:
+    prefill, decode = connected()
     for size in (1, 1000, 3_000_001):
         sent = torch.randint(0, 256, (size,), dtype=torch.uint8)
         got = torch.zeros_like(sent)
         assert both(lambda s=sent: prefill.send(s, 5), lambda g=got: decode.recv(g, 5)) == [None, None]  # type: ignore
         assert torch.equal(sent, got)
     assert num_keys(store) == 0
-    prefill.close()
-    decode.close()
 
 
-def test_sections_arrive_in_order_each_with_its_word(spec: MakeSpec) -> None:
-    prefill, decode = connected(spec)
+def test_sections_arrive_in_order_each_with_its_word(connected: Connected) -> None:
+    prefill, decode = connected()
     chance = random.Random(3)
     for _ in range(40):
         size = chance.randrange(1, 400_000)
@@ -80,12 +55,10 @@ def test_sections_arrive_in_order_each_with_its_word(spec: MakeSpec) -> None:
             lambda g=got, e=ends, a=arrived: decode.recv(g, 5, None, e, a),  # type: ignore[misc]
         ) == [None, None]
         assert came == [(index, word, True) for index, word in enumerate(words)]
-    prefill.close()
-    decode.close()
 
 
-def test_a_section_is_here_before_the_next_is_read(spec: MakeSpec) -> None:
-    prefill, decode = connected(spec)
+def test_a_section_is_here_before_the_next_is_read(connected: Connected) -> None:
+    prefill, decode = connected()
     here, buf = threading.Event(), torch.zeros(2_000_000, dtype=torch.uint8)
 
     def ready(index: int) -> int:
@@ -95,15 +68,13 @@ def test_a_section_is_here_before_the_next_is_read(spec: MakeSpec) -> None:
     ends = (1_000_000, 2_000_000)
     receive = lambda: decode.recv(buf.clone(), 20, None, ends, lambda *_: here.set())  # noqa: E731
     assert both(lambda: prefill.send(buf, 20, ends, ready), receive) == [None, None]
-    prefill.close()
-    decode.close()
 
 
 @pytest.mark.parametrize("ends", [(10,), (10, 20), (5, 10, 20)])
 def test_another_number_of_sections_kills_the_edge_by_name_not_the_process(
-    spec: MakeSpec, ends: tuple[int, ...]
+    connected: Connected, ends: tuple[int, ...]
 ) -> None:
-    prefill, decode = connected(spec)
+    prefill, decode = connected()
     buf = torch.zeros(20, dtype=torch.uint8)
 
     def receive() -> None:
@@ -117,7 +88,6 @@ def test_another_number_of_sections_kills_the_edge_by_name_not_the_process(
     assert isinstance(receiver, HandoffError) and not buf.any()
     assert ("sections is 4" if ends[-1] == 20 else "cannot have sections that end at (10,)") in receiver.message
     assert isinstance(sender, HandoffError)
-    prefill.close()
 
 
 @pytest.mark.parametrize("ends", [(0, 8), (4, 4, 8), (6, 4, 8), (4,), (4, 9)])
@@ -127,8 +97,8 @@ def test_sections_that_are_none_are_refused(spec: MakeSpec, ends: tuple[int, ...
 
 
 @pytest.mark.parametrize("receive_bytes", [10, 30])
-def test_a_size_that_differs_kills_the_edge_not_the_process(spec: MakeSpec, receive_bytes: int) -> None:
-    prefill, decode = connected(spec)
+def test_a_size_that_differs_kills_the_edge_not_the_process(connected: Connected, receive_bytes: int) -> None:
+    prefill, decode = connected()
     buf = torch.zeros(receive_bytes, dtype=torch.uint8)
 
     def receive() -> None:
@@ -141,7 +111,6 @@ def test_a_size_that_differs_kills_the_edge_not_the_process(spec: MakeSpec, rece
     assert isinstance(receiver, HandoffError) and "bytes is 20" in receiver.message
     assert isinstance(sender, HandoffError)
     assert not buf.any()
-    prefill.close()
 
 
 @pytest.mark.parametrize("bad", [torch.zeros(0, dtype=torch.uint8), torch.zeros(4), torch.zeros(2, 2).byte()])
@@ -151,8 +120,8 @@ def test_a_wrong_buffer_is_refused(spec: MakeSpec, bad: torch.Tensor) -> None:
         edge.send(bad, 1)
 
 
-def test_a_timeout_ends_the_edge_and_the_next_generation_works(spec: MakeSpec) -> None:
-    prefill, decode = connected(spec)
+def test_a_timeout_ends_the_edge_and_the_next_generation_works(connected: Connected) -> None:
+    prefill, decode = connected()
     buf = torch.zeros(100, dtype=torch.uint8)
     with pytest.raises(HandoffError, match="recv of 100 bytes failed after 0"):
         decode.recv(buf, 0.2)
@@ -163,16 +132,14 @@ def test_a_timeout_ends_the_edge_and_the_next_generation_works(spec: MakeSpec) -
         prefill.send(buf, 5)
     prefill.close()
 
-    prefill, decode = connected(spec, generation=2)
+    prefill, decode = connected(generation=2)
     assert both(lambda: prefill.send(buf + 7, 5), lambda: decode.recv(buf, 5)) == [None, None]
     assert buf.eq(7).all()
-    prefill.close()
-    decode.close()
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_abort_frees_a_blocked_operation(spec: MakeSpec, side: str) -> None:
-    prefill, decode = connected(spec)
+def test_abort_frees_a_blocked_operation(connected: Connected, side: str) -> None:
+    prefill, decode = connected()
     edge, call = (prefill, prefill.send) if side == "prefill" else (decode, decode.recv)
 
     def abort_soon() -> None:
@@ -184,12 +151,10 @@ def test_abort_frees_a_blocked_operation(spec: MakeSpec, side: str) -> None:
     error, _ = both(lambda: call(torch.zeros(1_000_000, dtype=torch.uint8), 20), abort_soon)
     assert isinstance(error, HandoffError) and "aborted" in error.message
     assert time.monotonic() - start < 10  # far below the 20 s of the operation
-    prefill.close()
-    decode.close()
 
 
-def test_an_idle_end_that_closes_is_seen_by_the_blocked_other(spec: MakeSpec) -> None:
-    prefill, decode = connected(spec)
+def test_an_idle_end_that_closes_is_seen_by_the_blocked_other(connected: Connected) -> None:
+    prefill, decode = connected()
     start = time.monotonic()
 
     def close_soon() -> None:
@@ -199,7 +164,6 @@ def test_an_idle_end_that_closes_is_seen_by_the_blocked_other(spec: MakeSpec) ->
     error, _ = both(lambda: decode.recv(torch.zeros(10, dtype=torch.uint8), 20), close_soon)
     assert isinstance(error, HandoffError)
     assert time.monotonic() - start < 10
-    decode.close()
 
 
 def test_abort_before_the_peer_comes(spec: MakeSpec, store: EdgeStore) -> None:
@@ -246,10 +210,10 @@ def listeners() -> set[tuple[str, int]]:
     return found
 
 
-def test_everything_listens_on_the_named_address_only(spec: MakeSpec, store: EdgeStore) -> None:
+def test_everything_listens_on_the_named_address_only(connected: Connected, store: EdgeStore) -> None:
     before = listeners()
     assert ("0100007F", store.port) in before
-    prefill, decode = connected(spec)
+    prefill, decode = connected()
     opened = listeners() - before
     assert opened and {address for address, _ in listeners()} == {"0100007F"}
     prefill.close()
@@ -258,9 +222,9 @@ def test_everything_listens_on_the_named_address_only(spec: MakeSpec, store: Edg
     assert ("0100007F", store.port) not in listeners()
 
 
-def test_nobody_else_gets_in_once_the_pair_stands(spec: MakeSpec) -> None:
+def test_nobody_else_gets_in_once_the_pair_stands(connected: Connected) -> None:
     before = listeners()
-    prefill, decode = connected(spec)
+    prefill, decode = connected()
     opened = listeners() - before
     ports = {port for _, port in opened}
     held = len(os.listdir("/proc/self/fd"))

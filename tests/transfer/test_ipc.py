@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -16,32 +15,27 @@ import pytest
 import torch
 
 from baton.core.errors import HandoffError
-from baton.transfer import ipc, sections, shared_buffers
+from baton.transfer import ipc, shared_buffers
 from baton.transfer.edge import EdgeSpec
-from baton.transfer.edge_end import LocalEnd, LocalEnds, make_buffers
+from baton.transfer.edge_end import make_buffers
 from baton.transfer.ipc import IpcEdge
 from baton.transfer.shared_buffers import allocate_shared, export, map_exported
+from tests.support.end_pair import LAYER_BYTES, LAYERS, Pair, equal
 from tests.support.limits import HANG_S
-from tests.transfer.test_edges import both
-from tests.transfer.test_sections import BLOCK, LAYER_BYTES, LAYERS, PART, equal, pool
+from tests.support.threads import both
 
 MakeSpec = Callable[..., EdgeSpec]
+Connected = Callable[..., tuple[IpcEdge, IpcEdge]]
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("no_thread_left")
-
-
-def connected(spec: MakeSpec) -> tuple[IpcEdge, IpcEdge]:
-    prefill, decode = IpcEdge(spec("prefill")), IpcEdge(spec("decode"))
-    assert both(prefill.connect, decode.connect) == [None, None]
-    return prefill, decode
 
 
 def filled(num_bytes: int) -> torch.Tensor:
     return allocate_shared(num_bytes, CPU).copy_(torch.randint(0, 256, (num_bytes,), dtype=torch.uint8))
 
 
-def test_sections_arrive_with_their_words_and_no_byte_goes_over_the_network(spec: MakeSpec) -> None:
-    prefill, decode = connected(spec)
+def test_sections_arrive_with_their_words_and_no_byte_goes_over_the_network(connected: Connected) -> None:
+    prefill, decode = connected(kind=IpcEdge)
     sent, got, ends = filled(3_000_001), torch.zeros(3_000_001, dtype=torch.uint8), (10, 2_000_000, 3_000_001)
     words, came = [5, (1 << 64) - 1, 0], []
 
@@ -55,12 +49,10 @@ def test_sections_arrive_with_their_words_and_no_byte_goes_over_the_network(spec
         )
         assert moved == [None, None] and came == [(i, word, True) for i, word in enumerate(words)]
         got.zero_()
-    prefill.close()
-    decode.close()
 
 
-def test_the_sender_keeps_its_buffer_until_the_receiver_has_copied(spec: MakeSpec) -> None:
-    prefill, decode = connected(spec)
+def test_the_sender_keeps_its_buffer_until_the_receiver_has_copied(connected: Connected) -> None:
+    prefill, decode = connected(kind=IpcEdge)
     sent, got, copied, go = filled(64), torch.zeros(64, dtype=torch.uint8), threading.Event(), threading.Event()
 
     def arrived(index: int, word: Any) -> None:
@@ -84,40 +76,23 @@ def test_the_sender_keeps_its_buffer_until_the_receiver_has_copied(spec: MakeSpe
     for thread in threads:
         thread.join(HANG_S)
     assert ended == ["sender"] and torch.equal(sent, got)
-    prefill.close()
-    decode.close()
 
 
-def test_a_new_buffer_under_an_old_descriptor_is_mapped_anew(spec: MakeSpec) -> None:
+def test_a_new_buffer_under_an_old_descriptor_is_mapped_anew(connected: Connected) -> None:
     """A buffer too large to keep is dropped, and the next one of its size gets the number of its descriptor."""
-    prefill, decode = connected(spec)
+    prefill, decode = connected(kind=IpcEdge)
     for value in (1, 2, 3):
         sent, got = allocate_shared(64, CPU).fill_(value), torch.zeros(64, dtype=torch.uint8)
         assert both(lambda s=sent: prefill.send(s, HANG_S), lambda g=got: decode.recv(g, HANG_S)) == [None, None]
         assert torch.equal(sent, got)
         del sent
-    prefill.close()
-    decode.close()
 
 
 async def test_a_part_goes_from_blocks_to_blocks_and_damage_is_found(
     spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, target, kept = pool(1.0), pool(0.0), make_buffers("ipc", CPU, 1 << 16)
-    prefill, decode = (
-        LocalEnd(spec(side), layers, LocalEnds(layers, BLOCK, "127.0.0.1", "ipc", None, kept, LAYER_BYTES))
-        for side, layers in (("prefill", source), ("decode", target))
-    )
-    await asyncio.gather(prefill.connect(), decode.connect())
-
-    async def hand_over() -> bool:
-        posted = asyncio.Event()
-        taking = asyncio.create_task(decode.take(PART, posted.set))
-        await asyncio.wait_for(posted.wait(), HANG_S)
-        await prefill.fill(PART, 0)
-        await prefill.send()
-        return await taking
-
+    kept = make_buffers("ipc", CPU, 1 << 16)
+    ends = await Pair(spec, kind="ipc", kept=(kept, kept)).connect()
     mapped = ipc.map_exported
 
     def damaged(handle: bytes, device: torch.device) -> torch.Tensor:
@@ -127,11 +102,11 @@ async def test_a_part_goes_from_blocks_to_blocks_and_damage_is_found(
 
     with monkeypatch.context() as patch:
         patch.setattr(ipc, "map_exported", damaged)
-        assert not await hand_over() and equal(source, target) == [True, False, True, True]
-    decode.worker._edge._mapped = None  # type: ignore[union-attr]
-    assert await hand_over() and equal(source, target) == [True] * LAYERS
-    assert sections.AHEAD_BYTES and kept.reused
-    await asyncio.gather(prefill.close(5), decode.close(5))
+        assert not await ends.hand_over() and equal(ends.source, ends.target) == [True, False, True, True]
+    ends.decode.worker._edge._mapped = None  # type: ignore[union-attr]
+    assert await ends.hand_over() and equal(ends.source, ends.target) == [True] * LAYERS
+    assert kept.reused
+    await ends.close()
 
 
 def test_workers_of_two_hosts_are_told_so_at_both_ends(spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +118,8 @@ def test_workers_of_two_hosts_are_told_so_at_both_ends(spec: MakeSpec, monkeypat
         assert "one cpu" in error.message and "other cpu" in error.message
 
 
-def test_an_abort_frees_both_and_a_buffer_that_is_not_shared_is_refused(spec: MakeSpec) -> None:
-    prefill, decode = connected(spec)
+def test_an_abort_frees_both_and_a_buffer_that_is_not_shared_is_refused(connected: Connected) -> None:
+    prefill, decode = connected(kind=IpcEdge)
     got, posted = torch.zeros(64, dtype=torch.uint8), threading.Event()
 
     def abort() -> None:
@@ -155,8 +130,6 @@ def test_an_abort_frees_both_and_a_buffer_that_is_not_shared_is_refused(spec: Ma
     assert isinstance(error, HandoffError)
     with pytest.raises(HandoffError, match="not in shared memory"):
         prefill.send(torch.zeros(64, dtype=torch.uint8), 1)
-    prefill.close()
-    decode.close()
 
 
 def test_another_process_maps_what_was_exported_and_nothing_of_it_is_left() -> None:

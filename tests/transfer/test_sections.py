@@ -14,71 +14,24 @@ from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
 from baton.transfer import sections
 from baton.transfer.edge import EdgeSpec
-from baton.transfer.edge_end import LocalEnd, LocalEnds
+from baton.transfer.edge_end import LocalEnd
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.sections import Packing, Storing
 from baton.transfer.staging import PagedLayers
 from baton.transfer.staging_buffers import StagingBuffers
+from tests.support.end_pair import BLOCK, LAYER_BYTES, LAYERS, PART, Pair, equal, pool
 from tests.support.limits import HANG_S
 from tests.support.paged import pack_tokens
 from tests.support.wire import Sums, flipped, on_the_wire
 
 MakeSpec = Callable[..., EdgeSpec]
 pytestmark = pytest.mark.usefixtures("no_thread_left")
-LAYERS, BLOCK = 4, 4
-LAYER_BYTES = 8 * 2 * 2 * 4
-PART = Part((1, 0), 0, 8, LAYERS * LAYER_BYTES, b"who")
 
 
 @pytest.fixture(autouse=True)
 def one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """One section is packed before the first is sent, so that four are enough to see all steps overlap."""
     monkeypatch.setattr(sections, "AHEAD_BYTES", 1)
-
-
-def pool(value: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Layer i has `value` + i as K and `value` + i + 0.5 as V."""
-    shape = (2, BLOCK, 1, 2)
-    return [(torch.full(shape, value + i), torch.full(shape, value + i + 0.5)) for i in range(LAYERS)]
-
-
-def equal(mine: Any, theirs: Any) -> list[bool]:
-    """By layer."""
-    return [torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(mine, theirs, strict=True)]
-
-
-class Pair:
-    """Two ends of an edge with a section for each layer."""
-
-    def __init__(self, spec: MakeSpec, section_bytes: int = LAYER_BYTES, generation: int = 1) -> None:
-        self.kept = StagingBuffers(1 << 16)
-        self.source, self.target = pool(1.0), pool(0.0)
-        where = zip(("prefill", "decode"), (self.source, self.target), strict=True)
-        self.prefill, self.decode = (
-            LocalEnd(
-                spec(side, generation),
-                layers,
-                LocalEnds(layers, BLOCK, "127.0.0.1", buffers=self.kept, section_bytes=section_bytes),
-            )
-            for side, layers in where
-        )
-
-    async def connect(self) -> Pair:
-        await asyncio.gather(self.prefill.connect(), self.decode.connect())
-        return self
-
-    async def hand_over(self, part: Part = PART) -> bool:
-        """Packed while it is posted, and sent as soon as it is."""
-        posted, begun = asyncio.Event(), asyncio.Event()
-        taking = asyncio.create_task(self.decode.take(part, posted.set))
-        await asyncio.wait_for(posted.wait(), HANG_S)
-        filling = asyncio.create_task(self.prefill.fill(part, 0, begun.set))
-        await asyncio.wait_for(begun.wait(), HANG_S)
-        _, _, intact = await asyncio.gather(filling, self.prefill.send(), taking)
-        return intact
-
-    async def close(self) -> None:
-        await asyncio.gather(self.prefill.close(5), self.decode.close(5))
 
 
 async def test_a_section_is_stored_before_the_last_is_packed(spec: MakeSpec, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +107,7 @@ async def test_only_a_damaged_section_is_kept_out_of_the_blocks(
     assert equal(ends.source, ends.target) == [True, True, False, True]
     assert torch.equal(ends.target[2][0], pool(0.0)[2][0])
     assert await ends.hand_over() and equal(ends.source, ends.target) == [True] * LAYERS
-    assert ends.kept.reused == 2  # damaged or not, the transfers ended in order
+    assert ends.kept[0].reused == 2  # damaged or not, the transfers ended in order
     await ends.close()
 
 
@@ -203,7 +156,7 @@ async def test_an_abort_between_two_sections_ends_both_and_nothing_more_is_writt
     go.set()
     await ends.close()
     assert equal(ends.source, ends.target) == [True, True, False, False]
-    assert (len(ends.kept), ends.kept.idle_bytes) == (0, 0)
+    assert (len(ends.kept[0]), ends.kept[0].idle_bytes) == (0, 0)
     again = await Pair(spec, generation=2).connect()
     assert await again.hand_over()
     await again.close()
@@ -228,7 +181,7 @@ async def test_what_cannot_be_packed_while_it_is_sent_ends_the_edge(
         await ends.hand_over()
     assert ends.prefill.dead is not None
     await ends.close()
-    assert len(ends.kept) == 0
+    assert len(ends.kept[0]) == 0
 
 
 async def test_a_block_outside_is_refused_and_the_edge_lives(spec: MakeSpec) -> None:

@@ -16,7 +16,7 @@ from baton.transfer import sections, streams
 from baton.transfer.sections import Packing, Storing
 from baton.transfer.staging import PagedLayers
 from baton.transfer.staging_buffers import StagingBuffers
-from tests.transfer.test_sections import BLOCK, LAYER_BYTES, LAYERS, PART, equal, pool
+from tests.support.end_pair import BLOCK, LAYER_BYTES, LAYERS, PART, equal, pool
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
 from baton.transfer.edge import EdgeSpec
-from baton.transfer.edge_end import LocalEnd, LocalEnds
 from baton.transfer.staging_buffers import MAX_KEPT, StagingBuffer, StagingBuffers, kept_limit
+from tests.support.end_pair import PART, Pair, equal
 
 MakeSpec = Callable[..., EdgeSpec]
-PART = Part((1, 0), 0, 8, 8 * 2 * 2 * 4, b"who")
 
 
 def test_the_smallest_that_is_large_enough_is_used_again() -> None:
@@ -68,39 +67,12 @@ def test_all_ranks_together_keep_a_quarter() -> None:
     assert 3 * kept_limit(1200, 3) == 1200 // 4
 
 
-class Pair:
-    """Two ends of one edge over Gloo, each with a pool of two blocks of its own."""
-
-    def __init__(self, spec: MakeSpec, generation: int, buffers: tuple[StagingBuffers, StagingBuffers]) -> None:
-        self.pools = [[(torch.zeros(2, 4, 1, 2), torch.zeros(2, 4, 1, 2))] for _ in range(2)]
-        sides = zip(("prefill", "decode"), self.pools, buffers, strict=True)
-        self.prefill, self.decode = (
-            LocalEnd(spec(side, generation), pool, LocalEnds(pool, 4, "127.0.0.1", buffers=kept))
-            for side, pool, kept in sides
-        )
-
-    async def connect(self) -> Pair:
-        await asyncio.gather(self.prefill.connect(), self.decode.connect())
-        return self
-
-    async def hand_over(self, value: float) -> bool:
-        for cache in self.pools[0][0]:
-            cache.fill_(value)
-        await self.prefill.fill(PART, 0)
-        posted = asyncio.Event()
-        taking = asyncio.ensure_future(self.decode.take(PART, posted.set))
-        await asyncio.wait_for(posted.wait(), 10)
-        await self.prefill.send()
-        return await taking and bool((self.pools[1][0][0] == value).all())
-
-    async def close(self) -> None:
-        await asyncio.gather(self.prefill.close(5), self.decode.close(5))
-
-
 async def test_the_second_chunk_reuses_at_both_ends(spec: MakeSpec) -> None:
     kept = (StagingBuffers(4096), StagingBuffers(4096))
-    ends = await Pair(spec, 1, kept).connect()
-    assert await ends.hand_over(1.0) and await ends.hand_over(2.0) and await ends.hand_over(3.0)
+    ends = await Pair(spec, kept=kept).connect()
+    for value in (1.0, 2.0, 3.0):
+        ends.source[0][0].fill_(value)
+        assert await ends.hand_over() and all(equal(ends.source, ends.target))
     assert [(b.allocated, b.reused) for b in kept] == [(1, 2), (1, 2)]
     await ends.close()
 
@@ -108,8 +80,8 @@ async def test_the_second_chunk_reuses_at_both_ends(spec: MakeSpec) -> None:
 @pytest.mark.parametrize("torn", ["prefill", "decode"])
 async def test_what_an_aborted_transfer_used_is_not_used_again(torn: str, spec: MakeSpec) -> None:
     kept = (StagingBuffers(4096), StagingBuffers(4096))
-    ends = await Pair(spec, 1, kept).connect()
-    assert await ends.hand_over(1.0)
+    ends = await Pair(spec, kept=kept).connect()
+    assert await ends.hand_over()
     await ends.prefill.fill(PART, 0)
     posted = asyncio.Event()
     taking = asyncio.ensure_future(ends.decode.take(PART, posted.set))
@@ -121,15 +93,15 @@ async def test_what_an_aborted_transfer_used_is_not_used_again(torn: str, spec: 
         await ends.prefill.send()
     await ends.close()
     assert [(len(b), b.idle_bytes) for b in kept] == [(0, 0), (0, 0)]
-    again = await Pair(spec, 2, kept).connect()
-    assert await again.hand_over(2.0)
+    again = await Pair(spec, 2, kept=kept).connect()
+    assert await again.hand_over() and all(equal(again.source, again.target))
     assert [(b.allocated, b.reused) for b in kept] == [(2, 1), (2, 1)]
     await again.close()
 
 
 async def test_what_was_packed_and_not_sent_and_what_could_not_be_packed_is_not_kept(spec: MakeSpec) -> None:
     buffers = StagingBuffers(4096)
-    ends = Pair(spec, 1, (buffers, buffers))
+    ends = Pair(spec, kept=(buffers, buffers))
     await ends.prefill.fill(PART, 0)
     ends.prefill.drop()
     with pytest.raises(HandoffError):
