@@ -80,7 +80,7 @@ def _ports(plan: Plan) -> Table:
 def _memory(plan: Plan) -> Table | str:
     """The table, or why there is none."""
     from baton.engine.checkpoint import read_model_config
-    from launch.memory import draft_config, rank_memory
+    from launch.memory import rank_memory
 
     try:
         model_dir = resolve_model(plan.model)
@@ -90,12 +90,8 @@ def _memory(plan: Plan) -> Table | str:
     head = ("member", "parameters MiB", "KV MiB", "KV blocks", "edges", "edge buffers MiB", "staging MiB", "draft MiB")
     table = make_table(head)
     for part in plan.parts:
-        try:
-            draft_tokens, known = draft_config(part, model_dir), True
-        except StartupError:
-            draft_tokens, known = None, False  # a node that is not this one may have it
-        found = rank_memory(plan, part, config, draft=draft_tokens)
-        draft = _mib(found.draft_bytes) if known else "?"
+        found = rank_memory(plan, part, config, model_dir)
+        draft = "?" if found.draft_bytes is None else _mib(found.draft_bytes)
         if found.draft_bytes and not found.kv_blocks:
             draft += " and its KV"
         kv = (_mib(found.kv_bytes), str(found.kv_blocks)) if found.kv_bytes else ("85 % of what is free", "?")

@@ -20,24 +20,6 @@ _PYTHON = "@PYTHON@"
 _HOST = re.compile(r"@(\d+)@")
 _PROGRAMS = Programs((_PYTHON, "-m", "coordinator"), (_PYTHON, "-m", "launch.agent"))
 
-_SETUP = """\
-set -euo pipefail
-PYTHON="${PYTHON:-python3}"
-LOGS="${LOGS:-logs}"
-mkdir -p "$LOGS"
-export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
-"""
-_SLURM_HOSTS = """\
-# The i-th node of the topology is the i-th host of the allocation.
-mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-if [ "${#HOSTS[@]}" -lt NODES ]; then
-  echo "error: NODES hosts are needed, not ${#HOSTS[@]}: ${HOSTS[*]}" >&2
-  exit 3
-fi
-HOSTS=("${HOSTS[@]:0:NODES}")
-find_addresses
-"""
-
 
 def emit_shell(plan: Plan, node: Node) -> str:
     """The script of one node; empty when nothing runs there."""
@@ -50,7 +32,7 @@ def emit_shell(plan: Plan, node: Node) -> str:
         "#!/usr/bin/env bash",
         f"# Node {node.name} ({node.address}): {', '.join(members)}. From `baton emit shell`.",
         "# PYTHON names the interpreter baton is installed in, LOGS the directory for logs.",
-        _SETUP + _shared("members.sh"),
+        _shared("members.sh"),
         "export BATON_PARENT_PID=$$  # kill -9 of this script ends its members too",
         "",
     ]
@@ -81,9 +63,12 @@ def emit_slurm(plan: Plan) -> str:
         "# From `baton emit slurm`. Partition, account and time are for sbatch's command line.",
         "# To drain before the end: scancel --signal=TERM --batch JOB.",
         "# PYTHON names the interpreter baton is installed in, LOGS a directory that all nodes share.",
-        _SETUP + _shared("members.sh") + _shared("slurm.sh"),
+        _shared("members.sh"),
+        _shared("slurm.sh"),
+        "# The i-th node of the topology is the i-th host of the allocation.",
+        f'find_hosts {len(nodes)} "the nodes of the topology"',
         f'GPUS="{gpus or ""}"',
-        _SLURM_HOSTS.replace("NODES", str(len(nodes))),
+        "",
     ]
     host = index[plan.topology.coordinator.node]
     lines += _step(host, 1, COORDINATOR, [*_PROGRAMS.coordinator, *plan.coordinator_command()])
@@ -95,7 +80,7 @@ def emit_slurm(plan: Plan) -> str:
 
 def _shared(name: str) -> str:
     """A part that the scripts beside this package use too."""
-    return Path(__file__).with_name(name).read_text(encoding="utf-8") + "\n"
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _cpus(part: Part) -> int:

@@ -9,24 +9,20 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 _LIMIT_S = 10.0
 _GPU = re.compile(r"GPU \d+: .*\(UUID: (?P<uuid>GPU-[^)]+)\)")
 _MIG = re.compile(r"\s+MIG .*\(UUID: (?P<uuid>MIG-[^)]+)\)")
 
 
-def visible_gpus(
-    environment: Mapping[str, str] = os.environ, listing: Callable[[], str | None] | None = None
-) -> tuple[str, ...]:
-    """What the environment names; else what nvidia-smi lists (`listing`); else one for each device file."""
+def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """What the environment names; else what nvidia-smi lists; else one for each device file."""
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return as_cuda_reads(named)
     files = _device_files()
-    if not files and listing is None:
-        return ()
-    listed = (listing or _nvidia_smi)()
+    listed = _nvidia_smi() if files else ""
     return tuple(map(str, range(files))) if listed is None else parse_listing(listed)
 
 

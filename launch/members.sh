@@ -1,4 +1,9 @@
-# The members that a script has started, and the wait for their ends.
+set -euo pipefail
+PYTHON="${PYTHON:-python3}" LOGS="${LOGS:-logs}"
+mkdir -p "$LOGS"
+export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
+
+# The members that this script has started, and the wait for their ends.
 pids=() names=() front=""
 # started NAME: the process that was just put into the background is that member.
 started() {

@@ -14,7 +14,7 @@ import torch
 
 from baton.core.errors import StartupError
 from baton.core.kv_layout import DTYPE_BYTES
-from baton.core.model_config import ModelConfig
+from baton.core.model_config import DType, ModelConfig
 from baton.core.reshard import local_layout, reshard
 from baton.engine.checkpoint import read_model_config
 from baton.engine.device import choose_device, choose_dtype
@@ -38,7 +38,7 @@ class RankMemory:
     """Bytes of one rank. `kv_blocks` is 0 where only the running worker can tell (a share of a GPU's free memory).
     `edge_bytes` is what NCCL keeps for its edges, 0 on Gloo; `staging_bytes` the most for KV on its way,
     with the buffers kept for more of it; `draft_bytes` a draft model's parameters and KV, of which the KV is left out
-    where `kv_blocks` is 0."""
+    where `kv_blocks` is 0, and None where that model is not on this host."""
 
     parameter_bytes: int
     kv_bytes: int
@@ -46,13 +46,11 @@ class RankMemory:
     edges: int
     edge_bytes: int
     staging_bytes: int
-    draft_bytes: int = 0
+    draft_bytes: int | None
 
 
-def rank_memory(
-    plan: Plan, part: Part, config: ModelConfig, local_rank: int = 0, draft: ModelConfig | None = None
-) -> RankMemory:
-    """What the `local_rank`-th rank of a part will take; `draft` is the model that guesses for the part's worker.
+def rank_memory(plan: Plan, part: Part, config: ModelConfig, model_dir: Path) -> RankMemory:
+    """What the first rank of a part will take.
 
     Raises:
         StartupError: the model's sizes cannot be divided over the ranks, with the numbers; or memory for KV, or for
@@ -60,11 +58,9 @@ def rank_memory(
     """
     options, size = part.worker.config, part.worker.tensor_parallel
     check_divides(config, size)
-    rank = part.node_rank * part.ranks + local_rank
-    if options.device == "cuda" and not options.exact:
-        device = torch.device("cuda", local_rank)
-    else:
-        device = choose_device(options.device, options.exact, local_rank)
+    rank = part.node_rank * part.ranks
+    planned = options.device == "cuda" and not options.exact
+    device = torch.device("cuda", 0) if planned else choose_device(options.device, options.exact, 0)
     dtype = choose_dtype(options.dtype, device, options.exact, options.kernels)
     check_quantize(options.quantize, device)
     layout = config.kv_layout(options.block_size, dtype)
@@ -79,11 +75,6 @@ def rank_memory(
     blocks = budget // mine.bytes_per_block
     if budget and blocks < mine.blocks_for(options.max_model_len or 1):
         raise StartupError(f"{part.name}: KV memory of {budget / 2**20:.1f} MiB a rank is too small for one sequence")
-    draft_bytes = 0
-    if draft is not None and part.role == "decode" and rank == 0:
-        usable = min(longest, blocks * layout.block_size) if blocks else longest
-        share = draft_share(draft, usable, layout.block_size, dtype, options.max_running)
-        draft_bytes = share.parameter_bytes + (share.kv_bytes(blocks) if blocks else 0)
     edges = _edges(plan, part, config, rank)
     kind = choose_edges(options.edge_kind, device)
     channel_bytes = MAX_CTAS * CHANNEL_BYTES if kind == "nccl" else 0
@@ -97,17 +88,26 @@ def rank_memory(
         edges,
         edges * channel_bytes,
         staging // size + kept_limit(staging, size),
-        draft_bytes,
+        _draft_bytes(part, model_dir, longest, blocks, dtype),
     )
 
 
-def draft_config(part: Part, model_dir: Path) -> ModelConfig | None:
-    """The model that guesses for a part's worker: decode workers alone have one, and not all. Raises StartupError for
-    one that is not here."""
-    if part.role != "decode":
+def _draft_bytes(part: Part, model_dir: Path, longest: int, blocks: int, dtype: DType) -> int | None:
+    """What a draft model takes; only the leader of a decode worker has one, and not each. None where it is not on this
+    host."""
+    if part.role != "decode" or part.node_rank > 0:
+        return 0
+    options = part.worker.config
+    try:
+        found = resolve_draft(options.draft, model_dir)
+        draft = None if found is None else read_model_config(found)
+    except StartupError:
         return None
-    found = resolve_draft(part.worker.config.draft, model_dir)
-    return None if found is None else read_model_config(found)
+    if draft is None:
+        return 0
+    usable = min(longest, blocks * options.block_size) if blocks else longest
+    share = draft_share(draft, usable, options.block_size, dtype, options.max_running)
+    return share.parameter_bytes + (share.kv_bytes(blocks) if blocks else 0)
 
 
 def _edges(plan: Plan, part: Part, config: ModelConfig, rank: int) -> int:
@@ -115,7 +115,7 @@ def _edges(plan: Plan, part: Part, config: ModelConfig, rank: int) -> int:
     heads, count = [config.num_kv_heads] * config.num_layers, 0
     for other in plan.topology.workers:
         if other.role != part.role:
-            prefill, decode = (part.worker, other) if part.role == "prefill" else (other, part.worker)
-            for edge in reshard(heads, prefill.tensor_parallel, decode.tensor_parallel):
-                count += rank == (edge.prefill_rank if part.role == "prefill" else edge.decode_rank)
+            sizes = {worker.role: worker.tensor_parallel for worker in (part.worker, other)}
+            edges = reshard(heads, sizes["prefill"], sizes["decode"])
+            count += sum(getattr(edge, f"{part.role}_rank") == rank for edge in edges)
     return count

@@ -6,7 +6,7 @@ import contextlib
 import select
 import signal
 import socket
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -34,7 +34,7 @@ class Signals:
             self._before[number] = signal.signal(number, self._received)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)

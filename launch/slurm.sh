@@ -1,6 +1,11 @@
-# find_addresses: the addresses of HOSTS, in ADDRESS.
-find_addresses() {
+# find_hosts COUNT WHAT: the hosts of the allocation, as many as WHAT needs, in HOSTS; their addresses in ADDRESS.
+find_hosts() {
   local host address
+  mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  if [ "${#HOSTS[@]}" -ne "$1" ]; then
+    echo "error: $2 need --nodes=$1, not ${#HOSTS[@]}" >&2
+    exit 3
+  fi
   ADDRESS=()
   for host in "${HOSTS[@]}"; do
     address=$(getent ahostsv4 "$host" | awk 'NR == 1 { print $1 }') || address=""

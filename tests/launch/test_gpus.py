@@ -32,7 +32,7 @@ GPU 1: NVIDIA H100 (UUID: GPU-b)
 def test_gpus_are_named_by_the_environment_or_numbered_as_cuda_does() -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == ()
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1,-1,0"}) == ("1",)
-    assert visible_gpus({}, lambda: PLAIN) == ("0", "1")
+    assert parse_listing(PLAIN) == ("0", "1")
     assert parse_listing(DIVIDED) == ("MIG-1", "MIG-2", "GPU-b") and parse_listing("No devices found.") == ()
 
 
@@ -59,7 +59,10 @@ def test_the_environment_is_read_as_cuda_reads_it(named: str, seen: str) -> None
 
 def test_a_container_that_has_the_sixth_device_file_alone_has_gpu_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus.os, "listdir", lambda path: ["nvidia5", "nvidiactl", "nvidia-uvm", "null"])
-    assert visible_gpus({}, lambda: None) == ("0",)
+    monkeypatch.setattr(gpus, "_nvidia_smi", lambda: None)
+    assert visible_gpus({}) == ("0",)
+    monkeypatch.setattr(gpus, "_nvidia_smi", lambda: PLAIN)
+    assert visible_gpus({}) == ("0", "1")
     monkeypatch.setattr(gpus.os, "listdir", lambda path: ["null"])
     assert visible_gpus({}) == ()
 

@@ -20,7 +20,7 @@ from baton.transfer import nccl
 from decode.speculation.draft_model import load_draft
 from launch.dry_run import dry_run
 from launch.members import Programs
-from launch.memory import CHANNEL_BYTES, draft_config, rank_memory
+from launch.memory import CHANNEL_BYTES, RankMemory, rank_memory
 from launch.plan import Plan, local_topology, make_plan
 from launch.up_config import UpConfig
 from tests.engine.driver import kv_bytes
@@ -30,6 +30,10 @@ from tests.support.checkpoints import ARCHS, Arch, make_checkpoint
 def plan(model: Path, **options: object) -> Plan:
     config = UpConfig(device="cpu", dtype="float32", **options)
     return make_plan(local_topology(config, [0, 1], ()), str(model), "m")
+
+
+def first_memory(of: Plan, model: Path) -> RankMemory:
+    return rank_memory(of, of.parts[0], read_model_config(model), model)
 
 
 @pytest.mark.parametrize("int8", [False, True])
@@ -54,33 +58,28 @@ def test_parameters_and_kv_are_those_of_a_running_engine(quantize: str, tmp_path
     model = make_checkpoint(tmp_path / "m", "llama")
     runner = load_runner(EngineOptions(model_dir=model, dtype="float32", kv_memory_bytes=1 << 20, quantize=quantize))
     made = plan(model, kv_memory_gib=1 / 1024, quantize=quantize)
-    found = rank_memory(made, made.parts[0], read_model_config(model))
+    found = first_memory(made, model)
     assert found.parameter_bytes == runner.parameter_bytes
     assert (found.kv_bytes, found.kv_blocks) == (kv_bytes(runner), runner.num_blocks)
     assert (found.edges, found.edge_bytes) == (1, 0)
 
 
-def test_a_draft_is_on_the_first_rank_of_decode_workers_and_is_that_of_a_running_one(tmp_path: Path) -> None:
+def test_a_draft_is_with_decode_workers_and_is_that_of_a_running_one(tmp_path: Path) -> None:
     model, draft = (make_checkpoint(tmp_path / name, "llama") for name in ("m", "d"))
     runner = load_runner(EngineOptions(model_dir=model, dtype="float32", kv_memory_bytes=1 << 20, kernels="torch"))
     running = load_draft(WorkerConfig(model=str(model), draft=str(draft), kernels="torch", max_running=5), runner)
     assert running is not None
     made = plan(model, kv_memory_gib=1 / 1024, draft=str(draft), max_running=5)
     config = read_model_config(model)
-    prefill, decode = (
-        rank_memory(made, part, config, draft=draft_config(part, model)).draft_bytes for part in made.parts
-    )
+    prefill, decode = (rank_memory(made, part, config, model).draft_bytes for part in made.parts)
     assert (prefill, decode) == (0, running.parameter_bytes + kv_bytes(running))
-    several = plan(model, kv_memory_gib=1 / 1024, draft=str(draft), decode_tp=2)
-    ranks = [rank_memory(several, several.parts[1], config, rank, config).draft_bytes > 0 for rank in (0, 1)]
-    assert ranks == [True, False]
 
 
 @pytest.mark.parametrize("draft", ["none", "ngram", "auto"])
 def test_a_worker_without_a_draft_model_takes_nothing_for_one(draft: str, tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", "llama")
     made = plan(model, draft=draft)
-    assert [draft_config(part, model) for part in made.parts] == [None, None]
+    assert [rank_memory(made, part, read_model_config(model), model).draft_bytes for part in made.parts] == [0, 0]
 
 
 def test_the_built_in_draft_is_in_the_dry_run_and_one_that_is_not_here_is_not_known() -> None:
@@ -98,29 +97,29 @@ def test_the_built_in_draft_is_in_the_dry_run_and_one_that_is_not_here_is_not_kn
 def test_every_pair_of_ranks_that_share_heads_is_an_edge(tmp_path: Path) -> None:
     made = plan(make_checkpoint(tmp_path / "m", "llama"), prefill_tp=2, decode=2)
     config = read_model_config(tmp_path / "m")
-    assert [rank_memory(made, part, config).edges for part in made.parts] == [2, 2, 2]
+    assert [rank_memory(made, part, config, tmp_path / "m").edges for part in made.parts] == [2, 2, 2]
 
 
 def test_what_does_not_fit_is_said_before_anything_starts(tmp_path: Path) -> None:
     made = plan(make_checkpoint(tmp_path / "m", "llama"), prefill_tp=3)
     with pytest.raises(StartupError, match="cannot be divided over 3"):
-        rank_memory(made, made.parts[0], read_model_config(tmp_path / "m"))
+        first_memory(made, tmp_path / "m")
     made = plan(tmp_path / "m", kv_memory_gib=0.00001, max_model_len=256)
     with pytest.raises(StartupError, match="too small"):
-        rank_memory(made, made.parts[0], read_model_config(tmp_path / "m"))
+        first_memory(made, tmp_path / "m")
 
 
 def test_no_room_for_one_block_on_its_way_is_said_before_anything_starts(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", "llama")
     made = plan(model, staging_mib=0.001)
     with pytest.raises(StartupError, match=r"^prefill-0: staging memory of 1049 bytes is too small: one KV block has"):
-        rank_memory(made, made.parts[0], read_model_config(model))
+        first_memory(made, model)
 
 
 def test_a_plan_for_gpus_is_made_where_there_are_none(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "m", "llama")
     made = make_plan(local_topology(UpConfig(device="cuda"), [0, 1], ("0", "1")), str(model), "m")
-    found = rank_memory(made, made.parts[1], read_model_config(model))
+    found = rank_memory(made, made.parts[1], read_model_config(model), model)
     assert (found.kv_bytes, found.kv_blocks) == (0, 0)  # a share of what is free there
     assert found.edge_bytes == nccl.MAX_CTAS * CHANNEL_BYTES  # of NCCL
     assert found.parameter_bytes == parameter_bytes(read_model_config(model), 1, 0, 2)  # bfloat16
