@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,9 +35,9 @@ from coordinator.http.openapi import describe
 from coordinator.metrics import CONTENT_TYPE
 from coordinator.openai import schema
 from coordinator.openai.render import ChatRender, CompletionRender, Head, Render
-from coordinator.openai.responses import ResponsesBody, parse_responses
+from coordinator.openai.responses import ResponsesBody
 from coordinator.openai.responses_render import ResponsesRender
-from coordinator.openai.validation import Strict
+from coordinator.openai.validation import Strict, parse
 from coordinator.recent import KEPT, Record
 from coordinator.submission import Generates, Generator, Submission
 from coordinator.text.chat import Rendering
@@ -178,7 +178,7 @@ class _Front:
         self._parser.close()
 
     async def completions(self, request: Request) -> Response:
-        body = await self._body(request, schema.parse_completion)
+        body = await self._body(request, schema.CompletionBody)
         self._check_model(body.model)
         options, request_id = body.options(), _unique_id(request)
         submissions = []
@@ -195,13 +195,13 @@ class _Front:
         return self._generate(name, submissions, body, CompletionRender, generator, echos=echos)
 
     async def chat_completions(self, request: Request) -> Response:
-        body = await self._body(request, schema.parse_chat)
+        body = await self._body(request, schema.ChatBody)
         self._check_model(body.model)
         submission, more = await self._conversation(request, body)
         return self._generate(request.scope[REQUEST_ID], [submission], body, ChatRender, **more)
 
     async def responses(self, request: Request) -> Response:
-        body = await self._body(request, parse_responses)
+        body = await self._body(request, ResponsesBody)
         self._check_model(body.model)
         submission, more = await self._conversation(request, body)
         head = self._head(request.scope[REQUEST_ID], [submission], **more)
@@ -241,7 +241,7 @@ class _Front:
         return json_response(self._model())
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request, schema.parse_tokenize)
+        body = await self._body(request, schema.TokenizeBody)
         self._check_model(body.model)
         if body.prompt is not None:
             ids = await self._text.encode_soon(body.prompt, add_special_tokens=body.add_special_tokens)
@@ -255,7 +255,7 @@ class _Front:
         return json_response(answer | {"token_strs": names})
 
     async def detokenize(self, request: Request) -> Response:
-        body = await self._body(request, schema.parse_detokenize)
+        body = await self._body(request, schema.DetokenizeBody)
         self._check_model(body.model)
         if len(body.tokens) > self._text.max_model_len:
             raise InvalidRequest(f"at most {self._text.max_model_len} tokens", param="tokens")
@@ -315,8 +315,8 @@ class _Front:
     async def version(self) -> Response:
         return json_response({"version": self._settings.version})
 
-    async def _body(self, request: Request, parse: Callable[[bytes], _T]) -> _T:
-        body = await self._parser.parse(parse, await self.reader.read(request))
+    async def _body(self, request: Request, model: type[_T]) -> _T:
+        body = await self._parser.parse(partial(parse, model), await self.reader.read(request))
         request.scope[IGNORED] = body.ignored
         return body
 

@@ -23,7 +23,8 @@ from coordinator.http.body import BodyReader
 from coordinator.http.errors import HttpProblem, json_response
 from coordinator.http.generation import ABORT
 from coordinator.http.guard import CLIENT
-from coordinator.openai.batches import parse_batch
+from coordinator.openai.schema import BatchBody
+from coordinator.openai.validation import parse
 from coordinator.policy.quotas import Client
 
 UPLOAD_IDLE_S, UPLOAD_S = 30.0, 3600.0
@@ -138,7 +139,7 @@ class BatchRoutes:
         return FileAnswer(path, self._send_timeout_s)
 
     async def create(self, request: Request) -> Response:
-        body = parse_batch(await self._reader.read(request))
+        body = parse(BatchBody, await self._reader.read(request))
         client: Client = request.scope[CLIENT]
         wanted = (client.tenant, client.key, body.endpoint, body.input_file_id, body.metadata or {})
         batch = await self.runner.on_disk(self._store.add_batch, *wanted)

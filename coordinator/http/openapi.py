@@ -15,7 +15,6 @@ from pydantic.json_schema import models_json_schema
 
 from coordinator.http.answers import ANSWERS, SCHEMAS, STREAMED, TEXTS
 from coordinator.openai import schema
-from coordinator.openai.batches import BatchBody
 from coordinator.openai.responses import ResponsesBody
 
 BODIES: dict[str, type[BaseModel]] = {
@@ -24,7 +23,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/responses": ResponsesBody,
     "/tokenize": schema.TokenizeBody,
     "/detokenize": schema.DetokenizeBody,
-    "/v1/batches": BatchBody,
+    "/v1/batches": schema.BatchBody,
 }
 _ERROR = {
     "type": "object",

@@ -59,7 +59,7 @@ FAULTS = (
         'open_port(server, "0.0.0.0", port, "link"',
         T_SECURITY,
     ),
-    Fault("coordinator/openai/fields.py", "        elif name not in served:", "        elif False:", T_BAD),
+    Fault("coordinator/openai/validation.py", "            elif name not in served:", "            elif False:", T_BAD),
     Fault("baton/core/handles.py", "    if not signed:", "    if False:", "tests/core/test_handles.py"),
     Fault("baton/core/handles.py", "        if claimed != true:", "        if False:", "tests/core/test_handles.py"),
     Fault(
