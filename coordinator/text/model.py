@@ -158,8 +158,15 @@ class TextModel:
     def stream(self, stop: Iterable[str] = ()) -> TextStream:
         return TextStream(self.vocabulary, stop)
 
+    def start(self) -> None:
+        """Begins what else the first conversation would wait for."""
+        if self._chat is not None:
+            self._chat.template.renderer.start()
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._chat is not None:
+            self._chat.template.renderer.close()
 
     async def _off_loop(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

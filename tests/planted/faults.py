@@ -81,9 +81,9 @@ FAULTS = (
         "tests/coordinator/test_structured_output.py",
     ),
     Fault(
-        "coordinator/text/sandbox.py",
-        "                    self.limits.fits(len(value) * max(times, 0))",
-        "                    pass",
+        "coordinator/text/template.py",
+        "        signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT_S)",
+        "        pass",
         T_CHAT,
     ),
     Fault(
