@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import operator
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -22,10 +24,11 @@ from baton.core.sampling_limits import MAX_BAD_WORDS, MAX_BIASES, MAX_GRAMMAR_CH
 from baton.rpc import codec, status
 from baton.rpc.ports import open_port
 from baton.rpc.streams import SERVER_OPTIONS
-from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2
+from baton.v1 import serving_pb2, types_pb2
 from coordinator import off_loop
 from coordinator.api_keys import ApiKeys
 from coordinator.connections import GRPC, connection_limit
+from coordinator.policy.quotas import Client
 from coordinator.structured_output import Constraint
 from coordinator.submission import Delta, Generator, Submission
 from coordinator.text.chat import ChatMessage
@@ -68,40 +71,36 @@ IDLE_CONNECTION_S = 120  # clients dial again by themselves
 CONNECTION_AGE_S = 3600  # then as long again for what runs: the end of those that take nothing
 
 
-@dataclass(frozen=True, slots=True)
-class Malformed:
-    """Bytes that are no message of their type. Were they left to grpc, it would answer UNKNOWN and log a traceback."""
+class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """The service. A call that presents no key ends before its message is read; the messages are parsed here, since of
+    bytes that are none grpc would make UNKNOWN and a traceback in the log."""
 
-    reason: str
-
-    def refused(self) -> InvalidRequest:
-        return InvalidRequest(f"the request is not a message of its type: {self.reason}", param="request")
-
-
-def _parser(kind: type[Message]) -> Callable[[bytes], Message | Malformed]:
-    def parse(content: bytes) -> Message | Malformed:
-        try:
-            return kind.FromString(content)
-        except DecodeError as e:
-            return Malformed(str(e)[:200])
-
-    return parse
-
-
-class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
     def __init__(self, generator: Generator, translator: Translator, model: str, keys: ApiKeys) -> None:
         self._generator = generator
         self._keys = keys
         self._translator = translator
         self._model = model
 
-    async def Generate(
-        self, request: serving_pb2.GenerateRequest | Malformed, context: grpc.aio.ServicerContext
-    ) -> None:
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        """How one call is answered; None for other services."""
+        of, _, method = handler_call_details.method[1:].partition("/")
+        if of != SERVICE:
+            return None
         try:
-            if isinstance(request, Malformed):
-                raise request.refused()
-            client = self._keys.client(_metadata(context.invocation_metadata(), "authorization"))
+            client = self._keys.client(_metadata(handler_call_details.invocation_metadata, "authorization"))
+        except Unauthenticated as refused:
+            return grpc.unary_unary_rpc_method_handler(partial(_refuse, refused))
+        serialize = {"response_serializer": operator.methodcaller("SerializeToString")}
+        match method:
+            case "Generate":
+                return grpc.unary_stream_rpc_method_handler(partial(self._generate, client), **serialize)
+            case "GetModelInfo":
+                return grpc.unary_unary_rpc_method_handler(self._model_info, **serialize)
+        return None
+
+    async def _generate(self, client: Client, content: bytes, context: grpc.aio.ServicerContext) -> None:
+        try:
+            request = _parsed(serving_pb2.GenerateRequest, content)
             submission = (await self._submission(request, context.time_remaining())).of(client)
             if traceparent := _metadata(context.invocation_metadata(), "traceparent"):
                 submission = replace(submission, traceparent=traceparent[:64])
@@ -118,10 +117,22 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
         except Exception as e:  # what is not a BatonError has a row in the table too: our bug
             if status.row(e).hide:
                 log.error("internal error: %s", type(e).__name__, exc_info=e)
-            context.set_trailing_metadata(status.grpc_trailing_metadata(e))
             with contextlib.suppress(TimeoutError):  # it waits behind what the client does not take
                 async with asyncio.timeout(ABORT_S):
-                    await context.abort(status.grpc_code(e), status.public_message(e))
+                    await _refuse(e, content, context)
+
+    async def _model_info(self, content: bytes, context: grpc.aio.ServicerContext) -> serving_pb2.GetModelInfoResponse:
+        try:
+            _parsed(serving_pb2.GetModelInfoRequest, content)
+        except InvalidRequest as e:
+            await _refuse(e, content, context)
+        text = self._translator.text
+        return serving_pb2.GetModelInfoResponse(
+            model=self._model,
+            max_model_len=text.max_model_len,
+            vocab_size=text.vocab_size,
+            eos_token_ids=text.eos_token_ids,
+        )
 
     async def _write(self, context: grpc.aio.ServicerContext, message: serving_pb2.GenerateResponse) -> None:
         """Raises Cancelled when the client takes nothing for too long."""
@@ -130,19 +141,6 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
                 await context.write(message)
         except TimeoutError:
             raise Cancelled(f"the client took nothing for {SEND_TIMEOUT_S:g} s") from None
-
-    async def GetModelInfo(
-        self, request: serving_pb2.GetModelInfoRequest | Malformed, context: grpc.aio.ServicerContext
-    ) -> serving_pb2.GetModelInfoResponse:
-        if isinstance(request, Malformed):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, request.refused().message)
-        text = self._translator.text
-        return serving_pb2.GetModelInfoResponse(
-            model=self._model,
-            max_model_len=text.max_model_len,
-            vocab_size=text.vocab_size,
-            eos_token_ids=text.eos_token_ids,
-        )
 
     async def _submission(self, request: serving_pb2.GenerateRequest, remaining_s: float | None) -> Submission:
         if request.model and request.model != self._model:
@@ -260,19 +258,21 @@ def _finished(delta: Delta) -> serving_pb2.GenerateResponse:
     )
 
 
-def _handlers(serving: Serving) -> grpc.GenericRpcHandler:
-    """As `add_ServingServicer_to_server` makes them, but for how requests are parsed."""
-    generate = grpc.unary_stream_rpc_method_handler(
-        serving.Generate,
-        request_deserializer=_parser(serving_pb2.GenerateRequest),
-        response_serializer=serving_pb2.GenerateResponse.SerializeToString,
-    )
-    model_info = grpc.unary_unary_rpc_method_handler(
-        serving.GetModelInfo,
-        request_deserializer=_parser(serving_pb2.GetModelInfoRequest),
-        response_serializer=serving_pb2.GetModelInfoResponse.SerializeToString,
-    )
-    return grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate, "GetModelInfo": model_info})
+_Message = TypeVar("_Message", bound=Message)
+
+
+def _parsed(kind: type[_Message], content: bytes) -> _Message:
+    try:
+        return kind.FromString(content)
+    except DecodeError as e:
+        what = f"the request is not a message of its type: {str(e)[:200]}"
+        raise InvalidRequest(what, param="request") from None
+
+
+async def _refuse(error: Exception, content: bytes, context: grpc.aio.ServicerContext) -> None:
+    """Ends the call: `abort` raises."""
+    context.set_trailing_metadata(status.grpc_trailing_metadata(error))
+    await context.abort(status.grpc_code(error), status.public_message(error))
 
 
 def _metadata(metadata: Iterable[tuple[str, str]] | None, name: str) -> str:
@@ -291,32 +291,6 @@ def _reflection_v1(names: Iterable[str]) -> grpc.GenericRpcHandler:
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     return grpc.method_handlers_generic_handler("grpc.reflection.v1.ServerReflection", {"ServerReflectionInfo": info})
-
-
-class _KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Ends calls of the service that present no key; health and reflection need none."""
-
-    def __init__(self, keys: ApiKeys) -> None:
-        self._keys = keys
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        if not handler_call_details.method.startswith(f"/{SERVICE}/"):
-            return await continuation(handler_call_details)
-        try:
-            self._keys.client(_metadata(handler_call_details.invocation_metadata, "authorization"))
-        except Unauthenticated as refused:
-            error = refused
-
-            async def refuse(request: object, context: grpc.aio.ServicerContext) -> None:
-                context.set_trailing_metadata(status.grpc_trailing_metadata(error))
-                await context.abort(status.grpc_code(error), status.public_message(error))
-
-            return grpc.unary_unary_rpc_method_handler(refuse)
-        return await continuation(handler_call_details)
 
 
 class PublicServer:
@@ -341,10 +315,10 @@ class PublicServer:
             ("grpc.max_allowed_incoming_connections", round(connection_limit(0) * GRPC)),
         ]
         options = list({**dict(SERVER_OPTIONS), **dict(limits)}.items())
-        self._server = grpc.aio.server(options=options, interceptors=[_KeyCheck(keys)] if keys else None)
+        self._server = grpc.aio.server(options=options)
         self._generator = generator
         self._health = health.aio.HealthServicer()
-        self._server.add_generic_rpc_handlers((_handlers(Serving(generator, translator, model, keys or ApiKeys())),))
+        self._server.add_generic_rpc_handlers((Serving(generator, translator, model, keys or ApiKeys()),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
