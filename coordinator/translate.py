@@ -11,7 +11,7 @@ import itertools
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
@@ -76,6 +76,10 @@ class Options:
     each_choice_has_prompt: bool = False
     prompts: int = 1
     max_tokens_param: str = "max_tokens"
+
+
+_TRANSLATED = frozenset(["seed", "logit_bias", "stop_token_ids", "bad_words", "allowed_token_ids"])
+_AS_GIVEN = {f.name for f in fields(SamplingParams)} & {f.name for f in fields(Options)} - _TRANSLATED
 
 
 class Translator:
@@ -201,29 +205,22 @@ class Translator:
         self._sampling(replace(options, seed=0), most)
 
     def _sampling(self, options: Options, max_tokens: int) -> SamplingParams:
-        defaults = self.text.defaults
-        top_k = _or(options.top_k, defaults.top_k)
+        given = {name: value for name in _AS_GIVEN if (value := getattr(options, name)) is not None}
+        params = replace(self.text.defaults, **given)
         seed = secrets.randbits(64) if options.seed is None else options.seed
         biases = options.logit_bias or {}
         for bias in biases.values():
             check_range("logit_bias", bias, -100, 100)  # as it was written: no float holds every integer
         words = itertools.chain(options.bad_word_ids, *map(self.text.bad_word, options.bad_words))
-        params = SamplingParams(
-            temperature=_or(options.temperature, defaults.temperature) or 0.0,  # -0.0 is 0
-            top_p=_or(options.top_p, defaults.top_p),
-            top_k=max(0, top_k) if top_k < self.text.vocab_size else 0,
+        params = replace(
+            params,
+            temperature=params.temperature or 0.0,  # -0.0 is 0
+            top_k=max(0, params.top_k) if params.top_k < self.text.vocab_size else 0,
             seed=seed & (1 << 64) - 1,
-            min_p=_or(options.min_p, defaults.min_p),
-            repetition_penalty=_or(options.repetition_penalty, defaults.repetition_penalty),
-            frequency_penalty=_or(options.frequency_penalty, 0.0),
-            presence_penalty=_or(options.presence_penalty, 0.0),
             logit_bias=tuple(TokenBias(token, float(biases[token])) for token in sorted(biases)),
-            min_tokens=_or(options.min_tokens, 0),
             stop_token_ids=tuple(dict.fromkeys(options.stop_token_ids)),
             bad_words=tuple(dict.fromkeys(words)),
             allowed_token_ids=tuple(sorted(set(options.allowed_token_ids or ()))),
-            logprobs=options.logprobs,
-            prompt_logprobs=options.prompt_logprobs,
         )
         check_sampling(params, max_tokens, self.text.vocab_size)
         return params

@@ -20,6 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from baton.core.errors import Cancelled, InvalidRequest, InvariantError, NotFound, Unauthenticated
+from baton.core.events import StageStamps
 from baton.core.sampling_limits import MAX_BAD_WORDS, MAX_BIASES, MAX_GRAMMAR_CHARS, MAX_STOP_TOKENS, check_count
 from baton.rpc import codec, status
 from baton.rpc.ports import open_port
@@ -38,17 +39,8 @@ log = logging.getLogger("baton.grpc")
 SERVICE = serving_pb2.DESCRIPTOR.services_by_name["Serving"].full_name
 SERVED = frozenset(
     {
-        "request_id",
-        "model",
-        "text",
-        "token_ids",
-        "messages",
-        "max_tokens",
-        "sampling",
-        "stop",
-        "n",
-        "cache_salt",
-        "priority",
+        *("request_id", "model", "text", "token_ids", "messages", "max_tokens", "sampling", "stop", "n"),
+        *("cache_salt", "priority"),
     }
 )
 _SCALARS = tuple(
@@ -234,23 +226,9 @@ def _finished(delta: Delta) -> serving_pb2.GenerateResponse:
             prompt_tokens=delta.usage.prompt_tokens,
             completion_tokens=delta.usage.completion_tokens,
             cached_tokens=delta.usage.cached_tokens,
-            stages=types_pb2.StageStamps(
-                queue_s=t.queue_s,
-                prefill_s=t.prefill_s,
-                reserve_s=t.reserve_s,
-                transfer_s=t.transfer_s,
-                decode_queue_s=t.decode_queue_s,
-                decode_s=t.decode_s,
-            ),
+            stages=types_pb2.StageStamps(**{field.name: getattr(t, field.name) for field in fields(StageStamps)}),
             first_token_s=t.first_token_s,
-            speculation=None
-            if (s := delta.usage.speculation) is None
-            else types_pb2.SpeculationCounters(
-                steps=s.steps,
-                drafted_tokens=s.drafted_tokens,
-                accepted_tokens=s.accepted_tokens,
-                forced=s.forced,
-            ),
+            speculation=None if (s := delta.usage.speculation) is None else codec.to_message(s),
             prefill_worker=t.prefill_worker,
             decode_worker=t.decode_worker,
             spans=[serving_pb2.Span(**span._asdict()) for span in t.spans],
