@@ -8,11 +8,9 @@ names is never cut; where it names none, a completion gets 16 and a chat the res
 from __future__ import annotations
 
 import itertools
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.request import SamplingParams, TokenBias
@@ -35,8 +33,6 @@ MAX_SCORES = 1_000_000
 """Log-probabilities in one answer, of all its choices and of the prompt: some 30 MB of JSON."""
 MAX_PROMPT_SCORES = 300_000
 """Those of a prompt: they come in one message of a worker, which takes 0.2 s to read then."""
-_T = TypeVar("_T")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 ROLES = frozenset(["system", "developer", "user", "assistant", "tool"])
 
 
@@ -66,9 +62,9 @@ class Options:
     allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    n: int | None = None
+    n: int = 1
     cache_salt: str | None = None
-    priority: int | None = None
+    priority: int = 0
     constraint: Constraint | None = None
     include_stop: bool = False
     skip_special_tokens: bool = True
@@ -167,9 +163,9 @@ class Translator:
             sampling=replace(self._sampling(options, max_tokens), grammar=await self._grammar(options)),
             eos_token_ids=() if options.ignore_eos else self.text.eos_token_ids,
             stop=options.stop,
-            n=_or(options.n, 1),
+            n=options.n,
             cache_salt=options.cache_salt or "",
-            priority=_or(options.priority, 0),
+            priority=options.priority,
             include_stop=options.include_stop,
             shown_token_ids=frozenset() if options.skip_special_tokens else self.text.vocabulary.special_ids,
             deadline_s=self._deadline_s if deadline_s is None else min(deadline_s, self._deadline_s),
@@ -236,9 +232,7 @@ def check_options(options: Options) -> None:
     check_range("priority", options.priority, -MAX_PRIORITY, MAX_PRIORITY)
     check_range("truncate_prompt_tokens", options.truncate_prompt_tokens, 1, (1 << 31) - 1)
     if _choices(options) > MAX_CHOICES:
-        what = (
-            f"a request has at most {MAX_CHOICES} choices, not {options.prompts} prompts with {_or(options.n, 1)} each"
-        )
+        what = f"a request has at most {MAX_CHOICES} choices, not {options.prompts} prompts with {options.n} each"
         raise InvalidRequest(what, param="prompt")
     check_count("logit_bias", len(options.logit_bias or ()), MAX_BIASES)
     check_count("stop_token_ids", len(options.stop_token_ids), MAX_STOP_TOKENS)
@@ -257,7 +251,7 @@ def check_options(options: Options) -> None:
 
 
 def _choices(options: Options) -> int:
-    return options.prompts * _or(options.n, 1)
+    return options.prompts * options.n
 
 
 def _prompt_scores(options: Options, prompt_tokens: int) -> tuple[int, int]:
@@ -308,12 +302,6 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
 
 
 def check_text(text: str, param: str) -> None:
-    """Refuses NUL, which no tokenizer saw in training and many tools cut at, and what is not Unicode text."""
+    """Refuses NUL, which no tokenizer saw in training and many tools cut at. Both fronts take Unicode text only."""
     if "\0" in text:
         raise InvalidRequest(f"{param} contains NUL", param=param)
-    if _SURROGATE.search(text):
-        raise InvalidRequest(f"{param} contains half a surrogate pair", param=param)
-
-
-def _or(value: _T | None, default: _T) -> _T:
-    return default if value is None else value

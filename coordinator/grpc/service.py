@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -46,11 +46,9 @@ SERVED = frozenset(
 _SCALARS = tuple(
     f.name
     for f in types_pb2.SamplingParams.DESCRIPTOR.fields
-    if f.has_presence and f.name in {option.name for option in fields(Options)} - {"ignore_eos"}
+    if f.has_presence and f.name in {option.name for option in fields(Options)}
 )
-SERVED_SAMPLING = frozenset(_SCALARS) | {
-    *("ignore_eos", "logit_bias", "stop_token_ids", "bad_words", "allowed_token_ids", "grammar")
-}
+SERVED_SAMPLING = frozenset(_SCALARS) | {*("logit_bias", "stop_token_ids", "bad_words", "allowed_token_ids", "grammar")}
 # Fields this version does not serve, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "include_stop_str_in_output": (False,),
@@ -182,23 +180,17 @@ def _options(request: serving_pb2.GenerateRequest) -> Options:
     check_count("stop_token_ids", len(s.stop_token_ids), MAX_STOP_TOKENS)
     check_count("bad_words", len(s.bad_words), MAX_BAD_WORDS)
     check_count("grammar", len(s.grammar), MAX_GRAMMAR_CHARS, "characters")
-
-    def given(message: Any, name: str) -> Any:
-        return getattr(message, name) if message.HasField(name) else None
-
+    given = {name: getattr(s, name) for name in _SCALARS if s.HasField(name)}
+    given |= {name: getattr(request, name) for name in ("max_tokens", "n", "priority") if request.HasField(name)}
     return Options(
-        max_tokens=given(request, "max_tokens"),
-        n=given(request, "n"),
-        priority=given(request, "priority"),
         stop=tuple(request.stop),
         cache_salt=request.cache_salt or None,
-        ignore_eos=bool(given(s, "ignore_eos")),
         logit_bias=dict(s.logit_bias),
         stop_token_ids=tuple(s.stop_token_ids),
         bad_word_ids=tuple(tuple(word.ids) for word in s.bad_words),
         allowed_token_ids=tuple(s.allowed_token_ids) or None,
         constraint=Constraint("llguidance", s.grammar, "grammar") if s.grammar else None,
-        **{name: given(s, name) for name in _SCALARS},
+        **given,
     )
 
 
