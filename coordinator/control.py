@@ -11,7 +11,7 @@ import grpc.aio
 from baton.core.commands import Join
 from baton.core.errors import BatonError, InvariantError, JoinRefused
 from baton.core.names import host_port
-from baton.rpc.malformed import Malformed, parser
+from baton.rpc.parsed import parsed
 from baton.rpc.ports import open_port
 from baton.rpc.status import grpc_code
 from baton.rpc.streams import SERVER_OPTIONS, LinkLost, MessageStream, serve_stream
@@ -30,13 +30,10 @@ class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
     async def Session(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
         await serve_stream(context, worker_pb2.SessionResponse, self._session)
 
-    async def DrainWorker(
-        self, request: worker_pb2.DrainWorkerRequest | Malformed, context: grpc.aio.ServicerContext
-    ) -> worker_pb2.DrainWorkerResponse:
+    async def DrainWorker(self, content: bytes, context: grpc.aio.ServicerContext) -> worker_pb2.DrainWorkerResponse:
         cluster = self._cluster
         try:
-            if isinstance(request, Malformed):
-                raise request.refused()
+            request = parsed(worker_pb2.DrainWorkerRequest, content)
             check_role(self._tls, peer_role(context), ("operator",), "drain")
             cluster.check_token(request.token, "drain")
             cluster.drain_worker(request.worker_id, max(request.timeout_ms, 0) / 1000)
@@ -89,7 +86,6 @@ def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
     )
     drain = grpc.unary_unary_rpc_method_handler(
         servicer.DrainWorker,
-        request_deserializer=parser(worker_pb2.DrainWorkerRequest),
         response_serializer=worker_pb2.DrainWorkerResponse.SerializeToString,
     )
     name = worker_pb2.DESCRIPTOR.services_by_name["WorkerControl"].full_name

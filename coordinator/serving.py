@@ -62,6 +62,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     own_model = _own_model(model_dir)
     longest = config.max_model_len or None
     text = TextModel.load(model_dir, own_model.config, max_model_len=longest, tool_parser=config.tool_parser)
+    text.start()
     _warn_of(text, config)
     for noisy in ("uvicorn.error", "python_multipart"):
         logging.getLogger(noisy).setLevel(logging.ERROR)  # one line per malformed request is for its sender

@@ -8,11 +8,9 @@ names is never cut; where it names none, a completion gets 16 and a chat the res
 from __future__ import annotations
 
 import itertools
-import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import dataclass, fields, replace
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest
 from baton.core.request import SamplingParams, TokenBias
@@ -35,8 +33,6 @@ MAX_SCORES = 1_000_000
 """Log-probabilities in one answer, of all its choices and of the prompt: some 30 MB of JSON."""
 MAX_PROMPT_SCORES = 300_000
 """Those of a prompt: they come in one message of a worker, which takes 0.2 s to read then."""
-_T = TypeVar("_T")
-_SURROGATE = re.compile("[\ud800-\udfff]")
 ROLES = frozenset(["system", "developer", "user", "assistant", "tool"])
 
 
@@ -66,9 +62,9 @@ class Options:
     allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    n: int | None = None
+    n: int = 1
     cache_salt: str | None = None
-    priority: int | None = None
+    priority: int = 0
     constraint: Constraint | None = None
     include_stop: bool = False
     skip_special_tokens: bool = True
@@ -76,6 +72,10 @@ class Options:
     each_choice_has_prompt: bool = False
     prompts: int = 1
     max_tokens_param: str = "max_tokens"
+
+
+_TRANSLATED = frozenset(["seed", "logit_bias", "stop_token_ids", "bad_words", "allowed_token_ids"])
+_AS_GIVEN = {f.name for f in fields(SamplingParams)} & {f.name for f in fields(Options)} - _TRANSLATED
 
 
 class Translator:
@@ -163,9 +163,9 @@ class Translator:
             constraint=self._constraint(options),
             eos_token_ids=() if options.ignore_eos else self.text.eos_token_ids,
             stop=options.stop,
-            n=_or(options.n, 1),
+            n=options.n,
             cache_salt=options.cache_salt or "",
-            priority=_or(options.priority, 0),
+            priority=options.priority,
             include_stop=options.include_stop,
             shown_token_ids=frozenset() if options.skip_special_tokens else self.text.vocabulary.special_ids,
             deadline_s=self._deadline_s if deadline_s is None else min(deadline_s, self._deadline_s),
@@ -197,29 +197,22 @@ class Translator:
         self._sampling(replace(options, seed=0), most)
 
     def _sampling(self, options: Options, max_tokens: int) -> SamplingParams:
-        defaults = self.text.defaults
-        top_k = _or(options.top_k, defaults.top_k)
+        given = {name: value for name in _AS_GIVEN if (value := getattr(options, name)) is not None}
+        params = replace(self.text.defaults, **given)
         seed = secrets.randbits(64) if options.seed is None else options.seed
         biases = options.logit_bias or {}
         for bias in biases.values():
             check_range("logit_bias", bias, -100, 100)  # as it was written: no float holds every integer
         words = itertools.chain(options.bad_word_ids, *map(self.text.bad_word, options.bad_words))
-        params = SamplingParams(
-            temperature=_or(options.temperature, defaults.temperature) or 0.0,  # -0.0 is 0
-            top_p=_or(options.top_p, defaults.top_p),
-            top_k=max(0, top_k) if top_k < self.text.vocab_size else 0,
+        params = replace(
+            params,
+            temperature=params.temperature or 0.0,  # -0.0 is 0
+            top_k=max(0, params.top_k) if params.top_k < self.text.vocab_size else 0,
             seed=seed & (1 << 64) - 1,
-            min_p=_or(options.min_p, defaults.min_p),
-            repetition_penalty=_or(options.repetition_penalty, defaults.repetition_penalty),
-            frequency_penalty=_or(options.frequency_penalty, 0.0),
-            presence_penalty=_or(options.presence_penalty, 0.0),
             logit_bias=tuple(TokenBias(token, float(biases[token])) for token in sorted(biases)),
-            min_tokens=_or(options.min_tokens, 0),
             stop_token_ids=tuple(dict.fromkeys(options.stop_token_ids)),
             bad_words=tuple(dict.fromkeys(words)),
             allowed_token_ids=tuple(sorted(set(options.allowed_token_ids or ()))),
-            logprobs=options.logprobs,
-            prompt_logprobs=options.prompt_logprobs,
         )
         check_sampling(params, max_tokens, self.text.vocab_size)
         return params
@@ -235,9 +228,7 @@ def check_options(options: Options) -> None:
     check_range("priority", options.priority, -MAX_PRIORITY, MAX_PRIORITY)
     check_range("truncate_prompt_tokens", options.truncate_prompt_tokens, 1, (1 << 31) - 1)
     if _choices(options) > MAX_CHOICES:
-        what = (
-            f"a request has at most {MAX_CHOICES} choices, not {options.prompts} prompts with {_or(options.n, 1)} each"
-        )
+        what = f"a request has at most {MAX_CHOICES} choices, not {options.prompts} prompts with {options.n} each"
         raise InvalidRequest(what, param="prompt")
     check_count("logit_bias", len(options.logit_bias or ()), MAX_BIASES)
     check_count("stop_token_ids", len(options.stop_token_ids), MAX_STOP_TOKENS)
@@ -256,7 +247,7 @@ def check_options(options: Options) -> None:
 
 
 def _choices(options: Options) -> int:
-    return options.prompts * _or(options.n, 1)
+    return options.prompts * options.n
 
 
 def _prompt_scores(options: Options, prompt_tokens: int) -> tuple[int, int]:
@@ -307,12 +298,6 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
 
 
 def check_text(text: str, param: str) -> None:
-    """Refuses NUL, which no tokenizer saw in training and many tools cut at, and what is not Unicode text."""
+    """Refuses NUL, which no tokenizer saw in training and many tools cut at. Both fronts take Unicode text only."""
     if "\0" in text:
         raise InvalidRequest(f"{param} contains NUL", param=param)
-    if _SURROGATE.search(text):
-        raise InvalidRequest(f"{param} contains half a surrogate pair", param=param)
-
-
-def _or(value: _T | None, default: _T) -> _T:
-    return default if value is None else value

@@ -18,6 +18,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -265,19 +266,11 @@ class BatchStore:
             query, values = f"{query} and rowid < ?", [*values, known[0]]
         return self._db.execute(f"{query} order by rowid desc limit ?", (*values, limit)).fetchall()
 
-    def _transaction(self) -> _Transaction:
-        return _Transaction(self._db)
-
-
-class _Transaction:
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-
-    def __enter__(self) -> None:
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
         self._db.execute("begin immediate")
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._db.execute("commit" if kind is None else "rollback")
+        with self._db:  # commits, or rolls back
+            yield
 
 
 def read_lines(path: Path, batch_id: str, endpoint: str, most: int) -> Iterator[Line | dict[str, Any]]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import operator
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields, replace
-from typing import Any
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -17,15 +18,17 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from baton.core.errors import Cancelled, InvalidRequest, InvariantError, NotFound, Unauthenticated
+from baton.core.events import StageStamps
 from baton.core.sampling_limits import MAX_BAD_WORDS, MAX_BIASES, MAX_GRAMMAR_CHARS, MAX_STOP_TOKENS, check_count
 from baton.rpc import codec, status
-from baton.rpc.malformed import Malformed, parser
+from baton.rpc.parsed import parsed
 from baton.rpc.ports import open_port
 from baton.rpc.streams import SERVER_OPTIONS
-from baton.v1 import serving_pb2, serving_pb2_grpc, types_pb2
+from baton.v1 import serving_pb2, types_pb2
 from coordinator import off_loop
 from coordinator.api_keys import ApiKeys
 from coordinator.connections import GRPC, connection_limit
+from coordinator.policy.quotas import Client
 from coordinator.structured_output import Constraint
 from coordinator.submission import Delta, Generator, Submission
 from coordinator.text.chat import ChatMessage
@@ -35,27 +38,16 @@ log = logging.getLogger("baton.grpc")
 SERVICE = serving_pb2.DESCRIPTOR.services_by_name["Serving"].full_name
 SERVED = frozenset(
     {
-        "request_id",
-        "model",
-        "text",
-        "token_ids",
-        "messages",
-        "max_tokens",
-        "sampling",
-        "stop",
-        "n",
-        "cache_salt",
-        "priority",
+        *("request_id", "model", "text", "token_ids", "messages", "max_tokens", "sampling", "stop", "n"),
+        *("cache_salt", "priority"),
     }
 )
 _SCALARS = tuple(
     f.name
     for f in types_pb2.SamplingParams.DESCRIPTOR.fields
-    if f.has_presence and f.name in {option.name for option in fields(Options)} - {"ignore_eos"}
+    if f.has_presence and f.name in {option.name for option in fields(Options)}
 )
-SERVED_SAMPLING = frozenset(_SCALARS) | {
-    *("ignore_eos", "logit_bias", "stop_token_ids", "bad_words", "allowed_token_ids", "grammar")
-}
+SERVED_SAMPLING = frozenset(_SCALARS) | {*("logit_bias", "stop_token_ids", "bad_words", "allowed_token_ids", "grammar")}
 # Fields this version does not serve, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "include_stop_str_in_output": (False,),
@@ -68,20 +60,36 @@ IDLE_CONNECTION_S = 120  # clients dial again by themselves
 CONNECTION_AGE_S = 3600  # then as long again for what runs: the end of those that take nothing
 
 
-class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
+class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """The service. A call that presents no key ends before its message is read; the messages are parsed here, since of
+    bytes that are none grpc would make UNKNOWN and a traceback in the log."""
+
     def __init__(self, generator: Generator, translator: Translator, model: str, keys: ApiKeys) -> None:
         self._generator = generator
         self._keys = keys
         self._translator = translator
         self._model = model
 
-    async def Generate(
-        self, request: serving_pb2.GenerateRequest | Malformed, context: grpc.aio.ServicerContext
-    ) -> None:
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
+        """How one call is answered; None for other services."""
+        of, _, method = handler_call_details.method[1:].partition("/")
+        if of != SERVICE:
+            return None
         try:
-            if isinstance(request, Malformed):
-                raise request.refused()
-            client = self._keys.client(_metadata(context.invocation_metadata(), "authorization"))
+            client = self._keys.client(_metadata(handler_call_details.invocation_metadata, "authorization"))
+        except Unauthenticated as refused:
+            return grpc.unary_unary_rpc_method_handler(partial(_refuse, refused))
+        serialize = {"response_serializer": operator.methodcaller("SerializeToString")}
+        match method:
+            case "Generate":
+                return grpc.unary_stream_rpc_method_handler(partial(self._generate, client), **serialize)
+            case "GetModelInfo":
+                return grpc.unary_unary_rpc_method_handler(self._model_info, **serialize)
+        return None
+
+    async def _generate(self, client: Client, content: bytes, context: grpc.aio.ServicerContext) -> None:
+        try:
+            request = parsed(serving_pb2.GenerateRequest, content)
             submission = (await self._submission(request, context.time_remaining())).of(client)
             if traceparent := _metadata(context.invocation_metadata(), "traceparent"):
                 submission = replace(submission, traceparent=traceparent[:64])
@@ -98,10 +106,22 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
         except Exception as e:  # what is not a BatonError has a row in the table too: our bug
             if status.row(e).hide:
                 log.error("internal error: %s", type(e).__name__, exc_info=e)
-            context.set_trailing_metadata(status.grpc_trailing_metadata(e))
             with contextlib.suppress(TimeoutError):  # it waits behind what the client does not take
                 async with asyncio.timeout(ABORT_S):
-                    await context.abort(status.grpc_code(e), status.public_message(e))
+                    await _refuse(e, content, context)
+
+    async def _model_info(self, content: bytes, context: grpc.aio.ServicerContext) -> serving_pb2.GetModelInfoResponse:
+        try:
+            parsed(serving_pb2.GetModelInfoRequest, content)
+        except InvalidRequest as e:
+            await _refuse(e, content, context)
+        text = self._translator.text
+        return serving_pb2.GetModelInfoResponse(
+            model=self._model,
+            max_model_len=text.max_model_len,
+            vocab_size=text.vocab_size,
+            eos_token_ids=text.eos_token_ids,
+        )
 
     async def _write(self, context: grpc.aio.ServicerContext, message: serving_pb2.GenerateResponse) -> None:
         """Raises Cancelled when the client takes nothing for too long."""
@@ -110,19 +130,6 @@ class Serving(serving_pb2_grpc.ServingServicer):  # type: ignore[misc]
                 await context.write(message)
         except TimeoutError:
             raise Cancelled(f"the client took nothing for {SEND_TIMEOUT_S:g} s") from None
-
-    async def GetModelInfo(
-        self, request: serving_pb2.GetModelInfoRequest | Malformed, context: grpc.aio.ServicerContext
-    ) -> serving_pb2.GetModelInfoResponse:
-        if isinstance(request, Malformed):
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, request.refused().message)
-        text = self._translator.text
-        return serving_pb2.GetModelInfoResponse(
-            model=self._model,
-            max_model_len=text.max_model_len,
-            vocab_size=text.vocab_size,
-            eos_token_ids=text.eos_token_ids,
-        )
 
     async def _submission(self, request: serving_pb2.GenerateRequest, remaining_s: float | None) -> Submission:
         if request.model and request.model != self._model:
@@ -172,23 +179,17 @@ def _options(request: serving_pb2.GenerateRequest) -> Options:
     check_count("stop_token_ids", len(s.stop_token_ids), MAX_STOP_TOKENS)
     check_count("bad_words", len(s.bad_words), MAX_BAD_WORDS)
     check_count("grammar", len(s.grammar), MAX_GRAMMAR_CHARS, "characters")
-
-    def given(message: Any, name: str) -> Any:
-        return getattr(message, name) if message.HasField(name) else None
-
+    given = {name: getattr(s, name) for name in _SCALARS if s.HasField(name)}
+    given |= {name: getattr(request, name) for name in ("max_tokens", "n", "priority") if request.HasField(name)}
     return Options(
-        max_tokens=given(request, "max_tokens"),
-        n=given(request, "n"),
-        priority=given(request, "priority"),
         stop=tuple(request.stop),
         cache_salt=request.cache_salt or None,
-        ignore_eos=bool(given(s, "ignore_eos")),
         logit_bias=dict(s.logit_bias),
         stop_token_ids=tuple(s.stop_token_ids),
         bad_word_ids=tuple(tuple(word.ids) for word in s.bad_words),
         allowed_token_ids=tuple(s.allowed_token_ids) or None,
         constraint=Constraint("llguidance", s.grammar, "grammar") if s.grammar else None,
-        **{name: given(s, name) for name in _SCALARS},
+        **given,
     )
 
 
@@ -216,23 +217,9 @@ def _finished(delta: Delta) -> serving_pb2.GenerateResponse:
             prompt_tokens=delta.usage.prompt_tokens,
             completion_tokens=delta.usage.completion_tokens,
             cached_tokens=delta.usage.cached_tokens,
-            stages=types_pb2.StageStamps(
-                queue_s=t.queue_s,
-                prefill_s=t.prefill_s,
-                reserve_s=t.reserve_s,
-                transfer_s=t.transfer_s,
-                decode_queue_s=t.decode_queue_s,
-                decode_s=t.decode_s,
-            ),
+            stages=types_pb2.StageStamps(**{field.name: getattr(t, field.name) for field in fields(StageStamps)}),
             first_token_s=t.first_token_s,
-            speculation=None
-            if (s := delta.usage.speculation) is None
-            else types_pb2.SpeculationCounters(
-                steps=s.steps,
-                drafted_tokens=s.drafted_tokens,
-                accepted_tokens=s.accepted_tokens,
-                forced=s.forced,
-            ),
+            speculation=None if (s := delta.usage.speculation) is None else codec.to_message(s),
             prefill_worker=t.prefill_worker,
             decode_worker=t.decode_worker,
             spans=[serving_pb2.Span(**span._asdict()) for span in t.spans],
@@ -240,19 +227,10 @@ def _finished(delta: Delta) -> serving_pb2.GenerateResponse:
     )
 
 
-def _handlers(serving: Serving) -> grpc.GenericRpcHandler:
-    """As `add_ServingServicer_to_server` makes them, but for how requests are parsed."""
-    generate = grpc.unary_stream_rpc_method_handler(
-        serving.Generate,
-        request_deserializer=parser(serving_pb2.GenerateRequest),
-        response_serializer=serving_pb2.GenerateResponse.SerializeToString,
-    )
-    model_info = grpc.unary_unary_rpc_method_handler(
-        serving.GetModelInfo,
-        request_deserializer=parser(serving_pb2.GetModelInfoRequest),
-        response_serializer=serving_pb2.GetModelInfoResponse.SerializeToString,
-    )
-    return grpc.method_handlers_generic_handler(SERVICE, {"Generate": generate, "GetModelInfo": model_info})
+async def _refuse(error: Exception, content: bytes, context: grpc.aio.ServicerContext) -> None:
+    """Ends the call: `abort` raises."""
+    context.set_trailing_metadata(status.grpc_trailing_metadata(error))
+    await context.abort(status.grpc_code(error), status.public_message(error))
 
 
 def _metadata(metadata: Iterable[tuple[str, str]] | None, name: str) -> str:
@@ -271,32 +249,6 @@ def _reflection_v1(names: Iterable[str]) -> grpc.GenericRpcHandler:
         response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
     return grpc.method_handlers_generic_handler("grpc.reflection.v1.ServerReflection", {"ServerReflectionInfo": info})
-
-
-class _KeyCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Ends calls of the service that present no key; health and reflection need none."""
-
-    def __init__(self, keys: ApiKeys) -> None:
-        self._keys = keys
-
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        if not handler_call_details.method.startswith(f"/{SERVICE}/"):
-            return await continuation(handler_call_details)
-        try:
-            self._keys.client(_metadata(handler_call_details.invocation_metadata, "authorization"))
-        except Unauthenticated as refused:
-            error = refused
-
-            async def refuse(request: object, context: grpc.aio.ServicerContext) -> None:
-                context.set_trailing_metadata(status.grpc_trailing_metadata(error))
-                await context.abort(status.grpc_code(error), status.public_message(error))
-
-            return grpc.unary_unary_rpc_method_handler(refuse)
-        return await continuation(handler_call_details)
 
 
 class PublicServer:
@@ -321,10 +273,10 @@ class PublicServer:
             ("grpc.max_allowed_incoming_connections", round(connection_limit(0) * GRPC)),
         ]
         options = list({**dict(SERVER_OPTIONS), **dict(limits)}.items())
-        self._server = grpc.aio.server(options=options, interceptors=[_KeyCheck(keys)] if keys else None)
+        self._server = grpc.aio.server(options=options)
         self._generator = generator
         self._health = health.aio.HealthServicer()
-        self._server.add_generic_rpc_handlers((_handlers(Serving(generator, translator, model, keys or ApiKeys())),))
+        self._server.add_generic_rpc_handlers((Serving(generator, translator, model, keys or ApiKeys()),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)

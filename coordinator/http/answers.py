@@ -207,39 +207,3 @@ SCHEMAS: dict[str, Schema] = {
     "Batch": _BATCH,
     "BatchList": _page("Batch"),
 }
-ANSWERS: dict[tuple[str, str], str] = {
-    ("post", "/v1/completions"): "Completion",
-    ("post", "/v1/chat/completions"): "ChatCompletion",
-    ("post", "/v1/responses"): "Response",
-    ("get", "/v1/models"): "ModelList",
-    ("get", "/v1/models/{model_id}"): "Model",
-    ("post", "/tokenize"): "Tokens",
-    ("post", "/detokenize"): "Text",
-    ("get", "/version"): "Version",
-    ("get", "/get_model_info"): "ModelInfo",
-    ("get", "/tokenizer_info"): "TokenizerInfo",
-    ("get", "/server_info"): "ServerInfo",
-    ("get", "/loads"): "Loads",
-    ("get", "/live"): "Live",
-    ("get", "/health"): "Ready",
-    ("get", "/ready"): "Ready",
-    ("get", "/workers"): "Workers",
-    ("get", "/requests"): "Requests",
-    ("get", "/requests/{request_id}"): "Requests",
-    ("post", "/v1/files"): "File",
-    ("get", "/v1/files"): "FileList",
-    ("get", "/v1/files/{file_id}"): "File",
-    ("delete", "/v1/files/{file_id}"): "FileDeleted",
-    ("post", "/v1/batches"): "Batch",
-    ("get", "/v1/batches"): "BatchList",
-    ("get", "/v1/batches/{batch_id}"): "Batch",
-    ("post", "/v1/batches/{batch_id}/cancel"): "Batch",
-}
-"""The name of the schema of each route's answer that is JSON, by method and path."""
-TEXTS: dict[tuple[str, str], str] = {
-    ("get", "/"): "text/html",
-    ("get", "/metrics"): "text/plain",
-    ("get", "/v1/files/{file_id}/content"): "application/octet-stream",
-}
-STREAMED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
-"""With `stream` these answer as server-sent events."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,13 +31,13 @@ from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import HttpProblem, error_response, json_response
 from coordinator.http.generation import EchoOnly, GenerationResponse, Renderer
 from coordinator.http.guard import CLIENT, IGNORED, REQUEST_ID, Guard, Names
-from coordinator.http.openapi import describe
+from coordinator.http.openapi import add_route, describe
 from coordinator.metrics import CONTENT_TYPE
 from coordinator.openai import schema
 from coordinator.openai.render import ChatRender, CompletionRender, Head, Render
-from coordinator.openai.responses import ResponsesBody, parse_responses
+from coordinator.openai.responses import ResponsesBody
 from coordinator.openai.responses_render import ResponsesRender
-from coordinator.openai.validation import Strict
+from coordinator.openai.validation import Strict, parse
 from coordinator.recent import KEPT, Record
 from coordinator.submission import Generates, Generator, Submission
 from coordinator.text.chat import Rendering
@@ -90,30 +90,30 @@ def create_app(
     front = _Front(generator, text_model, settings, translator)
     app.state.close = front.close
     for_all = (
-        ("GET", "/", front.page),
-        ("GET", "/live", front.live),
-        ("GET", "/health", front.ready),
-        ("GET", "/ready", front.ready),
+        ("GET", "/", front.page, "text/html"),
+        ("GET", "/live", front.live, "Live"),
+        ("GET", "/health", front.ready, "Ready"),
+        ("GET", "/ready", front.ready, "Ready"),
     )
     api = (
-        ("POST", "/v1/completions", front.completions),
-        ("POST", "/v1/chat/completions", front.chat_completions),
-        ("POST", "/v1/responses", front.responses),
-        ("GET", "/v1/models", front.models),
-        ("GET", "/v1/models/{model_id:path}", front.model),
-        ("POST", "/tokenize", front.tokenize),
-        ("POST", "/detokenize", front.detokenize),
-        ("GET", "/version", front.version),
-        ("GET", "/get_model_info", front.model_info),
-        ("GET", "/tokenizer_info", front.tokenizer_info),
+        ("POST", "/v1/completions", front.completions, "Completion", schema.CompletionBody),
+        ("POST", "/v1/chat/completions", front.chat_completions, "ChatCompletion", schema.ChatBody),
+        ("POST", "/v1/responses", front.responses, "Response", ResponsesBody),
+        ("GET", "/v1/models", front.models, "ModelList"),
+        ("GET", "/v1/models/{model_id:path}", front.model, "Model"),
+        ("POST", "/tokenize", front.tokenize, "Tokens", schema.TokenizeBody),
+        ("POST", "/detokenize", front.detokenize, "Text", schema.DetokenizeBody),
+        ("GET", "/version", front.version, "Version"),
+        ("GET", "/get_model_info", front.model_info, "ModelInfo"),
+        ("GET", "/tokenizer_info", front.tokenizer_info, "TokenizerInfo"),
     )
     admin = (
-        ("GET", "/metrics", front.metrics),
-        ("GET", "/workers", front.workers),
-        ("GET", "/server_info", front.server_info),
-        ("GET", "/loads", front.loads),
-        ("GET", "/requests", front.requests),
-        ("GET", "/requests/{request_id:path}", front.request),
+        ("GET", "/metrics", front.metrics, "text/plain"),
+        ("GET", "/workers", front.workers, "Workers"),
+        ("GET", "/server_info", front.server_info, "ServerInfo"),
+        ("GET", "/loads", front.loads, "Loads"),
+        ("GET", "/requests", front.requests, "Requests"),
+        ("GET", "/requests/{request_id:path}", front.request, "Requests"),
     )
     app.state.batches = None
     if store is not None and settings.routes != "admin":
@@ -131,9 +131,9 @@ def create_app(
             app.add_api_route(
                 path, front.no_batches, methods=["GET", "POST"], response_model=None, include_in_schema=False
             )
-    served = {"all": (*api, *admin), "api": api, "admin": admin}[settings.routes]
-    for method, path, endpoint in (*for_all, *served):
-        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    served: tuple[tuple[Any, ...], ...] = {"all": (*api, *admin), "api": api, "admin": admin}[settings.routes]
+    for route in (*for_all, *served):
+        add_route(app, *route)
     for error in (BatonError, HttpProblem, HTTPException):
         app.add_exception_handler(error, _answer_error)
     names = Names(settings.allowed_origins) if settings.local_names_only else None
@@ -178,7 +178,7 @@ class _Front:
         self._parser.close()
 
     async def completions(self, request: Request) -> Response:
-        body = await self._body(request, schema.parse_completion)
+        body = await self._body(request, schema.CompletionBody)
         self._check_model(body.model)
         options, request_id = body.options(), _unique_id(request)
         submissions = []
@@ -195,13 +195,13 @@ class _Front:
         return self._generate(name, submissions, body, CompletionRender, generator, echos=echos)
 
     async def chat_completions(self, request: Request) -> Response:
-        body = await self._body(request, schema.parse_chat)
+        body = await self._body(request, schema.ChatBody)
         self._check_model(body.model)
         submission, more = await self._conversation(request, body)
         return self._generate(request.scope[REQUEST_ID], [submission], body, ChatRender, **more)
 
     async def responses(self, request: Request) -> Response:
-        body = await self._body(request, parse_responses)
+        body = await self._body(request, ResponsesBody)
         self._check_model(body.model)
         submission, more = await self._conversation(request, body)
         head = self._head(request.scope[REQUEST_ID], [submission], **more)
@@ -241,7 +241,7 @@ class _Front:
         return json_response(self._model())
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request, schema.parse_tokenize)
+        body = await self._body(request, schema.TokenizeBody)
         self._check_model(body.model)
         if body.prompt is not None:
             ids = await self._text.encode_soon(body.prompt, add_special_tokens=body.add_special_tokens)
@@ -255,7 +255,7 @@ class _Front:
         return json_response(answer | {"token_strs": names})
 
     async def detokenize(self, request: Request) -> Response:
-        body = await self._body(request, schema.parse_detokenize)
+        body = await self._body(request, schema.DetokenizeBody)
         self._check_model(body.model)
         if len(body.tokens) > self._text.max_model_len:
             raise InvalidRequest(f"at most {self._text.max_model_len} tokens", param="tokens")
@@ -315,8 +315,8 @@ class _Front:
     async def version(self) -> Response:
         return json_response({"version": self._settings.version})
 
-    async def _body(self, request: Request, parse: Callable[[bytes], _T]) -> _T:
-        body = await self._parser.parse(parse, await self.reader.read(request))
+    async def _body(self, request: Request, model: type[_T]) -> _T:
+        body = await self._parser.parse(partial(parse, model), await self.reader.read(request))
         request.scope[IGNORED] = body.ignored
         return body
 

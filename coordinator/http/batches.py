@@ -23,7 +23,9 @@ from coordinator.http.body import BodyReader
 from coordinator.http.errors import HttpProblem, json_response
 from coordinator.http.generation import ABORT
 from coordinator.http.guard import CLIENT
-from coordinator.openai.batches import parse_batch
+from coordinator.http.openapi import add_route
+from coordinator.openai.schema import BatchBody
+from coordinator.openai.validation import parse
 from coordinator.policy.quotas import Client
 
 UPLOAD_IDLE_S, UPLOAD_S = 30.0, 3600.0
@@ -52,18 +54,15 @@ class BatchRoutes:
         self._origins = allowed_origins
         self._store, self._reader, self._max_file_bytes = store, reader, max_file_bytes
         self._send_timeout_s, self._uploads = send_timeout_s, 0
-        for method, path, endpoint in (
-            ("POST", "/v1/files", self.upload),
-            ("GET", "/v1/files", self.files),
-            ("GET", "/v1/files/{file_id}", self.file),
-            ("DELETE", "/v1/files/{file_id}", self.delete),
-            ("GET", "/v1/files/{file_id}/content", self.content),
-            ("POST", "/v1/batches", self.create),
-            ("GET", "/v1/batches", self.batches),
-            ("GET", "/v1/batches/{batch_id}", self.batch),
-            ("POST", "/v1/batches/{batch_id}/cancel", self.cancel),
-        ):
-            app.add_api_route(path, endpoint, methods=[method], response_model=None)
+        add_route(app, "POST", "/v1/files", self.upload, "File")
+        add_route(app, "GET", "/v1/files", self.files, "FileList")
+        add_route(app, "GET", "/v1/files/{file_id}", self.file, "File")
+        add_route(app, "DELETE", "/v1/files/{file_id}", self.delete, "FileDeleted")
+        add_route(app, "GET", "/v1/files/{file_id}/content", self.content, "application/octet-stream")
+        add_route(app, "POST", "/v1/batches", self.create, "Batch", BatchBody)
+        add_route(app, "GET", "/v1/batches", self.batches, "BatchList")
+        add_route(app, "GET", "/v1/batches/{batch_id}", self.batch, "Batch")
+        add_route(app, "POST", "/v1/batches/{batch_id}/cancel", self.cancel, "Batch")
 
     async def upload(self, request: Request) -> Response:
         kind = request.headers.get("content-type", "")
@@ -138,7 +137,7 @@ class BatchRoutes:
         return FileAnswer(path, self._send_timeout_s)
 
     async def create(self, request: Request) -> Response:
-        body = parse_batch(await self._reader.read(request))
+        body = parse(BatchBody, await self._reader.read(request))
         client: Client = request.scope[CLIENT]
         wanted = (client.tenant, client.key, body.endpoint, body.input_file_id, body.metadata or {})
         batch = await self.runner.on_disk(self._store.add_batch, *wanted)

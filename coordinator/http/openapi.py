@@ -1,31 +1,19 @@
-"""`/openapi.json`: the routes, with the request bodies that the strict models accept and what is answered.
-
-The routes read their bodies and write their answers themselves, so FastAPI knows nothing of them; here the schemas are
-put in.
-"""
+"""Routes, and what `/openapi.json` says of them: the bodies that the strict models accept, and what is answered. They
+read their bodies and write their answers themselves, so FastAPI has to be told."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.responses import Response
 
-from coordinator.http.answers import ANSWERS, SCHEMAS, STREAMED, TEXTS
-from coordinator.openai import schema
-from coordinator.openai.batches import BatchBody
-from coordinator.openai.responses import ResponsesBody
+from coordinator.http.answers import SCHEMAS
 
-BODIES: dict[str, type[BaseModel]] = {
-    "/v1/completions": schema.CompletionBody,
-    "/v1/chat/completions": schema.ChatBody,
-    "/v1/responses": ResponsesBody,
-    "/tokenize": schema.TokenizeBody,
-    "/detokenize": schema.DetokenizeBody,
-    "/v1/batches": BatchBody,
-}
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -64,46 +52,41 @@ _UPLOAD = {
 }
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document of `app`, made once."""
-    if app.openapi_schema is not None:
-        return app.openapi_schema
-    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    bodies = {path: model for path, model in BODIES.items() if path in document["paths"]}
-    inputs = [(model, "validation") for model in bodies.values()]
-    _, definitions = models_json_schema(inputs, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
-    schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    for made_by_fastapi in ("HTTPValidationError", "ValidationError"):
-        schemas.pop(made_by_fastapi, None)
-    schemas.update(definitions.get("$defs", {}), **SCHEMAS, ErrorResponse=_ERROR)
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            operation["responses"] = _responses(method, path)
-        if path in bodies:
-            operations["post"]["requestBody"] = {"required": True, "content": _json(bodies[path].__name__)}
-        if path in QUERIES:
-            operations["get"].setdefault("parameters", []).extend(QUERIES[path])
-    if files := document["paths"].get("/v1/files"):
-        files["post"]["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
-    app.openapi_schema = document
-    return document
-
-
-def _responses(method: str, path: str) -> dict[str, Any]:
-    if (method, path) in TEXTS:
-        content: dict[str, Any] = {TEXTS[method, path]: {"schema": {"type": "string"}}}
-    else:
-        content = _json(ANSWERS[method, path])
-    if path in STREAMED:
+def add_route(
+    app: FastAPI, method: str, path: str, endpoint: Callable[..., Any], answer: str, body: type[BaseModel] | None = None
+) -> None:
+    """A route and what is said of it: `answer` names the schema of its JSON, or is the content type of what is none;
+    with `body`, the model of the request's, comes that of a stream, where it may ask for one."""
+    more: dict[str, Any] = {"parameters": QUERIES[path]} if method == "GET" and path in QUERIES else {}
+    if answer == "File" and method == "POST":
+        more["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
+    if body is not None:
+        more["requestBody"] = {"required": True, "content": _json(body.__name__)}
+        app.state.bodies = [*getattr(app.state, "bodies", ()), body]
+    content: dict[str, Any] = {answer: {"schema": {"type": "string"}}} if "/" in answer else _json(answer)
+    if body is not None and "stream" in body.model_fields:
         content["text/event-stream"] = {"schema": _EVENT}
-    found = {
-        "200": {"description": "OK", "content": content},
+    responses: dict[int | str, dict[str, Any]] = {
+        200: {"description": "OK", "content": content},
         "4XX": {"description": "Refused", "content": _json("ErrorResponse")},
         "5XX": {"description": "Failed", "content": _json("ErrorResponse")},
     }
-    if ANSWERS.get((method, path)) == "Ready":
-        found["503"] = {"description": "A pool has no ready worker", "content": _json("Ready")}
-    return found
+    if answer == "Ready":
+        responses[503] = {"description": "A pool has no ready worker", "content": _json("Ready")}
+    app.add_api_route(
+        path, endpoint, methods=[method], response_class=Response, responses=responses, openapi_extra=more
+    )
+
+
+def describe(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document of `app`, made once."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        bodies: Any = [(model, "validation") for model in getattr(app.state, "bodies", ())]
+        _, found = models_json_schema(bodies, ref_template="#/components/schemas/{model}")
+        document["components"] = {"schemas": found.get("$defs", {}) | SCHEMAS | {"ErrorResponse": _ERROR}}
+        app.openapi_schema = document
+    return app.openapi_schema
 
 
 def _json(name: str) -> dict[str, Any]:

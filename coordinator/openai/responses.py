@@ -4,14 +4,13 @@ the whole conversation, and `previous_response_id` is refused."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PlainValidator
+from pydantic import Field, PlainValidator, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
 from coordinator.openai import fields
-from coordinator.openai.json_body import parse_object
 from coordinator.openai.structured import JsonSchema, ResponseFormat, constraint_of
 from coordinator.openai.tools import (
     MAX_TOOLS,
@@ -23,7 +22,7 @@ from coordinator.openai.tools import (
     Tools,
     template_call,
 )
-from coordinator.openai.validation import Strict, at_most, validate
+from coordinator.openai.validation import Strict, at_most, counted, validate
 from coordinator.text.chat import ChatMessage, Rendering
 from coordinator.translate import MAX_MESSAGES, ROLES, Options
 
@@ -38,7 +37,16 @@ NEUTRAL: fields.Neutral = {
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-class Message(Strict):
+class _Item(Strict):
+    """Items of an earlier answer come back as they were, with ids and states."""
+
+    ignored_as = "input."
+
+    id: Any = None
+    status: Any = None
+
+
+class Message(_Item):
     type: Literal["message"] = "message"
     role: str
     content: str
@@ -47,7 +55,7 @@ class Message(Strict):
         return ChatMessage(self.role, self.content)
 
 
-class FunctionCall(Strict):
+class FunctionCall(_Item):
     type: Literal["function_call"]
     call_id: str
     name: Name
@@ -58,7 +66,7 @@ class FunctionCall(Strict):
         return ChatMessage("assistant", "", tool_calls=(call,))
 
 
-class FunctionCallOutput(Strict):
+class FunctionCallOutput(_Item):
     type: Literal["function_call_output"]
     call_id: str
     output: str
@@ -108,8 +116,49 @@ class TextOptions(Strict):
     verbosity: str | None = None
 
 
+def _text_of(parts: list[Any], param: str) -> str:
+    texts = []
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+            what = f"'{param}[{number}]': only text is supported: {', '.join(_TEXT_PARTS)}, with a string 'text'"
+            raise InvalidRequest(what, param=f"{param}[{number}]")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _items(value: Any, info: ValidationInfo[set[str]]) -> list[Item]:
+    if isinstance(value, str):
+        return [Message(role="user", content=value)]
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("input", "must be a string or an array of items")
+    found = []
+    for number, given in enumerate(counted(MAX_MESSAGES, value)):
+        param = f"input[{number}]"
+        if not isinstance(given, dict):
+            raise InvalidRequest(f"'{param}': must be an object", param=param)
+        kind = given.get("type") or "message"
+        if kind == "reasoning":
+            info.context.add("input.reasoning")
+            continue
+        model = _ITEMS.get(kind) if isinstance(kind, str) else None
+        if model is None:
+            known = ", ".join(_ITEMS)
+            raise InvalidRequest(f"'{param}.type': must be one of {known}", param=f"{param}.type")
+        texts = {n: _text_of(given[n], f"{param}.{n}") for n in ("content", "output") if isinstance(given.get(n), list)}
+        item = validate(model, {"type": kind} | given | texts, info.context, path=param)
+        if isinstance(item, Message) and item.role not in ROLES:
+            known = ", ".join(sorted(ROLES))
+            raise InvalidRequest(f"'{param}.role': must be one of {known}", param=f"{param}.role")
+        found.append(item)
+    return found
+
+
 class ResponsesBody(Strict):
-    input: Annotated[list[Item], PlainValidator(lambda value: value, json_schema_input_type=str | list[dict[str, Any]])]
+    inert = INERT
+    neutral = NEUTRAL
+
+    input: Annotated[list[Item], PlainValidator(_items, json_schema_input_type=str | list[dict[str, Any]])]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -123,6 +172,15 @@ class ResponsesBody(Strict):
     stream: bool | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
+
+    @model_validator(mode="after")
+    def _served(self) -> Self:
+        """Raises InvalidRequest for what is not, or does not go together."""
+        if self.top_logprobs:
+            raise InvalidRequest("'top_logprobs' is not served by /v1/responses", param="top_logprobs")
+        self.options()
+        self.tooling().check()
+        return self
 
     def options(self) -> Options:
         wanted = self.text.format if self.text is not None else None
@@ -167,68 +225,6 @@ class ResponsesBody(Strict):
         ]
         choice = "auto" if self.tool_choice is None else self.tool_choice
         return Tools(tools=tools, choice=choice, parallel=self.parallel_tool_calls is not False)
-
-
-def parse_responses(body: bytes) -> ResponsesBody:
-    """Raises InvalidRequest that names the field."""
-    ignored: set[str] = set()
-    served = ResponsesBody.model_fields.keys()
-    given = fields.sift(parse_object(body), served, NEUTRAL, inert=INERT, ignored=ignored)
-    if "input" not in given or given["input"] is None:
-        raise InvalidRequest("'input' is required", code="missing_required_parameter", param="input")
-    given["input"] = _items(given["input"], ignored)
-    parsed = validate(ResponsesBody, given, ignored)
-    if parsed.top_logprobs:
-        raise InvalidRequest("'top_logprobs' is not served by /v1/responses", param="top_logprobs")
-    parsed.options()
-    parsed.tooling().check()
-    return parsed
-
-
-def _items(value: Any, ignored: set[str]) -> list[Item]:
-    if isinstance(value, str):
-        return [Message(role="user", content=value)]
-    if not isinstance(value, list) or not value:
-        raise InvalidRequest("'input': must be a string or an array of items", param="input")
-    if len(value) > MAX_MESSAGES:
-        raise InvalidRequest(f"'input': at most {MAX_MESSAGES} items, not {len(value)}", param="input")
-    found = []
-    for number, given in enumerate(value):
-        param = f"input[{number}]"
-        if not isinstance(given, dict):
-            raise InvalidRequest(f"'{param}': must be an object", param=param)
-        kind = given.get("type") or "message"
-        if kind == "reasoning":
-            ignored.add("input.reasoning")
-            continue
-        model = _ITEMS.get(kind) if isinstance(kind, str) else None
-        if model is None:
-            known = ", ".join(_ITEMS)
-            raise InvalidRequest(f"'{param}.type': must be one of {known}", param=f"{param}.type")
-        # Items of an earlier answer come back as they were, with ids and states.
-        names: set[str] = set()
-        kept = fields.sift(given, model.model_fields.keys(), {}, path=f"{param}.", any_name=True, ignored=names)
-        ignored.update(f"input.{name}" for name in names - {"id", "status"})
-        for name in ("content", "output"):
-            if isinstance(kept.get(name), list):
-                kept[name] = _text_of(kept[name], f"{param}.{name}")
-        item = validate(model, {"type": kind} | kept, path=param)
-        if isinstance(item, Message) and item.role not in ROLES:
-            known = ", ".join(sorted(ROLES))
-            raise InvalidRequest(f"'{param}.role': must be one of {known}", param=f"{param}.role")
-        found.append(item)
-    return found
-
-
-def _text_of(parts: list[Any], param: str) -> str:
-    texts = []
-    for number, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-            what = f"'{param}[{number}]': only text is supported: {', '.join(_TEXT_PARTS)}, with a string 'text'"
-            raise InvalidRequest(what, param=f"{param}[{number}]")
-        texts.append(part["text"])
-    return "\n".join(texts)
 
 
 def shown_tools(tools: Tools) -> list[dict[str, Any]]:

@@ -1,33 +1,24 @@
 """The public request bodies as strict models, and the plain values they stand for.
 
-A body is bytes until here: parse_object -> sift (unknown, not served) -> types and sizes (pydantic, nothing coerced)
+A body is bytes until here: `parse` (validation.py: JSON, fields that are unknown or not served, types and sizes)
 -> `Options`, a prompt or messages. Ranges of the sampling fields are checked by translate.py, for gRPC too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import fields, replace
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    Field,
-    PlainValidator,
-    StringConstraints,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import MAX_BIASES, MAX_STOP_TOKENS
-from coordinator.openai import fields
-from coordinator.openai.json_body import parse_object
-from coordinator.openai.structured import JsonSchema, ResponseFormat, SchemaOrText, StructuredOutputs, constraint_of
-from coordinator.openai.tools import MAX_TOOLS, CalledFunction, Tool, ToolCall, ToolChoice, Tools
-from coordinator.openai.validation import Strict, at_most, counted, validate
+from coordinator.openai.fields import CHAT, COMPLETION, INERT, MESSAGE
+from coordinator.openai.structured import ResponseFormat, SchemaOrText, StructuredOutputs, constraint_of
+from coordinator.openai.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, Tools
+from coordinator.openai.validation import Strict, at_most, counted
 from coordinator.text.chat import RESERVED_VARIABLES, ChatMessage, Rendering
 from coordinator.translate import MAX_BAD_WORDS, MAX_CHOICES, MAX_MESSAGES, MAX_STOPS, Options
 
@@ -77,7 +68,7 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else counted(MAX_STOPS, value)
 
 
-def check_metadata(value: dict[str, str]) -> dict[str, str]:
+def _check_metadata(value: dict[str, str]) -> dict[str, str]:
     if any(len(k) > 64 or len(v) > 512 for k, v in value.items()):
         raise PydanticCustomError("metadata", "keys have at most 64 characters, values 512")
     return value
@@ -115,6 +106,7 @@ _Prompts = Annotated[
 ]
 _Biases = Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=dict[str, float])]
 _Ids = Annotated[list[int], Field(fail_fast=True)]  # of a million wrong ones the first is enough
+_Metadata = Annotated[dict[str, str], AfterValidator(_check_metadata), at_most(MAX_METADATA)]
 _Content = Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[TextPart])]
 
 
@@ -126,6 +118,8 @@ class StreamOptions(Strict):
 
 class GenerationBody(Strict):
     """What completions and chat share. The last block is inert."""
+
+    inert = INERT
 
     model: str | None = None
     max_tokens: int | None = None
@@ -166,37 +160,29 @@ class GenerationBody(Strict):
     user: _Label | None = None
     safety_identifier: _Label | None = None
     prompt_cache_key: _Label | None = None
-    metadata: Annotated[dict[str, str], AfterValidator(check_metadata), at_most(MAX_METADATA)] | None = None
+    metadata: _Metadata | None = None
 
     def options(self) -> Options:
+        """The fields that `Options` has under the same name, and those that need translating."""
+        shared = [option.name for option in fields(Options) if option.name in GenerationBody.model_fields]
+        given: dict[str, Any] = {name: value for name in shared if (value := getattr(self, name)) is not None}
+        given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
         return Options(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            n=self.n,
-            seed=self.seed,
-            stop=tuple(self.stop or ()),
-            ignore_eos=bool(self.ignore_eos),
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            logit_bias=self.logit_bias,
-            min_tokens=self.min_tokens,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            bad_words=tuple(self.bad_words or ()),
-            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-            prompt_logprobs=self.prompt_logprobs,
-            cache_salt=self.cache_salt,
-            priority=self.priority,
+            **given,
             include_stop=bool(self.include_stop_str_in_output),
-            skip_special_tokens=self.skip_special_tokens is not False,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
             constraint=constraint_of(
                 self.response_format, self.structured_outputs, self._guided(), self.guided_whitespace_pattern
             ),
         )
+
+    @model_validator(mode="after")
+    def _go_together(self) -> Self:
+        """Raises InvalidRequest for fields that do not."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs 'stream': true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+        return self
 
     def _guided(self) -> dict[str, Any]:
         names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -204,10 +190,18 @@ class GenerationBody(Strict):
 
 
 class CompletionBody(GenerationBody):
+    neutral = COMPLETION
+
     prompt: _Prompts
     best_of: int | None = None
     logprobs: int | None = None
     echo: bool | None = None
+
+    @model_validator(mode="after")
+    def _best_of_all(self) -> Self:
+        if self.best_of not in (None, 1 if self.n is None else self.n):
+            raise InvalidRequest("best_of must be n: no choice is thrown away", param="best_of")
+        return self
 
     @property
     def echo_only(self) -> bool:
@@ -226,14 +220,22 @@ class CompletionBody(GenerationBody):
 
 
 class MessageBody(Strict):
+    neutral = MESSAGE
+    ignored_as = "messages."
+
     role: str
     content: _Content
     name: _Name | None = None
     tool_call_id: _Name | None = None
     tool_calls: Annotated[list[ToolCall], at_most(MAX_TOOLS)] | None = None
 
+    @classmethod
+    def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """An assistant that called tools may have said nothing."""
+        return {"content": ""} | given if given.get("role") == "assistant" else given
 
-_Messages = Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES), at_most(MAX_MESSAGES)]
+
+_Messages = Annotated[list[MessageBody], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
 
 
 def _chat(messages: list[MessageBody]) -> list[ChatMessage]:
@@ -253,6 +255,8 @@ def _chat(messages: list[MessageBody]) -> list[ChatMessage]:
 
 
 class ChatBody(GenerationBody):
+    neutral = CHAT
+
     messages: _Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -263,6 +267,14 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _tools_go_together(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs 'logprobs': true", param="top_logprobs")
+        self.tooling().check()
+        self.rendering()
+        return self
 
     def options(self) -> Options:
         """As for completions; `max_completion_tokens` goes before its older name."""
@@ -309,6 +321,12 @@ class TokenizeBody(Strict):
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None
 
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")
+        return self
+
     def chat(self) -> list[ChatMessage]:
         return _chat(self.messages or [])
 
@@ -318,104 +336,8 @@ class DetokenizeBody(Strict):
     tokens: _Ids
 
 
-def parse_completion(body: bytes) -> CompletionBody:
-    """Raises InvalidRequest that names the field, as the other parse functions do."""
-    return _generation(CompletionBody, parse_object(body), fields.COMPLETION)
-
-
-def parse_chat(body: bytes) -> ChatBody:
-    return _generation(ChatBody, parse_object(body), fields.CHAT)
-
-
-def parse_tokenize(body: bytes) -> TokenizeBody:
-    ignored: set[str] = set()
-    given = fields.sift(parse_object(body), TokenizeBody.model_fields.keys(), fields.NOTHING)
-    parsed = validate(TokenizeBody, _sift_messages(given, ignored), ignored)
-    if (parsed.prompt is None) == (parsed.messages is None):
-        raise InvalidRequest("give either 'prompt' or 'messages'", param="prompt")
-    return parsed
-
-
-def parse_detokenize(body: bytes) -> DetokenizeBody:
-    given = fields.sift(parse_object(body), DetokenizeBody.model_fields.keys(), fields.NOTHING)
-    return validate(DetokenizeBody, given)
-
-
-_Gen = TypeVar("_Gen", bound=GenerationBody)
-
-
-_PARTS: Mapping[str, type[BaseModel]] = {
-    "stream_options": StreamOptions,
-    "response_format": ResponseFormat,
-    "structured_outputs": StructuredOutputs,
-}
-
-
-def _generation(model: type[_Gen], raw: Mapping[str, Any], neutral: fields.Neutral) -> _Gen:
-    ignored: set[str] = set()
-    served = model.model_fields.keys()
-    given = _sift_messages(fields.sift(raw, served, neutral, inert=fields.INERT, ignored=ignored), ignored)
-    for name, part in _PARTS.items():
-        if isinstance(value := given.get(name), dict):
-            given[name] = _sift_part(value, part, f"{name}.")
-    parsed = validate(model, given, ignored)
-    if parsed.stream_options is not None and not parsed.stream:
-        raise InvalidRequest("stream_options needs 'stream': true", param="stream_options")
-    if parsed.prompt_logprobs is not None and parsed.stream:
-        raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
-    if isinstance(parsed, CompletionBody) and parsed.best_of not in (None, 1 if parsed.n is None else parsed.n):
-        raise InvalidRequest("best_of must be n: no choice is thrown away", param="best_of")
-    if isinstance(parsed, ChatBody):
-        if parsed.top_logprobs and not parsed.logprobs:
-            raise InvalidRequest("top_logprobs needs 'logprobs': true", param="top_logprobs")
-        parsed.tooling().check()
-        parsed.rendering()
-    return parsed
-
-
-def _sift_part(value: dict[str, Any], part: type[BaseModel], path: str) -> dict[str, Any]:
-    names = {field.alias or name for name, field in part.model_fields.items()}
-    kept = fields.sift(value, names, fields.NOTHING, path=path)
-    kept = {name: inner for name, inner in kept.items() if inner is not None}
-    if part is ResponseFormat and isinstance(inner := kept.get("json_schema"), dict):
-        kept["json_schema"] = _sift_part(inner, JsonSchema, f"{path}json_schema.")
-    return kept
-
-
-def _sift_messages(given: dict[str, Any], ignored: set[str]) -> dict[str, Any]:
-    messages = given.get("messages")
-    if isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
-        found: set[str] = set()
-        given["messages"] = [_sift_message(m, i, found) if isinstance(m, dict) else m for i, m in enumerate(messages)]
-        ignored.update(f"messages.{name}" for name in found)
-    return given
-
-
-def _sift_call(call: dict[str, Any], path: str, ignored: set[str]) -> dict[str, Any]:
-    """What streams add to calls (`index`) comes back with them."""
-    extra: set[str] = set()
-    kept = fields.sift(call, ToolCall.model_fields.keys(), fields.NOTHING, path=path, any_name=True, ignored=extra)
-    if isinstance(function := kept.get("function"), dict):
-        known = CalledFunction.model_fields.keys()
-        kept["function"] = fields.sift(function, known, fields.NOTHING, path=path, any_name=True, ignored=extra)
-    ignored.update(f"tool_calls.{name}" for name in extra)
-    return {name: value for name, value in kept.items() if value is not None}
-
-
-def _sift_message(message: dict[str, Any], index: int, ignored: set[str]) -> dict[str, Any]:
-    kept = fields.sift(
-        message,
-        MessageBody.model_fields.keys(),
-        fields.MESSAGE,
-        path=f"messages[{index}].",
-        any_name=True,
-        ignored=ignored,
-    )
-    if isinstance(calls := kept.get("tool_calls"), list) and len(calls) <= MAX_TOOLS:
-        kept["tool_calls"] = [
-            _sift_call(call, f"messages[{index}].tool_calls[{place}].", ignored) if isinstance(call, dict) else call
-            for place, call in enumerate(calls)
-        ]
-    if kept.get("role") == "assistant" and kept.get("content") is None:
-        kept["content"] = ""  # as it is where an assistant called tools
-    return kept
+class BatchBody(Strict):
+    input_file_id: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    completion_window: Literal["24h"]
+    metadata: _Metadata | None = None

@@ -61,12 +61,17 @@ ToolChoice = Annotated[
 
 
 class CalledFunction(Strict):
+    ignored_as = "messages.tool_calls."
+
     name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
     arguments: str
 
 
 class ToolCall(Strict):
-    """A call in the history. Its arguments are a JSON object as text."""
+    """A call in the history. Its arguments are a JSON object as text. What streams add to calls (`index`) comes back
+    with them."""
+
+    ignored_as = "messages.tool_calls."
 
     id: str
     type: Literal["function"] = "function"

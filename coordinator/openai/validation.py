@@ -2,26 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import difflib
+from collections.abc import Mapping, Set
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PrivateAttr, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
+from coordinator.openai.fields import MAX_NAMED, Neutral
+from coordinator.openai.json_body import parse_object
 
 
 class Strict(BaseModel):
-    """The base of every body."""
+    """The base of every body and of the objects in it. `null` counts as not given, whatever the name. Of fields that
+    are not served, `inert` ones are accepted and named in `ignored`, `neutral` ones accepted at the values that ask for
+    nothing, and others refused; with `ignored_as`, the prefix for their names, any other is accepted and named."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
+    inert: ClassVar[Set[str]] = frozenset()
+    neutral: ClassVar[Neutral] = {}
+    ignored_as: ClassVar[str | None] = None
     _ignored: frozenset[str] = PrivateAttr(frozenset())
 
     @property
     def ignored(self) -> frozenset[str]:
-        """Names of fields that were given and change nothing; those of messages begin with `messages.`."""
+        """Of a whole body: names of fields that were given and change nothing, MAX_NAMED and one at most."""
         return self._ignored
+
+    @classmethod
+    def completed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """`given` with what follows from other fields."""
+        return given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sift(cls, given: Any, info: ValidationInfo) -> Any:
+        """The served fields of an object."""
+        if not isinstance(given, dict):
+            return given
+        served = {field.alias or name for name, field in cls.model_fields.items()}
+        kept = {}
+        for name, value in given.items():
+            if value is None:
+                continue
+            if name in served:
+                kept[name] = value
+            if name in cls.neutral:
+                if not any(_same(value, accepted) for accepted in cls.neutral[name]):
+                    what = f"is not supported yet{_accepted(cls.neutral[name])}"
+                    raise PydanticCustomError("unsupported_parameter", what, {"field": name})
+            elif name in cls.inert or (name not in served and cls.ignored_as is not None):
+                if info.context is not None and len(info.context) <= MAX_NAMED:
+                    info.context.add((cls.ignored_as or "") + name[:64])
+            elif name not in served:
+                near = difflib.get_close_matches(name[:64], sorted(served | cls.neutral.keys() | cls.inert), 1, 0.7)
+                hint = f"; did you mean '{near[0]}'?" if near else ""
+                raise PydanticCustomError("unknown_parameter", hint, {"field": name})
+        return cls.completed(kept)
 
 
 _Body = TypeVar("_Body", bound=Strict)
@@ -38,13 +85,20 @@ def at_most(most: int) -> BeforeValidator:
     return BeforeValidator(partial(counted, most))
 
 
-def validate(model: type[_Body], given: dict[str, Any], ignored: Iterable[str] = (), *, path: str = "") -> _Body:
-    """The body, or InvalidRequest that names its field, as part of `path`."""
+def parse(model: type[_Body], body: bytes) -> _Body:
+    """The body, or InvalidRequest that names its field."""
+    return validate(model, parse_object(body))
+
+
+def validate(model: type[_Body], given: Mapping[str, Any], ignored: set[str] | None = None, *, path: str = "") -> _Body:
+    """An object, or InvalidRequest that names its field, as part of `path`. Names of ignored fields are added to
+    `ignored`."""
+    names = set() if ignored is None else ignored
     try:
-        body = model.model_validate(given)
+        body = model.model_validate(given, context=names)
     except ValidationError as error:
         raise _refusal(error, path) from None
-    body._ignored = frozenset(ignored)
+    body._ignored = frozenset(names)
     return body
 
 
@@ -61,12 +115,27 @@ _MUST_BE = {
 
 
 def _refusal(error: ValidationError, path: str) -> InvalidRequest:
-    """The first thing at fault, without a word of the input."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    """The first thing at fault, without a word of the input but the name of the field."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    kind, message = first["type"], first["msg"]
     param = path
     for part in first["loc"]:
         param += f"[{part}]" if isinstance(part, int) else f".{part[:64]}" if param else part[:64]
-    if first["type"] == "missing":
+    if field := first.get("ctx", {}).get("field"):
+        param += f".{field[:100]}" if param else field[:100]
+    if kind == "missing":
         return InvalidRequest(f"'{param}' is required", code="missing_required_parameter", param=param)
-    message = _MUST_BE.get(first["type"]) or first["msg"][:200]
-    return InvalidRequest(f"'{param}': {message}", param=param)
+    if kind == "unknown_parameter":
+        return InvalidRequest(f"unknown field '{param}'{message}", code=kind, param=param)
+    if kind == "unsupported_parameter":
+        return InvalidRequest(f"'{param}' {message}", code=kind, param=param)
+    return InvalidRequest(f"'{param}': {_MUST_BE.get(kind) or message[:200]}", param=param)
+
+
+def _same(value: Any, accepted: Any) -> bool:
+    return type(value) is type(accepted) and bool(value == accepted)
+
+
+def _accepted(values: tuple[Any, ...]) -> str:
+    shown = [repr(v).lower() if isinstance(v, bool) else repr(v) for v in values if not isinstance(v, float)]
+    return f" (only {' or '.join(shown)})" if shown else ""

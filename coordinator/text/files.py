@@ -46,7 +46,7 @@ class TextFiles:
     special_tokens: dict[str, str]
     eos_token_ids: tuple[int, ...]
     chat_template: ChatTemplate | None = None
-    sampling: dict[str, float] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
 
@@ -111,7 +111,7 @@ def _chat_template(directory: Path, settings: dict[str, Any], names: dict[str, s
     return ChatTemplate(source, names)
 
 
-def _sampling(generation: dict[str, Any]) -> dict[str, float]:
+def _sampling(generation: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, (low, high) in _SAMPLING.items():
         value = generation.get(name)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +26,7 @@ from tokenizers import Tokenizer
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest, StartupError
 from baton.core.model_config import ModelConfig
+from baton.core.request import SamplingParams
 from coordinator.text.chat import PLAIN, ChatEncoder, ChatMessage, Rendering
 from coordinator.text.files import TextFiles, read_text_files
 from coordinator.text.stream import TextStream, Vocabulary
@@ -34,15 +34,6 @@ from coordinator.text.tool_calls import FORMATS, THINK, detect_format
 
 INLINE_CHARS = 2_000
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
 
 class TextModel:
@@ -61,13 +52,7 @@ class TextModel:
         bos = files.special_tokens.get("bos_token")
         self.bos_token_id: int | None = None if bos is None else files.tokenizer.token_to_id(bos)
         self.ignored_defaults = files.ignored
-        self.defaults = SamplingDefaults(
-            temperature=float(files.sampling.get("temperature", 1.0)),
-            top_p=float(files.sampling.get("top_p", 1.0)),
-            top_k=max(0, int(files.sampling.get("top_k", 0))),
-            min_p=float(files.sampling.get("min_p", 0.0)),
-            repetition_penalty=float(files.sampling.get("repetition_penalty", 1.0)),
-        )
+        self.defaults = SamplingParams(**files.sampling)
         self.max_token_bytes = _max_token_bytes(files.parts, self.vocabulary)
         self._chat = (
             None if files.chat_template is None else ChatEncoder(files.chat_template, files.tokenizer, files.parts)
@@ -158,8 +143,15 @@ class TextModel:
     def stream(self, stop: Iterable[str] = ()) -> TextStream:
         return TextStream(self.vocabulary, stop)
 
+    def start(self) -> None:
+        """Begins what else the first conversation would wait for."""
+        if self._chat is not None:
+            self._chat.template.renderer.start()
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._chat is not None:
+            self._chat.template.renderer.close()
 
     async def _off_loop(self, work: Callable[[], _T]) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -1,42 +1,107 @@
-"""A model's chat template: compiled once, rendered within limits of time and size."""
+"""A model's chat template, rendered by Jinja's sandbox in a child process.
+
+The sandbox keeps a template from Python's insides, and the kernel limits what it takes: the child has CHILD_BYTES of
+memory and a timer of its own processor time, so a busy machine does not make a good template fail. One that hangs in a
+single operation, where no signal is handled, is killed with the child, and the next rendering starts another.
+"""
 
 from __future__ import annotations
 
 import json
+import resource
+import signal
+import threading
 from collections.abc import Mapping
-from typing import Any
+from concurrent.futures import Executor, Future
+from concurrent.futures.process import BrokenProcessPool
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from baton.core.errors import InvalidRequest, StartupError
-from coordinator.text.sandbox import Sandbox
+from baton.core.errors import InvalidRequest, StartupError, Unavailable
+from coordinator.child import kill_child, start_child
 
 TIME_LIMIT_S = 0.2
+KILL_S = 5.0
+START_S = 60.0
+CHILD_BYTES = 512 << 20
 MAX_EXTRA_CHARS = 1 << 18
+
+
+class Renderer:
+    """State: the child, once it is needed, and what is done when it has begun. Renderings wait for each other, for
+    KILL_S each at most."""
+
+    def __init__(self) -> None:
+        self._child: Executor | None = None
+        self._begun: Future[None] = Future()
+        self._lock = threading.Lock()
+
+    def start(self) -> Executor:
+        """The child; one that is new takes some tenths of a second to begin, which are not waited for here."""
+        if self._child is None:
+            self._child = start_child(_begin)
+            self._begun = self._child.submit(_ready)
+        return self._child
+
+    def render(self, source: str, variables: Mapping[str, Any], max_chars: int) -> str:
+        """Raises as ChatTemplate.render."""
+        with self._lock:
+            try:
+                child = self.start()
+                self._begun.result(START_S)
+                text, refusal = child.submit(_render, source, variables, max_chars).result(KILL_S)
+            except TimeoutError:
+                self.close()
+                text, refusal = "", "the chat template failed: it hangs"
+            except BrokenProcessPool:
+                self.close()
+                raise Unavailable("the process that renders chat templates has died", retry_after_s=1) from None
+        if refusal:
+            raise InvalidRequest(refusal, param="messages")
+        return text
+
+    def close(self) -> None:
+        """Kills the child, whatever it does."""
+        child, self._child = self._child, None
+        if child is not None:
+            kill_child(child)
 
 
 class ChatTemplate:
     """`special_tokens` are the template's variables `bos_token`, `eos_token` and the like.
 
-    Raises StartupError where `source` is not a template.
+    Raises StartupError where `source` is not a template. It is parsed here and no more: compiling computes constants.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str] | None = None, renderer: Renderer | None = None
+    ) -> None:
         self.source = source
+        self.renderer = renderer or Renderer()
         self._special_tokens = dict(special_tokens or {})
-        self._sandbox = Sandbox()
+        sandbox = _sandbox()
         try:
-            self._template = self._sandbox.from_string(source)
+            self._tree = sandbox.parse(source)
         except TemplateSyntaxError as error:
             raise StartupError(f"chat template, line {error.lineno}: {str(error.message)[:200]}") from None
-        except (TemplateError, RecursionError, SyntaxError) as error:
-            raise StartupError(f"chat template: {type(error).__name__}: {str(error)[:200]}") from None
+        except RecursionError:
+            raise StartupError("chat template: it is nested too deeply") from None
+        for kind, known in ((nodes.Filter, sandbox.filters), (nodes.Test, sandbox.tests)):
+            for used in self._tree.find_all(kind):
+                if used.name not in known:
+                    raise StartupError(f"chat template, line {used.lineno}: there is no {used.name[:100]!r}")
 
     def literals(self) -> str:
         """All text that the template itself can write, NUL between the pieces."""
-        tree = self._sandbox.parse(self.source)
-        texts = {node.data for node in tree.find_all(nodes.TemplateData)}
-        texts |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        texts = {node.data for node in self._tree.find_all(nodes.TemplateData)}
+        texts |= {node.value for node in self._tree.find_all(nodes.Const) if isinstance(node.value, str)}
         return "\0".join(sorted(texts))
 
     def render(
@@ -46,35 +111,92 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
-        time_limit_s: float = TIME_LIMIT_S,
     ) -> str:
-        """The prompt. Blocks its thread for about `time_limit_s` at most.
+        """The prompt. Blocks its thread for about TIME_LIMIT_S as a rule, and KILL_S at most.
 
         Raises:
             InvalidRequest: the template refused the messages, failed, or went over a limit.
+            Unavailable: the child has died; the next rendering starts another.
         """
-        limits = self._sandbox.limits
-        given = sum(len(message["content"]) for message in messages) + len(json.dumps(tools or []))
-        given += sum(len(json.dumps(message["tool_calls"])) for message in messages if "tool_calls" in message)
-        limits.start(time_limit_s, MAX_EXTRA_CHARS + 4 * given)
-        known = (
-            dict(variables or {})
-            | self._special_tokens
-            | {
-                "messages": messages,
-                "tools": tools,
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
-            }
-        )
-        pieces: list[str] = []
+        given = {
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        known = dict(variables or {}) | self._special_tokens | given
+        return self.renderer.render(self.source, known, MAX_EXTRA_CHARS + 4 * len(json.dumps(given)))
+
+
+# In the child.
+
+
+def _begin() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, _out_of_time)
+
+
+def _ready() -> None:
+    """Answers when the child has begun."""
+
+
+def _render(source: str, variables: Mapping[str, Any], max_chars: int) -> tuple[str, str]:
+    """The text, and why it is refused, if it is."""
+    try:
+        template = _compiled(source)
+        signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT_S)
         try:
-            for piece in self._template.generate(known):
-                limits.write(len(piece))
-                pieces.append(piece)
-        except TemplateError as error:
-            raise InvalidRequest(f"the chat template refused: {str(error)[:300]}", param="messages") from None
-        except Exception as error:
-            name = type(error).__name__
-            raise InvalidRequest(f"the chat template failed: {name}: {error!s:.200}", param="messages") from None
-        return "".join(pieces)
+            text = template.render(variables)
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        if len(text) > max_chars:
+            raise SecurityError("its text is too long")
+    except TemplateError as error:
+        return "", f"the chat template refused: {str(error)[:300]}"
+    except Exception as error:
+        return "", f"the chat template failed: {type(error).__name__}: {error!s:.200}"
+    return text, ""
+
+
+def _out_of_time(*_: object) -> NoReturn:
+    raise SecurityError("it takes too long")
+
+
+@lru_cache
+def _compiled(source: str) -> Template:
+    return _sandbox().from_string(source)
+
+
+def _sandbox() -> ImmutableSandboxedEnvironment:
+    """With what transformers gives a chat template."""
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    made.filters["tojson"] = _tojson
+    made.globals["raise_exception"] = _raise_exception
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return made
+
+
+class _Generation(Extension):
+    """`{% generation %}...{% endgeneration %}` marks what the assistant wrote, for training; here it is plain text."""
+
+    tags = frozenset(["generation"])  # type: ignore[assignment]
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without Jinja's HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

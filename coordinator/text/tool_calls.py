@@ -14,9 +14,10 @@ breaks off or is no JSON, is text.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,123 +100,87 @@ def make_parser(form: str | None, functions: frozenset[str], *, thinks: bool, th
     return ThinkParser(parser, thinking) if thinks else parser
 
 
-class _Object:
-    """Reads a JSON object that is a call, character by character: an object of names and values with a "name" and
-    "arguments" or "parameters". State: the key and value that are being read, and what is known of the call."""
-
-    def __init__(self, functions: frozenset[str] = frozenset()) -> None:
-        self.name: str | None = None
-        self.state = "reading"  # done, failed
-        self._functions = functions
-        self._arguments: list[str] | None = None
-        self._streams: bool | None = None  # whether they are an object, which may go out as it is written
-        self._key = ""
-        self._value: list[str] = []
-        self._place = "begin"  # key, colon, value
-        self._depth = 0
-        self._string = _String()
-
-    def take_arguments(self) -> str:
-        """What is new of the arguments, once the name is known; at its end an object that has none has "{}"."""
-        if self.name is None:
-            return ""
-        if self._arguments is None:
-            return "{}" if self.state == "done" else ""
-        fresh, self._arguments = "".join(self._arguments), []
-        return fresh
-
-    def feed(self, text: str) -> int:
-        """Takes characters until the object ends or turns out to be no call; returns how many."""
-        for count, character in enumerate(text):
-            if self.state != "reading":
-                return count
-            try:
-                self._take(character)
-            except ValueError:
-                self.state = "failed"
-                return count
-        return len(text)
-
-    def _take(self, c: str) -> None:
-        if self._place == "value":
-            self._take_value(c)
-        elif self._string.open:
-            self._value.append(c)
-            if not self._string.take(c):
-                self._key, self._place = str(json.loads("".join(self._value))), "colon"
-        elif c.isspace():
-            return
-        elif self._place == "key" and c == '"':
-            self._value = [c]
-            self._string.take(c)
-        elif (self._place, c) == ("colon", ":"):
-            if self._key in ("arguments", "parameters") and self._arguments is not None:
-                raise ValueError
-            self._value, self._place = [], "value"
-        elif (self._place, c) == ("begin", "{"):
-            self._place = "key"
-        else:
-            raise ValueError
-
-    def _take_value(self, c: str) -> None:
-        arguments = self._key in ("arguments", "parameters")
-        if self._string.open or c not in ",}" or self._depth > 0:
-            if arguments and self._streams is None and not c.isspace():
-                self._streams, self._arguments = c == "{", []
-            if arguments and self._streams and (self._depth > 0 or c == "{") and self._arguments is not None:
-                self._arguments.append(c)
-            if not self._string.take(c):
-                self._depth += (c in "{[") - (c in "}]")
-            self._value.append(c)
-            return
-        text = "".join(self._value)
-        value = json.loads(text)
-        if arguments and not self._streams:  # a string that holds them, or what is no object
-            self._arguments = [value if isinstance(value, str) else text.strip()]
-        elif self._key == "name":
-            if not isinstance(value, str) or not value or (self._functions and value not in self._functions):
-                raise ValueError
-            self.name = value
-        self._place = "key"
-        if c == "}":
-            self.state = "failed" if self.name is None else "done"
-
-
-class _String:
-    """Whether JSON text is within a string."""
-
-    def __init__(self) -> None:
-        self.open = self._escaped = False
-
-    def take(self, c: str) -> bool:
-        """Takes a character: whether the text behind it is within a string."""
-        if self.open:
-            self.open = self._escaped or c != '"'
-            self._escaped = c == "\\" and not self._escaped
-        else:
-            self.open = c == '"'
-        return self.open
-
-
 class _Braces:
     """Reads any JSON object; only where it ends is of interest."""
 
     def __init__(self) -> None:
-        self.state = "reading"
+        self.state = "reading"  # done, failed
         self._depth = 0
-        self._string = _String()
+        self._in_string = self._escaped = False
 
     def feed(self, text: str) -> int:
+        """Takes characters until the object ends or turns out to be none; returns how many."""
         for count, c in enumerate(text):
             if self._depth == 0 and c != "{":
+                if c.isspace():
+                    continue
                 self.state = "failed"
                 return count
-            if not self._string.take(c):
+            if self._in_string:
+                self._in_string = self._escaped or c != '"'
+                self._escaped = c == "\\" and not self._escaped
+            elif c == '"':
+                self._in_string = True
+            else:
                 self._depth += (c in "{[") - (c in "}]")
             if self._depth == 0:
                 self.state = "done"
                 return count + 1
         return len(text)
+
+
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){1,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+
+
+class _Object:
+    """Reads a JSON object that is a call: it has a "name" and "arguments" or "parameters". Written in this order, as
+    all models are taught, it is known as a call before its arguments, which go out as they come; otherwise at its end.
+    State: its name, its text as long as it has none, and where the whole and the arguments end."""
+
+    def __init__(self, functions: frozenset[str] = frozenset()) -> None:
+        self.name: str | None = None
+        self.text = ""
+        self._functions = functions
+        self._whole, self._arguments = _Braces(), _Braces()
+
+    @property
+    def state(self) -> str:
+        """`reading`; `done`, with a name; `failed`: it is no call."""
+        return "failed" if self._whole.state == "done" and self.name is None else self._whole.state
+
+    def feed(self, text: str) -> tuple[int, str]:
+        """How many characters it takes, and what is new of the arguments."""
+        taken = self._whole.feed(text)
+        if self.name is not None:
+            return taken, self._of_arguments(text[:taken])
+        self.text += text[:taken]
+        if (head := _HEAD.match(self.text)) is not None and (name := self._named(_json(head[1]))) is not None:
+            self.name = name
+            return taken, self._of_arguments(self.text[head.end() :])
+        return taken, self._at_once() if self._whole.state == "done" else ""
+
+    def _of_arguments(self, text: str) -> str:
+        return text[: self._arguments.feed(text)] if self._arguments.state == "reading" else ""
+
+    def _at_once(self) -> str:
+        call = _json(self.text.strip())
+        if not isinstance(call, dict):
+            return ""
+        self.name = self._named(call.get("name"))
+        arguments = call.get("arguments", call.get("parameters", {}))
+        return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+    def _named(self, name: Any) -> str | None:
+        is_name = isinstance(name, str) and name and (not self._functions or name in self._functions)
+        return name if is_name else None
+
+
+def _json(text: str) -> Any:
+    """The value, None where it is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 class _Machine:
@@ -280,7 +245,7 @@ class _Machine:
 
 
 class _ObjectParser(_Machine):
-    """Calls that are objects. State: the one that is being read, and its text until its name is known."""
+    """Calls that are objects. State: the one that is being read, and what is to be said before it if it is none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,17 +262,14 @@ class _ObjectParser(_Machine):
 
     def _read(self) -> bool:
         found, begun = self._object, self._object.name is not None
-        taken = found.feed(self._pending)
-        if not begun:
-            self._raw += self._pending[:taken]
+        taken, arguments = found.feed(self._pending)
         self._pending = self._pending[taken:]
         if found.name is not None:
             if not begun:
                 self._begin_call(found.name)
-            self._argue(found.take_arguments())
+            self._argue(arguments)
         if found.state == "failed":
-            if found.name is None:
-                self._say(self._raw)
+            self._say(self._raw + found.text)
             self._state = self._as_text
         elif found.state == "done":
             self._state = self._behind
@@ -315,7 +277,7 @@ class _ObjectParser(_Machine):
 
     def finish(self) -> list[Event]:
         if self._state == self._read and self._object.name is None:
-            self._say(self._raw)
+            self._say(self._raw + self._object.text)
         return super().finish()
 
 

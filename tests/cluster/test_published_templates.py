@@ -16,7 +16,7 @@ import jsonschema
 import openai
 import pytest
 
-from coordinator.text.template import ChatTemplate
+from coordinator.text.template import ChatTemplate, Renderer
 from coordinator.text.tool_calls import detect_format
 from tests.cluster.test_npm_client import TARGET
 from tests.support.cluster import cluster
@@ -102,7 +102,7 @@ def rendered(how: Any) -> str | None:
 def test_each_is_rendered_as_transformers_does(published: dict[str, str]) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    different, texts = [], 0
+    different, texts, renderer = [], 0, Renderer()
     for name, source in published.items():
         for kind, (messages, tools) in TALKS.items():
             options: dict[str, Any] = {"tools": tools, "add_generation_prompt": True}
@@ -111,7 +111,7 @@ def test_each_is_rendered_as_transformers_does(published: dict[str, str]) -> Non
                 return str(render_jinja_template([messages], chat_template=source, **options, **TOKENS)[0][0])
 
             def ours(source=source, messages=messages, options=options) -> str:  # type: ignore[no-untyped-def]
-                return ChatTemplate(source, TOKENS).render(messages, **options)
+                return ChatTemplate(source, TOKENS, renderer).render(messages, **options)
 
             expected = rendered(theirs)
             texts += expected is not None

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import httpx
 import pytest
 
 from baton.core.errors import InvalidRequest, Unavailable
+from coordinator.http import app as http_app
 from coordinator.http import body as http_body
 from coordinator.http.body import INLINE_BYTES, BodyParser
 from coordinator.openai import schema as openai_schema
@@ -63,25 +63,25 @@ def on_a_thread() -> BodyParser:
 @pytest.mark.parametrize(("name", "entries", "most"), TOO_MANY, ids=[name for name, *_ in TOO_MANY])
 def test_entries_are_counted_before_they_are_looked_at(name: str, entries: Any, most: int) -> None:
     with pytest.raises(InvalidRequest, match=f"at most {most} entries, not {most + 1}") as refused:
-        openai_schema.parse_chat(json.dumps(GOOD[CHAT] | {name: entries}).encode())
+        validation.parse(openai_schema.ChatBody, json.dumps(GOOD[CHAT] | {name: entries}).encode())
     assert refused.value.param == name
 
 
 @pytest.mark.parametrize(
-    ("parse", "field", "extra"),
+    ("model", "field", "extra"),
     [
-        (openai_schema.parse_detokenize, "tokens", {}),
-        (openai_schema.parse_completion, "allowed_token_ids", {"prompt": "a"}),
+        (openai_schema.DetokenizeBody, "tokens", {}),
+        (openai_schema.CompletionBody, "allowed_token_ids", {"prompt": "a"}),
     ],
 )
 def test_the_first_of_many_wrong_ids_is_the_last_one_looked_at(
-    parse: Callable[[bytes], Any], field: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    model: type[validation.Strict], field: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = []
     refusal = validation._refusal
     monkeypatch.setattr(validation, "_refusal", lambda e, path: counts.append(e.error_count()) or refusal(e, path))
     with pytest.raises(InvalidRequest, match="must be an integer") as refused:
-        parse(json.dumps({field: ["a"] * 100, **extra}).encode())
+        validation.parse(model, json.dumps({field: ["a"] * 100, **extra}).encode())
     assert (counts, refused.value.param) == ([1], f"{field}[0]")
 
 
@@ -96,7 +96,7 @@ def test_lists_are_not_searched_for_garbage_while_they_are_made(end: bytes) -> N
     gc.callbacks.append(seen)
     try:
         with pytest.raises(InvalidRequest):
-            openai_schema.parse_completion(body)
+            validation.parse(openai_schema.CompletionBody, body)
     finally:
         gc.callbacks.remove(seen)
     assert gc.isenabled()
@@ -114,27 +114,19 @@ async def test_a_large_body_is_parsed_as_a_small_one(client: httpx.AsyncClient, 
     assert (await client.post(COMPLETIONS, content=padded, headers=JSON)).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        (COMPLETIONS, "parse_completion"),
-        (CHAT, "parse_chat"),
-        ("/tokenize", "parse_tokenize"),
-        ("/detokenize", "parse_detokenize"),
-    ],
-)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
 async def test_requests_are_answered_while_a_large_body_is_parsed(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, name: str
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     begun, go = threading.Event(), threading.Event()
 
-    def parse(body: bytes) -> None:
+    def parse(model: type, body: bytes) -> None:
         begun.set()
         if not go.wait(HANG_S):
             raise AssertionError("the event loop stood still")
         raise InvalidRequest("held", param="held")
 
-    monkeypatch.setattr(openai_schema, name, parse)
+    monkeypatch.setattr(http_app, "parse", parse)
     monkeypatch.setattr(http_body, "start_child", lambda: ThreadPoolExecutor(1))
     large = asyncio.create_task(client.post(path, content=LARGE, headers=JSON))
     try:

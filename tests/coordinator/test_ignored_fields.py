@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from coordinator.openai.fields import INERT, MAX_NAMED, as_header
-from coordinator.openai.schema import parse_chat
+from coordinator.openai.schema import ChatBody
+from coordinator.openai.validation import parse
 from tests.support.fake_generator import FakeGenerator
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 
@@ -66,7 +67,7 @@ def test_the_header_is_printable_and_short() -> None:
 
 async def test_half_a_million_keys_of_a_message_are_not_kept(client: httpx.AsyncClient) -> None:
     message = USER | {f"{'k' * 70}{i}": 1 for i in range(5000)}
-    found = parse_chat(json.dumps({"messages": [message]}).encode()).ignored
+    found = parse(ChatBody, json.dumps({"messages": [message]}).encode()).ignored
     assert len(found) <= MAX_NAMED + 1 and max(map(len, found)) <= 64 + len("messages.")
     answer = await client.post(CHAT, json={"messages": [message]})
     assert answer.status_code == 200 and len(answer.headers["x-ignored-fields"]) < 2000

@@ -22,7 +22,8 @@ from baton.engine.grammars import load_tokenizer
 from baton.model_source import builtin_directory
 from coordinator import structured_output
 from coordinator.http.app import HttpSettings, create_app
-from coordinator.openai.responses import parse_responses
+from coordinator.openai.responses import ResponsesBody
+from coordinator.openai.validation import parse
 from coordinator.structured_output import GrammarCompiler
 from coordinator.text.chat import ChatMessage
 from coordinator.text.model import TextModel
@@ -137,7 +138,7 @@ def test_items_are_messages() -> None:
             {"type": "function_call_output", "call_id": "1", "output": "d"},
         ],
     }
-    parsed = parse_responses(json.dumps(body).encode())
+    parsed = parse(ResponsesBody, json.dumps(body).encode())
     system, user, assistant, tool = parsed.chat()
     assert system == ChatMessage("system", "Be brief.") and user == ChatMessage("user", "a\nb")
     assert assistant.content == "c" and [c["function"]["arguments"] for c in assistant.tool_calls] == [{"x": 1}, {}]

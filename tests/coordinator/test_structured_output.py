@@ -21,7 +21,8 @@ from baton.core.errors import InvalidRequest, InvariantError, QuotaExceeded, Una
 from baton.model_source import builtin_directory
 from coordinator import structured_output
 from coordinator.http.app import HttpSettings, create_app
-from coordinator.openai.schema import parse_chat, parse_completion
+from coordinator.openai.schema import ChatBody, CompletionBody
+from coordinator.openai.validation import parse
 from coordinator.policy.grammar_queue import MAX_WAITING
 from coordinator.structured_output import Constraint, GrammarCompiler, compile_here, to_grammar
 from coordinator.text.model import TextModel
@@ -83,14 +84,14 @@ SAME: list[tuple[dict[str, Any], Constraint]] = [
 
 @pytest.mark.parametrize(("fields", "wanted"), SAME, ids=[json.dumps(f)[:50] for f, _ in SAME])
 def test_every_way_to_ask_for_it(fields: dict[str, Any], wanted: Constraint) -> None:
-    chat = parse_chat(json.dumps(GOOD[CHAT] | fields).encode()).options()
-    completion = parse_completion(json.dumps(GOOD[COMPLETIONS] | fields).encode()).options()
+    chat = parse(ChatBody, json.dumps(GOOD[CHAT] | fields).encode()).options()
+    completion = parse(CompletionBody, json.dumps(GOOD[COMPLETIONS] | fields).encode()).options()
     assert chat.constraint == completion.constraint == wanted
 
 
 @pytest.mark.parametrize("asked", [None, {"type": "text"}, {"type": "text", "json_schema": None}])
 def test_text_asks_for_nothing(asked: Any) -> None:
-    assert parse_chat(json.dumps(GOOD[CHAT] | {"response_format": asked}).encode()).options().constraint is None
+    assert parse(ChatBody, json.dumps(GOOD[CHAT] | {"response_format": asked}).encode()).options().constraint is None
 
 
 async def test_a_grammar_is_compiled_once_and_a_bad_one_refused_with_its_reason(compiler: GrammarCompiler) -> None:

@@ -14,8 +14,9 @@ import pytest
 from tokenizers import processors
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest, StartupError
+from baton.core.request import SamplingParams
 from coordinator.text.chat import ChatMessage
-from coordinator.text.model import SamplingDefaults, TextModel
+from coordinator.text.model import TextModel
 from tests.support import tokenizers_kit as kit
 from tests.support.model_dirs import model_config, text_dir
 
@@ -54,11 +55,11 @@ def test_eos_is_the_union(tmp_path: Path) -> None:
 
 
 def test_sampling_defaults_come_from_generation_config(tmp_path: Path) -> None:
-    assert TextModel.load(text_dir(tmp_path)).defaults == SamplingDefaults(1.0, 1.0, 0)
+    assert TextModel.load(text_dir(tmp_path)).defaults == SamplingParams()
     given = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05, "do_sample": False}
     given |= {"min_p": 0.02, "typical_p": 0.9}
     model = TextModel.load(text_dir(tmp_path / "b", generation=given))
-    assert model.defaults == SamplingDefaults(0.6, 0.9, 20, 0.02, 1.05)
+    assert model.defaults == SamplingParams(0.6, 0.9, 20, min_p=0.02, repetition_penalty=1.05)
     assert model.ignored_defaults == ("typical_p",)
 
 

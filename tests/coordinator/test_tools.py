@@ -24,8 +24,9 @@ from baton.engine.grammars import load_tokenizer
 from baton.model_source import builtin_directory
 from coordinator import structured_output
 from coordinator.http.app import HttpSettings, create_app
-from coordinator.openai.schema import parse_chat
+from coordinator.openai.schema import ChatBody
 from coordinator.openai.tools import Function, calls_grammar
+from coordinator.openai.validation import parse
 from coordinator.structured_output import GrammarCompiler
 from coordinator.text.model import TextModel
 from coordinator.text.tool_calls import FORMATS, Arguments, CallBegun, make_parser
@@ -340,4 +341,4 @@ def test_arguments_in_the_history_must_be_an_object() -> None:
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "3"}}
     body = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]}
     with pytest.raises(InvalidRequest, match="JSON object"):
-        parse_chat(json.dumps(body).encode()).chat()
+        parse(ChatBody, json.dumps(body).encode()).chat()

@@ -103,14 +103,14 @@ async def test_bad_prompts_and_messages(translator: Translator) -> None:
         with pytest.raises(InvalidRequest) as caught:
             await translator.from_token_ids("r", ids, Options())
         assert caught.value.param == "prompt" and len(caught.value.message) < 100
-    for text in ("", "a\0", "\udfff"):
+    for text in ("", "a\0"):
         with pytest.raises(InvalidRequest) as caught:
             await translator.from_text("r", text, Options())
         assert caught.value.param == "prompt"
     bad = {
         "messages": [[], HI * (MAX_MESSAGES + 1)],
         "messages[1].role": [[*HI, ChatMessage("root", "x")]],
-        "messages[0].content": [[ChatMessage("user", c)] for c in ("\ufdd1", "\0", "a\ud800")],
+        "messages[0].content": [[ChatMessage("user", c)] for c in ("\ufdd1", "\0")],
     }
     for param, conversations in bad.items():
         for messages in conversations:

@@ -61,7 +61,7 @@ FAULTS = (
         'open_port(server, "0.0.0.0", port, "link"',
         T_SECURITY,
     ),
-    Fault("coordinator/openai/fields.py", "        elif name not in served:", "        elif False:", T_BAD),
+    Fault("coordinator/openai/validation.py", "            elif name not in served:", "            elif False:", T_BAD),
     Fault("baton/core/handles.py", "    if not signed:", "    if False:", "tests/core/test_handles.py"),
     Fault("baton/core/handles.py", "        if claimed != true:", "        if False:", "tests/core/test_handles.py"),
     Fault(
@@ -83,9 +83,9 @@ FAULTS = (
         "tests/coordinator/test_structured_output.py",
     ),
     Fault(
-        "coordinator/text/sandbox.py",
-        "                    self.limits.fits(len(value) * max(times, 0))",
-        "                    pass",
+        "coordinator/text/template.py",
+        "        signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT_S)",
+        "        pass",
         T_CHAT,
     ),
     Fault(
