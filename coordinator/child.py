@@ -13,13 +13,13 @@ from typing import Any
 from baton.process import die_with_parent
 
 NICE = 10
-"""What one request makes a child do waits for the streams of all others where processors are short."""
+"""Large bodies and grammars wait for the streams of all others where processors are short."""
 
 
-def start_child(prepare: Callable[..., None] | None = None, *arguments: Any) -> Executor:
+def start_child(prepare: Callable[..., None] | None = None, *arguments: Any, nice: int = NICE) -> Executor:
     """An executor of one process, which calls `prepare(*arguments)` first."""
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, context, initializer=_begin, initargs=(os.getpid(), prepare, arguments))
+    return ProcessPoolExecutor(1, context, initializer=_begin, initargs=(os.getpid(), nice, prepare, arguments))
 
 
 def kill_child(executor: Executor) -> None:
@@ -30,9 +30,9 @@ def kill_child(executor: Executor) -> None:
         process.kill()
 
 
-def _begin(coordinator: int, prepare: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
+def _begin(coordinator: int, nice: int, prepare: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:
     die_with_parent(coordinator)
-    os.nice(NICE)
+    os.nice(nice)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's
     if prepare is not None:
         prepare(*arguments)

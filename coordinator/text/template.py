@@ -46,7 +46,7 @@ class Renderer:
     def start(self) -> Executor:
         """The child; one that is new takes some tenths of a second to begin, which are not waited for here."""
         if self._child is None:
-            self._child = start_child(_begin)
+            self._child = start_child(_begin, nice=0)  # every chat waits for it
             self._begun = self._child.submit(_ready)
         return self._child
 
