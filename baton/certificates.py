@@ -32,11 +32,11 @@ def load_certificates(data: bytes, path: Path, flag: str) -> list[x509.Certifica
         raise StartupError(f"{flag} {path}: it holds no certificate that can be read") from None
 
 
-def check_time(certificate: x509.Certificate, path: Path, flag: str, now: datetime.datetime | None = None) -> None:
+def check_time(certificate: x509.Certificate, path: Path, flag: str) -> None:
     """Raises:
     StartupError: it does not hold yet, or no longer.
     """
-    now = now or datetime.datetime.now(datetime.UTC)
+    now = datetime.datetime.now(datetime.UTC)
     since, until = certificate.not_valid_before_utc, certificate.not_valid_after_utc
     if now > until:
         raise StartupError(f"{flag} {path}: the certificate has expired on {until:%Y-%m-%d %H:%M} UTC; renew it")

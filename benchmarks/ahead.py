@@ -139,10 +139,10 @@ def main() -> None:
     given = options.parse_args()
     runner = load_runner(EngineOptions(model_dir=given.model, device=given.device))
     shapes = [(int(batch), given.context) for batch in given.batch.split(",")]
-    print(compare(runner, shapes, given.steps, given.rounds))
+    print(compare(runner, shapes, given.steps, given.rounds), flush=True)
     if given.draft is not None and runner.launches_ahead:
         draft = load_runner(EngineOptions(model_dir=given.draft, device=given.device, dtype=runner.dtype_name))
-        print(f"\n{compare_drafting(runner, draft, shapes, given.steps, given.rounds)}")
+        print(f"\n{compare_drafting(runner, draft, shapes, given.steps, given.rounds)}", flush=True)
 
 
 if __name__ == "__main__":

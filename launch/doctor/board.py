@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from baton.core.errors import StartupError
+from baton.core.names import host_port
 from launch.http_json import request_json
 
 _PLAN_HEADER = "x-baton-plan"
@@ -89,7 +90,7 @@ class BoardClient:
     when the board belongs to another topology."""
 
     def __init__(self, host: str, port: int, digest: str) -> None:
-        self._base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._base = f"http://{host_port(host, port)}"
         self._headers = {_PLAN_HEADER: digest}
 
     def put(self, name: str, value: object) -> None:

@@ -1,9 +1,8 @@
-"""The doctor's checks on one node before anything is sent: address, versions, model, cores, ports, token."""
+"""The doctor's checks on one node before anything is sent: address, versions, model and token, cores, ports."""
 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +10,9 @@ from pathlib import Path
 from baton.core.errors import StartupError
 from baton.model_source import resolve_model
 from baton.rpc.ports import check_free
-from baton.token_file import read_token
 from launch.members import is_own
-from launch.plan import COORDINATOR, Plan
+from launch.plan import Plan
+from launch.plan_checks import check_files
 from launch.versions import versions
 
 _EQUAL = ("baton-serve", "torch", "grpcio", "xxhash")
@@ -22,54 +21,57 @@ _EQUAL = ("baton-serve", "torch", "grpcio", "xxhash")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check: `text` is what was found or what is wrong."""
+    """The result of one check, at a node or between two ranks; `error` is what is wrong, empty where nothing is.
+    `seconds` and `bytes_per_s` are 0 where nothing was measured; `untried` where a probe was missing and no result
+    came, so that nothing is known about the way between them."""
 
     check: str
     where: str
-    ok: bool
-    text: str
+    error: str = ""
+    seconds: float = 0.0
+    bytes_per_s: float = 0.0
+    untried: bool = False
+
+
+def on_node(check: str, name: str, error: str = "") -> Finding:
+    return Finding(check, f"node {name}", error)
 
 
 def check_node(plan: Plan, name: str, full_digest: bool) -> tuple[list[Finding], dict[str, str]]:
     """The findings on this node, and what has to be equal on all of them."""
     node = plan.topology.node(name)
-    findings = [_address(name, node.address)]
-    facts = versions(*_EQUAL)
-    findings.append(Finding("versions", name, True, ", ".join(f"{key} {value}" for key, value in facts.items())))
-    parts = [part for part in plan.parts if part.node.name == name]
+    address = "" if is_own(node.address) else f"{node.address} is not an address of this host"
+    facts, files = versions(*_EQUAL), ""
     try:
-        model = resolve_model(plan.model)
-        facts["model digest"] = _digest(model, full_digest)
-        findings.append(Finding("model", name, True, f"{model}, digest {facts['model digest'][:12]}"))
+        check_files(plan, {name})
+        facts["model digest"] = _digest(resolve_model(plan.model), full_digest)
     except (StartupError, OSError) as error:
-        what = error.message if isinstance(error, StartupError) else f"{error.strerror}: {error.filename}"
-        findings.append(Finding("model", name, False, what))
-    findings.append(_cores(name, {core for part in parts for core in part.placement.cores}, node.core_count))
+        files = error.message if isinstance(error, StartupError) else f"{error.strerror}: {error.filename}"
+    pinned = {core for part in plan.parts if part.node.name == name for core in part.placement.cores}
+    findings = [
+        on_node("address", name, address),
+        on_node("files", name, files),
+        on_node("cores", name, _cores(pinned, node.core_count)),
+    ]
     for listener in plan.listeners():
         if listener.node == name and listener.port:
-            what = f"{listener.member} {listener.key} {listener.host}:{listener.port}"
+            taken = ""
             try:
                 check_free(listener.host, listener.port, f"--{listener.key.replace('_', '-')} of {listener.member}")
-                findings.append(Finding(f"port {listener.port}", name, True, what))
             except StartupError as error:
-                findings.append(Finding(f"port {listener.port}", name, False, error.message))
-    return [*findings, *_token(plan, name)], facts
+                taken = error.message
+            findings.append(on_node(f"port {listener.port}", name, taken))
+    return findings, facts
 
 
 def compare(facts: Mapping[str, Mapping[str, str]]) -> list[Finding]:
-    """What is not equal on all nodes: each is held against the first by name."""
+    """Whether what is known of two nodes is equal: each is held against the first by name."""
     findings, first = [], min(facts, default="")
     for name, theirs in facts.items():
-        for key, value in facts[first].items():
-            if theirs.get(key, "?") != value:
-                what = f"{key} is {theirs.get(key, '?')}, but {value} on node {first}"
-                findings.append(Finding("equal", name, False, what))
+        both = ((key, theirs[key], value) for key, value in facts[first].items() if key in theirs)
+        wrong = [f"{key} is {own}, but {value} on node {first}" for key, own, value in both if own != value]
+        findings.append(on_node("versions", name, "; ".join(wrong)))
     return findings
-
-
-def _address(name: str, address: str) -> Finding:
-    found = is_own(address)
-    return Finding("address", name, found, address if found else f"{address} is not an address of this host")
 
 
 def _digest(model: Path, full: bool) -> str:
@@ -87,38 +89,11 @@ def _digest(model: Path, full: bool) -> str:
     return digest.hexdigest()
 
 
-def _cores(name: str, pinned: set[int], wanted: int) -> Finding:
+def _cores(pinned: set[int], wanted: int) -> str:
+    """What is wrong with them; empty where nothing is."""
     here = os.sched_getaffinity(0)
     if not pinned <= here:
-        missing = ", ".join(map(str, sorted(pinned - here)))
-        return Finding("cores", name, False, f"core {missing} is not one this process may run on")
+        return f"core {', '.join(map(str, sorted(pinned - here)))} is not one this process may run on"
     if wanted > len(here):
-        return Finding("cores", name, False, f"the topology says {wanted}, this process may use {len(here)}")
-    return Finding("cores", name, True, f"{len(here)} here, {wanted or 'not given'} in the plan")
-
-
-def _token(plan: Plan, name: str) -> list[Finding]:
-    """Off loopback the members of this node need a token file; one that is named must be good."""
-    members = {part.name: part.worker.options for part in plan.parts if part.node.name == name}
-    if plan.topology.coordinator.node == name:
-        members[COORDINATOR] = plan.topology.coordinator.options
-    from_environment = os.environ.get("BATON_CLUSTER_TOKEN_FILE", "")
-    findings = []
-    for path in sorted({str(options.get("cluster_token_file", from_environment)) for options in members.values()}):
-        try:
-            if path:
-                read_token(path)
-                findings.append(Finding("token", name, True, path))
-            elif not all(_is_loopback(node.address) for node in plan.topology.nodes):
-                findings.append(Finding("token", name, False, "off loopback every member needs cluster_token_file"))
-        except StartupError as error:
-            findings.append(Finding("token", name, False, error.message))
-    return findings
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        host = str(socket.getaddrinfo(address, None)[0][4][0])
-    except OSError:
-        return False
-    return host == "::1" or host.startswith("127.")
+        return f"the topology says {wanted}, this process may use {len(here)}"
+    return ""

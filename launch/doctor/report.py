@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -24,36 +23,7 @@ _ADVICE = {
 _UNTRIED = "why the probe is missing; nothing was tried between these, so this says nothing about the network"
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One check between ranks. `seconds` and `bytes_per_s` are 0 where nothing was measured; `untried` where a probe
-    was missing and no result came, so that nothing is known about the way between them."""
-
-    check: str
-    between: str
-    error: str = ""
-    seconds: float = 0.0
-    bytes_per_s: float = 0.0
-    untried: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    findings: tuple[Finding, ...]
-    measured: tuple[Measured, ...]
-
-    @property
-    def ok(self) -> bool:
-        return all(finding.ok for finding in self.findings) and not any(found.error for found in self.measured)
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Verdict:
-        """Inverse of `asdict`."""
-        findings = tuple(Finding(**finding) for finding in fields["findings"])
-        return cls(findings, tuple(Measured(**measured) for measured in fields["measured"]))
-
-
-def read_results(values: Mapping[str, Any], tasks: Sequence[Task], limit_s: float) -> tuple[Measured, ...]:
+def read_results(values: Mapping[str, Any], tasks: Sequence[Task], limit_s: float) -> list[Finding]:
     """The results on the board, in the order of the steps; a result that is missing is an error too.
 
     A measured error is kept when the probe at the other end has exited, and that is added to it.
@@ -66,7 +36,7 @@ def read_results(values: Mapping[str, Any], tasks: Sequence[Task], limit_s: floa
         reasons = [f"the probe of {rank} {values[exited_key(rank.key)]}" for rank in exited]
         return reasons + ([f"no probe came up for {', '.join(unseen)}"] if unseen else [])
 
-    found: list[Measured] = []
+    found: list[Finding] = []
     for step in STEPS:
         for task in tasks if step != "edge" else (task for task in tasks if task.role == "prefill"):
             for name, other in task.expected(step).items():
@@ -79,34 +49,27 @@ def read_results(values: Mapping[str, Any], tasks: Sequence[Task], limit_s: floa
                     error = "; ".join(filter(None, (error, *missing))) or f"no result within {limit_s:g} s"
                 between = str(task.me) if alone else f"{task.me} → {other}"
                 untried = result is None and bool(missing)
-                found.append(Measured(step, between, **{**(result or {}), "error": error, "untried": untried}))
-    return tuple(found)
+                found.append(Finding(step, between, **{**(result or {}), "error": error, "untried": untried}))
+    return found
 
 
-def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
-    """The table of checks, then what failed, each with what to look at."""
+def print_verdict(findings: Sequence[Finding], console: Console | None = None) -> int:
+    """The table of checks, then what failed, each with what to look at. Returns 1 when something failed, else 0."""
     console = console or Console(highlight=False)
     numbers = ("latency", "bandwidth")
     table = make_table(("check", "where", "result", *numbers), right=numbers)
-    for finding in verdict.findings:
-        table.add_row(finding.check, f"node {escape(finding.where)}", _result(finding.ok))
-    for found in verdict.measured:
+    for found in findings:
         latency = f"{found.seconds * 1e3:.2f} ms" if found.seconds else ""
         bandwidth = f"{found.bytes_per_s / 1e6:,.0f} MB/s" if found.bytes_per_s else ""
-        table.add_row(found.check, escape(found.between), _result(not found.error), latency, bandwidth)
+        result = "[red]FAILED[/]" if found.error else "[green]ok[/]"
+        table.add_row(found.check, escape(found.where), result, latency, bandwidth)
     show(table, console)
-    for finding in verdict.findings:
-        if not finding.ok:
-            console.print(f"\n[red]node {escape(finding.where)}[/]: {escape(finding.text)}", soft_wrap=True)
-    for found in verdict.measured:
-        if found.error:
-            console.print(f"\n[red]{found.check} {escape(found.between)}[/]: {escape(found.error)}", soft_wrap=True)
-            advice = _UNTRIED if found.untried else _ADVICE[found.check]
+    failed = [found for found in findings if found.error]
+    for found in failed:
+        what = found.where if found.where.startswith("node ") else f"{found.check} {found.where}"
+        console.print(f"\n[red]{escape(what)}[/]: {escape(found.error)}", soft_wrap=True)
+        if advice := _UNTRIED if found.untried else _ADVICE.get(found.check):
             console.print(f"  check: {advice}", soft_wrap=True)
-    failed = sum(not finding.ok for finding in verdict.findings) + sum(bool(found.error) for found in verdict.measured)
-    total = len(verdict.findings) + len(verdict.measured)
-    console.print(f"\n{failed} of {total} checks failed" if failed else f"\nall {total} checks passed")
-
-
-def _result(ok: bool) -> str:
-    return "[green]ok[/]" if ok else "[red]FAILED[/]"
+    total = len(findings)
+    console.print(f"\n{len(failed)} of {total} checks failed" if failed else f"\nall {total} checks passed")
+    return int(bool(failed))

@@ -22,8 +22,8 @@ from baton.core.errors import StartupError
 from baton.model_source import resolve_model
 from launch.child import Child, ChildSpec
 from launch.doctor.board import Board, BoardClient
-from launch.doctor.node_checks import Finding, check_node, compare
-from launch.doctor.report import Verdict, print_verdict, read_results
+from launch.doctor.node_checks import Finding, check_node, compare, on_node
+from launch.doctor.report import print_verdict, read_results
 from launch.doctor.tasks import STEPS, Task, exited_key, make_tasks, plan_digest
 from launch.failure import describe_exit
 from launch.plan import Plan
@@ -53,8 +53,7 @@ def doctor(plan: Plan, nodes: frozenset[str], config: DoctorConfig, probe: tuple
             try:
                 board = Board(host, port, digest)
             except StartupError as error:
-                print_verdict(Verdict(tuple(_without_board(place.node, error.message, plan.url, local)), ()))
-                return 1
+                return print_verdict(_without_board(place.node, error.message, plan.url, local))
             stack.callback(board.close)
             port = board.address[1]
         client = BoardClient(host, port, digest)
@@ -66,7 +65,7 @@ def doctor(plan: Plan, nodes: frozenset[str], config: DoctorConfig, probe: tuple
             probes.start(task, (host, port, digest), directory)
         if board is not None:
             verdict = _collect(board, plan, tasks, config, probes)
-            board.values["report"] = asdict(verdict)
+            board.values["report"] = [asdict(finding) for finding in verdict]
             time.sleep(_GRACE_S if set(tasks) - nodes else 0)  # the doctors of other nodes read it
         else:
             report, deadline = None, time.monotonic() + config.wait_s + sum(_step_s(tasks, step) for step in STEPS)
@@ -76,9 +75,8 @@ def doctor(plan: Plan, nodes: frozenset[str], config: DoctorConfig, probe: tuple
                 report = client.wait("report", _REPORT_EVERY_S)
             if report is None:
                 raise StartupError(f"the doctor of node {place.node} at {host}:{port} gave no verdict")
-            verdict = Verdict.from_json(report)
-    print_verdict(verdict)
-    return 0 if verdict.ok else 1
+            verdict = [Finding(**finding) for finding in report]
+    return print_verdict(verdict)
 
 
 class Probes:
@@ -135,7 +133,9 @@ def _put_findings(client: BoardClient, local: _Local, plan: Plan, wait_s: float)
                 time.sleep(_POLL_S)
 
 
-def _collect(board: Board, plan: Plan, tasks: dict[str, list[Task]], config: DoctorConfig, probes: Probes) -> Verdict:
+def _collect(
+    board: Board, plan: Plan, tasks: dict[str, list[Task]], config: DoctorConfig, probes: Probes
+) -> list[Finding]:
     """Opens the steps one by one and waits for the results of each, as long as they may take."""
     everyone = [task for of_node in tasks.values() for task in of_node]
     awaited = [(f"here/{task.me.key}", task.me.key) for task in everyone] + [(f"node/{name}", "") for name in tasks]
@@ -149,11 +149,11 @@ def _collect(board: Board, plan: Plan, tasks: dict[str, list[Task]], config: Doc
     for name in tasks:
         if name not in nodes and (tasks[name] or name == plan.topology.coordinator.node):
             what = f"no doctor answered within {config.wait_s:g} s; run `baton doctor --topology FILE` there too"
-            findings.append(Finding("doctor", name, False, what))
+            findings.append(on_node("doctor", name, what))
     findings += compare({name: node["facts"] for name, node in nodes.items() if tasks[name]})
     for stranger in sorted(board.strangers):
-        findings.append(Finding("doctor", stranger, False, "the doctor there has another topology file"))
-    return Verdict(tuple(findings), read_results(dict(board.values), everyone, config.limit_s))
+        findings.append(on_node("doctor", stranger, "the doctor there has another topology file"))
+    return findings + read_results(dict(board.values), everyone, config.limit_s)
 
 
 def _wait_for(board: Board, awaited: Sequence[tuple[str, str]], timeout_s: float, probes: Probes) -> None:
@@ -175,7 +175,7 @@ def _without_board(node: str, error: str, url: str, local: _Local) -> list[Findi
     """The findings on this host all the same, and why nothing was tried between ranks."""
     if os.strerror(errno.EADDRINUSE) in error:
         error += f"; a cluster may be running there, see `baton ps {url}`: the doctor looks before one is started"
-    return [*(found for findings, _ in local.values() for found in findings), Finding("doctor", node, False, error)]
+    return [*(found for findings, _ in local.values() for found in findings), on_node("doctor", node, error)]
 
 
 def _heads(plan: Plan) -> tuple[int, ...]:
