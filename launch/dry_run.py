@@ -44,7 +44,7 @@ def dry_run(plan: Plan, programs: Programs, console: Console | None = None) -> i
     for part in plan.parts:
         words = [f"{key}={value}" for key, value in part.environment.items()]
         console.print(f"# {part.name}   node {part.node.name}")
-        console.out(shlex.join([*words, *programs.worker(plan, part)]), highlight=False)
+        console.out(shlex.join([*words, *programs.of_part(plan, part)]), highlight=False)
     return 0
 
 

@@ -39,7 +39,7 @@ def emit_shell(plan: Plan, node: Node) -> str:
     if leads:
         lines += _in_background(COORDINATOR, [*_PROGRAMS.coordinator, *plan.coordinator_command()])
     for part in parts:
-        lines += _in_background(part.name, [*_environment(part), *_pinned(part), *_PROGRAMS.worker(plan, part)])
+        lines += _in_background(part.name, [*_environment(part), *_pinned(part), *_PROGRAMS.of_part(plan, part)])
     return "\n".join([*lines, "wait_for_all", ""])
 
 
@@ -73,7 +73,7 @@ def emit_slurm(plan: Plan) -> str:
     host = index[plan.topology.coordinator.node]
     lines += _step(host, 1, COORDINATOR, [*_PROGRAMS.coordinator, *plan.coordinator_command()])
     for part in plan.parts:
-        command = [*_environment(part), *_PROGRAMS.worker(plan, part)]
+        command = [*_environment(part), *_PROGRAMS.of_part(plan, part)]
         lines += _step(index[part.node.name], _cpus(part), part.name, command)
     return "\n".join([*lines, "wait_for_all", ""])
 

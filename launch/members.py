@@ -19,19 +19,17 @@ from launch.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """How each process is started; the flags come after. Tests put small fakes here, with `agent` empty to leave
-    it out."""
+    """How each process is started; the flags come after, for a worker behind its role. Tests put small fakes here,
+    with `agent` empty to leave it out."""
 
     coordinator: tuple[str, ...] = (sys.executable, "-m", "coordinator")
     agent: tuple[str, ...] = (sys.executable, "-m", "launch.agent")
-    workers: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {role: ("-m", role) for role in ("prefill", "decode")}
-    )
+    worker: tuple[str, ...] = ("-m",)
 
-    def worker(self, plan: Plan, part: Part, control: str = "") -> tuple[str, ...]:
+    def of_part(self, plan: Plan, part: Part, control: str = "") -> tuple[str, ...]:
         """The whole command of a part."""
         agent = (*self.agent, *plan.agent_flags(part)) if self.agent else ()
-        return (*agent, *self.workers[part.role], *plan.worker_command(part, control))
+        return (*agent, *self.worker, part.role, *plan.worker_command(part, control))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,7 @@ class Members:
 
     def worker(self, name: str, bound: Addresses) -> ChildSpec:
         part = self.parts[name]
-        command = self.programs.worker(self.plan, part, bound.control)
+        command = self.programs.of_part(self.plan, part, bound.control)
         environment = {**self.environment, **part.environment}
         log, where = self.run_dir / f"{name}.log", part.placement
         return ChildSpec(name, command, log, environment, where.cores, note=str(where))

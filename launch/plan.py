@@ -15,7 +15,7 @@ from baton.core.errors import StartupError
 from baton.core.names import host_port
 from baton.options import flags_of
 from launch.cores import Placement, place
-from launch.topology import ROLES, CoordinatorPlace, Node, Topology, WorkerPlace, part_name
+from launch.topology import CoordinatorPlace, Node, Topology, WorkerPlace, part_name
 from launch.up_config import COORDINATOR_FIELDS, WORKER_FIELDS, UpConfig
 
 COORDINATOR = "coordinator"
@@ -186,11 +186,17 @@ def local_topology(config: UpConfig, cores: Sequence[int], gpus: Sequence[str]) 
     shared = {name: getattr(config, name) for name in WORKER_FIELDS}
     if config.threads:
         shared["threads"] = config.threads
-    workers = []
-    for role, count in zip(ROLES, (config.prefill, config.decode), strict=True):
-        own = {**shared, "block_size": config.blocks_of(role)}
-        for index in range(count):
-            workers.append(WorkerPlace(f"{role}-{index}", role, (node.name,), config.ranks(role), options=own))
+    pools: tuple[tuple[Role, int, int, int], ...] = (
+        ("prefill", config.prefill, config.prefill_tp, config.prefill_block_size),
+        ("decode", config.decode, config.decode_tp, config.decode_block_size),
+    )
+    workers = [
+        WorkerPlace(
+            f"{role}-{index}", role, (node.name,), ranks, options={**shared, "block_size": size or config.block_size}
+        )
+        for role, count, ranks, size in pools
+        for index in range(count)
+    ]
     coordinator = CoordinatorPlace(node.name, **ports, options=options)
     return Topology(config.model, config.served_model_name, (node,), coordinator, tuple(workers))
 

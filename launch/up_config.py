@@ -32,14 +32,6 @@ class UpConfig(CoordinatorOptions, WorkerOptions):
     dry_run: bool = option(False, "print placement, ports, memory and the exact commands, and start nothing")
     run_dir: str = option("", "directory for logs; default a fresh one in the user's cache directory")
 
-    def ranks(self, role: str) -> int:
-        """Tensor-parallel ranks of a worker of this role."""
-        return self.prefill_tp if role == "prefill" else self.decode_tp
-
-    def blocks_of(self, role: str) -> int:
-        """Tokens in a KV block of a worker of this role."""
-        return (self.prefill_block_size if role == "prefill" else self.decode_block_size) or self.block_size
-
 
 @dataclass(frozen=True)
 class DoctorConfig(UpConfig):

@@ -25,6 +25,7 @@ from tests.support import oracle
 from tests.support.checkpoints import make_checkpoint
 from tests.support.client import body
 from tests.support.limits import HANG_S, Stall
+from tests.support.processes import gone, listening
 
 START_S = 120.0  # a hang, not slowness: several processes import torch at once
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
@@ -98,29 +99,6 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
     started = Jobs(make_checkpoint(tmp_path / "m", "llama"), tmp_path)
     yield started
     started.close()
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def listening(pid: int) -> list[str]:
-    """The addresses that a process listens on."""
-    inodes = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and words[9] in inodes:
-                raw = bytes.fromhex(words[1].partition(":")[0])
-                found.append(socket.inet_ntoa(raw[::-1]) if len(raw) == 4 else f"ipv6 {raw.hex()}")
-    return found
 
 
 def test_two_ranks_join_as_one_worker_compute_as_one_and_drain(jobs: Jobs) -> None:

@@ -20,6 +20,7 @@ from launch.agent import KILL_DELAY_S, Job, first_failure, parse_job
 from launch.failure import find_box
 from launch.plan import local_topology, make_plan
 from launch.up_config import UpConfig
+from tests.support.processes import wait_gone
 
 ROOT = Path(__file__).parents[2]
 LOST = "rank 1 is silent for 4.2 s"
@@ -246,10 +247,7 @@ def test_a_second_signal_kills(agent: Any) -> None:
 def test_what_a_failed_rank_had_started_ends_too(agent: Any, tmp_path: Path) -> None:
     made = agent("import subprocess; print(subprocess.Popen(['sleep', '60']).pid, file=open('pid', 'w')); sys.exit(1)")
     assert made.ends() == 1
-    stat, deadline = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat"), time.monotonic() + 10
-    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
-        assert time.monotonic() < deadline, "it still runs"
-        time.sleep(0.02)
+    wait_gone([int((tmp_path / "pid").read_text())])
 
 
 def test_kill_9_takes_the_ranks_along(agent: Any) -> None:
@@ -258,10 +256,7 @@ def test_kill_9_takes_the_ranks_along(agent: Any) -> None:
     ranks = children(made.process.pid)
     made.process.kill()
     made.process.wait()
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
-        assert time.monotonic() < deadline, "they still run"
-        time.sleep(0.02)
+    wait_gone(ranks)
 
 
 def test_a_port_that_is_taken_is_named(agent: Any) -> None:

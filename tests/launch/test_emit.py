@@ -106,7 +106,8 @@ def scripts(tmp_path: Path) -> Iterator[Scripts]:
     started = Scripts(tmp_path)
     yield started
     for process in started.running:
-        process.kill()  # its members die with it: it named itself as their parent
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait(10)
 
 
@@ -218,7 +219,7 @@ EMITTED = ["shell", "slurm", "slurm.sbatch"]
 
 
 @pytest.fixture
-def play(tmp_path: Path, slurm: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def play(tmp_path: Path, slurm: dict[str, str], scripts: Scripts) -> Callable[..., subprocess.Popen[bytes]]:
     """Starts one of `EMITTED` with a played interpreter, and a getent that knows 127.* only."""
     for name, text in (
         ("python", INTERPRETER),
@@ -227,47 +228,38 @@ def play(tmp_path: Path, slurm: dict[str, str]) -> Iterator[Callable[..., subpro
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
     plan = make_plan(parse_topology(tomllib.loads(TOPOLOGY)), "/models/m", "m")
-    scripts = {"shell": emit_shell(plan, plan.topology.node("a")), "slurm": emit_slurm(plan)}
-    started: list[subprocess.Popen[str]] = []
+    texts = {"shell": emit_shell(plan, plan.topology.node("a")), "slurm": emit_slurm(plan)}
 
-    def start(which: str, code: int = 0) -> subprocess.Popen[str]:
+    def start(which: str, code: int = 0) -> subprocess.Popen[bytes]:
         package, script = tmp_path / "package", tmp_path / which
         shutil.copytree(Path(launch.agent.__file__).parent, package, ignore=shutil.ignore_patterns("*.py"))
-        script.write_text(scripts[which] if which in scripts else (package / which).read_text())
+        script.write_text(texts[which] if which in texts else (package / which).read_text())
         changed = 0
         for path in (script, package / "members.sh"):  # so that the wait after a good end ends nothing here
             changed += (text := path.read_text()).count("? 0 : 10")
             path.write_text(text.replace("? 0 : 10", "? 0 : 600"))
-        assert changed == 1 + (which in scripts)
-        mine = {"PYTHON": str(tmp_path / "bin" / "python"), "LOGS": str(tmp_path / "logs"), "FAKE_CODE": str(code)}
-        found = {**os.environ, **slurm, **mine, "BATON": str(package), "MODEL": "/models/m"}
-        process = subprocess.Popen(
-            ["bash", str(script)], stderr=subprocess.PIPE, text=True, env=found, start_new_session=True
-        )
-        started.append(process)
-        return process
+        assert changed == 1 + (which in texts)
+        played = {"PYTHON": str(tmp_path / "bin" / "python"), "FAKE_CODE": str(code), "BATON": str(package)}
+        return scripts.start(script, **slurm, **played, MODEL="/models/m")
 
-    yield start
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=10)
+    return start
 
 
 @pytest.mark.parametrize("which", EMITTED)
 def test_when_the_coordinator_fails_it_is_named_and_its_workers_end(
-    which: str, tmp_path: Path, play: Callable[..., subprocess.Popen[str]]
+    which: str, tmp_path: Path, play: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     script, logs = play(which, code=3), tmp_path / "logs"
     assert script.wait(30) == 3
-    assert script.stderr is not None
-    assert script.stderr.read() == f"error: coordinator ended with code 3; its log is {logs / 'coordinator.log'}\n"
+    assert (
+        tmp_path / f"{which}.out"
+    ).read_text() == f"error: coordinator ended with code 3; its log is {logs / 'coordinator.log'}\n"
     assert all("told" in (logs / f"{role}-0.log").read_text() for role in ("prefill", "decode"))
 
 
 @pytest.mark.parametrize("which", EMITTED)
 def test_a_signal_reaches_the_workers_of_a_coordinator_that_has_ended(
-    which: str, tmp_path: Path, play: Callable[..., subprocess.Popen[str]]
+    which: str, tmp_path: Path, play: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     script, log, deadline = play(which), tmp_path / "logs" / "coordinator.log", time.monotonic() + 30
     while not log.exists() or "ends" not in log.read_text():
@@ -282,10 +274,9 @@ def test_a_signal_reaches_the_workers_of_a_coordinator_that_has_ended(
 
 @pytest.mark.parametrize("which", EMITTED[1:])
 def test_a_host_without_an_address_is_named(
-    which: str, tmp_path: Path, play: Callable[..., subprocess.Popen[str]]
+    which: str, tmp_path: Path, play: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
     (tmp_path / "bin" / "scontrol").write_text('#!/bin/bash\nprintf "127.0.0.1\\nnode7\\n"\n')
     script = play(which)
     assert script.wait(30) == 3 and not list((tmp_path / "logs").iterdir())
-    assert script.stderr is not None
-    assert "error: host node7 of this allocation has no IPv4 address" in script.stderr.read()
+    assert "error: host node7 of this allocation has no IPv4 address" in (tmp_path / f"{which}.out").read_text()

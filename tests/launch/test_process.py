@@ -6,10 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 from baton.process import descendants
+from tests.support.processes import wait_gone
 
 CHILD = (
     "import time; from baton.process import die_with_parent; die_with_parent(); print('up', flush=True); time.sleep(60)"
@@ -21,20 +20,6 @@ subprocess.run([sys.executable, "-c", {child!r}], env=dict(os.environ, BATON_PAR
 """
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_dead(pid: int) -> None:
-    deadline = time.monotonic() + 10
-    while alive(pid):
-        assert time.monotonic() < deadline, f"process {pid} outlived its parent"
-        time.sleep(0.02)
-
-
 def test_dies_with_its_parent() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT.format(child=CHILD)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None and parent.stdout.readline() == "up\n"
@@ -42,7 +27,7 @@ def test_dies_with_its_parent() -> None:
     parent.send_signal(signal.SIGKILL)
     parent.wait(10)
     parent.stdout.close()
-    wait_dead(child)
+    wait_gone([child])
 
 
 def test_exits_at_once_when_the_parent_is_gone_already() -> None:

@@ -65,7 +65,7 @@ def plan(of: dict[str, Any] | None = None) -> Plan:
 
 def words(made: Plan, name: str) -> str:
     part = next(part for part in made.parts if part.name == name)
-    return " ".join(Programs((), ("torchrun",)).worker(made, part))
+    return " ".join(Programs((), ("torchrun",)).of_part(made, part))
 
 
 def test_a_worker_over_two_nodes_is_two_agents_of_one_job() -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from launch.failure import find_box
 from tests.support.cluster import Cluster, command_line, start_cluster, wait_ready
+from tests.support.processes import listening
 
 ROOT = Path(__file__).parents[2]
 FAKE_UP = (sys.executable, str(Path(__file__).parent / "fakes" / "up.py"))
@@ -233,7 +234,7 @@ def test_workers_under_their_agents(start) -> None:
     cluster = wait_ready(start(env={"FAKE_AGENT": "1"}))
     assert len(cluster.processes()) == 6
     agents = [pid for pid in cluster.processes() if "launch.agent" in command_line(pid)]
-    assert len(agents) == 2 and not [address for pid in agents for address in listening_addresses(pid)]
+    assert len(agents) == 2 and not [address for pid in agents for address in listening(pid)]
     first, rank = cluster.pids("prefill-0")[0], cluster.pids("decode-0")[0]
     assert os.getsid(rank) == rank  # no signal of a terminal or of a group reaches it
     cluster.kill(first)
@@ -245,23 +246,6 @@ def test_workers_under_their_agents(start) -> None:
     cluster.wait_until(lambda c: c.pids("decode-0")[0] != rank, "restart of decode-0")
     assert not {agent, rank} & set(cluster.processes())
     cluster.stop(-signal.SIGKILL, signal.SIGKILL)
-
-
-def listening_addresses(pid: int) -> list[str]:
-    inodes = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        target = os.readlink(entry)
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
-    found = []
-    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                raw = bytes.fromhex(fields[1].partition(":")[0])
-                words = b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4))
-                found.append(socket.inet_ntop(family, words))
-    return found
 
 
 def test_a_cluster_of_one_process_has_a_token_of_its_own(start) -> None:

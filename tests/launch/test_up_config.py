@@ -19,7 +19,7 @@ from launch.up_config import COORDINATOR_FIELDS, WORKER_FIELDS, UpConfig, check_
 
 
 def plan(config: UpConfig, gpus: tuple[str, ...] = ()) -> Members:
-    programs = Programs(("C",), (), {"prefill": ("P",), "decode": ("D",)})
+    programs = Programs(("C",), (), ("W",))
     made = make_plan(local_topology(config, [0, 1], gpus), "/m", "m")
     return Members(made, frozenset({"local"}), Path("/r"), programs, 900, 30)
 
@@ -40,7 +40,7 @@ def test_worker_command() -> None:
     spec = plan(UpConfig(decode=1, exact=True, threads=3)).worker("decode-0", BOUND)
     command = " ".join(spec.command)
     assert command.startswith(
-        "D --model /m --worker-id decode-0 --coordinator 127.0.0.1:3 --host 127.0.0.1 --threads 3 "
+        "W decode --model /m --worker-id decode-0 --coordinator 127.0.0.1:3 --host 127.0.0.1 --threads 3 "
     )
     assert " --exact " in command and spec.environment["OMP_NUM_THREADS"] == "3" and spec.log == Path("/r/decode-0.log")
 
@@ -48,7 +48,7 @@ def test_worker_command() -> None:
 def test_ranks_and_block_sizes_are_those_of_the_role() -> None:
     config = UpConfig(prefill_tp=2, threads=4, decode_block_size=32)
     prefill, decode = (plan(config, ("4", "5", "6")).worker(name, BOUND) for name in ("prefill-0", "decode-0"))
-    assert prefill.command[0] == "P" and decode.command[0] == "D"
+    assert prefill.command[:2] == ("W", "prefill") and decode.command[:2] == ("W", "decode")
     assert prefill.command[-2:] == ("--block-size", "16") and decode.command[-2:] == ("--block-size", "32")
     assert prefill.environment["OMP_NUM_THREADS"] == "2" and decode.environment["OMP_NUM_THREADS"] == "4"
     assert [s.environment["CUDA_VISIBLE_DEVICES"] for s in (prefill, decode)] == ["4,5", "6"]

@@ -15,10 +15,9 @@ WORKER = "tests.support.fault_worker"
 
 @config_command(UpConfig, name="up", help="A cluster in which a test can make things go wrong.")
 def command(config: UpConfig) -> int:
-    workers = {role: ("-m", WORKER, role) for role in ("prefill", "decode")}
-    programs = Programs(workers=workers)
+    programs = Programs(worker=("-m", WORKER))
     if config.prefill_tp == config.decode_tp == 1:  # these need no agent, and start twice as fast without
-        programs = Programs(agent=(), workers={role: (sys.executable, *words) for role, words in workers.items()})
+        programs = Programs(agent=(), worker=(sys.executable, "-m", WORKER))
     return up(config, programs, Backoff(first_s=0.1, longest_s=0.1))
 
 

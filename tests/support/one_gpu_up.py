@@ -7,12 +7,10 @@ from launch.members import Programs
 from launch.up import up
 from launch.up_config import UpConfig
 
-WORKERS = {role: ("-m", "tests.support.one_gpu_worker", role) for role in ("prefill", "decode")}
-
 
 @config_command(UpConfig, name="up", help="A cluster on one GPU.")
 def command(config: UpConfig) -> int:
-    return up(config, Programs(workers=WORKERS))
+    return up(config, Programs(worker=("-m", "tests.support.one_gpu_worker")))
 
 
 if __name__ == "__main__":

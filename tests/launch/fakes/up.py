@@ -21,9 +21,8 @@ def command(config: UpConfig) -> int:
     agent: tuple[str, ...] = ()
     if os.environ.get("FAKE_AGENT"):
         agent, worker = Programs().agent, ("-m", "tests.launch.fakes.worker")
-    both = {"prefill": worker, "decode": worker}
     coordinator = (sys.executable, str(HERE / "coordinator.py"))
-    programs = Programs(coordinator, agent, both)
+    programs = Programs(coordinator, agent, worker)
     return up(config, programs, Backoff(first_s=float(os.environ.get("FAKE_BACKOFF_S", "0.2")), tries_before_joining=2))
 
 
