@@ -1,9 +1,9 @@
 """One prefill worker's link to one decode worker: a stream that orders hand-overs, and the edges that move the bytes.
 
-The link is dialled lazily and kept. Its reader resolves what others wait for; every wait has a limit. The edges have
-one lock: from announcing a piece to the end of its sends at most one operation is in flight on each. Once the peer has
-said `posted` it waits for our bytes, so that stretch is never interrupted: either the bytes go, or the edge is torn
-down.
+The link is dialled lazily and kept. Its reader resolves what others wait for; every wait has a limit. Ends of edges are
+made when they are needed, kept, and made anew under the next generation when they died. The edges have one lock: from
+announcing a chunk to the end of its sends at most one operation is in flight on each. Once the peer has said `posted`
+it waits for our bytes, so that stretch is never interrupted: either the bytes go, or the edge is torn down.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from baton.core.reshard import EdgeKey, EdgePlan, reshard_layout
 from baton.rpc.link import DialledLink, dial_link
 from baton.rpc.streams import LinkLost
 from baton.rpc.tls import ClusterTls
-from baton.transfer.edge_end import MakeEnd
+from baton.transfer.edge import EdgeSpec, edge_prefix
+from baton.transfer.edge_end import EdgeEnd, MakeEnd
 from baton.transfer.edge_kinds import edge_connect_s
-from prefill.edges import LinkEdges
 from prefill.handover import Wire
 
 log = logging.getLogger("baton.link")
@@ -43,10 +43,13 @@ T = TypeVar("T")
 PING_EVERY_S = 1.0
 PING_LIMIT_S = 3.0
 
+# Counted per process: a redialled link must not meet what an earlier one left in the decode worker's store.
+_generations = itertools.count(1)
+
 
 class Link:
-    """Complete state: the dialled stream, the waiting futures by what they wait for, and the edges. `wire`: what they
-    carry of each token."""
+    """Complete state: the dialled stream, the waiting futures by what they wait for, and the end of the latest
+    generation of each edge (`ends`). `wire`: what all edges of the link carry of each token."""
 
     def __init__(
         self,
@@ -58,10 +61,13 @@ class Link:
     ) -> None:
         self._dialled = dialled
         self._stream = dialled.stream
+        self._hello = hello
+        self._make_end = make_end
+        self._edge_timeout_s = edge_timeout_s
         self._edge_connect_s = edge_connect_s(make_end.kind, edge_timeout_s)
         self._waiting: dict[tuple[object, ...], asyncio.Future[Any]] = {}
         self.wire = Wire(plans, hello.layout, dialled.welcome.staging_bytes)
-        self.edges = LinkEdges(plans, hello, dialled.welcome, make_end, self._open_edge, edge_timeout_s)
+        self.ends: dict[EdgeKey, EdgeEnd] = {}
         self.edge_lock = asyncio.Lock()
         self.decode_worker = dialled.welcome.decode_worker
         self._tasks = [
@@ -129,18 +135,53 @@ class Link:
         except LinkLost:
             log.info("abort of %s not sent: the link to %s is gone", message.sequence, self.decode_worker)
 
-    async def _open_edge(self, message: EdgeOpen) -> EdgeReady:
-        answer: EdgeReady = await self._ask(
-            message, ("edge", message.generation), self._edge_connect_s, "the peer's end of an edge"
+    async def open_edges(self, plans: Sequence[EdgePlan]) -> None:
+        """Makes those of `plans` that have no living end, all at once. Hold `edge_lock`.
+
+        Raises:
+            HandoffError: one could not be made in time.
+        """
+        missing = [p for p in plans if p.key not in self.ends or self.ends[p.key].dead is not None]
+        results = await asyncio.gather(*map(self._open_edge, missing), return_exceptions=True)
+        for error in results:
+            if isinstance(error, BaseException):
+                raise error
+
+    async def _open_edge(self, plan: EdgePlan) -> None:
+        generation, welcome = next(_generations), self._dialled.welcome
+        mine = f"{self._hello.prefill_worker}@{self._hello.prefill_incarnation}"
+        who = (mine, plan.prefill_rank, welcome.decode_worker, plan.decode_rank)
+        spec = EdgeSpec(
+            host=welcome.store_host,
+            port=welcome.store_port,
+            prefix=edge_prefix(welcome.store_nonce, *who, generation),
+            generation=generation,
+            side="prefill",
+            connect_timeout_s=self._edge_connect_s,
+            operation_timeout_s=self._edge_timeout_s,
         )
-        return answer
+        end = self.ends[plan.key] = self._make_end(plan, spec)
+        message = EdgeOpen(plan.prefill_rank, plan.decode_rank, generation, spec.prefix)
+        what = "the peer's end of an edge"
+        asking = asyncio.ensure_future(self._ask(message, ("edge", generation), self._edge_connect_s, what))
+        try:
+            await end.connect()
+            answer: EdgeReady = await asking
+        except BaseException:
+            asking.cancel()
+            await asyncio.wait({asking})
+            end.abort("the other end was not built")
+            raise
+        if answer.error:
+            end.abort(answer.error)
+            raise HandoffError(f"{self.decode_worker} could not build its end of an edge: {answer.error}")
 
     async def close(self, reason: str = "closed here") -> None:
         self._end(reason)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self.edges.close(timeout_s=2.0)
+        await asyncio.gather(*(end.close(2.0) for end in self.ends.values()))
         await self._dialled.close()
 
     def _expect(self, key: tuple[object, ...]) -> asyncio.Future[Any]:
@@ -194,8 +235,9 @@ class Link:
                 self._answer(("ack", s, i, (p, d)), message)
             case EdgeReady(generation=g, error=e):
                 self._answer(("edge", g), message)
-                if e:
-                    self.edges.tear(g, e)  # it ended over there: announcing on it again would be refused for ever
+                for end in self.ends.values():
+                    if e and end.generation == g:
+                        end.abort(e)  # it ended over there: announcing on it again would be refused for ever
             case Ping(nonce=n):
                 self._answer(("ping", n), message)
             case AbortTransfer(sequence=s, reason=r):
@@ -218,7 +260,8 @@ class Link:
         self._stream.end(reason)
         for key in list(self._waiting):
             self._fail(key, LinkLost(f"the link to {self.decode_worker} has ended: {self.lost}"))
-        self.edges.tear_all(f"the link has ended: {self.lost}")
+        for end in self.ends.values():
+            end.abort(f"the link has ended: {self.lost}")
 
     async def _ping(self) -> None:
         for nonce in itertools.count(1):

@@ -331,7 +331,7 @@ class Sender:
         over = run.over
         async with link.edge_lock:
             run.holds_edges = True
-            await link.edges.ready(edges)
+            await link.open_edges(edges)
             if over.abort_reason is not None:  # meanwhile, when nobody might cancel this
                 raise HandoffError(f"{over.sequence} was ended: {over.abort_reason}")
             span = over.next_span()
@@ -364,7 +364,7 @@ class Sender:
 
     async def _send_on_edge(self, over: HandOver, link: Link, plan: EdgePlan) -> int:
         """The chunk on one edge; returns its bytes."""
-        end = link.edges.ends[plan.key]
+        end = link.ends[plan.key]
         chunk = over.chunk(plan, end.generation)
         begun = asyncio.Event()
 

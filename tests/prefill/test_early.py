@@ -174,7 +174,7 @@ async def test_an_abort_between_the_two_leaves_nothing_and_the_pair_works_on(
             await until(lambda: source.told.parked, timeout_s=3, what="parked KV")
             source.abort(R)
         await until(lambda: source.idle and target.idle, timeout_s=3, what="idle pools")
-        assert all(end.dead is None for link in links(source) for end in link.edges.ends.values())
+        assert all(end.dead is None for link in links(source) for end in link.ends.values())
         await serve(source, target, "behind")
 
 

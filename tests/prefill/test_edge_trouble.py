@@ -21,7 +21,7 @@ from tests.support.builders import make_layout, make_request
 from tests.support.fake_runner import oracle
 from tests.support.limits import HANG_S
 from tests.support.nodes import until
-from tests.support.rank_pairs import hand_over, only_link, ranks
+from tests.support.rank_pairs import hand_over, made_so_far, only_link, ranks
 
 R = SequenceId("r")
 ORDERS = [(f"{name}Edge", "prefill") for name in ("Open", "Fill", "Send")]
@@ -34,9 +34,10 @@ async def test_an_edge_that_dies_at_any_rank_costs_that_edge(side: str, rank: in
     async with ranks(2, 2) as (source, decode):
         await hand_over(source, decode, "before", 10)
         link = only_link(source)
+        made = made_so_far(link)
         if rank == 0:
             (incoming,) = decode.worker.incoming._links.values()
-            ends = link.edges.ends if side == "prefill" else incoming._edges
+            ends = link.ends if side == "prefill" else incoming._edges
             ends[0, 0].abort("killed by the test")
         else:
             (follower,) = (source if side == "prefill" else decode).runner.follower_ends  # type: ignore[attr-defined]
@@ -50,7 +51,7 @@ async def test_an_edge_that_dies_at_any_rank_costs_that_edge(side: str, rank: in
             await until(lambda: len(source.told.handed_over) == 2)
         decode.compute()
         assert decode.told.output("r") == dict(enumerate(oracle(range(1000, 1020), 4)))
-        assert link.edges.made == 3  # of the two edges one was made anew
+        assert made_so_far(link) == made + 1, "of the two edges one was made anew"
         assert not source.runner.lost and not decode.runner.lost  # type: ignore[attr-defined]
 
 

@@ -40,7 +40,7 @@ async def test_an_abort_in_any_phase_leaves_nothing_and_the_pair_works_on(
             source.abort(R)
         await until(lambda: source.idle and decode.idle, timeout_s=1.5, what="idle pools")
         assert not source.told.handed_over and not decode.told.tokens
-        assert all(end.dead is None for link in links(source) for end in link.edges.ends.values())  # others go on
+        assert all(end.dead is None for link in links(source) for end in link.ends.values())  # others go on
         assert not [k for link in links(source) for k in link._waiting if k[0] != "ping"]
         await asyncio.wait_for(serve(source, decode), 1.5)
 

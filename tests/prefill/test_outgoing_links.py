@@ -13,6 +13,7 @@ from tests.support.builders import make_request
 from tests.support.fake_runner import oracle
 from tests.support.link_gate import Gate
 from tests.support.nodes import DecodeNode, links, pair, serve, until
+from tests.support.rank_pairs import made_so_far
 
 R = SequenceId("r")
 
@@ -36,7 +37,7 @@ async def test_a_link_that_breaks_cleans_up_both_ends_and_the_next_one_has_a_new
     async with pair() as (source, [decode]):
         await serve(source, decode, "before")
         old = links(source)[0]
-        generation = old.edges.generation
+        generation = made_so_far(old)
         gate = Gate(monkeypatch, method, when)
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.step()
@@ -50,7 +51,7 @@ async def test_a_link_that_breaks_cleans_up_both_ends_and_the_next_one_has_a_new
         decode.compute()
         assert decode.told.output("r") == dict(enumerate(oracle(range(1000, 1020), 4)))
         (new,) = links(source)
-        assert new is not old and new.edges.generation > generation
+        assert new is not old and made_so_far(new) > generation
 
 
 async def test_who_had_accepted_is_the_only_one_under_its_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,8 +79,8 @@ async def test_an_edge_that_died_at_one_end_is_rebuilt_for_the_next_request(side
         await serve(source, decode, "before")
         (link,) = links(source)
         (incoming,) = decode.worker.incoming._links.values()
-        generation = link.edges.generation
-        (end,) = (link.edges.ends if side == "prefill" else incoming._edges).values()
+        generation = made_so_far(link)
+        (end,) = (link.ends if side == "prefill" else incoming._edges).values()
         end.abort("killed by the test")
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.compute()
@@ -89,7 +90,7 @@ async def test_an_edge_that_died_at_one_end_is_rebuilt_for_the_next_request(side
             await until(lambda: len(source.told.handed_over) == 2)
         decode.compute()
         assert decode.told.output("r") == dict(enumerate(oracle(range(1000, 1020), 4)))
-        assert link.edges.generation > generation
+        assert made_so_far(link) > generation
         assert links(source) == [link]
 
 

@@ -45,6 +45,11 @@ def only_link(source: PrefillNode) -> Link:
     return link
 
 
+def made_so_far(link: Link) -> int:
+    """Rises with each edge that is made, on any link."""
+    return max(end.generation for end in link.ends.values())
+
+
 async def hand_over(source: PrefillNode, decode: DecodeNode, name: str, prompt: int) -> None:
     request = make_request(name, prompt, max_tokens=5)
     source.submit(request, decode)
