@@ -42,16 +42,12 @@ class Record:
     error: str = ""
 
     def as_json(self) -> dict[str, Any]:
+        names = ("choice", "outcome", "prompt_tokens", "cached_tokens", "generated_tokens", "attempts")
         return {
             "id": self.request_id,
-            "choice": self.choice,
             "admitted_at": round(self.admitted_at, 6),
-            "outcome": self.outcome,
             "error": self.error or None,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "generated_tokens": self.generated_tokens,
-            "attempts": self.attempts,
+            **{name: getattr(self, name) for name in names},
             **timeline_object(self.spans, self.first_token_s, self.prefill_worker, self.decode_worker),
         }
 

@@ -216,29 +216,16 @@ class ResponsesBody(Strict):
         return Rendering(tools=self.tooling().template_values())
 
     def tooling(self) -> Tools:
-        tools = [
-            Tool(
-                type="function",
-                function=Function(name=t.name, description=t.description, parameters=t.parameters, strict=t.strict),
-            )
-            for t in self.tools or ()
-        ]
+        given = [tool.model_dump(exclude={"type"}) for tool in self.tools or ()]
+        tools = [Tool(type="function", function=Function(**function)) for function in given]
         choice = "auto" if self.tool_choice is None else self.tool_choice
         return Tools(tools=tools, choice=choice, parallel=self.parallel_tool_calls is not False)
 
 
 def shown_tools(tools: Tools) -> list[dict[str, Any]]:
     """The tools as an answer repeats them."""
-    return [
-        {
-            "type": "function",
-            "name": tool.function.name,
-            "description": tool.function.description,
-            "parameters": tool.function.parameters,
-            "strict": bool(tool.function.strict),
-        }
-        for tool in tools.tools
-    ]
+    functions = [tool.function for tool in tools.tools]
+    return [{"type": "function", **function.model_dump(), "strict": bool(function.strict)} for function in functions]
 
 
 def shown_format(body: ResponsesBody) -> dict[str, Any]:

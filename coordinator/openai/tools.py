@@ -132,7 +132,7 @@ class Tools:
         """The tools as chat templates get them; none where none may be called."""
         if not self.may_be_called:
             return []
-        return [{"type": "function", "function": _without_none(tool.function)} for tool in self.tools]
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     @property
     def may_be_called(self) -> bool:
@@ -192,7 +192,3 @@ def calls_grammar(form: str, functions: Sequence[Function], token_ids: Mapping[s
 
 def _schema(schema: dict[str, Any], how: Constraint) -> str:
     return json_text(schema | {"x-guidance": how.json_options()}, "tools")
-
-
-def _without_none(function: Function) -> dict[str, Any]:
-    return {name: value for name, value in function if value is not None}

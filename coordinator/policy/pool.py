@@ -8,7 +8,7 @@ of a prefix is found from the blocks' hints, not by asking each worker.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import compress
 from operator import attrgetter
 from typing import Literal
@@ -250,28 +250,9 @@ class Worker:
         }
 
 
-LOAD_COLUMNS = (
-    "blocks_free",
-    "running",
-    "waiting",
-    "prompt_tokens_computed",
-    "prompt_tokens_cached",
-    "tokens_generated",
-    "kv_bytes_sent",
-    "kv_bytes_received",
-    "kv_bytes_reused",
-    "steps",
-    "step_s",
-    "steps_ahead",
-    "rows_discarded",
-    "sequences",
-    "preemptions",
-    "handles_refused",
-    "stale_messages",
-    "chunks_resent",
-    "chunks_early",
-    "links_refused",
-)
+_NOT_COLUMNS = {"blocks_total", "backlog_tokens", "leases", "preempted", "speculation"}
+LOAD_COLUMNS = tuple(field.name for field in fields(Load) if field.name not in _NOT_COLUMNS)
+"""Of a row of `/workers`: what a worker reports of itself."""
 
 
 class Pool:

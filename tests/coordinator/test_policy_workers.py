@@ -9,6 +9,7 @@ import pytest
 from baton.core.commands import Join, Role, WorkerFacts
 from baton.core.errors import JoinRefused
 from baton.core.events import Load
+from baton.core.kv_layout import KVLayout
 from baton.core.model_config import parse_model_config
 from coordinator.policy.joining import OwnModel
 from coordinator.policy.workers import KEEP_LOST_S, REDIAL_S, WorkerTable
@@ -43,44 +44,38 @@ def state(workers: WorkerTable, worker: str = "d0") -> str:
     return found[0] if found else "forgotten"
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("protocol_version", 99),
-        ("model_digest", "other"),
-        ("config_digest", "other"),
-        ("dtype", "bfloat16"),
-        ("code_version", "9.9"),
-        ("exact", True),
-        ("vocab_size", 7),
-        ("max_model_len", 7),
-    ],
-)
-def test_a_fact_that_differs_is_refused_by_name(workers: WorkerTable, field: str, value: object) -> None:
-    workers.join(join(), 0.0)
-    with pytest.raises(JoinRefused, match=f"decode worker d1 refused: {field}: ") as caught:
-        workers.join(join("d1", **{field: value}), 0.0)
-    assert caught.value.param == field
-    assert ("; the first is that of d0" in caught.value.message) == (not field.endswith("_digest"))
-    assert state(workers, "d1") == "forgotten"
+def layers(**changes: object) -> KVLayout:
+    """The layout of `make_facts`, with other layers."""
+    return replace(make_layout(), layers=(replace(make_layout().layers[0], **changes),) * 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
+    ("param", "facts"),
     [
-        ("block_size", make_layout(6)),
-        ("layers", make_layout(layers=3)),
-        ("layers[0].num_kv_heads", make_layout(heads=4)),
-        ("layers[0].head_dim", make_layout(head_dim=4)),
-        ("layers[0].dtype", replace(make_layout(), layers=(replace(make_layout().layers[0], dtype="float16"),) * 2)),
-        ("layers[0].window", replace(make_layout(), layers=(replace(make_layout().layers[0], window=4),) * 2)),
+        ("protocol_version", {"protocol_version": 99}),
+        ("model_digest", {"model_digest": "other"}),
+        ("config_digest", {"config_digest": "other"}),
+        ("dtype", {"dtype": "bfloat16"}),
+        ("code_version", {"code_version": "9.9"}),
+        ("exact", {"exact": True}),
+        ("quantize", {"quantize": "int8"}),
+        ("vocab_size", {"vocab_size": 7}),
+        ("max_model_len", {"max_model_len": 7}),
+        ("block_size", {"layout": make_layout(6)}),
+        ("layers", {"layout": make_layout(layers=3)}),
+        ("layers[0].num_kv_heads", {"layout": make_layout(heads=4)}),
+        ("layers[0].head_dim", {"layout": make_layout(head_dim=4)}),
+        ("layers[0].dtype", {"layout": layers(dtype="float16")}),
+        ("layers[0].window", {"layout": layers(window=4)}),
     ],
 )
-def test_a_layout_that_differs_is_refused_by_name(workers: WorkerTable, name: str, layout: object) -> None:
+def test_a_fact_that_differs_is_refused_by_name(workers: WorkerTable, param: str, facts: dict[str, object]) -> None:
     workers.join(join(), 0.0)
     with pytest.raises(JoinRefused) as caught:
-        workers.join(join("p0", "prefill", layout=layout), 0.0)
-    assert caught.value.param == name
+        workers.join(join("d1", **facts), 0.0)
+    assert caught.value.param == param and caught.value.message.startswith(f"decode worker d1 refused: {param}: ")
+    assert ("; the first is that of d0" in caught.value.message) == (not param.endswith("_digest"))
+    assert state(workers, "d1") == "forgotten"
 
 
 def test_the_first_worker_must_fit_the_coordinators_own_model_and_have_blocks(workers: WorkerTable) -> None:
@@ -122,18 +117,25 @@ def test_other_weights_than_those_here_are_refused_with_who_has_them(workers: Wo
     assert caught.value.param == "model_digest"
 
 
+def ranks(count: int, *pids: int) -> dict[str, object]:
+    return {"facts": make_facts(tensor_parallel=count), "pids": pids}
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "said"),
     [
-        *(("worker_id", name) for name in ("", "a b", "a/b", "a\n", "ä", "x" * 129, "../x", "a@1")),
-        *(("blocks_total", n) for n in (0, -5)),
-        ("step_tokens", -1),
-        *(("link_address", a) for a in ("", "%%%", "host", "host:", "host:x", "a b:1", "dns:///x:1")),
+        *(("worker_id", {"worker_id": name}) for name in ("", "a b", "a/b", "a\n", "ä", "x" * 129, "../x", "a@1")),
+        *(("blocks_total", {"blocks_total": n}) for n in (0, -5)),
+        ("step_tokens", {"step_tokens": -1}),
+        *(("link_address", {"link_address": a}) for a in ("", "%%%", "host", "host:", "host:x", "a b:1", "dns:///x:1")),
+        *(("tensor_parallel", said) for said in (ranks(3, 1, 2, 3), ranks(2, 1), ranks(1 << 30), ranks(0))),
     ],
 )
-def test_what_no_worker_says_of_itself_is_refused_by_name(workers: WorkerTable, field: str, value: object) -> None:
+def test_what_no_worker_says_of_itself_is_refused_by_name(
+    workers: WorkerTable, field: str, said: dict[str, object]
+) -> None:
     with pytest.raises(JoinRefused) as caught:
-        workers.join(replace(join(), **{field: value}), 0.0)  # type: ignore[arg-type]
+        workers.join(replace(join(), **said), 0.0)  # type: ignore[arg-type]
     assert caught.value.param == field
     assert caught.value.message.isascii() and len(caught.value.message) < 400
     assert not list(workers.all())
