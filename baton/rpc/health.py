@@ -55,18 +55,11 @@ class _Servicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self._ready = ready
 
     async def Check(self, request: Any, context: Any) -> Any:
-        state = self._state(request.service)
-        if state == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+        if request.service not in ("", LIVE):
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service here but '' and {LIVE!r}")
-        return health_pb2.HealthCheckResponse(status=state)
+        states = health_pb2.HealthCheckResponse
+        serves = request.service == LIVE or self._ready()
+        return states(status=states.SERVING if serves else states.NOT_SERVING)
 
     async def Watch(self, request: Any, context: Any) -> None:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Check alone is served")
-
-    def _state(self, service: str) -> Any:
-        states = health_pb2.HealthCheckResponse
-        if service == LIVE:
-            return states.SERVING
-        if service:
-            return states.SERVICE_UNKNOWN
-        return states.SERVING if self._ready() else states.NOT_SERVING

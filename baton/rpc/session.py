@@ -133,11 +133,11 @@ class WorkerSession:
                         log.info("no coordinator for %.0f s, dialling on: %s", now - alone_since, e.message)
                         logged_at = now
                 except BatonError as e:
-                    if e.code == "join_refused" and self._empty:
+                    if e.code == "join_refused":
+                        if not self._empty:
+                            raise JoinRefused(e.message) from e
                         self._left.set()
                         return
-                    if e.code == "join_refused":
-                        raise JoinRefused(e.message) from e
                     log.warning("session with %s failed: %s", self._address, e.message)
                 if self._clock() - started > 2.0:
                     delay = 0.1

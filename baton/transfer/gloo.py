@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo
 from baton.core.errors import HandoffError
 from baton.transfer.edge import Arrived, EdgeSpec, Ready, check_buffer, cut_buffer
 from baton.transfer.rendezvous import Meeting
-from baton.transfer.sockets import Connections
+from baton.transfer.sockets import Address, deafen, hang_up, listener_address
 
 _HEADER = struct.Struct("<8sQQQQ")  # edge id, generation, operation number, payload bytes, sections
 _WORD = struct.Struct("<Q")
@@ -55,7 +55,8 @@ class GlooEdge:
     def __init__(self, spec: EdgeSpec) -> None:
         self.spec = spec
         self._group: Any = None
-        self._connections: Connections | None = None
+        self._mine: Address | None = None  # where this rank of the group listens, and its peer
+        self._theirs: Address | None = None
         self._meeting = Meeting(spec)
         self._dead = False
         self._operations = 0
@@ -72,16 +73,15 @@ class GlooEdge:
             options._threads = 1
             options._timeout = left
             self._group = gloo(store, self.spec.rank, 2, options)
-            self._connections = Connections.from_rendezvous(
-                *(store.get(f"0/{rank}") for rank in (self.spec.rank, self.spec.peer_rank))
-            )
+            self._mine = listener_address(store.get(f"0/{self.spec.rank}"))
+            self._theirs = listener_address(store.get(f"0/{self.spec.peer_rank}"))
             # One header each way: proves the edge in both directions, and that neither end needs the keys any more.
             for sender in (0, 1):
                 if sender == self.spec.rank:
                     self._wait(self._post("send", self._header(0), _HEADER_TAG), deadline)
                 else:
                     self._receive_header(0, deadline)
-        self._connections.stop_listening()
+        deafen(self._mine)
 
     def send(self, buf: Tensor, timeout_s: float, ends: Sequence[int] = (), ready: Ready | None = None) -> None:
         check_buffer(self.spec, buf)
@@ -126,17 +126,12 @@ class GlooEdge:
 
     def abort(self) -> None:
         self._meeting.abort()
-        self._shut_down()
+        hang_up(self._theirs, self._mine)
 
     def close(self) -> None:
         self._dead = True
-        self._shut_down()  # at once: a work in some traceback would keep the group and its sockets open
+        hang_up(self._theirs, self._mine)  # at once: a work in some traceback would keep the group and its sockets open
         self._group = None
-
-    def _shut_down(self) -> None:
-        connections = self._connections
-        if connections is not None:
-            connections.shut_down()
 
     def _begin(self, name: str, buf: Tensor, timeout_s: float) -> float:
         """Opens the next operation; its deadline (monotonic)."""

@@ -15,7 +15,6 @@ from baton.core.errors import StartupError
 from baton.rpc import health
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 
 @pytest.fixture

@@ -189,7 +189,8 @@ async def test_cancelling_the_wait_keeps_the_buffer_until_the_operation_ends() -
     buf = zeros(4)
     alive = weakref.ref(buf)
     task = asyncio.create_task(worker.recv(buf))
-    await asyncio.sleep(0.05)
+    while worker.in_flight is None:
+        await asyncio.sleep(0.001)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
