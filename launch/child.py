@@ -99,6 +99,7 @@ class Child:
 
 def _start(spec: ChildSpec, log: IO[bytes]) -> subprocess.Popen[bytes]:
     launcher, cores = os.getpid(), spec.cores
+    always = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", PARENT_VARIABLE: str(launcher)}
 
     def before_exec() -> None:
         set_death_signal()
@@ -113,7 +114,7 @@ def _start(spec: ChildSpec, log: IO[bytes]) -> subprocess.Popen[bytes]:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, **spec.environment, "PYTHONSAFEPATH": "1", PARENT_VARIABLE: str(launcher)},
+            env={**os.environ, **spec.environment, **always},
             start_new_session=True,
             preexec_fn=before_exec,
         )

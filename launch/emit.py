@@ -88,8 +88,7 @@ def _cpus(part: Part) -> int:
 
 
 def _environment(part: Part) -> list[str]:
-    found = {key: value for key, value in part.environment.items() if key != "PYTHONUNBUFFERED"}
-    return ["env", *(f"{key}={value}" for key, value in found.items())] if found else []
+    return ["env", *(f"{key}={value}" for key, value in part.environment.items())] if part.environment else []
 
 
 def _pinned(part: Part) -> list[str]:

@@ -10,8 +10,10 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping
+from itertools import takewhile
 
 _LIMIT_S = 10.0
+_NUMBER = re.compile(r"0*([0-9]+)")  # what follows the digits counts for nothing
 _GPU = re.compile(r"GPU \d+: .*\(UUID: (?P<uuid>GPU-[^)]+)\)")
 _MIG = re.compile(r"\s+MIG .*\(UUID: (?P<uuid>MIG-[^)]+)\)")
 
@@ -29,21 +31,11 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]
 def as_cuda_reads(named: str) -> tuple[str, ...]:
     """The GPUs of CUDA_VISIBLE_DEVICES: all up to the first that is no number (or, where the first is a UUID, none of
     its kind), and none at all where one comes twice."""
-    found: list[str] = []
     parts = [part.strip() for part in named.split(",")]
-    kind = next((kind for kind in ("GPU-", "MIG-") if parts[0].startswith(kind)), "")
-    for part in parts:
-        number = re.match(r"[0-9]+", part)  # what follows the digits counts for nothing
-        if kind and part.startswith(kind):
-            name = part
-        elif not kind and number:
-            name = str(int(number[0]))
-        else:
-            break
-        if name in found:
-            return ()
-        found.append(name)
-    return tuple(found)
+    kind = parts[0][:4]
+    form = re.compile(f"({kind}.*)") if kind in ("GPU-", "MIG-") else _NUMBER
+    found = [name[1] for name in takewhile(bool, map(form.match, parts)) if name]
+    return tuple(found) if len(set(found)) == len(found) else ()
 
 
 def parse_listing(text: str) -> tuple[str, ...]:

@@ -104,9 +104,8 @@ class Members:
         """`bound` holds the ports of an earlier run, which the next one takes again."""
         flags = self.plan.coordinator_command(None if bound is None else bound.ports)
         command = (*self.programs.coordinator, *flags, "--ready-file", str(self.ready_file))
-        environment = {**self.environment, "PYTHONUNBUFFERED": "1"}
         note = "on the same ports" if bound is not None else ""
-        return ChildSpec(COORDINATOR, command, self.run_dir / f"{COORDINATOR}.log", environment, note=note)
+        return ChildSpec(COORDINATOR, command, self.run_dir / f"{COORDINATOR}.log", self.environment, note=note)
 
     def worker(self, name: str, bound: Addresses) -> ChildSpec:
         part = self.parts[name]

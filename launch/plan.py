@@ -49,11 +49,9 @@ class Part:
 
     @property
     def environment(self) -> dict[str, str]:
-        threads = str(max(self.placement.threads // self.ranks, 1))
-        found = {"PYTHONUNBUFFERED": "1"}
-        if self.placement.threads:
-            found |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        return found | ({"CUDA_VISIBLE_DEVICES": self.gpus} if self.gpus else {})
+        threads = str(max(self.placement.threads // self.ranks, 1)) if self.placement.threads else ""
+        found = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": self.gpus}
+        return {name: value for name, value in found.items() if value}
 
 
 @dataclass(frozen=True, slots=True)
