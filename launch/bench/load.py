@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import random
@@ -22,6 +23,7 @@ Workload = Literal["tokens", "text", "turns", "tools", "schema"]
 WORKLOADS: tuple[Workload, ...] = ("tokens", "text", "turns", "tools", "schema")
 TRACE_BLOCK = 512
 """Tokens of a prefix block in Mooncake's traces."""
+MOST_ROWS = 100_000
 MOST_TOKENS = 10_000_000
 """Of one request of a trace."""
 _TOOL = {
@@ -189,8 +191,8 @@ def parse_lengths(text: str) -> Lengths:
     return lengths
 
 
-def read_trace(path: Path, most: int = 100_000) -> tuple[TraceRow, ...]:
-    """The first rows of a trace in the form of Mooncake's (JSON lines) or Azure's (CSV), in order of time.
+def read_trace(path: Path) -> tuple[TraceRow, ...]:
+    """The first MOST_ROWS of a trace in the form of Mooncake's (JSON lines) or Azure's (CSV), in order of time.
 
     Raises:
         OSError: it cannot be read.
@@ -201,7 +203,7 @@ def read_trace(path: Path, most: int = 100_000) -> tuple[TraceRow, ...]:
             rows = _numbered(csv.DictReader(file), _azure)
         else:
             rows = _numbered((json.loads(line) for line in file if line.strip()), _mooncake)
-        found = [row for _, row in zip(range(most), rows, strict=False)]
+        found = list(itertools.islice(rows, MOST_ROWS))
     if not found:
         raise ValueError("it has no rows")
     return tuple(sorted(found, key=lambda row: row.at_s))

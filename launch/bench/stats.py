@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean, stdev
 
 PERCENTILES = (50, 95, 99)
 # Student's t at 97.5 %, by degrees of freedom (1, 2, ...); beyond them the normal's.
@@ -45,7 +46,7 @@ class Slo:
         return ",".join(f"{name}={value:g}" for name, value in named if value)
 
 
-def parse_slo(text: str, share: float = 0.9) -> Slo:
+def parse_slo(text: str) -> Slo:
     """`ttft=0.5,tpot=0.05`, in seconds, or in milliseconds with `ms` behind.
 
     Raises:
@@ -59,17 +60,15 @@ def parse_slo(text: str, share: float = 0.9) -> Slo:
         given[name] = float(value.removesuffix("ms")) / 1e3 if value.endswith("ms") else float(value)
         if not 0 < given[name] < math.inf:
             raise ValueError(f"{part!r} is no time")
-    return Slo(given.get("ttft", 0.0), given.get("tpot", 0.0), share)
+    return Slo(given.get("ttft", 0.0), given.get("tpot", 0.0))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """The mean, and half of its 95 % confidence interval by Student's t; 0.0 of a single value."""
-    count = len(values)
-    mean = sum(values) / count
+    count, mean = len(values), fmean(values)
     if count < 2:
         return mean, 0.0
-    spread = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
-    return mean, (_T[count - 2] if count - 2 < len(_T) else 1.96) * spread / math.sqrt(count)
+    return mean, (_T[count - 2] if count - 2 < len(_T) else 1.96) * stdev(values) / math.sqrt(count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +141,7 @@ class Statistics:
     @property
     def goodput_per_s(self) -> float:
         """Requests a second that kept to the limits."""
-        return self.met / self.duration_s if self.duration_s else 0.0
+        return self._per_s(self.met)
 
     @property
     def met_share(self) -> float:
@@ -150,15 +149,18 @@ class Statistics:
 
     @property
     def requests_per_s(self) -> float:
-        return (self.requests - self.failed) / self.duration_s if self.duration_s else 0.0
+        return self._per_s(self.requests - self.failed)
 
     @property
     def output_tokens_per_s(self) -> float:
-        return self.output_tokens / self.duration_s if self.duration_s else 0.0
+        return self._per_s(self.output_tokens)
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        return self.prompt_tokens / self.duration_s if self.duration_s else 0.0
+        return self._per_s(self.prompt_tokens)
+
+    def _per_s(self, count: int) -> float:
+        return count / self.duration_s if self.duration_s else 0.0
 
 
 def percentile(ordered: Sequence[float], p: float) -> float:

@@ -1,7 +1,7 @@
 """The highest rate of an open loop at which a server keeps to its limits. Pure: rates out, verdicts in.
 
 From `first` on the rate is doubled while the limits are kept (halved while they are not), then the step between the
-highest rate that did and the lowest that did not is halved on a logarithmic scale, until it is less than `precision`.
+highest rate that did and the lowest that did not is halved on a logarithmic scale, until it is less than PRECISION.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 MOST_STEPS = 16
+PRECISION = 0.1
 
 
 @dataclass(slots=True)
@@ -17,7 +18,6 @@ class Search:
     """`kept` and `missed` are the rates tried so far, in requests a second."""
 
     first: float
-    precision: float = 0.1
     kept: list[float] = field(default_factory=list)
     missed: list[float] = field(default_factory=list)
 
@@ -33,7 +33,7 @@ class Search:
             lowest = min(self.missed) / 2
             return lowest if lowest > self.first / 1000 else None
         low, high = max(self.kept), min(self.missed)
-        return math.sqrt(low * high) if high / low > 1 + self.precision else None
+        return math.sqrt(low * high) if high / low > 1 + PRECISION else None
 
     def tried(self, rate: float, *, kept: bool) -> None:
         """A rate that was missed below one that was kept takes back what stood above it: servers are noisy."""

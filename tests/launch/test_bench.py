@@ -29,6 +29,13 @@ def bench(server: FakeServer, tmp_path: Path, *flags: str) -> tuple[int, str, di
     return int(result.return_value), result.output, json.loads(file.read_text())
 
 
+def refused(*words: str) -> str:
+    """The message with which the command line is refused."""
+    result = CliRunner().invoke(baton, ["bench", *words], standalone_mode=False)
+    assert isinstance(result.exception, StartupError), result.exception
+    return result.exception.message
+
+
 def test_counts_order_and_lower_bounds(tmp_path: Path) -> None:
     with fake_server(first_s=0.05, gap_s=0.01) as server:
         flags = ["--concurrency", "3", "--requests", "9", "--warmup", "2", "--input-len", "10-20", "--output-len", "5"]
@@ -87,8 +94,7 @@ def test_timeout_and_no_server(tmp_path: Path) -> None:
         flags = ["--requests", "1", "--warmup", "0", "--timeout-s", "0.3", "--output-len", "1"]
         code, _, report = bench(server, tmp_path, *flags)
     assert code == 1 and report["statistics"]["errors"] == {"no end within 0.3 s": 1}
-    result = CliRunner().invoke(baton, ["bench", server.url], standalone_mode=False)
-    assert isinstance(result.exception, StartupError) and "no server answers" in result.exception.message
+    assert "no server answers" in refused(server.url)
 
 
 async def test_no_connection_in_time_is_not_a_request_that_did_not_end() -> None:
@@ -159,15 +165,30 @@ def test_goodput_is_shown(tmp_path: Path) -> None:
     assert report["statistics"]["met"] == 0 and "0 of 4 within ttft=0.01" in shown
 
 
-def test_what_does_not_go_together_is_refused() -> None:
-    for flags, said in (
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
         (["--sweep"], "--sweep needs --slo"),
         (["--sweep", "--slo", "ttft=1", "--against", "x"], "neither with --against"),
         (["--rate", "1", "--trace", __file__], "give one of them"),
         (["--trace", __file__], "row 1 is not of a trace"),
-    ):
-        result = CliRunner().invoke(baton, ["bench", "http://127.0.0.1:1", *flags], standalone_mode=False)
-        assert isinstance(result.exception, StartupError) and said in result.exception.message
+        (["--input-len", "0"], "must be at least 1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(flags: list[str], said: str) -> None:
+    assert said in refused("http://127.0.0.1:1", *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--input-len", "8-1"], "write a length, or a range such as 128-1024"),
+        (["--slo", "itl=1"], "'itl' is neither ttft nor tpot; write ttft=0.5,tpot=50ms"),
+    ],
+)
+def test_what_cannot_be_read_says_how_it_is_written(flags: list[str], said: str) -> None:
+    result = CliRunner().invoke(baton, ["bench", *flags])
+    assert result.exit_code == 2 and said in " ".join(result.output.split())
 
 
 def test_the_command_line_is_kept_without_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,16 +236,13 @@ def test_texts_of_a_server_are_shown_as_they_are(tmp_path: Path) -> None:
 
 def test_a_report_that_cannot_be_written_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
     with fake_server() as server:
-        flags = ["bench", server.url, "--requests", "1", "--json", str(tmp_path / "no" / "x.json")]
-        result = CliRunner().invoke(baton, flags, standalone_mode=False)
-        assert isinstance(result.exception, StartupError) and "No such file" in result.exception.message
+        assert "No such file" in refused(server.url, "--requests", "1", "--json", str(tmp_path / "no" / "x.json"))
         assert not server.bodies
 
 
 def test_a_password_in_a_url_is_refused() -> None:
-    result = CliRunner().invoke(baton, ["bench", "http://me:sk-secret@127.0.0.1:1"], standalone_mode=False)
-    assert isinstance(result.exception, StartupError) and "use --api-key" in result.exception.message
-    assert "sk-secret" not in result.exception.message
+    message = refused("http://me:sk-secret@127.0.0.1:1")
+    assert "use --api-key" in message and "sk-secret" not in message
 
 
 def test_a_sweep_of_a_server_that_answers_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,5 +289,4 @@ def test_an_answer_that_does_not_end_is_none(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_name_that_cannot_be_sent_back_is_no_name() -> None:
     with fake_server(model="\ud800") as server:
-        result = CliRunner().invoke(baton, ["bench", server.url, "--requests", "1"], standalone_mode=False)
-    assert isinstance(result.exception, StartupError) and "no list of models" in result.exception.message
+        assert "no list of models" in refused(server.url, "--requests", "1")

@@ -161,7 +161,7 @@ def test_a_row_that_is_none_is_named(tmp_path: Path, name: str, text: str) -> No
 
 
 def test_limits_and_goodput() -> None:
-    slo = parse_slo("ttft=0.5,tpot=50ms", 0.5)
+    slo = parse_slo("ttft=0.5,tpot=50ms")
     assert (slo.ttft_s, slo.tpot_s, str(slo)) == (0.5, 0.05, "ttft=0.5,tpot=0.05")
     good = Record(0.0, (0.4, 0.44), 0.5, finished=0.44, output_tokens=2)
     late = Record(0.0, (0.6, 0.64), 0.7, finished=0.64, output_tokens=2)
