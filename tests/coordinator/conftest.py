@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
+import httpx2
+import openai
 import pytest
 from fastapi import FastAPI
 
@@ -37,6 +39,13 @@ def app(generator: FakeGenerator, text_model: TextModel) -> FastAPI:
 @pytest.fixture
 async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
+        yield client
+
+
+@pytest.fixture
+async def official(app: FastAPI) -> AsyncIterator[openai.AsyncOpenAI]:
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://baton")
+    async with openai.AsyncOpenAI(api_key="k", base_url="http://baton/v1", http_client=http, max_retries=0) as client:
         yield client
 
 

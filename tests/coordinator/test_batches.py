@@ -105,6 +105,19 @@ async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
     return batch
 
 
+async def until_completed(client: openai.AsyncOpenAI, batch_id: str, lines: int) -> None:
+    async with asyncio.timeout(10):
+        while (await client.batches.retrieve(batch_id)).request_counts.completed < lines:
+            await asyncio.sleep(0.01)
+
+
+def stored(store: BatchStore, content: bytes = b"x", owner: str = "", name: str = "f") -> dict[str, Any]:
+    """A file that somebody uploaded."""
+    part = store.new_part(len(content))
+    part.write_bytes(content)
+    return store.add_file(owner, part, name, "batch")
+
+
 async def rows_of(client: openai.AsyncOpenAI, file_id: str) -> list[dict[str, Any]]:
     return [json.loads(text) for text in (await client.files.content(file_id)).text.splitlines()]
 
@@ -197,9 +210,7 @@ async def test_requests_are_bounded_and_a_cancelled_batch_keeps_what_it_has(
         held, generator.hold = generator.hold, asyncio.Event()
         held.set()
         await generator.until(submitted=batch_runner.MAX_RUNNING + 9)
-        async with asyncio.timeout(10):
-            while (await client.batches.retrieve(batch.id)).request_counts.completed < batch_runner.MAX_RUNNING:
-                await asyncio.sleep(0.01)
+        await until_completed(client, batch.id, batch_runner.MAX_RUNNING)
         assert generator.most_running == batch_runner.MAX_RUNNING
         assert (await client.batches.cancel(batch.id)).status == "cancelling"
         batch = await ended(client, batch.id)
@@ -213,9 +224,7 @@ async def test_a_restart_goes_on_and_asks_nothing_twice(tmp_path: Path, text_mod
     first.answers = answered
     async with served(tmp_path, first, text_model) as (client, _):
         batch = await submit(client, *(line(f"r{i}", "a" * (i + 1)) for i in range(50)))
-        async with asyncio.timeout(10):
-            while (await client.batches.retrieve(batch.id)).request_counts.completed < answered:
-                await asyncio.sleep(0.01)
+        await until_completed(client, batch.id, answered)
     second = Echo()
     async with served(tmp_path, second, text_model) as (client, _):
         batch = await ended(client, batch.id)
@@ -309,10 +318,7 @@ async def test_a_line_as_long_as_a_file_is_not_parsed(
 
 async def test_a_batch_that_is_cancelled_before_it_begins_stays_so(tmp_path: Path) -> None:
     store = BatchStore(str(tmp_path), 1 << 20)
-    part = store.new_part(1)
-    part.write_bytes(b"x")
-    file = store.add_file("", part, "f", "batch")
-    batch = store.add_batch("", "", COMPLETIONS, file["id"], {})
+    batch = store.add_batch("", "", COMPLETIONS, stored(store)["id"], {})
     store.cancel("", batch["id"])
     store.begin(batch["id"], [Line(batch["id"], 1, "a", b"{}")])
     assert store.batch("", batch["id"])["status"] == "cancelling"
@@ -433,9 +439,7 @@ async def test_so_many_uploads_at_once(tmp_path: Path, text_model: TextModel, mo
 
 def test_only_its_owner_may_read_what_clients_wrote(tmp_path: Path) -> None:
     store = BatchStore(str(tmp_path / "data"), 1 << 20)
-    part = store.new_part(1)
-    part.write_bytes(b"x")
-    store.add_file("", part, "f", "batch")
+    stored(store)
     kept = [tmp_path / "data", *(tmp_path / "data").glob("baton*"), tmp_path / "data" / "files"]
     assert {path.name for path in kept} >= {"baton.db", "baton.db-wal", "files"}
     assert [path for path in kept if path.stat().st_mode & 0o077] == []
@@ -444,9 +448,7 @@ def test_only_its_owner_may_read_what_clients_wrote(tmp_path: Path) -> None:
 
 def test_a_file_has_a_row_or_is_not_there(tmp_path: Path) -> None:
     store = BatchStore(str(tmp_path), 1 << 20)
-    part = store.new_part(1)
-    part.write_bytes(b"x")
-    assert store.add_file("", part, "a\ud800b", "batch")["filename"] == "a?b"
+    assert stored(store, name="a\ud800b")["filename"] == "a?b"
     with pytest.raises(FileNotFoundError):
         store.add_file("", tmp_path / "files" / "none.part", "f", "batch")
     gone = store.new_part(1)
@@ -473,9 +475,7 @@ async def test_a_batch_whose_key_is_gone_ends(tmp_path: Path, text_model: TextMo
     first.answers = 1
     async with served(tmp_path / "data", first, text_model, api_keys=keys) as (client, _):
         batch = await submit(client, line("a"), line("b"))
-        async with asyncio.timeout(10):
-            while (await client.batches.retrieve(batch.id)).request_counts.completed < 1:
-                await asyncio.sleep(0.01)
+        await until_completed(client, batch.id, 1)
     async with served(tmp_path / "data", Echo(), text_model, api_keys=left) as (client, _):
         other = client.with_options(api_key=OTHER)
         batch = await ended(other, batch.id)
@@ -494,9 +494,7 @@ async def test_owners_take_turns_and_what_has_not_begun_is_cancelled_at_once(
         store, made = app.state.batches._store, []
         for owner, count in (("a", 4), ("b", 2)):
             for _ in range(count):
-                part = store.new_part(1)
-                part.write_bytes(jsonl(line("r")))
-                file = store.add_file(owner, part, "f", "batch")
+                file = stored(store, jsonl(line("r")), owner)
                 key = keys.client(f"Bearer {KEY if owner == 'a' else OTHER}").key
                 made.append(store.add_batch(owner, key, COMPLETIONS, file["id"], {})["id"])
         assert [batch["owner"] for batch in store.unfinished()] == ["a", "b", "a", "b", "a", "a"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import httpx
@@ -13,16 +14,10 @@ import pytest
 from baton.core.errors import DuplicateRequest, Unavailable, WorkerLost
 from coordinator.submission import Delta
 from tests.support.fake_generator import FakeGenerator, say
+from tests.support.requests_kit import events
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "tiny", "prompt": "Hello"}
-
-
-def events(response: httpx.Response) -> list[Any]:
-    lines = [line for line in response.text.split("\n\n") if line]
-    assert all(line.startswith("data: ") and "\n" not in line for line in lines)
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line[6:]) for line in lines[:-1]]
 
 
 async def test_completion(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
@@ -216,3 +211,25 @@ async def test_a_generator_that_cancels_its_caller_is_a_bug(
 ) -> None:
     generator.script = [asyncio.CancelledError()]
     assert (await client.post("/v1/completions", json=TEXT)).json()["error"]["code"] == "internal_error"
+
+
+async def test_what_gateways_and_load_tools_ask(client: httpx.AsyncClient) -> None:
+    info = (await client.get("/server_info")).json()
+    assert info["version"] == "1.2" and info["model"] == "tiny" and info["workers"] == {"prefill": 1, "decode": 1}
+    (load,) = (await client.get("/loads")).json()
+    assert (load["num_running_reqs"], load["num_waiting_reqs"], load["token_usage"]) == (3, 2, 0.6)
+    model = (await client.get("/get_model_info")).json()
+    assert model["model_path"] == "tiny" and model["is_generation"] is True
+    tokenizer = (await client.get("/tokenizer_info")).json()
+    limit = (await client.get("/v1/models")).json()["data"][0]["max_model_len"]
+    assert tokenizer["model_max_length"] == limit and "eos_token" in tokenizer
+
+
+async def test_the_page_needs_nothing_from_elsewhere(client: httpx.AsyncClient) -> None:
+    answer = await client.get("/")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'self'" in policy and "frame-ancestors 'none'" in policy
+    links = set(re.findall(r"https?://[^\"' ]+", answer.text))
+    assert links == {"http://www.w3.org/2000/svg"}, "only the name of a namespace"
+    assert "innerHTML" not in answer.text and "eval(" not in answer.text

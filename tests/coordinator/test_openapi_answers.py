@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,9 @@ RESPONSES = "/v1/responses"
 
 
 @pytest.fixture
-def generator() -> FakeGenerator:
-    return FakeGenerator()
-
-
-@pytest.fixture
-def served(text_model: TextModel, generator: FakeGenerator, tmp_path: Path) -> FastAPI:
+def app(text_model: TextModel, generator: FakeGenerator, tmp_path: Path) -> FastAPI:
     store = BatchStore(str(tmp_path / "data"), 1 << 20)
     return create_app(generator, text_model, HttpSettings("tiny"), store=store)
-
-
-@pytest.fixture
-async def asking(served: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://baton") as client:
-        yield client
 
 
 class Document:
@@ -57,12 +45,12 @@ class Document:
             assert kind in content, (path, kind)
 
 
-async def test_every_reply_is_described(asking: httpx.AsyncClient, generator: FakeGenerator) -> None:
-    document = Document((await asking.get("/openapi.json")).json())
+async def test_every_reply_is_described(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
+    document = Document((await client.get("/openapi.json")).json())
     seen = set()
 
     async def check(method: str, path: str, described: str = "", **how: Any) -> httpx.Response:
-        answer = await asking.request(method, path, **how)
+        answer = await client.request(method, path, **how)
         document.fits(described or path, answer)
         seen.add((method.lower(), described or path))
         return answer

@@ -14,10 +14,10 @@ from coordinator.policy.timeline import Span
 from coordinator.recent import KEPT, RecentRequests, Record
 from coordinator.submission import Delta, Timeline, Usage
 from coordinator.text.model import TextModel
-from tests.coordinator.test_http import events
 from tests.coordinator.test_policy_requests import Drive
 from tests.support.fake_generator import FakeGenerator
 from tests.support.fake_workers import begun, bench, run_out
+from tests.support.requests_kit import events
 
 SPANS = (Span("queue", 0.0, 0.25), Span("prefill", 0.25, 1.0, "p0"))
 RECORD = Record("r-1", 0, 5.0, "stop", 3, 1, 2, 1, 0.5, "p0", "d0", SPANS)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
-import httpx2
 import openai
 import pytest
 from fastapi import FastAPI
@@ -44,13 +42,6 @@ def app(generator: FakeGenerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(structured_output, "_tokenizer", load_tokenizer(builtin_directory("target"), 4096))
     generator.grammars = GrammarCompiler(Path(), 4096, lambda: ThreadPoolExecutor(1))
     return create_app(generator, model, HttpSettings("tiny", created=1))
-
-
-@pytest.fixture
-async def official(app: FastAPI) -> AsyncIterator[openai.AsyncOpenAI]:
-    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://baton")
-    async with openai.AsyncOpenAI(api_key="k", base_url="http://baton/v1", http_client=http, max_retries=0) as client:
-        yield client
 
 
 async def events_of(client: httpx.AsyncClient, **fields: Any) -> list[dict[str, Any]]:

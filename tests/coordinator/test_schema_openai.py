@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import httpx2
 import jsonschema
 import openai
 import pytest
-from fastapi import FastAPI
 
 from baton.core import errors
 from baton.core.request import TokenLogprob
 from coordinator.submission import Delta
 from tests.support.bad_inputs import TABLE
 from tests.support.fake_generator import FakeGenerator, say
-from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
+from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD, events
 
 SCHEMAS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "support" / "openai_schemas.json").read_text())
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -36,9 +33,9 @@ async def test_answers_fit_the_official_schemas(client: httpx.AsyncClient, gener
         fits("CreateChatCompletionResponse", (await client.post(CHAT, json=GOOD[CHAT])).json())
         for options in ({}, {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}):
             response = await client.post(CHAT, json=GOOD[CHAT] | {"stream": True} | options)
-            events = [json.loads(line[6:]) for line in response.text.split("\n\n")[:-2]]
-            assert len(events) >= 3
-            for event in events:
+            found = events(response)
+            assert len(found) >= 3
+            for event in found:
                 fits("CreateChatCompletionStreamResponse", event)
     fits("ListModelsResponse", (await client.get("/v1/models")).json())
     fits("Model", (await client.get("/v1/models/tiny")).json())
@@ -66,9 +63,9 @@ async def test_choices_are_told_apart_and_the_prompt_counts_once(
     usage = whole["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 4, 7)
     asked = GOOD[path] | {"n": 2, "stream": True, "stream_options": {"include_usage": True}}
-    events = [json.loads(line[6:]) for line in (await client.post(path, json=asked)).text.split("\n\n")[:-2]]
-    assert events[-1]["choices"] == [] and events[-1]["usage"] == usage
-    choices = [c for e in events for c in e["choices"]]
+    found = events(await client.post(path, json=asked))
+    assert found[-1]["choices"] == [] and found[-1]["usage"] == usage
+    choices = [c for e in found for c in e["choices"]]
     for index, text in enumerate(texts):
         mine = [c for c in choices if c["index"] == index]
         assert "".join(c["delta"].get("content", "") if path == CHAT else c["text"] for c in mine) == text
@@ -87,11 +84,10 @@ async def test_log_probabilities_fit_the_official_schemas(client: httpx.AsyncCli
     chat = GOOD[CHAT] | {"logprobs": True, "top_logprobs": 2}
     answer = (await client.post(CHAT, json=chat)).json()
     fits("CreateChatCompletionResponse", answer)
-    response = await client.post(CHAT, json=chat | {"stream": True})
-    events = [json.loads(line[6:]) for line in response.text.split("\n\n")[:-2]]
-    for event in events:
+    streamed = events(await client.post(CHAT, json=chat | {"stream": True}))
+    for event in streamed:
         fits("CreateChatCompletionStreamResponse", event)
-    parts = [e["choices"][0]["logprobs"] for e in events]
+    parts = [e["choices"][0]["logprobs"] for e in streamed]
     assert [c for part in parts if part for c in part["content"]] == answer["choices"][0]["logprobs"]["content"]
     assert generator.submissions[0].sampling.prompt_logprobs == 2
     assert generator.submissions[1].sampling.logprobs == 2 and generator.submissions[1].sampling.prompt_logprobs is None
@@ -120,23 +116,18 @@ def test_the_check_has_teeth() -> None:
         fits("CreateCompletionResponse", {"id": "x", "object": "text_completion", "created": 1, "model": "m"})
 
 
-@pytest.fixture
-async def api(app: FastAPI) -> AsyncIterator[openai.AsyncOpenAI]:
-    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://baton")
-    async with openai.AsyncOpenAI(api_key="k", base_url="http://baton/v1", http_client=http, max_retries=0) as client:
-        yield client
-
-
-async def test_client_completion(api: openai.AsyncOpenAI) -> None:
-    answer = await api.completions.create(model="tiny", prompt="Hello", max_tokens=5, extra_body={"ignore_eos": True})
+async def test_client_completion(official: openai.AsyncOpenAI) -> None:
+    answer = await official.completions.create(
+        model="tiny", prompt="Hello", max_tokens=5, extra_body={"ignore_eos": True}
+    )
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("Hello world", "stop")
     assert answer.usage is not None and answer.usage.total_tokens == 5
     assert answer.usage.prompt_tokens_details is not None and answer.usage.prompt_tokens_details.cached_tokens == 1
     assert answer._request_id and answer.id == "cmpl-" + answer._request_id
 
 
-async def test_client_completion_stream(api: openai.AsyncOpenAI) -> None:
-    stream = await api.completions.create(
+async def test_client_completion_stream(official: openai.AsyncOpenAI) -> None:
+    stream = await official.completions.create(
         model="tiny", prompt=[1, 2], stream=True, stream_options={"include_usage": True}
     )
     chunks = [chunk async for chunk in stream]
@@ -144,15 +135,15 @@ async def test_client_completion_stream(api: openai.AsyncOpenAI) -> None:
     assert chunks[-1].choices == [] and chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 2
 
 
-async def test_client_chat(api: openai.AsyncOpenAI) -> None:
-    answer = await api.chat.completions.create(
+async def test_client_chat(official: openai.AsyncOpenAI) -> None:
+    answer = await official.chat.completions.create(
         model="tiny", messages=HI, max_completion_tokens=5, seed=7, temperature=0.0, top_p=0.5, stop=["x"], user="me"
     )
     assert answer.choices[0].message.role == "assistant" and answer.choices[0].message.content == "Hello world"
 
 
-async def test_client_chat_stream(api: openai.AsyncOpenAI) -> None:
-    stream = await api.chat.completions.create(
+async def test_client_chat_stream(official: openai.AsyncOpenAI) -> None:
+    stream = await official.chat.completions.create(
         model="tiny", messages=HI, stream=True, stream_options={"include_usage": True}
     )
     chunks = [chunk async for chunk in stream]
@@ -162,15 +153,15 @@ async def test_client_chat_stream(api: openai.AsyncOpenAI) -> None:
     assert chunks[-1].usage is not None and chunks[-1].usage.total_tokens == 5
 
 
-async def test_client_stream_helper(api: openai.AsyncOpenAI) -> None:
-    async with api.chat.completions.stream(model="tiny", messages=HI) as stream:
+async def test_client_stream_helper(official: openai.AsyncOpenAI) -> None:
+    async with official.chat.completions.stream(model="tiny", messages=HI) as stream:
         final = await stream.get_final_completion()
     assert final.choices[0].message.content == "Hello world"
 
 
-async def test_client_models(api: openai.AsyncOpenAI) -> None:
-    assert [model.id async for model in api.models.list()] == ["tiny"]
-    assert (await api.models.retrieve("tiny")).owned_by == "baton"
+async def test_client_models(official: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in official.models.list()] == ["tiny"]
+    assert (await official.models.retrieve("tiny")).owned_by == "baton"
 
 
 ERRORS: list[tuple[Exception, type[openai.APIStatusError], str]] = [
@@ -189,7 +180,7 @@ ERRORS: list[tuple[Exception, type[openai.APIStatusError], str]] = [
 
 @pytest.mark.parametrize(("raised", "expected", "code"), ERRORS, ids=[code for *_, code in ERRORS])
 async def test_client_error_classes(
-    api: openai.AsyncOpenAI,
+    official: openai.AsyncOpenAI,
     generator: FakeGenerator,
     raised: Exception,
     expected: type[openai.APIStatusError],
@@ -197,27 +188,27 @@ async def test_client_error_classes(
 ) -> None:
     generator.script = [raised]
     with pytest.raises(expected) as caught:
-        await api.chat.completions.create(model="tiny", messages=HI)
+        await official.chat.completions.create(model="tiny", messages=HI)
     assert caught.value.code == code and caught.value.request_id
 
 
-async def test_client_error_classes_for_bad_requests(api: openai.AsyncOpenAI) -> None:
+async def test_client_error_classes_for_bad_requests(official: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
-        await api.completions.create(model="tiny", prompt="a", temperature=3)
+        await official.completions.create(model="tiny", prompt="a", temperature=3)
     assert bad.value.param == "temperature"
     with pytest.raises(openai.BadRequestError) as bad:
-        await api.completions.create(model="tiny", prompt="a", extra_body={"guidd_json": 1})
+        await official.completions.create(model="tiny", prompt="a", extra_body={"guidd_json": 1})
     assert (bad.value.param, bad.value.code) == ("guidd_json", "unknown_parameter")
     with pytest.raises(openai.NotFoundError) as missing:
-        await api.models.retrieve("gpt-4")
+        await official.models.retrieve("gpt-4")
     assert missing.value.code == "model_not_found"
 
 
 async def test_client_sees_an_error_in_the_middle_of_a_stream(
-    api: openai.AsyncOpenAI, generator: FakeGenerator
+    official: openai.AsyncOpenAI, generator: FakeGenerator
 ) -> None:
     generator.script = [Delta("Hel", (1,)), errors.WorkerLost("decode-0 died", code="decode_worker_lost")]
-    stream = await api.chat.completions.create(model="tiny", messages=HI, stream=True)
+    stream = await official.chat.completions.create(model="tiny", messages=HI, stream=True)
     seen = []
     with pytest.raises(openai.APIError) as caught:
         async for chunk in stream:
@@ -228,11 +219,11 @@ async def test_client_sees_an_error_in_the_middle_of_a_stream(
 
 @pytest.mark.parametrize(("error", "calls"), [(errors.Unavailable("full", retry_after_s=0.0), 2), (ValueError(), 1)])
 async def test_the_client_retries_what_is_worth_it(
-    api: openai.AsyncOpenAI, generator: FakeGenerator, error: Exception, calls: int
+    official: openai.AsyncOpenAI, generator: FakeGenerator, error: Exception, calls: int
 ) -> None:
     generator.script = [error]
     with pytest.raises(openai.InternalServerError):
-        await api.with_options(max_retries=1).completions.create(model="tiny", prompt="a")
+        await official.with_options(max_retries=1).completions.create(model="tiny", prompt="a")
     assert len(generator.submissions) == calls
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
-import httpx2
 import jsonschema
 import numpy as np
 import openai
@@ -35,7 +34,7 @@ from tests.coordinator.test_schema_openai import fits
 from tests.support import tokenizers_kit
 from tests.support.fake_generator import FakeGenerator, say
 from tests.support.model_dirs import text_dir
-from tests.support.requests_kit import CHAT, GOOD
+from tests.support.requests_kit import CHAT, GOOD, events
 from tests.support.tool_templates import TEMPLATES
 
 WEATHER: dict[str, Any] = {
@@ -78,19 +77,6 @@ def app(generator: FakeGenerator, model: TextModel, monkeypatch: pytest.MonkeyPa
     return create_app(generator, model, HttpSettings("tiny", created=1))
 
 
-@pytest.fixture
-async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
-        yield client
-
-
-@pytest.fixture
-async def official(app: FastAPI) -> AsyncIterator[openai.AsyncOpenAI]:
-    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://baton")
-    async with openai.AsyncOpenAI(api_key="k", base_url="http://baton/v1", http_client=http, max_retries=0) as client:
-        yield client
-
-
 async def whole(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
     answer = await client.post(CHAT, json=GOOD[CHAT] | {"tools": [TOOL, NOW]} | fields)
     assert answer.status_code == 200, answer.text
@@ -104,8 +90,7 @@ async def streamed(client: httpx.AsyncClient, **fields: Any) -> tuple[dict[str, 
     answer = await client.post(CHAT, json=GOOD[CHAT] | {"tools": [TOOL, NOW], "stream": True} | fields)
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     finish = ""
-    for line in answer.text.split("\n\n")[:-2]:
-        event = json.loads(line[6:])
+    for event in events(answer):
         fits("CreateChatCompletionStreamResponse", event)
         (choice,) = event["choices"]
         finish = choice["finish_reason"] or finish
@@ -230,8 +215,7 @@ async def test_a_schema_of_a_tool_that_is_not_valid_is_refused_where_it_is_neede
 async def test_log_probabilities_and_ids_are_given_once(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
     generator.script = say(*TWO)
     answer = await client.post(CHAT, json=GOOD[CHAT] | {"tools": [TOOL], "stream": True, "return_token_ids": True})
-    events = [json.loads(line[6:]) for line in answer.text.split("\n\n")[:-2]]
-    ids = [i for event in events for i in event["choices"][0].get("token_ids", [])]
+    ids = [i for event in events(answer) for i in event["choices"][0].get("token_ids", [])]
     assert ids == list(range(len(TWO)))
 
 
@@ -270,13 +254,13 @@ def test_forced_calls_of_every_form_are_read_back(form: str) -> None:
             text = walk(tokenizer, grammar, seed).replace("<|assistant|>", marker)
             parser = make_parser(form, frozenset(["get_weather", "now"]), thinks=False)
             assert parser is not None
-            events = parser.push(text) + parser.finish()
-            names = [event.name for event in events if isinstance(event, CallBegun)]
+            said = parser.push(text) + parser.finish()
+            names = [event.name for event in said if isinstance(event, CallBegun)]
             assert 1 <= len(names) <= most and set(names) <= {"get_weather", "now"}, text
             for index, name in enumerate(names):
-                arguments = "".join(e.text for e in events if isinstance(e, Arguments) and e.index == index)
+                arguments = "".join(e.text for e in said if isinstance(e, Arguments) and e.index == index)
                 jsonschema.validate(json.loads(arguments), WEATHER if name == "get_weather" else {"maxProperties": 0})
-            assert all(isinstance(event, CallBegun | Arguments) for event in events), text
+            assert all(isinstance(event, CallBegun | Arguments) for event in said), text
 
 
 def walk(tokenizer: LLTokenizer, grammar: str, seed: int) -> str:

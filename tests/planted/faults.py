@@ -20,9 +20,8 @@ T_SECURITY, T_BAD, T_CHAT = (
 )
 POOL = "coordinator/policy/pool.py"
 TIMELINE, T_TIMELINE = "coordinator/policy/timeline.py", "tests/coordinator/test_policy_timeline.py"
-T_REQUESTS, T_DISPATCH, T_WORKERS, T_JOURNAL, T_HELD, T_PICK = (
-    f"tests/coordinator/test_policy_{name}.py"
-    for name in ("requests", "dispatch", "workers", "journal", "held", "pick")
+T_REQUESTS, T_DISPATCH, T_WORKERS, T_JOURNAL, T_PICK = (
+    f"tests/coordinator/test_policy_{name}.py" for name in ("requests", "dispatch", "workers", "journal", "pick")
 )
 T_GRAMMARS = "tests/engine/test_grammars.py"
 QUEUE, T_QUEUE = "coordinator/policy/grammar_queue.py", "tests/coordinator/test_policy_grammar_queue.py"
@@ -235,7 +234,7 @@ FAULTS = (
         "if worker is not None:",
         T_DISPATCH,
     ),
-    Fault(DISPATCH, "(rank := min(near)) < much_fuller", "(rank := min(near))", T_HELD),
+    Fault(DISPATCH, "(rank := min(near)) < much_fuller", "(rank := min(near))", T_DISPATCH),
     Fault(POOL, "        return found[::-1]\n", "        return found\n", T_PICK),
     Fault(
         POOL,

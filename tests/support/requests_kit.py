@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
+
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 GOOD: dict[str, dict[str, Any]] = {
@@ -50,3 +52,11 @@ def chat(messages: Any) -> dict[str, Any]:
 
 def user(content: Any, **more: Any) -> dict[str, Any]:
     return chat([{"role": "user", "content": content, **more}])
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """Of a stream that has come to its end."""
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") and "\n" not in line for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line[6:]) for line in lines[:-1]]
