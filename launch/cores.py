@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from baton.core.errors import StartupError
 
@@ -55,17 +56,10 @@ def place(ranks: Sequence[int], cores: Sequence[int], threads: int = 0) -> tuple
 
 def ranges(cores: tuple[int, ...]) -> str:
     """`0-3,8`; empty without cores."""
-    if not cores:
-        return ""
     parts: list[str] = []
-    first = last = cores[0]
-    for core in (*cores[1:], None):
-        if core is not None and core == last + 1:
-            last = core
-            continue
-        parts.append(str(first) if first == last else f"{first}-{last}")
-        if core is not None:
-            first = last = core
+    for _, run in groupby(enumerate(cores), lambda placed: placed[1] - placed[0]):  # the same for those in a row
+        in_a_row = [core for _, core in run]
+        parts.append(str(in_a_row[0]) if len(in_a_row) == 1 else f"{in_a_row[0]}-{in_a_row[-1]}")
     return ",".join(parts)
 
 

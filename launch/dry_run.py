@@ -20,7 +20,7 @@ def dry_run(plan: Plan, programs: Programs, console: Console | None = None) -> i
     """Prints the plan; returns the exit code.
 
     Raises:
-        StartupError: the model's sizes do not fit the plan, or its directory is no checkpoint.
+        StartupError: memory is too small for the model.
     """
     console = console or Console(soft_wrap=True)
     place = plan.topology.coordinator

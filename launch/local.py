@@ -91,7 +91,8 @@ class LocalCluster:
                     self._tick()
                     if not self._announced and time.monotonic() - reminded >= REMIND_S:
                         reminded = time.monotonic()
-                        self._remind()
+                        logs = self._members.run_dir
+                        self._console.stage("waiting", f"for {', '.join(self._late())}; logs in {logs}")
                     signals.wait(TICK_S if self._announced else STARTING_TICK_S)
                 return self._stop(signals)
             finally:
@@ -182,7 +183,9 @@ class LocalCluster:
         for line in self._chosen():
             self._console.stage("chose", line)
         self._console.stage("ready", f"{addresses.url}   try:")
-        self._console.plain(example_curl(addresses.url, self._members.plan.served_name, key=self._members.has_api_keys))
+        plan = self._members.plan
+        key = bool(plan.topology.coordinator.config.api_key_file)
+        self._console.plain(example_curl(addresses.url, plan.served_name, key=key))
 
     def _chosen(self) -> list[str]:
         """What the workers decided themselves, as they said when they joined."""
@@ -204,9 +207,6 @@ class LocalCluster:
     def _late(self) -> list[str]:
         late = [member.name for member in self._all if not member.joined and not member.left]
         return [*late, *sorted(self._elsewhere)]
-
-    def _remind(self) -> None:
-        self._console.stage("waiting", f"for {', '.join(self._late())}; logs in {self._members.run_dir}")
 
     def _stop(self, signals: Signals) -> int:
         """Drains through the coordinator; kills what cannot be drained. Returns the exit code."""
@@ -246,7 +246,7 @@ class LocalCluster:
         return self._addresses
 
 
-def example_curl(url: str, model: str, *, key: bool = False) -> str:
+def example_curl(url: str, model: str, *, key: bool) -> str:
     body = json.dumps({"model": model, "prompt": "def read_lines(path):", "max_tokens": 64})
     header = " -H 'Authorization: Bearer YOUR-KEY'" if key else ""
     return f"curl -s {url}/v1/completions{header} -H 'Content-Type: application/json' -d {shlex.quote(body)}"

@@ -83,10 +83,6 @@ class Members:
         return self.plan.topology.coordinator.node in self.nodes
 
     @property
-    def has_api_keys(self) -> bool:
-        return bool(self.plan.topology.coordinator.config.api_key_file)
-
-    @property
     def parts(self) -> dict[str, Part]:
         return {part.name: part for part in self.plan.parts if part.node.name in self.nodes}
 

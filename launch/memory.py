@@ -27,7 +27,7 @@ from baton.transfer.nccl import MAX_CTAS
 from baton.transfer.staging_buffers import kept_limit
 from baton.transfer.staging_room import check_staging
 from launch.plan import Part, Plan
-from launch.plan_checks import check_divides, naming
+from launch.plan_checks import naming
 
 CHANNEL_BYTES = 4 << 20
 """NCCL's buffer of one channel (NCCL_BUFFSIZE), unless the environment says otherwise."""
@@ -50,14 +50,12 @@ class RankMemory:
 
 
 def rank_memory(plan: Plan, part: Part, config: ModelConfig, model_dir: Path) -> RankMemory:
-    """What the first rank of a part will take.
+    """What the first rank of a part of a checked plan will take.
 
     Raises:
-        StartupError: the model's sizes cannot be divided over the ranks, with the numbers; or memory for KV, or for
-            KV on its way, is too small.
+        StartupError: memory for KV, or for KV on its way, is too small.
     """
     options, size = part.worker.config, part.worker.tensor_parallel
-    check_divides(config, size)
     rank = part.node_rank * part.ranks
     planned = options.device == "cuda" and not options.exact
     device = torch.device("cuda", 0) if planned else choose_device(options.device, options.exact, 0)

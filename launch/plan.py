@@ -64,6 +64,9 @@ class Listener:
     member: str
     key: str
 
+    def __str__(self) -> str:
+        return f"--{self.key.replace('_', '-')} of {self.member}"
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -277,6 +280,5 @@ def _check_collisions(plan: Plan) -> None:
     for listener in (found for found in plan.listeners() if found.port):
         other = taken.setdefault((plan.topology.node(listener.node).address or listener.node, listener.port), listener)
         if other is not listener:
-            ours, theirs = (f"--{found.key.replace('_', '-')} of {found.member}" for found in (listener, other))
             where = f"on node {listener.node!r}"
-            raise StartupError(f"{theirs} and {ours} are both {listener.port} {where}; give them different ports")
+            raise StartupError(f"{other} and {listener} are both {listener.port} {where}; give them different ports")

@@ -128,6 +128,4 @@ def check_ports(plan: Plan, nodes: frozenset[str]) -> None:
     """
     for listener in plan.listeners():
         if listener.node in nodes:
-            flag = f"--{listener.key.replace('_', '-')}"
-            whose = flag if listener.member == COORDINATOR else f"{flag} of {listener.member}"
-            check_free(listener.host, listener.port, whose)
+            check_free(listener.host, listener.port, str(listener).removesuffix(f" of {COORDINATOR}"))

@@ -101,10 +101,7 @@ def test_every_pair_of_ranks_that_share_heads_is_an_edge(tmp_path: Path) -> None
 
 
 def test_what_does_not_fit_is_said_before_anything_starts(tmp_path: Path) -> None:
-    made = plan(make_checkpoint(tmp_path / "m", "llama"), prefill_tp=3)
-    with pytest.raises(StartupError, match="cannot be divided over 3"):
-        first_memory(made, tmp_path / "m")
-    made = plan(tmp_path / "m", kv_memory_gib=0.00001, max_model_len=256)
+    made = plan(make_checkpoint(tmp_path / "m", "llama"), kv_memory_gib=0.00001, max_model_len=256)
     with pytest.raises(StartupError, match="too small"):
         first_memory(made, tmp_path / "m")
 
