@@ -178,21 +178,10 @@ def prepare(target: Path, python: str) -> None:
     pinned = {re.sub(r"[-_.]+", "-", n.lower()): v for n, v in re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE)}
     wanted = [f"{name}=={pinned[re.sub(r'[-_.]+', '-', name.lower())]}" for name in WHEELS]
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)]
-    flags = [
-        flag for name in [*platforms, "manylinux2014_x86_64", "manylinux1_x86_64"] for flag in ("--platform", name)
-    ]
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--python-version",
-        python,
-    ]
-    subprocess.run([*pip, "--implementation", "cp", *flags, "-d", str(target), *wanted], check=True)
+    named = (*platforms, "manylinux2014_x86_64", "manylinux1_x86_64")
+    flags = ["--python-version", python, "--implementation", "cp", *(f"--platform={name}" for name in named)]
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+    subprocess.run([*pip, *flags, "-d", str(target), *wanted], check=True)
     size = sum(file.stat().st_size for file in target.glob("*.whl"))
     print(f"{len(wanted)} wheels for Python {python} in {target}: {size / (1 << 20):.1f} MiB")
     if size > WHEELS_LIMIT:

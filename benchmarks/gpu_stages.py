@@ -343,6 +343,7 @@ def cluster(checks: Checks) -> None:
 
 async def beside_hand_overs(model: Path, kind: str) -> None:
     """Streams alone, then the same streams while prompts are handed over one after the other."""
+    from launch.bench.stats import percentile
     from tests.gpu.where import one_gpu_settings
     from tests.support.client import Client
     from tests.support.cluster import cluster as running_cluster
@@ -383,7 +384,7 @@ async def beside_hand_overs(model: Path, kind: str) -> None:
             count, took_s = await asking
             await client.idle(running)  # what was sent last is counted then
             sent = running.workers()["prefill-0"]["kv_bytes_sent"] - before
-    p50, p99, p99_beside = quantile(alone, 0.5), quantile(alone, 0.99), quantile(beside, 0.99)
+    p50, p99, p99_beside = percentile(sorted(alone), 50), percentile(sorted(alone), 99), percentile(sorted(beside), 99)
     print(
         f"| {kind} | {p50 * 1e3:.2f} ms | {p99 * 1e3:.2f} ms | {p99_beside * 1e3:.2f} ms | {count} |"
         f" {sent / 1e6:.0f} MB | {sent / took_s / 1e9:.2f} GB |"
@@ -514,10 +515,6 @@ def matrix_rate() -> float:
     size = 256 if REHEARSAL else 8192
     a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     return 2 * size**3 / median_s(lambda: a @ b, 10)
-
-
-def quantile(values: list[float], share: float) -> float:
-    return sorted(values)[min(int(len(values) * share), len(values) - 1)] if values else float("nan")
 
 
 def pytest(path: str, named: str = "") -> None:

@@ -102,7 +102,8 @@ def routes(events: Path) -> dict[str, set[str]]:
     for log in events.glob("prefill-*.events.jsonl"):
         for event in map(json.loads, (line for line in log.read_text().splitlines() if line.endswith("}"))):
             if event["kind"] == "offer":
-                found.setdefault(event["sequence"][0], set()).update((log.name.partition(".")[0], event["to"]))
+                name = event["sequence"][0].partition("-")[0]  # behind it the coordinator puts what makes it unique
+                found.setdefault(name, set()).update((log.name.partition(".")[0], event["to"]))
     return found
 
 
