@@ -29,7 +29,7 @@ from baton.core.sequence import Sequence, State
 from baton.core.step import Row, StepOutcome, StepPlan
 from decode.ahead import StepsOut, ahead_plan, next_rows, waits_for
 from decode.anti_starvation import BOOST_TOKENS, AntiStarvation, num_unthrottled, throttled
-from decode.entry import Entry, Times
+from decode.entry import Entry
 from decode.speculation.policy import Speculation
 
 _ROOM_TOKENS = 64  # a preempted sequence comes back when there is room for that many new tokens, too
@@ -149,7 +149,7 @@ class DecodeScheduler:
         waiting, here = self.num_preempted, len(self._entries)
         sequence = Sequence(request, State.RECEIVING, now)
         prefix = PrefixUse(self.cache, sequence)
-        entry = Entry(sequence, prefix, self._next_number, Times(now), next_emit_index=len(request.output))
+        entry = Entry(sequence, prefix, self._next_number, next_emit_index=len(request.output))
         if waiting or not self._take_blocks(entry, leave=here):
             needed = self.layout.blocks_for(sequence.num_tokens)
             what = f"{self.blocks.num_free} free, {here} sequences growing, {waiting} preempted"
@@ -175,7 +175,7 @@ class DecodeScheduler:
         sequence = entry.sequence
         self._kv_arrived(entry, sequence.num_tokens)
         sequence.move(State.READY)
-        entry.times.received_at = entry.last_token_at = now
+        entry.received_at = entry.last_token_at = now
         reason = sequence.append(first_token, score)
         sequence.cached_tokens = cached
         if sequence.ending is not None or reason is not None:
@@ -342,8 +342,8 @@ class DecodeScheduler:
                 continue  # preempted for one before it
             sequence.move(State.RUNNING)
             room -= 1
-            if entry.times.running_at is None:
-                entry.times.running_at = now
+            if entry.running_at is None:
+                entry.running_at = now
 
     def _return(self, entry: Entry, end: int) -> bool:
         """Gives a preempted sequence the blocks of positions [0, end): its own, as far as they are cached still."""
