@@ -53,11 +53,10 @@ class Worker(Protocol):
 
     async def run(self) -> None: ...
 
-    def leave(self, timeout_s: float) -> None: ...
 
-
-# (config, crew, facts) -> worker. The crew is a baton.worker_ranks.Crew; Any here so that `--help` needs no torch.
-MakeWorker = Callable[[WorkerConfig, Any, WorkerFacts], Worker]
+# (config, runner, facts, pids, make_end) -> worker. The runner and the maker of ends are Any, so that `--help` needs no
+# torch.
+MakeWorker = Callable[[WorkerConfig, Any, WorkerFacts, tuple[int, ...], Any], Worker]
 
 
 def code_version() -> str:
@@ -134,7 +133,7 @@ def _drain_on_sigterm(worker: Worker, timeout_s: float) -> None:
             os._exit(128 + signal.SIGTERM)
         asked = True
         log.info("SIGTERM: leaving within %g s", timeout_s)
-        worker.leave(timeout_s)
+        worker.main_loop.leave(timeout_s)
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, on_sigterm)
 
@@ -153,8 +152,6 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
     log.info("stage imports: %.2f s, %d modules", time.monotonic() - started, imported)
     started = time.monotonic()
     options = _engine_options(role, config, ranks)
-    if role == "decode":
-        options = _beside_draft(options, config)
     with lead(ranks, options, lambda stage, seconds: log.info("stage %s: %.2f s", stage, seconds)) as crew:
         runner = crew.runner
         facts = WorkerFacts(
@@ -169,7 +166,7 @@ async def _serve(role: Role, config: WorkerConfig, ranks: Ranks, load: Callable[
             tensor_parallel=ranks.size,
             quantize=config.quantize,
         )
-        worker = make(config, crew, facts)
+        worker = make(config, runner, facts, crew.pids, crew.ends)
         log.info(
             "%s: %s, kernels %s, %d blocks of %d tokens (%.2f GiB), %d ranks of %d threads, loaded in %.2f s",
             config.worker_id,
@@ -212,20 +209,17 @@ def _follow(role: Role, config: WorkerConfig, ranks: Ranks) -> None:
     follow(ranks, _engine_options(role, config, ranks))
 
 
-def _beside_draft(options: EngineOptions, config: WorkerConfig) -> EngineOptions:
-    """What a leader has to know of the draft that it will load where memory is the GPU's; on CPU nothing."""
-    if config.device == "cpu":
-        return options
-    return replace(options, draft_dir=resolve_draft(config.draft, options.model_dir), max_running=config.max_running)
-
-
 def _engine_options(role: Role, config: WorkerConfig, ranks: Ranks) -> EngineOptions:
-    """A worker's threads are shared out among its ranks on this machine."""
+    """A worker's threads are shared out among its ranks on this machine. A decode worker's leader will load a draft,
+    which takes memory of its GPU."""
     from baton.engine.options import EngineOptions
 
     threads = config.threads // ranks.local_size if config.threads else len(os.sched_getaffinity(0))
+    model_dir, drafts = resolve_model(config.model), role == "decode" and ranks.leads and config.device != "cpu"
     return EngineOptions(
-        model_dir=resolve_model(config.model),
+        model_dir=model_dir,
+        draft_dir=resolve_draft(config.draft, model_dir) if drafts else None,
+        max_running=config.max_running,
         device=config.device,
         dtype=config.dtype,
         exact=config.exact,

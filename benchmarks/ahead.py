@@ -51,7 +51,7 @@ async def step_times(runner: Runner, batch: int, context: int, steps: int, *, ah
             compute.begin(plan)
             if not compute.full:
                 continue
-        _, outcome = await compute.collect()
+        outcome = await compute.collect()
         scheduler.finish_step(outcome, time.monotonic())
         ends.append(time.perf_counter())
     compute.close()
@@ -109,11 +109,11 @@ def drafting(target: Runner, draft: Runner, batch: int, context: int, steps: int
         for at_once, times in found.items():
             target.launches_ahead = at_once
             for number in range(WARM_UP + steps):
-                started, before = time.perf_counter(), engine.waits
+                started, before = time.perf_counter(), target.launches.waits
                 engine.step(plan)
                 if number >= WARM_UP:
                     times.append(time.perf_counter() - started)
-                    waits += (engine.waits - before) if at_once else 0
+                    waits += (target.launches.waits - before) if at_once else 0
     return [statistics.median(found[False]), statistics.median(found[True]), waits / (rounds * steps)]
 
 

@@ -95,9 +95,9 @@ async def steps(runner: Runner, timed: Timed, requests: list[GenerateRequest]) -
                 raise RuntimeError("sequences are left, and no step is planned for them")
             planned = time.perf_counter()
             compute.begin(plan)
-            plan, outcome = await compute.collect()
+            outcome = await compute.collect()
             computed = time.perf_counter()
-            told = worker.finish_step(plan, outcome, time.monotonic())
+            told = worker.finish_step(outcome, time.monotonic())
             codec.wrap(worker_pb2.SessionRequest, told).SerializeToString()
             ended = time.perf_counter()
             if len(plan.rows) == len(requests):

@@ -13,8 +13,8 @@ def _load() -> MakeWorker:
     from decode.speculation.draft_model import prepare
     from decode.worker import DecodeWorker
 
-    def make(config: WorkerConfig, crew: Any, facts: WorkerFacts) -> Worker:
-        return DecodeWorker(config, crew.runner, facts, crew.pids, crew.ends, *prepare(config, crew.runner))
+    def make(config: WorkerConfig, runner: Any, facts: WorkerFacts, pids: tuple[int, ...], make_end: Any) -> Worker:
+        return DecodeWorker(config, runner, facts, pids, make_end, *prepare(config, runner))
 
     return make
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from baton.core.blocks import BlockTable, Holder
 from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
-from baton.core.events import SequenceEnded, StageStamps, TokenEvent, grammar_failed
+from baton.core.events import SequenceEnded, TokenEvent, grammar_failed
 from baton.core.kv_layout import KVLayout
 from baton.core.prefix_cache import PrefixCache
 from baton.core.prefix_use import PrefixUse
@@ -29,7 +29,7 @@ from baton.core.sequence import Sequence, State
 from baton.core.step import Row, StepOutcome, StepPlan
 from decode.ahead import StepsOut, ahead_plan, next_rows, waits_for
 from decode.anti_starvation import BOOST_TOKENS, AntiStarvation, num_unthrottled, throttled
-from decode.entry import Entry, Times
+from decode.entry import Entry
 from decode.speculation.policy import Speculation
 
 _ROOM_TOKENS = 64  # a preempted sequence comes back when there is room for that many new tokens, too
@@ -119,9 +119,6 @@ class DecodeScheduler:
         """Those whose end is not told yet."""
         return tuple(sequence_id for sequence_id, entry in self._entries.items() if not entry.end_reported)
 
-    def stamps(self, sequence_id: SequenceId) -> StageStamps:
-        return self._entries[sequence_id].stamps(None)
-
     def _in(self, *states: State) -> list[Entry]:
         return [entry for entry in self._entries.values() if entry.sequence.state in states]
 
@@ -149,9 +146,10 @@ class DecodeScheduler:
         waiting, here = self.num_preempted, len(self._entries)
         sequence = Sequence(request, State.RECEIVING, now)
         prefix = PrefixUse(self.cache, sequence)
-        entry = Entry(sequence, prefix, self._next_number, Times(now), next_emit_index=len(request.output))
-        if waiting or not self._take_blocks(entry, leave=here):
-            needed = self.layout.blocks_for(sequence.num_tokens)
+        entry = Entry(sequence, prefix, self._next_number, next_emit_index=len(request.output))
+        needed = self.layout.blocks_for(sequence.num_tokens)
+        holders = Holder("sequence", sequence_id), Holder("receiving", sequence_id)
+        if waiting or not prefix.claim(needed, *holders, leave=here):
             what = f"{self.blocks.num_free} free, {here} sequences growing, {waiting} preempted"
             raise Unavailable(f"{needed} KV blocks needed, {what}", code="no_free_blocks")
         self._entries[sequence_id] = entry
@@ -175,11 +173,11 @@ class DecodeScheduler:
         sequence = entry.sequence
         self._kv_arrived(entry, sequence.num_tokens)
         sequence.move(State.READY)
-        entry.times.received_at = entry.last_token_at = now
+        entry.received_at = entry.last_token_at = now
         reason = sequence.append(first_token, score)
         sequence.cached_tokens = cached
         if sequence.ending is not None or reason is not None:
-            ended = SequenceEnded(sequence_id, sequence.ending or reason or "aborted", stamps=self.stamps(sequence_id))
+            ended = SequenceEnded(sequence_id, sequence.ending or reason or "aborted", stamps=entry.stamps(None))
             self._leave(entry)
             return ended
         return None
@@ -342,12 +340,12 @@ class DecodeScheduler:
                 continue  # preempted for one before it
             sequence.move(State.RUNNING)
             room -= 1
-            if entry.times.running_at is None:
-                entry.times.running_at = now
+            if entry.running_at is None:
+                entry.running_at = now
 
     def _return(self, entry: Entry, end: int) -> bool:
         """Gives a preempted sequence the blocks of positions [0, end): its own, as far as they are cached still."""
-        self._take_cached(entry)
+        entry.prefix.take(Holder("sequence", entry.sequence.id))
         if not self._grow(entry, end):
             self._release_blocks(entry)
             return False
@@ -362,7 +360,9 @@ class DecodeScheduler:
             whole = entry.boosted or sequence.state is not State.PREEMPTED
             before = entry.rank if whole else (entry.rank[0] + 1, False, 0)
             behind = [e for e in self._ranked(*_HOLDING) if e.rank > before and e.sequence.step_id is None]
-            if needed > self._num_free_without(behind):
+            holders = {Holder("sequence", e.sequence.id) for e in behind}
+            theirs = (block for e in behind for block in e.sequence.block_ids)
+            if needed > self.blocks.num_free_without(holders, theirs):
                 return False
             while needed > self.blocks.num_free:
                 self._preempt(behind.pop())
@@ -390,14 +390,6 @@ class DecodeScheduler:
     # Blocks. While KV arrives a sequence holds the blocks that it goes into exclusively until they are full, and those
     # that it shares (its prefix was cached) as everybody does. Later all its blocks are held alike.
 
-    def _take_blocks(self, entry: Entry, leave: int) -> bool:
-        """Gives a sequence the blocks of the KV that is to come. False when fewer than `leave` would stay free."""
-        sequence = entry.sequence
-        needed = self.layout.blocks_for(sequence.num_tokens)
-        return entry.prefix.claim(
-            needed, Holder("sequence", sequence.id), Holder("receiving", sequence.id), leave=leave
-        )
-
     def _kv_arrived(self, entry: Entry, num_tokens: int) -> None:
         """KV of the first `num_tokens` positions is there. The blocks that are full with it are written no more: they
         are held, and found by others, like any. All at the end of a long sequence would hold up its first step."""
@@ -415,15 +407,6 @@ class DecodeScheduler:
         if count > 0:
             sequence = entry.sequence
             sequence.block_ids += self.blocks.allocate(count, Holder("sequence", sequence.id)) or ()
-
-    def _take_cached(self, entry: Entry) -> None:
-        """Gives a preempted sequence those of its blocks back that are cached still."""
-        entry.prefix.take(Holder("sequence", entry.sequence.id))
-
-    def _num_free_without(self, entries: list[Entry]) -> int:
-        """Blocks that would be free if these sequences gave theirs up."""
-        holders = {Holder("sequence", e.sequence.id) for e in entries}
-        return self.blocks.num_free_without(holders, (b for e in entries for b in e.sequence.block_ids))
 
     def _release_blocks(self, entry: Entry) -> None:
         """Takes all blocks from a sequence. What is complete in them stays cached while nobody needs the room."""

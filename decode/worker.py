@@ -96,10 +96,6 @@ class DecodeWorker:
         self._server: grpc.aio.Server | None = None
         self._link_port = 0
 
-    def leave(self, timeout_s: float) -> None:
-        """Somebody asked the process to end: no new hand-overs; what runs finishes or is given back."""
-        self.main_loop.leave(timeout_s)
-
     async def run(self) -> None:
         """Serves until drained; raises as WorkerLoop.run does."""
         self._server, self._link_port = await serve_links(
@@ -159,7 +155,7 @@ class DecodeWorker:
             self._arrived.difference_update(row.sequence_id for row in plan.rows)
         return plan
 
-    def finish_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> StepEvents:
+    def finish_step(self, outcome: StepOutcome, now: float) -> StepEvents:
         scheduler = self.scheduler
         result = scheduler.finish_step(outcome, now)
         cache_events = scheduler.cache.take_events() if self.main_loop.session.connected else None
@@ -167,7 +163,7 @@ class DecodeWorker:
         gauges = scheduler.num_sequences, scheduler.blocks.num_free, scheduler.num_preempted, scheduler.num_running
         load = self.load() if result.ended or gauges != self._reported_gauges else None
         self._reported_gauges = gauges  # behind `load`, which forgets it
-        return StepEvents(plan.step_id, result.tokens, result.ended, load=load, kv_cache_events=cache_events)
+        return StepEvents(outcome.step_id, result.tokens, result.ended, load=load, kv_cache_events=cache_events)
 
     def command(self, command: Command) -> None:
         raise Unavailable(f"a decode worker has no use for {type(command).__name__}")

@@ -66,9 +66,7 @@ class OfferTo:
 
 @dataclass(frozen=True, slots=True)
 class SendChunk:
-    """When `next_span` is something and the edges are free: send it on `edges`, and report `acknowledged`."""
-
-    edges: tuple[EdgePlan, ...]
+    """When `next_span` is something and the edges are free: send it on `HandOver.edges`, and report `acknowledged`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +332,7 @@ class HandOver:
                 worker = self._target.worker_id
                 raise KVCorrupt(f"chunk {span.index} of {self.sequence} arrived damaged twice at {worker}")
             self.counters.chunks_resent += len(damaged)
-            return SendChunk(damaged)
+            return SendChunk()
         self.span, self.num_chunks = None, self.num_chunks + 1
         if span.end_layer < len(self.limits.layout.layers):
             self.sent_layers = FirstLayers(span.end, span.end_layer)
@@ -381,7 +379,7 @@ class HandOver:
 
     def _send_next(self) -> SendChunk:
         self.edges = self._wire.plans
-        return SendChunk(self.edges)
+        return SendChunk()
 
     def _max_tokens(self) -> int:
         fit = self._wire.max_tokens(self.limits.staging_bytes)

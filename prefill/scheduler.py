@@ -58,12 +58,6 @@ class PrefillResult:
 
 
 @dataclass(slots=True)
-class _Times:
-    started_at: float | None = None
-    computed_at: float | None = None
-
-
-@dataclass(slots=True)
 class _Entry:
     sequence: Sequence
     prefix: PrefixUse
@@ -71,7 +65,8 @@ class _Entry:
     pinned: bool = False
     distrusted: bool = False
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    times: _Times = field(default_factory=_Times)
+    started_at: float | None = None
+    computed_at: float | None = None
 
 
 class PrefillScheduler:
@@ -199,7 +194,7 @@ class PrefillScheduler:
             self.blocks.hold(sequence.block_ids, Holder("send", sequence.id))
         self.prompt_tokens_cached += entry.prefix.cached
         sequence.move(State.PREFILLING)
-        entry.times.started_at = now
+        entry.started_at = now
         self._waiting.remove(sequence.id)
         self._running.append(sequence.id)
         return True
@@ -237,7 +232,7 @@ class PrefillScheduler:
                 continue
             token, (logprob,) = sampled[0], outcome.logprobs_of(index) or (None,)
             self.tokens_generated += 1
-            entry.times.computed_at = now
+            entry.computed_at = now
             prompt_logprobs = tuple(entry.prompt_logprobs)
             cached = entry.prefix.cached
             progress.append(Progress(sequence.id, row.end, token, row.output_index, cached, logprob, prompt_logprobs))
@@ -267,7 +262,7 @@ class PrefillScheduler:
 
     def stamps(self, sequence_id: SequenceId) -> StageStamps:
         entry = self._entries[sequence_id]
-        arrived, started, computed = entry.sequence.arrived_at, entry.times.started_at, entry.times.computed_at
+        arrived, started, computed = entry.sequence.arrived_at, entry.started_at, entry.computed_at
         if started is None:
             return StageStamps()
         return StageStamps(queue_s=started - arrived, prefill_s=0.0 if computed is None else computed - started)

@@ -242,8 +242,8 @@ class Sender:
             match action:
                 case OfferTo(target):
                     return await self._offer(run, target)
-                case SendChunk(edges) if run.link is not None:
-                    return over.acknowledged(await self._send(run, run.link, edges), time.monotonic())
+                case SendChunk() if run.link is not None:
+                    return over.acknowledged(await self._send(run, run.link, over.edges), time.monotonic())
                 case Park(event):
                     log.warning("KV of %s is parked: %s", event.sequence, event.reason)
                     run.assigned.clear()
@@ -320,15 +320,12 @@ class Sender:
         return intact
 
     async def _when_computed(self, run: _Run, link: Link, edges: Sequence[EdgePlan]) -> Span:
-        """Waits here, where a chunk that nobody is before is announced without another turn of the event loop."""
-        while run.over.next_span() is None:
+        """Waits here, where a chunk that nobody is before is announced without another turn of the event loop. All that
+        is computed by the time the edges are ours goes in one chunk."""
+        over = run.over
+        while over.next_span() is None:
             run.progress.clear()
             await run.progress.wait()  # ended by the step loop, abort, or the request's deadline
-        return await self._when_free(run, link, edges)
-
-    async def _when_free(self, run: _Run, link: Link, edges: Sequence[EdgePlan]) -> Span:
-        """All that is computed by the time the edges are ours goes in one chunk."""
-        over = run.over
         async with link.edge_lock:
             run.holds_edges = True
             await link.open_edges(edges)

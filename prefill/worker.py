@@ -67,10 +67,6 @@ class PrefillWorker:
         self._runner, self._section_bytes = runner, make_end.section_bytes
         self._plan: StepPlan | None = None
 
-    def leave(self, timeout_s: float) -> None:
-        """Somebody asked the process to end: no new prompts; what is here finishes or is given back."""
-        self.main_loop.leave(timeout_s)
-
     async def run(self) -> None:
         """Serves until drained; raises as WorkerLoop.run does."""
         loop = asyncio.get_running_loop()
@@ -146,7 +142,7 @@ class PrefillWorker:
                 self.events.write("chunk_begin", sequence=row.sequence_id, start=row.start, end=row.end)
         return plan
 
-    def finish_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> StepEvents:
+    def finish_step(self, outcome: StepOutcome, now: float) -> StepEvents:
         result, self._plan = self.scheduler.finish_step(outcome, now), None
         current = self.outgoing.current_id
         ended = {e.sequence for e in result.ended}
@@ -164,12 +160,12 @@ class PrefillWorker:
                     stamps = replace(own, reserve_s=reserve_s)
                 tokens.append(TokenEvent(current(p.sequence_id), *first, stamps=stamps))
             if p.sequence_id not in ended:
-                reached = (p.computed, p.first_token, plan.step_id, p.first_logprob, p.cached)
+                reached = (p.computed, p.first_token, outcome.step_id, p.first_logprob, p.cached)
                 self.outgoing.advance(p.sequence_id, *reached)
         for sequence in ended:
             self.outgoing.abort(sequence, "it has ended")
         cache_events = self.scheduler.cache.take_events() if self.main_loop.session.connected else None
-        return StepEvents(plan.step_id, tuple(tokens), told, load=self.load(), kv_cache_events=cache_events)
+        return StepEvents(outcome.step_id, tuple(tokens), told, load=self.load(), kv_cache_events=cache_events)
 
     def command(self, command: Command) -> None:
         match command:

@@ -71,18 +71,18 @@ class StepThread:
         else:
             self._work.put((partial(self._launcher.launch, plan), None))
 
-    async def collect(self) -> tuple[StepPlan, StepOutcome]:
-        """The oldest step that is out.
+    async def collect(self) -> StepOutcome:
+        """Of the oldest step that is out.
 
         Raises:
             InvariantError: the step has not ended in STEP_LIMIT_S, as `watch` found.
             Exception: what the step raised.
         """
-        plan, future, _ = self._out[0]
+        _, future, _ = self._out[0]
         if self._launcher is not None:
             self._work.put((self._launcher.collect, future))
         try:
-            return plan, await future  # ended by the thread, or by `watch`
+            return await future  # ended by the thread, or by `watch`
         finally:
             self._out.popleft()
             self._ended_at = time.monotonic()

@@ -40,7 +40,7 @@ class Tier(Protocol):
 
     def begin_step(self, now: float) -> StepPlan | None: ...
 
-    def finish_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> StepEvents: ...
+    def finish_step(self, outcome: StepOutcome, now: float) -> StepEvents: ...
 
     def command(self, command: Command) -> None:
         """A command other than Abort of an unknown sequence and Drain."""
@@ -206,10 +206,10 @@ class WorkerLoop:
                 self._wake.clear()
                 await self._wake.wait()  # ended by a command, a hand-over, or housekeeping
                 continue
-            plan, outcome = await compute.collect()
+            outcome = await compute.collect()
             self.steps += 1
             self.step_s = compute.busy_s
-            events = self._tier.finish_step(plan, outcome, time.monotonic())
+            events = self._tier.finish_step(outcome, time.monotonic())
             for ended in events.ended:
                 self.deadlines.forget(ended.sequence)
             self.session.post(events)

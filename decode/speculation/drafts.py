@@ -25,14 +25,6 @@ CATCH_UP = 16  # tokens that a draft may be behind and still draft in the same s
 LONGEST, SHORTEST = 4, 2  # n-grams that are looked up
 
 
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """Draft tokens that are known already, or a row of a draft model that will make them."""
-
-    tokens: tuple[int, ...] = ()
-    draft: DraftRow | None = None
-
-
 class Drafts(Protocol):
     def open(self, sequence: Sequence) -> None: ...
 
@@ -46,8 +38,9 @@ class Drafts(Protocol):
         """Of `count` draft tokens at the tokens after the last, how many can be made in this step."""
         ...
 
-    def propose(self, sequence: Sequence, row: int, count: int) -> Proposal:
-        """At most `count` draft tokens, no more than there is room for, for row `row` of the plan."""
+    def propose(self, sequence: Sequence, row: int, count: int) -> tuple[int, ...] | DraftRow:
+        """At most `count` draft tokens, no more than there is room for, for row `row` of the plan: known already, or
+        what a draft model makes of this row."""
         ...
 
     def on_verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
@@ -117,8 +110,8 @@ class NgramDrafts:
     def room(self, sequence: Sequence, count: int) -> int:
         return len(self._index(sequence).propose(count))
 
-    def propose(self, sequence: Sequence, row: int, count: int) -> Proposal:
-        return Proposal(self._index(sequence).propose(count))
+    def propose(self, sequence: Sequence, row: int, count: int) -> tuple[int, ...]:
+        return self._index(sequence).propose(count)
 
     def on_verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         pass
@@ -173,10 +166,10 @@ class ModelDrafts:
         # The last draft token is never computed by the draft.
         return max(0, min(count, self._reach(sequence.id, end + count - 1) - end + 1))
 
-    def propose(self, sequence: Sequence, row: int, count: int) -> Proposal:
+    def propose(self, sequence: Sequence, row: int, count: int) -> DraftRow:
         draft = self._drafts[sequence.id]
         tokens = sequence.tokens(draft.computed, sequence.num_tokens)
-        return Proposal(draft=DraftRow(sequence.id, draft.computed, tokens, draft.block_ids, count, row))
+        return DraftRow(sequence.id, draft.computed, tokens, draft.block_ids, count, row)
 
     def on_verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         if drafted:

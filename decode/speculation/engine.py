@@ -22,18 +22,13 @@ from baton.engine.runner import Runner
 
 
 class SpeculativeEngine:
-    """`draft` is None where no model drafts. It belongs to the compute thread and holds no sequence state. Complete
-    state: how many fills of drafts were waited for. On a GPU `waits` counts how often the host waited for the device:
-    once in each step, and once more where a draw was undecided."""
+    """`draft` is None where no model drafts. It belongs to the compute thread and has no state. Where steps are
+    launched (`Runner.launches_ahead`) the host waits for the device once in each, and once more where a draw was
+    undecided."""
 
     def __init__(self, target: Runner, draft: Runner | None) -> None:
         self._target = target
         self._draft = draft
-        self._fills_waited_for = 0
-
-    @property
-    def waits(self) -> int:
-        return self._target.launches.waits + self._fills_waited_for
 
     def step(self, plan: StepPlan) -> StepOutcome:
         """Computes a plan and its draft rows. `draft_tokens` of the outcome are what was verified."""
@@ -64,7 +59,6 @@ class SpeculativeEngine:
             made = self._target.collect()
         else:
             draft_tokens.ended.synchronize()
-            self._fills_waited_for += 1
             made = StepOutcome(plan.step_id, (), draft_s=draft_tokens.seconds)
         return replace(made, elapsed_s=time.perf_counter() - started)
 

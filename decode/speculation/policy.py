@@ -93,14 +93,12 @@ class Speculation:
             if count <= 0:
                 continue
             self.trials.drafted(sequence.id)
-            proposal = self.drafts.propose(sequence, index, count)
-            if proposal.draft is not None:
-                drafts.append(proposal.draft)
-            row = rows[index]
-            if proposal.tokens or row.block_ids is not sequence.block_ids:
-                rows[index] = sequence.row(
-                    row.start, row.end, num_sampled=1 + len(proposal.tokens), drafts=proposal.tokens
-                )
+            row, known = rows[index], self.drafts.propose(sequence, index, count)
+            if isinstance(known, DraftRow):
+                drafts.append(known)
+                known = ()
+            if known or row.block_ids is not sequence.block_ids:
+                rows[index] = sequence.row(row.start, row.end, num_sampled=1 + len(known), drafts=known)
         drafts += self._fills(self.drafts, idle=not rows)
         return StepPlan(plan.step_id, tuple(rows), tuple(drafts))
 

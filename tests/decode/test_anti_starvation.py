@@ -21,7 +21,7 @@ from decode.anti_starvation import (
     num_unthrottled,
     throttled,
 )
-from decode.entry import Entry, Times
+from decode.entry import Entry
 from decode.speculation.step_cost import StepModel
 from tests.support.builders import make_request
 from tests.support.half_pool import FAST, Stream, drive, half_pool
@@ -105,7 +105,7 @@ def test_whatever_the_pool_all_end_and_each_waits_for_a_round_of_turns_at_most(
 def waiting(name: str, tokens: int, last_token_at: float, priority: int = 0) -> Entry:
     sequence = Sequence(make_request(name, tokens, 100, priority=priority), State.PREEMPTED, 0.0)
     number = int(name[1:])
-    return Entry(sequence, PrefixUse(CACHE, sequence), number, Times(0.0), 0, last_token_at=last_token_at)
+    return Entry(sequence, PrefixUse(CACHE, sequence), number, 0, last_token_at=last_token_at)
 
 
 def boosted(entries: list[Entry]) -> list[str]:

@@ -154,28 +154,3 @@ def test_the_coordinator_ends_a_sequence_whose_kv_is_still_coming() -> None:
         Reply(kit.peer, AbortTransfer(R, "the client left", 0.0))
     ]
     assert kit.scheduler.blocks.num_free == 8
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"start_token": 1}, "cannot follow 0 of 8"),
-        ({"num_bytes": 1}, "1 bytes cannot be KV of 8 tokens"),
-        ({"first_token": None}, "the last chunk, and only it"),
-        ({"first_token": 2000}, "first token 2000 is not one of 2000"),
-        ({"start_layer": 1}, "cannot follow 0 of 2 layers"),
-    ],
-)
-def test_a_chunk_out_of_order_ends_the_hand_over(changes: dict[str, Any], why: str) -> None:
-    kit = Kit()
-    kit.offer()
-    dropped, reply = kit.announce(kit.chunk(FIRST, **changes))
-    assert isinstance(dropped, Dropped) and why in dropped.reason
-    assert reply == Reply(kit.peer, AbortTransfer(R, dropped.reason, 0.0)) and not kit.scheduler.knows(R)
-
-
-def test_a_chunk_on_a_closed_edge_is_stale() -> None:
-    kit = Kit()
-    kit.offer()
-    actions = kit.announce(kit.chunk(FIRST), edge_open=False)
-    assert [type(a) for a in actions] == [Reply, Dropped, Reply] and kit.machine.stale_messages == 1

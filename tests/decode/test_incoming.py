@@ -85,16 +85,6 @@ async def test_a_chunk_that_cannot_be_is_refused_before_anything_is_posted(why: 
         p.decode.compute()
 
 
-async def test_a_chunk_cannot_be_left_out() -> None:
-    async with peer() as p:
-        await p.ask(p.offer())
-        await p.open_edge(1)
-        await p.send(*p.chunk(0, 3))
-        chunk, _ = p.chunk(4, 8)
-        assert "cannot follow 3" in (await p.ask(chunk)).reason
-        assert p.decode.idle
-
-
 async def test_the_layers_of_the_same_tokens_come_in_order() -> None:
     async with peer() as p:
         await p.ask(p.offer())
@@ -145,19 +135,6 @@ async def test_a_chunk_before_the_end_of_the_one_before_it_is_refused(first: dic
         await until(lambda: p.decode.idle)
         await p.ask(p.offer("s"))
         assert (await p.send(*p.chunk(sequence=SequenceId("s")))).complete  # others and the edge are as they were
-        p.decode.compute()
-
-
-async def test_a_damaged_chunk_is_asked_for_once_more() -> None:
-    async with peer() as p:
-        await p.ask(p.offer())
-        await p.open_edge(1)
-        chunk, buffer = p.chunk()
-        damaged = buffer.clone()
-        damaged[0] ^= 1
-        assert await p.send(chunk, damaged, packed=buffer) == Ack(R, 0, ok=False)
-        assert p.decode.worker.scheduler.receiving(R)
-        assert (await p.send(chunk, buffer)).complete
         p.decode.compute()
 
 

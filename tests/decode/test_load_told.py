@@ -58,6 +58,6 @@ async def test_steps_planned_ahead_are_told_and_rows_that_were_in_vain() -> None
         for plan in plans:
             assert plan is not None
             device.launch(plan)
-            decode.told.post(decode.worker.finish_step(plan, device.collect(), 0.0))
+            decode.told.post(decode.worker.finish_step(device.collect(), 0.0))
         load = decode.worker.load()
         assert (load.steps_ahead, load.rows_discarded) == (1, 2)

@@ -197,9 +197,9 @@ def test_outcome_of_another_step_is_refused() -> None:
 def test_stamps_count_from_any_zero_of_the_clock() -> None:
     scheduler = make_decode()
     scheduler.reserve(make_request("a", max_tokens=2), -4.0)
-    assert scheduler.stamps(A) == StageStamps()
+    assert scheduler._entries[A].stamps(None) == StageStamps()
     scheduler.received(A, 5, -3.0)
-    assert scheduler.stamps(A) == StageStamps(transfer_s=1.0)
+    assert scheduler._entries[A].stamps(None) == StageStamps(transfer_s=1.0)
     plan = scheduler.begin_step(-1.0)
     assert plan is not None
     result = scheduler.finish_step(make_outcome(plan), 0.0)

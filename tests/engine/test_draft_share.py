@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from baton.core.config import WorkerConfig
+from baton.core.ranks import Ranks
 from baton.engine import memory
 from baton.engine.checkpoint import read_model_config
 from baton.engine.loading import load_runner
 from baton.engine.memory import DEFAULT_SEQUENCES, DraftShare, default_budget, draft_share
 from baton.engine.options import EngineOptions
 from baton.engine.runner import Runner
-from baton.worker_main import _beside_draft
+from baton.worker_main import _engine_options
 from decode.speculation.draft_model import load_draft
 from tests.engine.driver import kv_bytes
 from tests.support.builders import make_layout
@@ -77,11 +78,16 @@ def loaded(tmp_path: Path) -> tuple[Runner, Runner, DraftShare]:
 def test_only_the_leader_of_a_decode_worker_knows_of_the_draft_and_only_where_it_matters(tmp_path: Path) -> None:
     target, draft = (make_checkpoint(tmp_path / name, "llama") for name in ("target", "draft"))
     config = WorkerConfig(model=str(target), draft=str(draft), max_running=3)
-    options = EngineOptions(model_dir=target)
-    known = _beside_draft(options, config)
+    leader, follower = Ranks(), Ranks(1, 2, 1, 2)
+    known = _engine_options("decode", config, leader)
     assert (known.draft_dir, known.max_running) == (draft.resolve(), 3)
-    assert _beside_draft(options, replace(config, device="cpu")) == options
-    assert _beside_draft(options, replace(config, draft="ngram")).draft_dir is None
+    for role, changed, ranks in (
+        ("decode", replace(config, device="cpu"), leader),
+        ("decode", replace(config, draft="ngram"), leader),
+        ("decode", config, follower),
+        ("prefill", config, leader),
+    ):
+        assert _engine_options(role, changed, ranks).draft_dir is None  # type: ignore[arg-type]
 
 
 def test_the_target_of_a_draft_loads_with_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -329,8 +329,8 @@ FAULTS = (
     ),
     Fault(
         "decode/scheduler.py",
-        "if waiting or not self._take_blocks(entry, leave=here):",
-        "if not self._take_blocks(entry, leave=here):",
+        "if waiting or not prefix.claim(needed, *holders, leave=here):",
+        "if not prefix.claim(needed, *holders, leave=here):",
         "tests/decode/test_scheduler.py tests/decode/test_scheduler_machine.py tests/decode/test_preemption.py",
     ),
     # Grammars and tools.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -244,26 +245,20 @@ def test_prefix_that_is_cached_is_not_computed_again() -> None:
     assert (scheduler.prompt_tokens_computed, scheduler.prompt_tokens_cached) == (10 + 2 + 6 + 10, 16)
 
 
-def test_last_token_is_computed_even_of_a_prompt_cached_to_the_end() -> None:
-    scheduler = make_prefill()
-    assert [prefilled(scheduler, name, 8) for name in "ab"] == [0, 4]
-
-
-def test_other_salt_shares_nothing() -> None:
-    scheduler = make_prefill()
-    assert [prefilled(scheduler, f"r{i}", 9, salt) for i, salt in enumerate(["", "s", "t", "s"])] == [0, 0, 0, 8]
-
-
-def test_cached_block_is_computed_again_once_it_was_needed_for_another_prompt() -> None:
-    scheduler = make_prefill(num_blocks=4)
-    assert prefilled(scheduler, "a", 9) == 0
-    assert prefilled(scheduler, "b", range(10)) == 0
-    assert prefilled(scheduler, "a again", 9) == 4
-
-
-def test_switched_off_nothing_is_cached() -> None:
-    scheduler = make_prefill(prefix_cache=False)
-    assert [prefilled(scheduler, name, 9) for name in "ab"] == [0, 0]
+@pytest.mark.parametrize(
+    ("prompts", "cached", "pool"),
+    [
+        ([(8, ""), (8, "")], [0, 4], {}),  # the last token is computed always
+        ([(9, ""), (9, "s"), (9, "t"), (9, "s")], [0, 0, 0, 8], {}),  # another salt shares nothing
+        ([(9, ""), (range(10), ""), (9, "")], [0, 0, 4], {"num_blocks": 4}),  # a block that another prompt needed
+        ([(9, ""), (9, "")], [0, 0], {"prefix_cache": False}),
+    ],
+)
+def test_what_is_cached_of_prompts_in_turn(
+    prompts: list[tuple[object, str]], cached: list[int], pool: dict[str, Any]
+) -> None:
+    scheduler = make_prefill(**pool)
+    assert [prefilled(scheduler, f"r{i}", *prompt) for i, prompt in enumerate(prompts)] == cached
 
 
 def test_damaged_kv_is_not_used_again() -> None:
@@ -287,20 +282,13 @@ def test_prompt_finds_what_another_computed_while_it_waited() -> None:
     assert cached == {"a": 0, "b": 8}
 
 
-def test_short_prompt_does_not_wait_behind_a_long_one() -> None:
+@pytest.mark.parametrize(("waited", "order"), [(0.0, ["short", "long"]), (301 / AGEING_TOKENS_PER_S, ["long", "long"])])
+def test_a_short_prompt_goes_before_a_long_one_unless_that_has_waited(waited: float, order: list[str]) -> None:
     scheduler = make_prefill(num_blocks=100, step_tokens=8)
     scheduler.submit(make_request("long", 300), 0.0, hand_over=True)
     step(scheduler)
-    scheduler.submit(make_request("short", range(8)), 0.0, hand_over=True)
-    assert [p.sequence_id.request_id for p in step(scheduler).progress] == ["short"]
-    assert [p.sequence_id.request_id for p in step(scheduler).progress] == ["long"]
-
-
-def test_long_prompt_that_has_waited_goes_before_a_short_one() -> None:
-    scheduler = make_prefill(num_blocks=100, step_tokens=8)
-    scheduler.submit(make_request("long", 300), 0.0, hand_over=True)
-    scheduler.submit(make_request("short", range(8)), 301 / AGEING_TOKENS_PER_S, hand_over=True)
-    assert [p.sequence_id.request_id for p in step(scheduler).progress] == ["long"]
+    scheduler.submit(make_request("short", range(8)), waited, hand_over=True)
+    assert [step(scheduler).progress[0].sequence_id.request_id for _ in order] == order
 
 
 @given(

@@ -49,8 +49,8 @@ class FakeTier:
         self.plans += 1
         return StepPlan(self.plans, ())
 
-    def finish_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> StepEvents:
-        return StepEvents(plan.step_id, tuple(TokenEvent(s, plan.step_id - 1, (7,)) for s in sorted(self.here)))
+    def finish_step(self, outcome: StepOutcome, now: float) -> StepEvents:
+        return StepEvents(outcome.step_id, tuple(TokenEvent(s, outcome.step_id - 1, (7,)) for s in sorted(self.here)))
 
     def command(self, command: Command) -> None:
         self.commands.append(command)
@@ -273,10 +273,9 @@ class AheadTier(FakeTier):
         self.out += 1
         return StepPlan(self.plans, ())
 
-    def finish_step(self, plan: StepPlan, outcome: StepOutcome, now: float) -> StepEvents:
-        assert plan.step_id == outcome.step_id
+    def finish_step(self, outcome: StepOutcome, now: float) -> StepEvents:
         self.out -= 1
-        return StepEvents(plan.step_id)
+        return StepEvents(outcome.step_id)
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ class PrefillNode:
         self.runner.step(plan, slice(first))
         self.worker.layers_computed(plan.step_id, first)
         await meanwhile()
-        self.told.post(self.worker.finish_step(plan, self.runner.step(plan, slice(first, None)), time.monotonic()))
+        self.told.post(self.worker.finish_step(self.runner.step(plan, slice(first, None)), time.monotonic()))
         return True
 
     def submit(self, request: GenerateRequest, *decodes: DecodeNode, handle: Handle | None = None) -> None:
@@ -256,7 +256,7 @@ def _step(worker: Any, runner: FakeRunner, told: Told) -> bool:
     plan = worker.begin_step(time.monotonic())
     if plan is None:
         return False
-    events = worker.finish_step(plan, runner.step(plan), time.monotonic())
+    events = worker.finish_step(runner.step(plan), time.monotonic())
     for ended in events.ended:
         worker.main_loop.deadlines.forget(ended.sequence)
     told.post(events)

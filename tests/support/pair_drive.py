@@ -18,7 +18,7 @@ from baton.core.sequence import Sequence as Running
 from baton.core.step import DraftRow, StepOutcome, StepPlan
 from baton.engine.runner import Runner
 from decode.scheduler import DecodeScheduler
-from decode.speculation.drafts import Drafts, Proposal
+from decode.speculation.drafts import Drafts
 from decode.speculation.engine import SpeculativeEngine
 from decode.speculation.policy import Speculation
 from decode.speculation.step_cost import StepModel
@@ -114,10 +114,10 @@ class KnownDrafts:
     def room(self, sequence: Running, count: int) -> int:
         return max(0, min(count, len(self._answers[sequence.id.request_id]) - len(sequence.output)))
 
-    def propose(self, sequence: Running, row: int, count: int) -> Proposal:
+    def propose(self, sequence: Running, row: int, count: int) -> tuple[int, ...]:
         done = len(sequence.output)
         known = self._answers[sequence.id.request_id][done : done + count]
-        return Proposal(known if self._right else tuple((token + 1) % self._vocab_size for token in known))
+        return known if self._right else tuple((token + 1) % self._vocab_size for token in known)
 
     def on_verified(self, sequence: Running, drafted: int, accepted: int) -> None:
         pass
