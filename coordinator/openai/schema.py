@@ -164,8 +164,7 @@ class GenerationBody(Strict):
 
     def options(self) -> Options:
         """The fields that `Options` has under the same name, and those that need translating."""
-        shared = [option.name for option in fields(Options) if option.name in GenerationBody.model_fields]
-        given: dict[str, Any] = {name: value for name in shared if (value := getattr(self, name)) is not None}
+        given: dict[str, Any] = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
         given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
         return Options(
             **given,
@@ -187,6 +186,9 @@ class GenerationBody(Strict):
     def _guided(self) -> dict[str, Any]:
         names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+_SHARED = [option.name for option in fields(Options) if option.name in GenerationBody.model_fields]
 
 
 class CompletionBody(GenerationBody):

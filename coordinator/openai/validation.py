@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Set
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -50,7 +50,7 @@ class Strict(BaseModel):
         """The served fields of an object."""
         if not isinstance(given, dict):
             return given
-        served = {field.alias or name for name, field in cls.model_fields.items()}
+        served = _names(cls)
         kept = {}
         for name, value in given.items():
             if value is None:
@@ -69,6 +69,11 @@ class Strict(BaseModel):
                 hint = f"; did you mean '{near[0]}'?" if near else ""
                 raise PydanticCustomError("unknown_parameter", hint, {"field": name})
         return cls.completed(kept)
+
+
+@cache
+def _names(model: type[Strict]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
 _Body = TypeVar("_Body", bound=Strict)
