@@ -15,9 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.kit import BATON, ROOT, checkpoint, cluster, commit, machine, parser, ready_url, report
-
-__all__ = ["BATON", "ROOT", "commit", "machine", "ready_url"]
+from benchmarks.kit import BATON, ROOT, checkpoint, cluster, parser, report
 
 WORK = {"builtin": ("512", "64", "300-3999"), "135m": ("512", "64", "300-48999")}
 
