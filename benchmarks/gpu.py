@@ -49,7 +49,7 @@ WHEELS = (
     "annotated-doc", "annotated-types", "click", "fastapi", "googleapis-common-protos", "grpcio",
     "grpcio-health-checking", "grpcio-reflection", "grpcio-status", "h11", "httptools", "httpx", "httpcore", "anyio",
     "prometheus_client", "llguidance", "cryptography", "cffi", "pycparser", "python-multipart", "nvidia-ml-py",
-    "idna", "certifi", "msgspec", "orjson", "protobuf", "pydantic", "pydantic_core", "rich", "markdown-it-py", "mdurl",
+    "idna", "certifi", "msgpack", "orjson", "protobuf", "pydantic", "pydantic_core", "rich", "markdown-it-py", "mdurl",
     "Pygments", "starlette", "typing-inspection", "typing_extensions", "uvicorn", "xxhash", "aiohttp",
     "aiohappyeyeballs", "aiosignal", "attrs", "frozenlist", "multidict", "propcache", "yarl", "Jinja2", "MarkupSafe",
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """Frames: values between the ranks of one worker, as msgpack on a byte stream. The only place of msgpack.
 
-A frame is 4 bytes of length, 1 of version, 1 of kind, then a dataclass as msgspec writes it: a map of its fields.
-Reading is strict: another version, an unknown kind, a length over the cap, bytes left over, a field that is missing or
-of the wrong type end the connection (FrameError), and nothing is built from what does not fit its annotation.
+A frame is 4 bytes of length, 1 of version, 1 of kind, then the fields of a dataclass as a msgpack array; dataclasses
+inside are arrays too. Reading is strict: another version, an unknown kind, a length over the cap, bytes left over or a
+field of the wrong type end the connection (FrameError), and nothing is built from what does not fit its annotation.
 
 To add a kind: a frozen dataclass of int, float, bool, str, bytes, tuples, optionals and such dataclasses, and its
 number in KINDS. Numbers are never used again for something else.
@@ -11,10 +11,12 @@ number in KINDS. Numbers are never used again for something else.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from msgspec.msgpack import Decoder, Encoder
+import msgpack
 
 from baton.core.edge_orders import (
     AbortEdge,
@@ -30,7 +32,7 @@ from baton.core.edge_orders import (
 from baton.core.errors import BatonError
 from baton.core.step import StepPlan
 
-VERSION = 7
+VERSION = 6
 MAX_FRAME_BYTES = 32 << 20
 _HEAD = struct.Struct(">IBB")
 _BODY_OFFSET = 2  # version and kind count as part of the length
@@ -84,18 +86,15 @@ KINDS: dict[int, type[Any]] = {
     13: EdgeDone,
     14: DropEdge,  # 15 is used up
 }
-_NUMBERS = {cls: number for number, cls in KINDS.items()}
-_DECODERS = {number: Decoder(cls) for number, cls in KINDS.items()}
-_ENCODER = Encoder()
 
 
 def encode(frame: object) -> bytes:
     """One frame. Raises FrameError for a value of no known kind, or one that is too long."""
-    kind = _NUMBERS.get(type(frame))
+    kind = next((number for number, cls in KINDS.items() if type(frame) is cls), None)
     if kind is None:
         raise FrameError(f"{type(frame).__name__} is not a kind of frame")
     try:
-        body = _ENCODER.encode(frame)
+        body: bytes = msgpack.packb(_values(frame), default=_values)
     except (TypeError, ValueError, OverflowError) as error:
         raise FrameError(f"{type(frame).__name__}: {error}") from None
     if len(body) + _BODY_OFFSET > MAX_FRAME_BYTES:
@@ -125,13 +124,69 @@ class FrameReader:
             end = _HEAD.size + length - _BODY_OFFSET
             if len(self._buffer) < end:
                 break
-            frames.append(_decode(kind, bytes(self._buffer[_HEAD.size : end])))
+            frames.append(_decode(KINDS[kind], bytes(self._buffer[_HEAD.size : end])))
             del self._buffer[:end]
         return frames
 
 
-def _decode(kind: int, body: bytes) -> Any:
+def _decode(cls: type[Any], body: bytes) -> Any:
     try:
-        return _DECODERS[kind].decode(body)
-    except (ValueError, RecursionError) as error:
-        raise FrameError(f"{KINDS[kind].__name__}: {str(error)[:200]}") from None
+        # unpackb makes an Unpacker for this message alone; it refuses bytes that are left over.
+        values = msgpack.unpackb(
+            body, use_list=False, raw=False, strict_map_key=True, max_map_len=0, max_ext_len=0, max_array_len=len(body)
+        )
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise FrameError(f"{cls.__name__}: not msgpack: {str(error)[:100]}") from None
+    return _READERS[cls](values)
+
+
+def _values(value: Any) -> tuple[Any, ...]:
+    """The fields of a dataclass; msgpack asks for those of the dataclasses inside."""
+    if not is_dataclass(value):
+        raise TypeError(f"{type(value).__name__} cannot travel in a frame")
+    return tuple(getattr(value, f.name) for f in fields(value))
+
+
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """A function that turns what msgpack read into a value of the annotation `kind`, or raises FrameError."""
+    if kind in (int, bool, str, bytes):
+        return lambda value: value if type(value) is kind else _refuse(kind, value)
+    if kind is float:
+        return lambda value: float(value) if type(value) in (float, int) else _refuse(kind, value)
+    arguments = get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        (inner,) = (argument for argument in arguments if argument is not NoneType)
+        read = _reader(inner)
+        return lambda value: None if value is None else read(value)
+    if get_origin(kind) is tuple and arguments[-1:] == (Ellipsis,):
+        return _tuple_reader(arguments[0])
+    hints = get_type_hints(kind)
+    names = [f.name for f in fields(kind)] if is_dataclass(kind) else list(kind._fields)
+    readers = [_reader(hints[name]) for name in names]
+
+    def read_fields(value: Any) -> Any:
+        if type(value) is not tuple or len(value) != len(readers):
+            return _refuse(kind, value)
+        return kind(*[read(item) for read, item in zip(readers, value, strict=True)])
+
+    return read_fields
+
+
+def _tuple_reader(kind: Any) -> Callable[[Any], Any]:
+    read = _reader(kind)
+
+    def read_items(value: Any) -> Any:
+        if type(value) is not tuple:
+            return _refuse(tuple, value)
+        if kind is int and set(map(type, value)) <= {int}:  # token and block ids: the bulk of every plan
+            return value
+        return tuple(read(item) for item in value)
+
+    return read_items
+
+
+def _refuse(kind: Any, value: Any) -> Any:
+    raise FrameError(f"{type(value).__name__} where {getattr(kind, '__name__', kind)} belongs")
+
+
+_READERS = {kind: _reader(kind) for kind in KINDS.values()}

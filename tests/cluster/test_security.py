@@ -119,7 +119,7 @@ def dialled(pids: list[int], ports: set[int]) -> Iterator[set[Socket]]:
 def encodings(payload: bytes) -> list[bytes]:
     """As bare bytes, behind a length, as an HTTP body, as a frame of the channel between ranks."""
     packed = b"\xc6" + struct.pack(">I", len(payload)) + payload  # msgpack: bytes
-    frame = bytes([VERSION, 1]) + b"\x81\xa5token" + packed
+    frame = bytes([VERSION, 1]) + b"\x91" + packed
     head = f"POST /v1/completions HTTP/1.1\r\nHost: t\r\nContent-Type: {{}}\r\nContent-Length: {len(payload)}\r\n\r\n"
     return [
         payload,

@@ -13,6 +13,6 @@ def test_followers_get_no_sampling_parameters() -> None:
     history = History((1, 2, 3), (4,), (0,))
     rows = tuple(Row(SequenceId(f"r{i}"), 100, (5,), (1, 2), sampling, 1, 4, history) for i in range(256))
     plan = StepPlan(1, rows).to_compute()
-    assert len(encode(plan)) < 128 * 1024
+    assert len(encode(plan)) < 64 * 1024
     for sent, row in zip(plan.rows, rows, strict=True):
         assert (sent.tokens, sent.start, sent.block_ids, sent.num_sampled) == (row.tokens, 100, (1, 2), 1)

@@ -6,7 +6,7 @@ import contextlib
 import struct
 from typing import Any
 
-import msgspec
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -55,8 +55,6 @@ FRAMES = st.one_of(
 PLAN = StepPlan(3, (Row(SequenceId("r"), 0, (1, 2), (5,), SamplingParams(temperature=0.5, seed=2**64 - 1), 1),))
 GOOD = encode(PLAN)
 KIND_PLAN, KIND_HEARTBEAT = 5, 2
-packed = msgspec.msgpack.encode
-NUMBER = packed({"number": 1})
 
 
 def raw(kind: int, body: bytes, version: int = VERSION, length: int | None = None) -> bytes:
@@ -94,22 +92,22 @@ def test_a_frame_that_lacks_its_end_is_refused(cut: int) -> None:
 @pytest.mark.parametrize(
     ("stream", "message"),
     [
-        (raw(KIND_HEARTBEAT, NUMBER, version=VERSION + 1), f"version {VERSION + 1}, not {VERSION}"),
-        (raw(99, NUMBER), "unknown kind 99"),
+        (raw(KIND_HEARTBEAT, msgpack.packb([1]), version=VERSION + 1), f"version {VERSION + 1}, not {VERSION}"),
+        (raw(99, msgpack.packb([1])), "unknown kind 99"),
         (raw(KIND_HEARTBEAT, b"", length=2**32 - 1), "frame of 4294967295 bytes"),
         (raw(KIND_HEARTBEAT, b"", length=1), "too few"),
-        (raw(KIND_HEARTBEAT, b""), "truncated"),
-        (raw(KIND_HEARTBEAT, NUMBER + b"\0"), "trailing characters"),
-        (raw(KIND_HEARTBEAT, packed([1])), "got `array`"),
-        (raw(KIND_HEARTBEAT, packed({})), "missing required field `number`"),
-        (raw(KIND_HEARTBEAT, packed({"number": True})), r"Expected `int`, got `bool` - at `\$.number`"),
-        (raw(KIND_HEARTBEAT, packed({"number": 1.5})), "Expected `int`, got `float`"),
-        (raw(KIND_HEARTBEAT, packed({"number": msgspec.msgpack.Ext(5, b"x")})), "Expected `int`, got `ext`"),
-        (raw(KIND_HEARTBEAT, packed({"other": 1})[:-1] + b"\x91" * 5000), "recursion"),
-        (raw(KIND_PLAN, packed({"step_id": 1, "rows": []})[:-1] + b"\xdd\xff\xff\xff\xff"), "truncated"),
-        (raw(KIND_PLAN, packed({"step_id": 1, "rows": [1]})), r"Expected `object`, got `int` - at `\$.rows\[0\]`"),
-        (raw(4, packed({"message": b"text"})), "Expected `str`, got `bytes`"),
-        (raw(4, packed({"message": ""})[:-1] + b"\xa1\xff"), "utf-8"),
+        (raw(KIND_HEARTBEAT, b""), "not msgpack"),
+        (raw(KIND_HEARTBEAT, msgpack.packb([1]) + b"\0"), "not msgpack"),
+        (raw(KIND_HEARTBEAT, msgpack.packb([1, 2])), "tuple where Heartbeat belongs"),
+        (raw(KIND_HEARTBEAT, msgpack.packb([True])), "bool where int belongs"),
+        (raw(KIND_HEARTBEAT, msgpack.packb([1.0])), "float where int belongs"),
+        (raw(KIND_HEARTBEAT, msgpack.packb({"number": 1})), "not msgpack"),
+        (raw(KIND_HEARTBEAT, msgpack.packb([msgpack.ExtType(5, b"x")])), "not msgpack"),
+        (raw(KIND_HEARTBEAT, b"\x91" * 5000), "not msgpack"),
+        (raw(KIND_HEARTBEAT, b"\xdd\xff\xff\xff\xff"), "not msgpack"),
+        (raw(KIND_PLAN, msgpack.packb([1, [1], [], [], []])), "int where Row belongs"),
+        (raw(4, msgpack.packb([b"text"])), "bytes where str belongs"),
+        (raw(4, b"\x91\xa1\xff"), "not msgpack"),
     ],
 )
 def test_what_is_not_a_frame_is_refused_by_name(stream: bytes, message: str) -> None:
