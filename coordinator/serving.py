@@ -75,6 +75,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     grammars = GrammarCompiler(model_dir, text.vocab_size)
     pipeline = Pipeline(cluster, text.vocabulary, loop_watch, metrics, tracing, grammars)
     translator = Translator(text, deadline_s=config.request_timeout_s)
+    await asyncio.to_thread(text.check)
     apart = bool(keys or front_tls)  # operators need neither keys nor certificates, and no client may ask what they do
     front = bind(config.host, config.port)
     settings = _settings(config, name, keys, "api" if apart else "all", front)

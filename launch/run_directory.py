@@ -127,12 +127,14 @@ def _runs() -> Path:
 
 def _fresh() -> Path:
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    with contextlib.suppress(OSError, RuntimeError):
+    try:
         path = _runs() / name
         path.mkdir(parents=True, mode=0o700)
         return path
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        first = _reason(error) if isinstance(error, OSError) else str(error)
     try:
         return Path(tempfile.mkdtemp(prefix=f"baton-{name}-"))
     except OSError as error:
-        where = "neither in the cache directory nor in one for temporary files"
-        raise StartupError(f"a run directory can be made {where}: {_reason(error)}; say one with --run-dir") from None
+        where = f"neither in the cache directory ({first}) nor in one for temporary files ({_reason(error)})"
+        raise StartupError(f"a run directory can be made {where}; say one with --run-dir") from None

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
-from importlib.metadata import PackageNotFoundError, version
 
 from baton.core.config import differences
 from baton.core.errors import StartupError
@@ -23,6 +22,7 @@ from launch.run_directory import run_directory, write_token
 from launch.supervisor import Backoff, MemberFailed
 from launch.topology import parse_topology
 from launch.up_config import DoctorConfig, UpConfig
+from launch.versions import versions
 
 TOKEN_VARIABLE = "BATON_CLUSTER_TOKEN_FILE"
 _WITH_TOPOLOGY = {"topology", "node", "dry_run", "run_dir", "start_timeout_s", "drain_timeout_s"} | (
@@ -64,7 +64,9 @@ def up(config: UpConfig, programs: Programs | None = None, backoff: Backoff | No
         roles = [worker.role for worker in plan.topology.workers]
         counts = f"{roles.count('prefill')} prefill + {roles.count('decode')} decode"
         where = f"nodes {', '.join(sorted(nodes))}" if config.topology else f"device {config.device}"
-        console.stage("baton", f"{installed_version('baton-serve')}   model {plan.served_name}   {counts}   {where}")
+        console.stage(
+            "baton", f"{versions('baton-serve')['baton-serve']}   model {plan.served_name}   {counts}   {where}"
+        )
         console.stage("logs", str(run_dir))
         try:
             return LocalCluster(members, console, backoff).run()
@@ -111,13 +113,6 @@ def topology_plan(path: str, environment: Mapping[str, str] = os.environ, *, add
     plan = make_plan(topology, topology.model, topology.served_model_name or served_name(topology.model))
     check_plan(plan, environment)
     return plan
-
-
-def installed_version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def check_ports(plan: Plan, nodes: frozenset[str]) -> None:

@@ -6,7 +6,7 @@ TCPStore that opens its own socket listens on every interface, whatever host it 
 A group's constructor blocks until its peer has come and cannot be stopped from outside. So each end first leaves a
 key in the store and polls for the other's, which an abort ends within one poll; the constructor then takes
 milliseconds. A store that says nothing, since its process is stopped or its host has vanished, holds its caller for
-ever: an abort ends that by shutting down this process's connections to it.
+ever: an abort ends that by shutting down the connection that its thread waits for.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from threading import Event, Thread
+from threading import Event, Thread, get_native_id
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from baton.core.errors import HandoffError, StartupError
 from baton.transfer.edge import EdgeSpec
-from baton.transfer.sockets import Address, hang_up, peer_of
+from baton.transfer.sockets import free_from
 
 GRACE_S = 0.5
 _CALL_TIMEOUT_S = 5.0
@@ -68,13 +68,13 @@ class EdgeStore:
 
 
 class Meeting:
-    """One end's meeting with its peer, once. Complete state: whether it was aborted, has begun, is over, and the
-    address that the store answered from. `abort` may come from any thread; the rest is the edge's thread's."""
+    """One end's meeting with its peer, once. Complete state: whether it was aborted, has begun, is over, and the thread
+    that it is on. `abort` may come from any thread; the rest is the edge's thread's."""
 
     def __init__(self, spec: EdgeSpec) -> None:
         self.spec = spec
         self._aborted, self._begun, self._over = Event(), Event(), Event()
-        self._address: Address | None = None
+        self._thread = 0
 
     @property
     def aborted(self) -> bool:
@@ -98,6 +98,7 @@ class Meeting:
         """
         spec = self.spec
         deadline = time.monotonic() + spec.connect_timeout_s
+        self._thread = get_native_id()
         self._begun.set()
         try:
             self._check_aborted()
@@ -124,10 +125,8 @@ class Meeting:
         early. Raises HandoffError."""
         spec = self.spec
         try:
-            with socket.create_connection(
-                (spec.host, spec.port), timeout=min(_DIAL_S, spec.connect_timeout_s)
-            ) as probe:
-                self._address = peer_of(probe)
+            probe_s = min(_DIAL_S, spec.connect_timeout_s)
+            socket.create_connection((spec.host, spec.port), timeout=probe_s).close()
             return TCPStore(spec.host, spec.port, None, False, _until(deadline), False)
         except (OSError, RuntimeError) as e:
             raise spec.error(f"the decode worker's store does not answer: {str(e).splitlines()[0]}") from e
@@ -146,12 +145,10 @@ class Meeting:
             raise self.spec.error("aborted before it connected")
 
     def _free(self) -> None:
-        """On a thread of its own: more than once, since a client that is being made dials again for a while. Other ends
-        that this process has at the store end too: it answers none of them."""
+        """On a thread of its own: more than once, since a client that is being made dials again for a while."""
         pause_s = GRACE_S
         while not self._over.wait(pause_s):
-            if self._address is not None:
-                hang_up(self._address)
+            free_from(self.spec.port, self._thread)
             pause_s = _POLL_MAX_S
 
 

@@ -3,7 +3,7 @@
 Gloo offers nothing that frees a blocked wait (measured: neither `abort` nor `shutdown` does). Its connection's end
 does, within milliseconds, at both ends. Each rank publishes the address it listens on as a `sockaddr` in the store,
 which tells the pair's connection from all others of the process. A call of a TCPStore waits without limit while its
-server says nothing; there, too, only the connection's end helps.
+server says nothing; there, too, only the connection's end helps. It is the one that the caller waits for.
 """
 
 from __future__ import annotations
@@ -42,6 +42,29 @@ def hang_up(dialled: Address | None, accepted: Address | None = None) -> int:
     """Shuts down what this process has dialled at the one address or accepted at the other; returns how many
     connections that was. Does not block or raise."""
     return _to_each(lambda sock: peer_of(sock) == dialled or sock.getsockname() == accepted, _shut_down)
+
+
+def free_from(port: int, thread: int) -> bool:
+    """Shuts down the connection to `port` of a peer that a thread of this process (its native id) waits for in a system
+    call; returns whether there was one. The kernel says what a thread waits for. Does not block or raise."""
+    try:
+        number = _awaited(thread)
+        if not stat.S_ISSOCK(os.fstat(number).st_mode):
+            return False
+        # A duplicate, looked at again: as long as the thread waits for it, nobody else can have got its number.
+        with socket.socket(fileno=os.dup(number)) as held:
+            if held.getpeername()[1] == port and os.path.sameopenfile(_awaited(thread), held.fileno()):
+                held.shutdown(socket.SHUT_RDWR)
+                return True
+    except (OSError, ValueError, OverflowError, IndexError):
+        pass  # it waits for nothing of the kind, or does not any more
+    return False
+
+
+def _awaited(thread: int) -> int:
+    """The first argument of the system call that a thread is in: the descriptor, where it sends or receives."""
+    with open(f"/proc/self/task/{thread}/syscall", encoding="ascii") as call:
+        return int(call.read().split()[1], 16)
 
 
 def deafen(listener: Address | None) -> int:

@@ -1,6 +1,6 @@
 """Buffers for KV on its way, kept between chunks: pages of fresh memory cost as much time as the bytes themselves.
 
-How much may be packed or received at once is the quota's business (baton.core.staging_quota). Beyond it a rank holds at
+How much may be packed or received at once is bounded in baton.transfer.staging_room. Beyond it a rank holds at
 most `limit_bytes` here: buffers that nobody uses, and what a kept buffer has more than the chunk in it.
 """
 

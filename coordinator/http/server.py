@@ -167,7 +167,8 @@ class _ChunkWriter:
         return bool(cycle.chunked_encoding) and not gone and not cycle.flow.write_paused
 
     def write(self, body: bytes) -> None:
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        if body:  # an empty chunk would end the whole
+            self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
 class HttpServer:

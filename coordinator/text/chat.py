@@ -19,11 +19,13 @@ import orjson
 from tokenizers import Tokenizer
 
 from baton.core.errors import InvalidRequest
+from baton.core.sampling_limits import check_count
 from coordinator.text.template import ChatTemplate
 
 _ALIAS = "\ufdd0"
 _MARK = "\ufdd1"
 MAX_DEPTH = 100
+MAX_VALUES = 20_000  # of tools, and of further variables
 # Keys and constants of tools and calls. None of them is a control token, alone or with what JSON has beside it.
 _WORDS = frozenset(
     [
@@ -80,6 +82,10 @@ class ChatEncoder:
             InvalidRequest: the template refused, or the last message cannot be gone on with.
         """
         clean = self._controls.guard if guard else str
+        for param, given in (("tools", how.tools), ("chat_template_kwargs", how.variables)):
+            check_count(
+                param, _count(given), MAX_VALUES, "values"
+            )  # each has to be taken to the child and back into objects
         values: list[dict[str, Any]] = []
         for index, message in enumerate(messages):
             role = "system" if message.role == "developer" and self._maps_developer else message.role
@@ -110,7 +116,24 @@ class ChatEncoder:
 
     def encode(self, messages: Sequence[ChatMessage], how: Rendering = PLAIN) -> list[int]:
         """The prompt as ids. Blocks: call it from a thread."""
-        return self._controls.encode(self.render(messages, how, guard=True))
+        return self.encode_rendered(self.render(messages, how, guard=True))
+
+    def encode_rendered(self, guarded: str) -> list[int]:
+        """The ids of what `render` made with `guard`."""
+        return self._controls.encode(guarded)
+
+
+def _count(value: Any) -> int:
+    """Values within a JSON value, with itself; those behind MAX_VALUES are not looked at."""
+    left, count = [value], 0
+    while left and count <= MAX_VALUES:
+        found = left.pop()
+        count += 1
+        if isinstance(found, Mapping):
+            left.extend(found.values())
+        elif isinstance(found, list | tuple):
+            left.extend(found)
+    return count + len(left)
 
 
 def _cleaned(value: Any, clean: Callable[[str], str], param: str, depth: int = 0) -> Any:

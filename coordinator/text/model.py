@@ -64,6 +64,7 @@ class TextModel:
         self.thinks = THINK[1] in template or self.tool_format == "harmony"
         self.marker_ids = _special_markers(files.tokenizer, self.tool_format, self.thinks)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._rendering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")  # it waits for the one child
 
     @classmethod
     def load(
@@ -114,7 +115,11 @@ class TextModel:
     async def encode_chat_soon(self, messages: Sequence[ChatMessage], how: Rendering = PLAIN) -> list[int]:
         """`encode_chat` without holding up the event loop. Raises also ContextLengthExceeded."""
         self.check_bytes(*(message.content for message in messages), param="messages")
-        return await self._off_loop(lambda: self.encode_chat(messages, how))
+        if (chat := self._chat) is None:
+            return self.encode_chat(messages, how)
+        loop = asyncio.get_running_loop()
+        rendered = await loop.run_in_executor(self._rendering, lambda: chat.render(messages, how, guard=True))
+        return await self._off_loop(lambda: chat.encode_rendered(rendered))
 
     def thinks_already(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends within the model's reasoning: some templates begin it."""
@@ -148,8 +153,14 @@ class TextModel:
         if self._chat is not None:
             self._chat.template.renderer.start()
 
+    def check(self) -> None:
+        """Raises StartupError where the chat template does not compile. Blocks, longest behind `start`."""
+        if self._chat is not None:
+            self._chat.template.check()
+
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._rendering):
+            threads.shutdown(wait=False, cancel_futures=True)
         if self._chat is not None:
             self._chat.template.renderer.close()
 

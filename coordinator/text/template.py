@@ -7,11 +7,12 @@ single operation, where no signal is handled, is killed with the child, and the 
 
 from __future__ import annotations
 
+import gc
 import json
 import resource
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from concurrent.futures.process import BrokenProcessPool
 from datetime import datetime
@@ -53,19 +54,39 @@ class Renderer:
     def render(self, source: str, variables: Mapping[str, Any], max_chars: int) -> str:
         """Raises as ChatTemplate.render."""
         with self._lock:
-            try:
-                child = self.start()
-                self._begun.result(START_S)
-                text, refusal = child.submit(_render, source, variables, max_chars).result(KILL_S)
-            except TimeoutError:
-                self.close()
-                text, refusal = "", "the chat template failed: it hangs"
-            except BrokenProcessPool:
-                self.close()
-                raise Unavailable("the process that renders chat templates has died", retry_after_s=1) from None
+            # A child may have died while it had nothing to do: then the next one renders.
+            text, refusal = (
+                self._call(_render, source, variables, max_chars)
+                or self._call(_render, source, variables, max_chars)
+                or ("", "the chat template failed: it needs too much memory or stack")
+            )
         if refusal:
             raise InvalidRequest(refusal, param="messages")
         return text
+
+    def check(self, source: str) -> str:
+        """What is wrong with a template; empty where it compiles."""
+        with self._lock:
+            found: str | None = self._call(_compile_error, source)
+        return "compiling it ends the process" if found is None else found
+
+    def _call(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """What the child makes of it; None where it has died of that, or before. Raises as ChatTemplate.render."""
+        try:
+            child = self.start()
+            try:
+                self._begun.result(START_S)
+            except TimeoutError:
+                self.close()
+                what = "the process that renders chat templates did not start"
+                raise Unavailable(what, retry_after_s=1) from None
+            return child.submit(work, *arguments).result(KILL_S)
+        except TimeoutError:
+            self.close()
+            raise InvalidRequest("the chat template failed: it hangs", param="messages") from None
+        except BrokenProcessPool:
+            self.close()
+            return None
 
     def close(self) -> None:
         """Kills the child, whatever it does."""
@@ -77,7 +98,7 @@ class Renderer:
 class ChatTemplate:
     """`special_tokens` are the template's variables `bos_token`, `eos_token` and the like.
 
-    Raises StartupError where `source` is not a template. It is parsed here and no more: compiling computes constants.
+    Raises StartupError where `source` cannot be parsed. The child compiles it, which computes constants: `check`.
     """
 
     def __init__(
@@ -98,6 +119,11 @@ class ChatTemplate:
                 if used.name not in known:
                     raise StartupError(f"chat template, line {used.lineno}: there is no {used.name[:100]!r}")
 
+    def check(self) -> None:
+        """Raises StartupError where the template does not compile. Blocks while the child begins."""
+        if found := self.renderer.check(self.source):
+            raise StartupError(f"chat template, {found}")
+
     def literals(self) -> str:
         """All text that the template itself can write, NUL between the pieces."""
         texts = {node.data for node in self._tree.find_all(nodes.TemplateData)}
@@ -116,7 +142,7 @@ class ChatTemplate:
 
         Raises:
             InvalidRequest: the template refused the messages, failed, or went over a limit.
-            Unavailable: the child has died; the next rendering starts another.
+            Unavailable: the child did not start.
         """
         given = {
             "messages": messages,
@@ -135,10 +161,24 @@ def _begin() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, _out_of_time)
+    gc.disable()  # searches take most of the time of a large conversation; what a rendering leaves is no cycle
 
 
 def _ready() -> None:
     """Answers when the child has begun."""
+
+
+def _compile_error(source: str) -> str:
+    signal.setitimer(signal.ITIMER_PROF, KILL_S / 2)
+    try:
+        _compiled(source)
+    except TemplateSyntaxError as error:
+        return f"line {error.lineno}: {str(error.message)[:200]}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error!s:.200}"
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    return ""
 
 
 def _render(source: str, variables: Mapping[str, Any], max_chars: int) -> tuple[str, str]:

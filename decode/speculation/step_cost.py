@@ -114,6 +114,7 @@ class StepModel:
         # On a busy machine the difference of two steps may come out as nothing, and nothing times `more` stays so.
         self._per_draft_token = StepCost(
             [(n, max(seconds, _LEAST_PER_DRAFT_TOKEN * self.short.seconds(n))) for n, seconds in per_draft_token]
+            or [(1, 0.0)]  # nothing drafts
         )
         self.more = 1.0
         self.draft = StepCost(draft)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +225,17 @@ async def test_a_stream_over_a_socket_is_the_same_with_and_without(
                 monkeypatch.setattr(http_server._ChunkWriter, "ready", False)
     assert answers[0] == answers[1] and len(answers[0]) == len(tokens) + 1
     assert len(written) == len(tokens) - 2  # of the first answer, all but the first and the last token
+
+
+async def test_text_that_a_parser_holds_back_does_not_end_the_body(written: list[bytes]) -> None:
+    """A delta may make no event: an empty chunk would be the end of the answer."""
+
+    cycle = SimpleNamespace(transport=SimpleNamespace(write=written.append))
+    writer = http_server._ChunkWriter(cycle)  # type: ignore[arg-type]
+    written.clear()
+    for body in (b"", b"abc", b""):
+        writer.write(body)
+    assert [part for part in written if b"\r\n" in part] == [b"3\r\nabc\r\n"]
 
 
 async def _read_events(client: RawClient, data: bytes, count: int) -> bytes:

@@ -47,6 +47,19 @@ def finish(scheduler: DecodeScheduler, plan: StepPlan, token: int = 7, corrected
     return result
 
 
+def test_a_worker_is_not_idle_while_a_step_has_a_row_of_a_sequence_that_ended() -> None:
+    """The worker looks for leaks where no sequence is known to it any more."""
+    scheduler = make()
+    ready(scheduler, replace(make_request("a"), eos_token_ids=(EOS,)))
+    first, second = begin(scheduler), begin(scheduler)
+    assert finish(scheduler, first, EOS).ended and not scheduler.sequence_ids()
+    assert scheduler.blocks.counts().free < 16
+    scheduler.check_idle()
+    finish(scheduler, second)
+    assert scheduler.blocks.counts().free == 16
+    scheduler.check_idle()
+
+
 def test_second_step_names_the_rows_whose_tokens_it_computes() -> None:
     scheduler = make()
     for name in "ab":

@@ -93,7 +93,10 @@ def test_where_none_can_be_made_it_says_how_to_name_one(tmp_path: Path, monkeypa
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr("tempfile.mkdtemp", full)
-    with pytest.raises(StartupError, match=r"neither in .*: No space left .*: /tmp/x; say one with --run-dir"):
+    with pytest.raises(
+        StartupError,
+        match=r"cache directory \(Not a directory.*\) nor in .*No space left .*: /tmp/x\); say one with --run-dir",
+    ):
         open_and_leave("")
 
 

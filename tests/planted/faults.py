@@ -175,11 +175,11 @@ FAULTS = (
     Fault(TIMELINE, 'yield "detokenise", whole', "return", T_TIMELINE),
     Fault(REQUESTS, "            _add_stamps(r, event.stamps)\n", "            pass\n", T_REQUESTS),
     Fault(REQUESTS, "r.queued_s += now - r.queued_at", "r.queued_s = now - r.queued_at", T_REQUESTS),
-    Fault(REQUESTS, "r.journal.next_index - len(r.request.output))", "r.journal.next_index)", T_REQUESTS),
+    Fault(REQUESTS, "len(journal.tokens) - len(journal.request.output))", "len(journal.tokens))", T_REQUESTS),
     Fault(
         REQUESTS,
-        "        if not r.request.output:\n            r.cached",
-        "        if True:\n            r.cached",
+        "event.cached_tokens and not journal.request.output:",
+        "event.cached_tokens:",
         T_REQUESTS,
     ),
     Fault(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -90,18 +91,34 @@ async def test_several_edges_of_one_store_end_too(elsewhere: StoreProcess) -> No
     assert all([await edge.close(HANG_S) for edge in edges])
 
 
-async def test_an_edge_of_another_store_goes_on(elsewhere: StoreProcess, store: EdgeStore) -> None:
+async def test_nothing_else_is_shut_down(elsewhere: StoreProcess, store: EdgeStore) -> None:
+    """Neither other connections to the stopped store nor an edge that is made in another one."""
+    own = socket.create_connection(("127.0.0.1", elsewhere.port))
     elsewhere.stop()
     later = asyncio.create_task(elsewhere.edge().connect())
-    waiting = EdgeWorker(EdgeSpec(store.host, store.port, f"{store.nonce}/g1", 1, "prefill", connect_timeout_s=HANG_S))
-    connecting = asyncio.create_task(waiting.connect())
+    ends = [EdgeWorker(EdgeSpec(store.host, store.port, "y/g1", 1, side)) for side in ("prefill", "decode")]  # type: ignore[arg-type]
+    await asyncio.gather(*(end.connect() for end in ends))
     with pytest.raises(HandoffError):
         await asyncio.wait_for(later, HANG_S)
     await asyncio.sleep(1.0)  # by now what can be shut down is
-    assert waiting.dead is None and num_keys(store) == 1
-    peer = EdgeWorker(EdgeSpec(store.host, store.port, f"{store.nonce}/g1", 1, "decode"))
-    await asyncio.gather(connecting, peer.connect())
-    assert num_keys(store) == 0 and all([await end.close(HANG_S) for end in (waiting, peer)])
+    own.setblocking(False)
+    with pytest.raises(BlockingIOError):  # it stands; one that was shut down would say its end
+        own.recv(1)
+    own.close()
+    assert num_keys(store) == 0 and all([await end.close(HANG_S) for end in ends])
+
+
+async def test_another_edge_of_the_same_store_goes_on(elsewhere: StoreProcess) -> None:
+    edges = [elsewhere.edge(generation, limit_s=10 * HANG_S) for generation in (1, 2)]
+    connecting = [asyncio.create_task(edge.connect()) for edge in edges]
+    await asyncio.sleep(0.4)  # both have a connection
+    elsewhere.stop()
+    for edge, task in zip(edges, connecting, strict=True):
+        assert edge.dead is None and not task.done()
+        edge.abort("its link ended")
+        assert await edge.close(HANG_S)
+        with pytest.raises(HandoffError, match="its link ended"):
+            await task
 
 
 async def test_a_stopped_store_does_not_hold_the_whole_process(elsewhere: StoreProcess) -> None:
