@@ -104,17 +104,17 @@ class StepModel:
         draft_first: Points = (),
         *,
         rows: Points = (),
-        per_draft_token: Points = ((1, 0.0),),
+        per_draft_token: Points = (),
         budget_s: float = 0.05,
         step_tokens: int = 512,
     ) -> None:
         """`target` is by tokens of long rows, `rows` by rows of one token (by default the same), `per_draft_token` what
-        one token more in each of so many rows costs."""
+        one token more in each of so many rows costs (by default the least that is believed)."""
         self.short, self.long = StepCost(rows or target), StepCost(target)
         # On a busy machine the difference of two steps may come out as nothing, and nothing times `more` stays so.
+        costs = per_draft_token or ((1, 0.0),)
         self._per_draft_token = StepCost(
-            [(n, max(seconds, _LEAST_PER_DRAFT_TOKEN * self.short.seconds(n))) for n, seconds in per_draft_token]
-            or [(1, 0.0)]  # nothing drafts
+            [(n, max(seconds, _LEAST_PER_DRAFT_TOKEN * self.short.seconds(n))) for n, seconds in costs]
         )
         self.more = 1.0
         self.draft = StepCost(draft)

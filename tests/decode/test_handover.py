@@ -13,7 +13,7 @@ from baton.core.handles import Handle, sign
 from baton.core.handover import AbortTransfer, Accept, Ack, Chunk, EdgeReady, Offer, Refuse
 from baton.core.request import SequenceId
 from baton.core.reshard import reshard_layout
-from decode.handover import Admission, Dropped, Ended, HandOvers, Peer, Ready, Receive, Reply
+from decode.handover import Admission, Dropped, HandOvers, Peer, Ready, Receive, Reply
 from decode.scheduler import DecodeScheduler
 from tests.support.builders import make_layout, make_request
 
@@ -32,8 +32,8 @@ class Kit:
         self.machine = HandOvers(self.scheduler, self.deadlines, self.tombstones, **names)
         self.peer = self.new_peer()
 
-    def new_peer(self, name: str = "p0") -> Peer:
-        return Peer(name, 1, PLANS)
+    def new_peer(self, name: str = "p0", incarnation: int = 1) -> Peer:
+        return Peer(name, incarnation, PLANS)
 
     def offer(self, name: str = "r", draining: bool = False, **handle: Any) -> Accept | Refuse:
         request = make_request(name, TOKENS, max_tokens=4)
@@ -118,15 +118,6 @@ def test_blocks_are_free_when_nothing_is_written_into_them_any_more() -> None:
     assert kit.scheduler.blocks.num_free == 8 and not kit.peer.refusals
 
 
-def test_the_end_of_a_link_ends_what_had_not_arrived_completely() -> None:
-    kit = Kit()
-    kit.offer()
-    dropped = kit.machine.on_link_ended(kit.peer, "it broke", NOW)
-    assert [type(a) for a in dropped] == [Ended, Dropped]
-    assert dropped[0].event.code == "worker_lost" and not kit.scheduler.num_sequences  # type: ignore[union-attr]
-    assert kit.machine.on_link_ended(kit.peer, "it broke", NOW) == []
-
-
 def test_a_sequence_that_generates_survives_the_link_it_came_over() -> None:
     kit = Kit()
     kit.offer()
@@ -140,9 +131,9 @@ def test_a_sequence_that_generates_survives_the_link_it_came_over() -> None:
 def test_only_the_worker_that_offered_a_sequence_may_end_it() -> None:
     kit = Kit()
     kit.offer()
-    stranger = kit.new_peer("p1")
-    assert kit.machine.on_abort(stranger, AbortTransfer(R, "mine"), NOW) == []
-    assert kit.machine.stale_messages == 1 and kit.scheduler.knows(R)
+    for number, stranger in enumerate((kit.new_peer("p1"), kit.new_peer(incarnation=2)), 1):
+        assert kit.machine.on_abort(stranger, AbortTransfer(R, "mine"), NOW) == []
+        assert kit.machine.stale_messages == number and kit.scheduler.knows(R)
     assert kit.machine.on_abort(kit.new_peer(), AbortTransfer(R, "mine"), NOW) == [Dropped(R, "mine")]
     assert not kit.scheduler.knows(R)
 

@@ -74,23 +74,6 @@ async def test_a_sequence_is_ended_only_by_the_prefill_worker_that_it_came_from(
             await link.close()
 
 
-async def test_a_restarted_prefill_worker_does_not_end_what_its_former_self_sent() -> None:
-    """The same name under another incarnation is another worker."""
-    async with pair() as (source, [decode]):
-        source.submit(make_request("r", TOKENS, max_tokens=8), decode)
-        source.compute()
-        await until(lambda: source.told.handed_over)
-        hello = source.worker._hello()
-        restarted = await dial_link(
-            decode.address, replace(hello, prefill_incarnation=hello.prefill_incarnation + 1), 2.0
-        )
-        await restarted.stream.send(AbortTransfer(R, "not mine", 5.0))
-        await until(lambda: decode.worker.load().stale_messages == 1, what="the abort")
-        assert decode.worker.scheduler.knows(R)
-        await restarted.close()
-        decode.abort(R)
-
-
 async def failure(decode: DecodeNode) -> InvariantError:
     """What would end the process."""
     return await asyncio.wait_for(decode.worker.main_loop._failures.get(), 3)

@@ -12,7 +12,6 @@ from decode.scheduler import DecodeScheduler
 from decode.speculation.policy import Speculation
 from decode.speculation.step_cost import StepModel
 from tests.support.builders import make_decode, make_outcome, make_request
-from tests.support.overload_sim import make_worker
 
 
 def ready(scheduler: DecodeScheduler, name: str, prompt: int = 4, max_tokens: int = 20, priority: int = 0) -> None:
@@ -88,17 +87,6 @@ def test_who_cannot_take_a_block_from_anybody_waits_with_its_own() -> None:
     assert names(step(scheduler)) == ["a"]
 
 
-def test_nothing_new_is_taken_while_somebody_waits_to_come_back() -> None:
-    scheduler = make_decode(num_blocks=7, block_size=4, prefix_cache=False)
-    ready(scheduler, "a")
-    ready(scheduler, "b")
-    until_preempted(scheduler)
-    assert scheduler.blocks.num_free >= 1
-    with pytest.raises(Unavailable, match="1 preempted") as caught:
-        scheduler.reserve(make_request("c", 1, 1), 0.0)
-    assert caught.value.code == "no_free_blocks"
-
-
 def test_who_waits_too_long_has_its_turn_and_keeps_it_for_a_while() -> None:
     scheduler = make_decode(num_blocks=16, block_size=4, prefix_cache=False)
     ready(scheduler, "a", max_tokens=60)
@@ -127,48 +115,3 @@ def test_recomputation_is_cut_into_chunks_that_fit_the_budget() -> None:
         lengths.append((len(plan.rows[-1].tokens), plan.rows[-1].num_sampled))
     chunks = lengths[: lengths.index((1, 1))]
     assert all(tokens <= 20 for tokens, _ in chunks) and [n for _, n in chunks] == [0] * (len(chunks) - 1) + [1]
-
-
-def test_every_stream_progresses_in_half_the_pool() -> None:
-    scheduler = make_decode(num_blocks=24, block_size=4, prefix_cache=False, max_running=8)
-    for index in range(8):
-        ready(scheduler, f"s{index}", prompt=4, max_tokens=20)  # 48 blocks in the end
-    last = {f"s{index}": 0 for index in range(8)}
-    now = 0.0
-    while scheduler.num_sequences:
-        now += 0.05
-        for row in step(scheduler, now).rows:
-            if row.num_sampled:
-                last[row.sequence_id.request_id] = now
-        waiting = {i.request_id for i in scheduler.sequence_ids()}
-        assert all(now - last[name] < 2.0 for name in waiting)
-    assert scheduler.preemptions > 0
-    assert scheduler.blocks.num_free == 24
-
-
-def test_no_stream_is_silent_for_two_seconds_in_half_the_pool() -> None:
-    """Eight streams of 64 + 256 tokens where four fit. A step takes what a cost curve says, in virtual time, and
-    so does recomputation: what a busy machine does to the clock says nothing here."""
-    scheduler = make_worker(num_blocks=80)
-    heard: dict[str, tuple[float, int]] = {}
-    for index in range(8):
-        ready(scheduler, f"s{index}", prompt=64, max_tokens=256)
-        heard[f"s{index}"] = 0.0, 0
-    now, count, recomputed, silence_s, silent_steps = 0.0, 0, 0, 0.0, 0
-    outputs = dict.fromkeys(heard, 0)
-    while scheduler.num_sequences:
-        plan = scheduler.begin_step(now)
-        assert plan is not None
-        now, count = now + scheduler.speculation.model.long.seconds(plan.num_tokens), count + 1
-        recomputed += plan.num_tokens - sum(row.num_sampled for row in plan.rows)
-        for event in scheduler.finish_step(make_outcome(plan), now).tokens:
-            name = event.sequence.request_id
-            at, step_then = heard[name]
-            silence_s, silent_steps = max(silence_s, now - at), max(silent_steps, count - step_then)
-            heard[name] = now, count
-            outputs[name] = event.first_index + len(event.tokens)
-        scheduler.check()
-    assert outputs == dict.fromkeys(heard, 256)
-    assert scheduler.blocks.num_free == 80
-    assert scheduler.preemptions > 0 and recomputed > 0, "blocks must have been short"
-    assert silence_s < 2.0 and silent_steps < 128

@@ -257,12 +257,3 @@ def test_a_grammar_that_cannot_go_on_ends_its_sequence_with_the_reason() -> None
     assert "too many items" in ended.message
     assert not scheduler.knows(failed) and scheduler.knows(other)
     scheduler.check()
-
-
-def test_a_row_without_its_samples_and_without_a_reason_is_a_bug() -> None:
-    scheduler = make_decode()
-    ready(scheduler, make_request("a"))
-    plan = scheduler.begin_step(0.0)
-    assert plan is not None
-    with pytest.raises(InvariantError, match="tokens that its rows sample"):
-        scheduler.finish_step(replace(make_outcome(plan), sampled=((),)), 0.0)

@@ -184,3 +184,12 @@ def test_what_guesses_add_around_a_step_is_not_taken_for_part_of_every_step() ->
     for _ in range(200):
         model.observe(drafting, StepOutcome(1, (), 1.8e-3, draft_s=4e-4), 2.0e-3)
     assert model.fixed_s == pytest.approx(2e-4 - PLANNING_S, rel=0.1)
+
+
+def test_a_worker_that_never_drafts_prices_its_steps_all_the_same() -> None:
+    """Nothing of draft tokens was timed."""
+    model = StepModel([(1, 1e-3), (8, 2e-3)], [(1, 1e-6)], [], [], rows=[], per_draft_token=[])
+    for rows in (1, 4, 64):
+        model.observe(plan_of(*[1] * rows), StepOutcome(1, (), 2e-3), 2e-3)
+        assert model.price(rows, rows).token_s > 0.0
+    assert model.long_tokens(1) > 1

@@ -38,6 +38,10 @@ def arrived(source: PrefillNode, tokens: int, layers: int = LAYERS) -> bool:
     return source.worker.outgoing.counters.bytes_sent == tokens * layers * LAYOUT.layers[0].bytes_per_token
 
 
+async def early(source: PrefillNode, count: int = 1) -> None:
+    await until(lambda: source.worker.outgoing.counters.chunks_early == count, what="the first layers")
+
+
 async def test_first_layers_are_there_before_the_step_is_done() -> None:
     async with pair(decode(), prefill=prefill()) as (source, [target]):
         request = make_request("r", 14, max_tokens=4)
@@ -46,7 +50,7 @@ async def test_first_layers_are_there_before_the_step_is_done() -> None:
         await until(lambda: arrived(source, 8), what="the first chunk")
 
         async def sent() -> None:
-            await until(lambda: source.worker.outgoing.counters.chunks_early == 1, what="the first layers")
+            await early(source)
             assert (
                 source.worker.outgoing.counters.bytes_sent
                 == (8 * LAYERS + 6 * FIRST) * LAYOUT.layers[0].bytes_per_token
@@ -64,15 +68,11 @@ async def test_first_layers_are_there_before_the_step_is_done() -> None:
 
 async def test_they_go_behind_what_decode_holds_and_what_was_computed_before() -> None:
     async with pair(decode(), prefill=prefill(step_tokens=16)) as (source, [target]):
-        for name, early in (("first", 0), ("second", 1)):
+        for name in ("first", "second"):
             request = make_request(name, 14, max_tokens=4)
             source.submit(request, target)
-
-            async def sent(early: int = early) -> None:
-                await until(lambda: source.worker.outgoing.counters.chunks_early == early, what="the first layers")
-
-            if early:
-                await source.step_by_layers(FIRST, sent)
+            if name == "second":
+                await source.step_by_layers(FIRST, lambda: early(source))
             else:
                 source.step()
             await until(lambda n=name: n in {o.sequence.request_id for o in source.told.handed_over})
@@ -96,14 +96,10 @@ async def test_either_part_is_sent_again_where_it_arrives_damaged(
     async with pair(decode(), prefill=prefill()) as (source, [target]):
         request = make_request("r", 8, max_tokens=4)
         source.submit(request, target)
-
-        async def sent() -> None:
-            await until(lambda: source.worker.outgoing.counters.chunks_early == 1, what="the first layers")
-
-        await source.step_by_layers(FIRST, sent)
+        await source.step_by_layers(FIRST, lambda: early(source))
         await until(lambda: source.told.handed_over)
-        early, late = (8 * layers * LAYOUT.layers[0].bytes_per_token for layers in (FIRST, LAYERS - FIRST))
-        assert parts == ([early, early, late] if damaged == 0 else [early, late, late])
+        first, late = (8 * layers * LAYOUT.layers[0].bytes_per_token for layers in (FIRST, LAYERS - FIRST))
+        assert parts == ([first, first, late] if damaged == 0 else [first, late, late])
         assert source.worker.load().chunks_resent == 1 == target.worker.hand_overs.chunks_damaged
         target.compute()
         assert target.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
@@ -133,11 +129,7 @@ async def test_two_prompts_that_end_in_one_step_go_one_behind_the_other() -> Non
         prompts = {name: list(range(first, first + 8)) for name, first in (("a", 1), ("b", 100))}
         for name, prompt in prompts.items():
             source.submit(make_request(name, prompt, max_tokens=4), target)
-
-        async def sent() -> None:
-            await until(lambda: source.worker.load().chunks_early == 2, what="the first layers of both")
-
-        await source.step_by_layers(FIRST, sent)
+        await source.step_by_layers(FIRST, lambda: early(source, 2))
         await until(lambda: len(source.told.handed_over) == 2)
         target.compute()
         for name, prompt in prompts.items():
@@ -155,11 +147,11 @@ async def test_an_abort_between_the_two_leaves_nothing_and_the_pair_works_on(
         if posted:
             gate.opened.set()
         source.submit(make_request("r", range(50, 58), max_tokens=4), target)
-        early = source.worker.outgoing.counters.chunks_early
+        before = source.worker.outgoing.counters.chunks_early
 
         async def ended() -> None:
             if posted:
-                await until(lambda: source.worker.outgoing.counters.chunks_early == early + 1, what="the first layers")
+                await early(source, before + 1)
             else:
                 await until(lambda: target.worker.hand_overs.writing, what="an open receive")
             if who != "decode":
@@ -184,7 +176,7 @@ async def test_another_target_gets_all_layers_of_what_the_first_one_had_a_part_o
         source.submit(request, first)
 
         async def lost() -> None:
-            await until(lambda: source.worker.outgoing.counters.chunks_early == 1, what="the first layers")
+            await early(source)
             first.abort(R)
 
         await source.step_by_layers(FIRST, lost)
@@ -202,11 +194,7 @@ async def test_both_edges_of_a_link_carry_them() -> None:
         async with pair(DecodeNode(runner=ranks), prefill=prefill()) as (source, [target]):
             request = make_request("r", 8, max_tokens=4)
             source.submit(request, target)
-
-            async def sent() -> None:
-                await until(lambda: source.worker.outgoing.counters.chunks_early == 1, what="the first layers")
-
-            await source.step_by_layers(FIRST, sent)
+            await source.step_by_layers(FIRST, lambda: early(source))
             blocks = source.worker.scheduler.block_ids(R)
             await until(lambda: source.told.handed_over)
             assert kv_bytes(source, blocks, 8) == kv_bytes(target, target.worker.scheduler.block_ids(R), 8)
@@ -253,11 +241,7 @@ async def test_a_prompt_that_ends_with_its_first_token_leaves_nothing() -> None:
     async with pair(decode(), prefill=prefill()) as (source, [target]):
         (first,) = oracle(range(1000, 1008), 1)
         source.submit(make_request("r", 8, max_tokens=4, eos=(first,)), target)
-
-        async def sent() -> None:
-            await until(lambda: source.worker.outgoing.counters.chunks_early == 1, what="the first layers")
-
-        await source.step_by_layers(FIRST, sent)
+        await source.step_by_layers(FIRST, lambda: early(source))
         await until(lambda: source.idle and target.idle, what="idle pools")
         assert source.told.ended[0].reason == "stop" and not source.told.handed_over
 

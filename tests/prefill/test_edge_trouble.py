@@ -20,7 +20,7 @@ from baton.transfer.edge_end import LocalEnd, LocalEnds
 from tests.support.builders import make_layout, make_request
 from tests.support.fake_runner import oracle
 from tests.support.limits import HANG_S
-from tests.support.nodes import until
+from tests.support.nodes import abort_both, aborted, until
 from tests.support.rank_pairs import hand_over, made_so_far, only_link, ranks
 
 R = SequenceId("r")
@@ -52,6 +52,7 @@ async def test_an_edge_that_dies_at_any_rank_costs_that_edge(side: str, rank: in
         decode.compute()
         assert decode.told.output("r") == dict(enumerate(oracle(range(1000, 1020), 4)))
         assert made_so_far(link) == made + 1, "of the two edges one was made anew"
+        assert only_link(source) is link
         assert not source.runner.lost and not decode.runner.lost  # type: ignore[attr-defined]
 
 
@@ -81,18 +82,9 @@ async def test_an_abort_while_a_follower_is_at_it_leaves_nothing(
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.step()
         assert await asyncio.to_thread(held.reached.wait, HANG_S)
-        if who != "decode":
-            source.abort(R)
-        if who != "prefill":
-            decode.abort(R)
-        await asyncio.sleep(0.02)
+        await abort_both(source, decode, R, who)
         held.go.set()
-        source.compute()
-        if who == "decode":
-            await until(lambda: source.told.parked, what="parked KV")
-            source.abort(R)
-        await until(lambda: source.idle and decode.idle, what="idle pools")
-        assert not source.told.handed_over and not decode.told.tokens
+        await aborted(source, decode, R, who)
         await hand_over(source, decode, "again", 10)
 
 

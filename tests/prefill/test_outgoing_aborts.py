@@ -12,7 +12,7 @@ from baton.core.request import SequenceId
 from prefill.link import Link
 from tests.support.builders import make_request
 from tests.support.link_gate import Gate
-from tests.support.nodes import DecodeNode, links, pair, serve, until
+from tests.support.nodes import DecodeNode, abort_both, aborted, links, pair, serve, until
 
 R = SequenceId("r")
 PHASES = [(m, w) for m in ("offer", "fill", "announce", "send") for w in ("before", "after")]
@@ -28,18 +28,9 @@ async def test_an_abort_in_any_phase_leaves_nothing_and_the_pair_works_on(
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.step()
         await asyncio.wait_for(gate.reached.wait(), 3)
-        if who != "decode":
-            source.abort(R)
-        if who != "prefill":
-            decode.abort(R)
-        await asyncio.sleep(0.02)
+        await abort_both(source, decode, R, who)
         gate.opened.set()
-        source.compute()
-        if who == "decode":
-            await until(lambda: source.told.parked, timeout_s=1.5, what="parked KV")
-            source.abort(R)
-        await until(lambda: source.idle and decode.idle, timeout_s=1.5, what="idle pools")
-        assert not source.told.handed_over and not decode.told.tokens
+        await aborted(source, decode, R, who)
         assert all(end.dead is None for link in links(source) for end in link.ends.values())  # others go on
         assert not [k for link in links(source) for k in link._waiting if k[0] != "ping"]
         await asyncio.wait_for(serve(source, decode), 1.5)

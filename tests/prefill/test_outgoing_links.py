@@ -73,27 +73,6 @@ async def test_who_had_accepted_is_the_only_one_under_its_attempt(monkeypatch: p
         spare.compute()
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-async def test_an_edge_that_died_at_one_end_is_rebuilt_for_the_next_request(side: str) -> None:
-    async with pair() as (source, [decode]):
-        await serve(source, decode, "before")
-        (link,) = links(source)
-        (incoming,) = decode.worker.incoming._links.values()
-        generation = made_so_far(link)
-        (end,) = (link.ends if side == "prefill" else incoming._edges).values()
-        end.abort("killed by the test")
-        source.submit(make_request("r", 20, max_tokens=4), decode)
-        source.compute()
-        await until(lambda: source.told.parked or len(source.told.handed_over) == 2)
-        if source.told.parked:  # only the decode side knew: the first chunk found out
-            source.assign(R, 2, decode)
-            await until(lambda: len(source.told.handed_over) == 2)
-        decode.compute()
-        assert decode.told.output("r") == dict(enumerate(oracle(range(1000, 1020), 4)))
-        assert made_so_far(link) > generation
-        assert links(source) == [link]
-
-
 async def test_many_on_a_lost_link_dial_once(monkeypatch: pytest.MonkeyPatch) -> None:
     dials = 0
     original = Link.dial.__func__  # type: ignore[attr-defined]

@@ -194,6 +194,25 @@ def links(source: PrefillNode) -> list[Link]:
     return [t.result() for t in source.worker.outgoing._links.values() if t.done() and t.exception() is None]
 
 
+async def abort_both(source: PrefillNode, decode: DecodeNode, sequence: SequenceId, who: str) -> None:
+    """The coordinator's abort as it comes to `who` first: "prefill", "decode" or "both"."""
+    if who != "decode":
+        source.abort(sequence)
+    if who != "prefill":
+        decode.abort(sequence)
+    await asyncio.sleep(0.02)
+
+
+async def aborted(source: PrefillNode, decode: DecodeNode, sequence: SequenceId, who: str) -> None:
+    """Nothing is left of a sequence once the abort has come to the other side, too."""
+    source.compute()
+    if who == "decode":
+        await until(lambda: source.told.parked, timeout_s=3, what="parked KV")
+        source.abort(sequence)
+    await until(lambda: source.idle and decode.idle, timeout_s=3, what="idle pools")
+    assert not source.told.handed_over and not decode.told.tokens
+
+
 async def serve(source: PrefillNode, decode: DecodeNode, name: str = "again", prompt: int = 10) -> None:
     """One more request from end to end: everything still works."""
     request = make_request(name, prompt, max_tokens=4)
