@@ -59,6 +59,27 @@ async def test_a_slow_reader_holds_back_its_own_stream_only(text_model: TextMode
         await slow.close()
 
 
+async def test_a_client_that_reads_slowly_and_steadily_is_not_cut(text_model: TextModel) -> None:
+    """What has piled up for it takes longer than the limit, and each part of it less."""
+    generator = FakeGenerator([Delta("x" * 1_000_000, (1,)), *say("y")])
+    app = create_app(generator, text_model, HttpSettings("tiny", send_timeout_s=0.8))
+    async with running(app) as server:
+        loop, body, answer = asyncio.get_running_loop(), json.dumps(TEXT | {"stream": True}).encode(), b""
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.setblocking(False)
+            await loop.sock_connect(slow, server.address)
+            await loop.sock_sendall(slow, f"{head}content-type: application/json\r\n\r\n".encode() + body)
+            began = time.monotonic()
+            while not answer.endswith(b"0\r\n\r\n"):
+                await asyncio.sleep(0.01)
+                part = await asyncio.wait_for(loop.sock_recv(slow, 8192), 5.0)
+                assert part, f"cut after {len(answer)} bytes"
+                answer += part
+    assert answer.count(b"x") >= 1_000_000 and time.monotonic() - began > 0.8
+
+
 async def test_stop_lets_a_running_answer_end(app: FastAPI, generator: FakeGenerator) -> None:
     generator.script = [Delta("a", (1,)), 0.3, *say("b")]
     async with running(app) as server:
