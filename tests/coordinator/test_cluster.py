@@ -26,7 +26,16 @@ async def test_the_happy_path() -> None:
         for target in command.targets:
             key, now_ms = p.welcomes[0].handle_key, p.welcomes[0].now_ms
             name = target.worker_id
-            verify(key, target.handle, sequence=s, source="p0", destination=name, incarnation=1, now_ms=now_ms)
+            verify(
+                key,
+                target.handle,
+                sequence=s,
+                source="p0",
+                destination=name,
+                incarnation=1,
+                source_incarnation=1,
+                now_ms=now_ms,
+            )
         run_out(p, d, s)
         assert await reader.done() == [5, 6, 7, 8]
         last = reader.deltas[-1]
