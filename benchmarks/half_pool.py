@@ -30,7 +30,7 @@ from baton.engine.runner import Runner
 from baton.model_source import builtin_directory
 from benchmarks.kit import parser, report, table
 from decode.scheduler import DecodeScheduler
-from decode.speculation.draft_model import measure_fills
+from decode.speculation.draft_model import measure_steps
 from decode.speculation.policy import Speculation
 from decode.speculation.step_cost import StepModel
 
@@ -107,7 +107,7 @@ def main() -> int:
     clock = CLOCKS[arguments.clock]
     engine = EngineOptions(model_dir=builtin_directory("target"), device="cpu", threads=1, kv_memory_bytes=128 << 20)
     runner = load_runner(engine)
-    costs = measure_fills(runner, STEP_TOKENS)
+    costs = measure_steps(runner, STEP_TOKENS)
     rows, same = [], True
     for count in arguments.streams:
         requests = streams(count, arguments.prompt, arguments.output, runner.model_config.vocab_size)

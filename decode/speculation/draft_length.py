@@ -7,21 +7,20 @@ deepens their draft tokens while tokens per second rise, and keeps the fastest o
 
 p is measured for each sequence, and the less was seen of it lately the more it is taken to be like all others. So while
 nothing is drafted for a sequence its p goes back to the worker's: what was seen grows old, and text turns easy again.
-What each constant here is worth: decision 0023.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from decode.speculation.step_cost import StepPrice
 
 MAX_DRAFT_TOKENS = 8
 
-_KEPT = 0.985  # of what was seen, at each draft token of a sequence, and at each step without one for it
+_KEPT = 0.98  # of what was seen, at each draft token of a sequence
 _KEPT_SHARED = 0.995  # and of the worker
-_START, _PRIOR = 0.6, 16.0  # what a worker believes at first; draft tokens that a belief counts as beside what was seen
+_KEPT_IDLE = 0.985  # and at each step without a draft token for a sequence
+_PRIOR = 16.0  # draft tokens that the worker's average counts as in a sequence's
+_START, _START_PRIOR = 0.6, 24.0  # what is believed before there is any, and what it counts as
 
 
 @dataclass(slots=True)
@@ -37,40 +36,72 @@ class Acceptance:
             self.right = self.right * kept + (index < accepted)
             self.seen = self.seen * kept + 1.0
 
+    def fade(self, kept: float) -> None:
+        self.right *= kept
+        self.seen *= kept
+
+    def rate(self, prior: float, weight: float) -> float:
+        """p, if `prior` is what was believed before, as firmly as after `weight` draft tokens."""
+        return (self.right + prior * weight) / (self.seen + weight)
+
 
 class AcceptanceBook:
     """Complete state: how draft tokens for all sequences have fared. Each one's own Acceptance is with its owner."""
 
     def __init__(self) -> None:
-        self._all = Acceptance(_START * _PRIOR, _PRIOR)  # fades like what was seen
+        self._all = Acceptance(_START * _START_PRIOR, _START_PRIOR)  # fades like what was seen
 
     @property
     def shared(self) -> float:
         """p over all sequences."""
         return self._all.right / self._all.seen
 
-    def rate(self, own: Acceptance) -> float:
+    def rate(self, acceptance: Acceptance) -> float:
         """p of a sequence."""
-        return (own.right + self.shared * _PRIOR) / (own.seen + _PRIOR)
+        return acceptance.rate(self.shared, _PRIOR)
 
-    def observe(self, own: Acceptance, drafted: int, accepted: int) -> None:
+    def observe(self, acceptance: Acceptance, drafted: int, accepted: int) -> None:
         """A step with `drafted` draft tokens for a sequence is over, `accepted` of which were right."""
         if drafted:
-            own.observe(drafted, accepted, _KEPT)
+            acceptance.observe(drafted, accepted, _KEPT)
             self._all.observe(drafted, accepted, _KEPT_SHARED)
         else:
-            own.right *= _KEPT
-            own.seen *= _KEPT
+            acceptance.fade(_KEPT_IDLE)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrice:
+    """What a step costs. `target(tokens)`, `draft(rows)` and `draft_next(rows)` are seconds of one pass, the last of
+    those behind a draft's first; `fixed_s` is what surrounds them, `planning_s` what draft tokens add to that;
+    `tokens` is what the step computes without any draft."""
+
+    target: Callable[[int], float]
+    draft: Callable[[int], float]
+    draft_next: Callable[[int], float]
+    tokens: int
+    fixed_s: float = 0.0
+    planning_s: float = 0.0
+
+    @property
+    def plain_s(self) -> float:
+        """Seconds of the step without any draft."""
+        return max(self.target(self.tokens) + self.fixed_s, 1e-9)
+
+    def draft_token_s(self, rows: int) -> float:
+        """Seconds that one draft token for one of `rows` sequences costs when all of them get one."""
+        more = self.target(self.tokens + rows) - self.target(self.tokens)
+        return max(more + self.draft(rows) + self.planning_s, 0.0) / max(rows, 1)
 
 
 def saved_per_token(rate: float, rows: int, price: StepPrice) -> float:
     """Seconds that drafting saves for each token of a sequence, when all `rows` draft as it does; 0 if none."""
-    step_s, gained, chance, best = price.plain_s, 1.0, 1.0, 0.0
+    token_s = max(price.target(price.tokens + rows) - price.target(price.tokens), 0.0) / rows
+    step_s, cost_s, gained, chance, best = price.plain_s / rows, price.planning_s / rows, 1.0, 1.0, 0.0
     for depth in range(1, MAX_DRAFT_TOKENS + 1):
         chance *= rate
         gained += chance
-        step_s += price.token_s * rows + (price.first_s if depth == 1 else price.next_s)(rows)
-        best = max(best, (price.plain_s - step_s / gained) / rows)
+        cost_s += token_s + (price.draft if depth == 1 else price.draft_next)(rows) / rows
+        best = max(best, step_s - (step_s + cost_s) / gained)
     return best
 
 
@@ -79,11 +110,12 @@ def choose_lengths(rates: Sequence[float], limits: Sequence[int], price: StepPri
 
     `rates` are the probabilities p. O(n * longest limit).
     """
-    speed, best = len(rates) / price.plain_s, [0] * len(rates)
+    speed = len(rates) / price.plain_s
+    token_s = max(price.target(price.tokens + 1) - price.target(price.tokens), 0.0)
     # A draft wins at most p + p^2 + ... tokens, and pays at least its own place in the target's step.
-    least = speed * price.token_s
-    able = [i for i, rate in enumerate(rates) if limits[i] > 0 and rate > least * (1.0 - min(rate, 0.99))]
+    able = [i for i, rate in enumerate(rates) if limits[i] > 0 and rate > speed * token_s * (1.0 - min(rate, 0.99))]
     able.sort(key=lambda i: -rates[i])
+    best = [0] * len(rates)
     count = 1
     while able:
         speed, found = _deepen(able[:count], rates, limits, price, speed)
@@ -94,24 +126,46 @@ def choose_lengths(rates: Sequence[float], limits: Sequence[int], price: StepPri
     return best
 
 
+def choose_length(rate: float, limit: int, plain_s: float, first_s: float, next_s: float) -> int:
+    """`choose_lengths` of a sequence alone, whose first draft token adds `first_s` to a step of `plain_s` and each
+    further one `next_s`: the same in a fifth of the time, which is part of what draft tokens cost."""
+    speed, best, gained, chance, step_s = 1.0 / plain_s, 0, 1.0, 1.0, plain_s + first_s
+    for depth in range(1, limit + 1):
+        chance *= rate
+        if depth > 1:
+            if chance <= speed * next_s:
+                break
+            step_s += next_s
+        gained += chance
+        if gained > speed * step_s:
+            speed, best = gained / step_s, depth
+    return best
+
+
 def _deepen(
     chosen: list[int], rates: Sequence[float], limits: Sequence[int], price: StepPrice, speed: float
 ) -> tuple[float, list[int] | None]:
     """The best that comes of drafting for the `chosen`, if it is faster than `speed`, and how fast it is."""
-    lengths, best, chances = [0] * len(rates), None, [1.0] * len(rates)
-    gained, step_s = float(len(rates)), price.plain_s
+    lengths, chances, best = [0] * len(rates), dict.fromkeys(chosen, 1.0), None
+    computed, gained, drafted_s = price.tokens, float(len(rates)), price.fixed_s + price.planning_s
+    target_s = price.target(computed)
     for depth in range(1, max(limits[i] for i in chosen) + 1):
-        pass_s = price.first_s if depth == 1 else price.next_s
-        if depth > 1:  # the choice of the first level is the caller's
-            least = speed * (price.token_s + pass_s(len(chosen)) / len(chosen))
-            chosen = [i for i in chosen if limits[i] >= depth and chances[i] * rates[i] > least]
-            if not chosen:
-                break
+        one_pass = price.draft if depth == 1 else price.draft_next
         for i in chosen:
             chances[i] *= rates[i]
-            gained += chances[i]
+        if depth > 1:  # the choice of the first level is the caller's
+            more_s = max(price.target(computed + len(chosen)) - target_s, 0.0) + one_pass(len(chosen))
+            least = speed * more_s / len(chosen)
+            chosen = [i for i in chosen if limits[i] >= depth and chances[i] > least]
+        if not chosen:
+            break
+        gained += sum(chances[i] for i in chosen)
+        computed += len(chosen)
+        target_s = price.target(computed)
+        drafted_s += one_pass(len(chosen))
+        for i in chosen:
             lengths[i] = depth
-        step_s += price.token_s * len(chosen) + pass_s(len(chosen))
-        if gained > speed * step_s:
-            speed, best = gained / step_s, list(lengths)
+        faster = gained / max(target_s + drafted_s, 1e-9)
+        if faster > speed:
+            speed, best = faster, list(lengths)
     return speed, best

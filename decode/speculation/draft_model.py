@@ -5,39 +5,43 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 from baton.core.config import WorkerConfig
-from baton.core.errors import StartupError
+from baton.core.errors import InvariantError, StartupError
+from baton.core.kv_layout import KVLayout
 from baton.core.model_config import DType
-from baton.core.request import SamplingParams, SequenceId
-from baton.core.step import Row, StepPlan
+from baton.core.request import GenerateRequest, SamplingParams, SequenceId
+from baton.core.step import Row, StepOutcome, StepPlan
 from baton.engine.checkpoint import read_model_config
 from baton.engine.loading import load_runner
 from baton.engine.memory import draft_share
 from baton.engine.options import EngineOptions
 from baton.engine.runner import Runner
 from baton.model_source import resolve_draft, resolve_model
+from decode.scheduler import DecodeScheduler
 from decode.speculation.drafts import CATCH_UP, Drafts, ModelDrafts, NgramDrafts
 from decode.speculation.engine import SpeculativeEngine
 from decode.speculation.policy import Speculation
 from decode.speculation.step_cost import StepModel
 
 log = logging.getLogger("baton.worker")
-_Size = TypeVar("_Size")
 
 MEASURING_S = 1.5
 """Longest that each of the measurements here may take at start; longer steps are extrapolated."""
 
 _CONTEXT = 256
+_ROW = 8
 _SIZES = (1, 9, 32, 128, 4, 16, 64, 512, 2, 256)  # far apart first: a slow model has no time for all of them
 _REPEATS = 5
 _MANY = 6  # draft tokens in the longer of the two calls that a pass is timed by
 _PASS_ROWS = (1, 4, 16, 64)
 _TIMED_ROWS = (*_PASS_ROWS, 1, 4, 1, 1, 4, 1)  # short steps more often: a difference of two is soon lost in noise
+_PLANNED_TOKENS = 24  # of the sequence that planning is timed with
 _IN_A_ROW, _SHORT_ROWS = 3, 4  # times that a step of so many rows at most is timed at once
 _DRAFT_TOKENS = 4  # in each row of the longer of the two steps that the price of a draft token is taken from
 
@@ -50,21 +54,23 @@ def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, Speculat
     """
     draft = load_draft(config, runner)
     drafts: Drafts | None = NgramDrafts() if config.draft == "ngram" else None
-    fills, first, later, rows, per_draft_token = [(1, 1e-6)], *(list[tuple[int, float]]() for _ in range(4))
+    costs, first, later, rows, per_draft_token = [(1, 1e-6)], *(list[tuple[int, float]]() for _ in range(4))
     if draft is not None:
         drafts = ModelDrafts(draft.layout, draft.num_blocks, draft.max_model_len)
-        fills, (first, later) = measure_fills(draft, config.step_tokens), measure_passes(draft)
+        costs, (first, later) = measure_fills(draft, config.step_tokens), measure_passes(draft)
         if not first:  # each draft token is a step
-            first = later = measure_rows(draft)[0]
+            first = later = measure_steps(draft, config.step_tokens)
     if drafts is not None:
         rows, per_draft_token = measure_rows(runner)
+    planning_s = measure_planning(runner) if drafts is not None else 0.0
     model = StepModel(
-        measure_fills(runner, config.step_tokens),
-        fills,
+        measure_steps(runner, config.step_tokens),
+        costs,
         later,
         first,
         rows=rows,
         per_draft_token=per_draft_token,
+        planning_s=planning_s,
         budget_s=config.step_budget_ms / 1e3,
         step_tokens=config.step_tokens,
     )
@@ -109,19 +115,39 @@ def load_draft(config: WorkerConfig, runner: Runner) -> Runner | None:
     return draft
 
 
-def measure_fills(runner: Runner, most: int) -> list[tuple[int, float]]:
-    """Seconds of steps that compute KV alone, of a preempted sequence again or of a draft that falls behind its own, by
-    their number of tokens: one row of which nothing is sampled. Leaves KV in blocks that nobody owns yet."""
-    longest = min(runner.max_model_len, runner.num_blocks * runner.layout.block_size)
+def measure_steps(runner: Runner, most: int) -> list[tuple[int, float]]:
+    """Seconds of steps by their number of tokens, in short rows at a middling context. Leaves KV in blocks that nobody
+    owns yet."""
+    context = min(_CONTEXT, runner.max_model_len - _ROW - 1)
+    if context < 1:
+        return [(1, 1e-3)]
+    blocks = _blocks(runner, context + _ROW + 1)
+    return _by_size(runner.step, max(most, 9), lambda tokens: _rows(tokens, context, blocks))
+
+
+def measure_fills(draft: Runner, most: int) -> list[tuple[int, float]]:
+    """Seconds of steps that bring a draft nearer to its sequence, by their number of tokens: one row of which nothing
+    is sampled. Steps that sample at every token take three times as long. Leaves KV in blocks that nobody owns yet."""
+    longest = min(draft.max_model_len, draft.num_blocks * draft.layout.block_size)
     most = min(max(most, 9), longest)
     start = min(_CONTEXT // 2, longest - most)
-    blocks, step = _blocks(runner, start + most), runner.step  # which waits on a GPU, too
+    blocks = _blocks(draft, start + most)
 
-    def timed(tokens: int) -> float:
-        row = Row(SequenceId("measure"), start, (0,) * tokens, blocks, SamplingParams(), 0)
-        return _took(partial(step, StepPlan(0, (row,))))
+    def plan(tokens: int) -> StepPlan:
+        return StepPlan(0, (Row(SequenceId("measure"), start, (0,) * tokens, blocks, SamplingParams(), 0),))
 
-    return sorted(_least(timed, [tokens for tokens in _SIZES if tokens <= most]).items())
+    return _by_size(draft.step, most, plan)  # which waits on a GPU, too, where nothing is sampled
+
+
+def _by_size(step: Callable[[StepPlan], object], most: int, plan: Callable[[int], StepPlan]) -> list[tuple[int, float]]:
+    found: dict[int, float] = {}
+    deadline = time.perf_counter() + MEASURING_S
+    for _ in range(_REPEATS):  # all sizes in turn: what disturbs the machine for a while disturbs them alike
+        for tokens in (n for n in _SIZES if n <= most):
+            if len(found) >= 2 and time.perf_counter() + found.get(tokens, max(found.values())) > deadline:
+                return sorted(found.items())
+            found[tokens] = min(found.get(tokens, math.inf), _took(partial(step, plan(tokens))))
+    return sorted(found.items())
 
 
 def measure_rows(runner: Runner) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
@@ -130,16 +156,18 @@ def measure_rows(runner: Runner) -> tuple[list[tuple[int, float]], list[tuple[in
     context = min(_CONTEXT, runner.max_model_len - _DRAFT_TOKENS - 1)
     if context < 1:
         return [], []
-    blocks, step, sampling = _blocks(runner, context + _DRAFT_TOKENS + 1), runner.step, SamplingParams(0.0)
-
-    def timed(size: tuple[int, int]) -> float:
-        rows, tokens = size
-        row = Row(SequenceId("measure"), context, (0,) * tokens, blocks, sampling, tokens)
-        plan = StepPlan(0, (row,) * rows)
-        # In work a step follows others of its kind; behind one of another size it finds less in the caches.
-        return min(_took(partial(step, plan)) for _ in range(_IN_A_ROW if rows <= _SHORT_ROWS else 1))
-
-    found = _least(timed, [(rows, tokens) for rows in _TIMED_ROWS for tokens in (1, 1 + _DRAFT_TOKENS)])
+    blocks, step = _blocks(runner, context + _DRAFT_TOKENS + 1), runner.step
+    found: dict[tuple[int, int], float] = {}
+    deadline = time.perf_counter() + MEASURING_S
+    for _ in range(_REPEATS):
+        for rows, tokens in ((n, tokens) for n in _TIMED_ROWS for tokens in (1, 1 + _DRAFT_TOKENS)):
+            if (1, 1 + _DRAFT_TOKENS) in found and time.perf_counter() > deadline:
+                break
+            row = Row(SequenceId("measure"), context, (0,) * tokens, blocks, SamplingParams(temperature=0.0), tokens)
+            plan = StepPlan(0, (row,) * rows)
+            # In work a step follows others of its kind; behind one of another size it finds less in the caches.
+            for _ in range(_IN_A_ROW if rows <= _SHORT_ROWS else 1):
+                found[rows, tokens] = min(found.get((rows, tokens), math.inf), _took(partial(step, plan)))
     sizes = [n for n in _PASS_ROWS if (n, 1 + _DRAFT_TOKENS) in found]
     more = [(n, max(found[n, 1 + _DRAFT_TOKENS] - found[n, 1], 0.0) / _DRAFT_TOKENS) for n in sizes]
     return [(n, found[n, 1]) for n in sizes], more
@@ -151,36 +179,83 @@ def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[i
     context = min(_CONTEXT, draft.max_model_len - _MANY - 1)
     if not draft.drafts_at_once or context < 1:
         return [], []
-    row = Row(SequenceId("measure"), context, (0,), _blocks(draft, context + _MANY + 1), SamplingParams(0.0), 1)
-
-    def timed(size: tuple[int, int]) -> float:
-        rows, count = size
-        return _drafting_took(draft, StepPlan(0, (row,) * rows), count)
-
-    if draft.kernels.startswith("torch"):  # on a GPU the first call of a shape makes its graphs
-        for rows in _PASS_ROWS:
-            timed((rows, _MANY))
-    found = _least(timed, [(rows, count) for rows in _PASS_ROWS for count in (1, _MANY)])
-    sizes = [n for n in _PASS_ROWS if (n, _MANY) in found]
-    later = [(n, max((found[n, _MANY] - found[n, 1]) / (_MANY - 1), 1e-6)) for n in sizes]
-    return [(n, found[n, 1]) for n in sizes], later
-
-
-def _least(timed: Callable[[_Size], float], sizes: Sequence[_Size]) -> dict[_Size, float]:
-    """The least seconds of each size, in turn: what disturbs the machine for a while disturbs them alike. The first two
-    in any case, the others as far as they will end within MEASURING_S."""
-    found: dict[_Size, float] = {}
+    blocks = _blocks(draft, context + _MANY + 1)
+    row = Row(SequenceId("measure"), context, (0,), blocks, SamplingParams(temperature=0.0), 1)
+    first: list[tuple[int, float]] = []
+    later: list[tuple[int, float]] = []
     deadline = time.perf_counter() + MEASURING_S
-    for _ in range(_REPEATS):
-        for size in sizes:
-            if len(found) >= 2 and time.perf_counter() + found.get(size, max(found.values())) > deadline:
-                return found
-            found[size] = min(found.get(size, math.inf), timed(size))
-    return found
+    for rows in _PASS_ROWS:
+        plan = StepPlan(0, (row,) * rows)
+        if draft.kernels.startswith("torch"):  # on a GPU the first call of a shape makes its graphs
+            draft.propose(plan, [_MANY] * rows)
+        one = many = math.inf
+        for _ in range(_REPEATS):
+            one = min(one, _drafting_took(draft, plan, 1))
+            many = min(many, _drafting_took(draft, plan, _MANY))
+            if time.perf_counter() > deadline:
+                break
+        first.append((rows, one))
+        later.append((rows, max((many - one) / (_MANY - 1), 1e-6)))
+        if time.perf_counter() > deadline:
+            break
+    return first, later
+
+
+def measure_planning(runner: Runner) -> float:
+    """Seconds that planning and settling draft tokens takes beyond what a step without any does: a scheduler of one
+    sequence that drafts (always wrong) beside one that never does, each with the model's own step between plan and
+    outcome, which drives their code out of the caches as it does in work. Of a slow model few steps only."""
+    context = min(_CONTEXT // 2, runner.max_model_len - _PLANNED_TOKENS)
+    if context < 1:
+        return 0.0
+    request = GenerateRequest("measure", (0,) * context, _PLANNED_TOKENS, SamplingParams(temperature=0.0))
+    between = StepPlan(0, (Row(request.sequence_id, 0, (0,), (0,), request.sampling, 1),))
+    deadline = time.perf_counter() + MEASURING_S / 4
+    took: tuple[list[float], list[float]] = [], []
+    schedulers = [_scheduler_of_one(runner.layout, request, draft_tokens) for draft_tokens in (False, True)]
+    while all(scheduler.num_sequences for scheduler in schedulers):
+        for scheduler in schedulers:
+            began = time.perf_counter()
+            plan = scheduler.begin_step(0.0)
+            planned = time.perf_counter()
+            if plan is None:
+                raise InvariantError("nothing to plan for a sequence that has not ended")
+            runner.step(between)
+            made = tuple((1,) * draft.num_draft_tokens for draft in plan.drafts if draft.num_draft_tokens)
+            sampled = tuple((0,) * row.num_sampled for row in plan.with_draft_tokens(made).rows)
+            outcome = StepOutcome(plan.step_id, sampled, 1e-3, draft_tokens=made)
+            settling = time.perf_counter()
+            scheduler.finish_step(outcome, 1e-3)
+            if bool(made) == (scheduler is schedulers[1]):
+                took[bool(made)].append(time.perf_counter() - settling + planned - began)
+        if time.perf_counter() > deadline:
+            break
+    return max(statistics.median(took[1]) - statistics.median(took[0]), 0.0) if all(took) else 0.0
+
+
+def _scheduler_of_one(layout: KVLayout, request: GenerateRequest, draft_tokens: bool) -> DecodeScheduler:
+    """A decode scheduler with one sequence whose KV is there; draft tokens cost it nothing."""
+    most = layout.blocks_for(request.max_total_tokens)
+    drafts = ModelDrafts(layout, most, request.max_total_tokens) if draft_tokens else None
+    model = StepModel(((1, 1e-3), (64, 1e-3)), ((1, 1e-6),), rows=((1, 1e-3),), per_draft_token=((1, 1e-6),))
+    speculation = Speculation(drafts, model)
+    scheduler = DecodeScheduler(layout, most, 1, speculation, prefix_cache=False)
+    scheduler.reserve(request, 0.0)
+    scheduler.received(request.sequence_id, 0, 0.0)
+    return scheduler
 
 
 def _blocks(runner: Runner, positions: int) -> tuple[int, ...]:
     return tuple(range(min(runner.num_blocks, -(-positions // runner.layout.block_size))))
+
+
+def _rows(tokens: int, context: int, blocks: tuple[int, ...]) -> StepPlan:
+    sampling = SamplingParams(temperature=0.0)
+    row = Row(SequenceId("measure"), context, (0,) * min(tokens, _ROW + 1), blocks, sampling, min(tokens, _ROW + 1))
+    if tokens <= _ROW + 1:
+        return StepPlan(0, (row,))
+    row = replace(row, tokens=(0,) * _ROW, num_sampled=_ROW)
+    return StepPlan(0, (row,) * (tokens // _ROW))
 
 
 def _drafting_took(draft: Runner, plan: StepPlan, count: int) -> float:

@@ -6,30 +6,32 @@ tokens: a sequence's draft is brought up to date where that will be paid back, o
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
-from collections.abc import Sequence as Tokens
 
 from baton.core.errors import InvariantError
 from baton.core.events import SpeculationCounters
 from baton.core.request import SequenceId
 from baton.core.sequence import Sequence
 from baton.core.step import DraftRow, Row, StepPlan
+from decode.speculation.acceptance import accepted_length, forced_length
 from decode.speculation.draft_length import (
     MAX_DRAFT_TOKENS,
     Acceptance,
     AcceptanceBook,
+    StepPrice,
+    choose_length,
     choose_lengths,
     saved_per_token,
 )
 from decode.speculation.drafts import CATCH_UP, Drafts
-from decode.speculation.step_cost import StepModel, StepPrice
+from decode.speculation.step_cost import StepModel
 from decode.speculation.trials import DRAFT_TOKENS as TRIAL_DRAFT_TOKENS
 from decode.speculation.trials import Trials
 
-_MARGIN = 1.5  # times its cost that bringing a draft up to date must be expected to save: worth 7 % (decision 0023)
-_LOOKS = 4  # steps between two looks at a sequence alone for which nothing is drafted: a look takes a part of a step
-_USUAL_TOKENS = 128  # of an answer; following the answers that end is worth nothing in the simulation of decision 0023
+_MARGIN = 1.5  # times its cost that bringing a draft up to date must be expected to save
+_LOOKS = 8  # steps between two looks at a sequence alone for which nothing is drafted
+_USUAL_TOKENS = 128.0  # of an answer, until some have ended
+_USUAL_WEIGHT = 0.1  # of one in their average
 
 # Of so many positions after its last token, how many the sequence has blocks for.
 Room = Callable[[Sequence, int], int]
@@ -37,8 +39,9 @@ Room = Callable[[Sequence, int], int]
 
 class Speculation:
     """Complete state: `model`, the source of draft tokens, the book of how they fare, each sequence with its
-    acceptance, those whose draft is wanted, `trials`, the number of `_steps` that chose, and `counters`. Without
-    `drafts` nothing is ever drafted.
+    acceptance, those whose draft is wanted, `trials`, how long answers are (`_usual_tokens`), whose turn it is to be
+    looked at (`_looked_at`, at which of the `_steps`), how many of these chose nothing (`_skipped`), and `counters`.
+    Without `drafts` nothing is ever drafted.
 
     `fixed_length` draft tokens every time that many (0: as many as pay). `forced_rate` is for benchmarks alone: draft
     tokens count as right with that probability, and the output is not real.
@@ -61,7 +64,8 @@ class Speculation:
         self.counters = SpeculationCounters(forced=forced_rate is not None)
         self._open: dict[SequenceId, tuple[Sequence, Acceptance]] = {}
         self._wanted: dict[SequenceId, Sequence] = {}
-        self._steps = 0
+        self._usual_tokens = _USUAL_TOKENS
+        self._looked_at = self._steps = self._skipped = 0
 
     def open(self, sequence: Sequence) -> None:
         """A sequence whose KV is to come."""
@@ -73,7 +77,9 @@ class Speculation:
     def close(self, sequence_id: SequenceId) -> None:
         if self.drafts is not None:
             self.drafts.close(sequence_id)
-            del self._open[sequence_id]
+            sequence, _ = self._open.pop(sequence_id)
+            if sequence.output:  # one that never came says nothing
+                self._usual_tokens += _USUAL_WEIGHT * (len(sequence.output) - self._usual_tokens)
             self._wanted.pop(sequence_id, None)
             self.trials.close(sequence_id)
 
@@ -83,7 +89,7 @@ class Speculation:
             return plan
         rows, drafts = list(plan.rows), list[DraftRow]()
         ready = [index for index, row in enumerate(rows) if row.num_sampled]
-        lengths = self._lengths(self.drafts, plan, [sequences[index] for index in ready])
+        lengths = self._lengths(plan, [sequences[index] for index in ready])
         for index, length in zip(ready, lengths, strict=True):
             if not length:
                 continue
@@ -99,7 +105,7 @@ class Speculation:
                 known = ()
             if known or row.block_ids is not sequence.block_ids:
                 rows[index] = sequence.row(row.start, row.end, num_sampled=1 + len(known), drafts=known)
-        drafts += self._fills(self.drafts, idle=not rows)
+        drafts += self._fills(idle=not rows)
         return StepPlan(plan.step_id, tuple(rows), tuple(drafts))
 
     def verify(
@@ -138,90 +144,90 @@ class Speculation:
         if set(self._open) != sequence_ids or not set(self._wanted) <= sequence_ids:
             raise InvariantError(f"speculation for {set(self._open) ^ sequence_ids}")
 
-    def _lengths(self, drafts: Drafts, plan: StepPlan, sequences: list[Sequence]) -> list[int]:
+    def _lengths(self, plan: StepPlan, sequences: list[Sequence]) -> list[int]:
         """How many tokens to draft for each sequence of the plan that samples one; wants drafts of others."""
-        limits = [min(MAX_DRAFT_TOKENS, s.request.max_tokens - len(s.output) - 1) for s in sequences]
-        behind = [drafts.behind(s) for s in sequences]
+        most = [min(MAX_DRAFT_TOKENS, s.request.max_tokens - len(s.output) - 1) for s in sequences]
+        behind = [self.drafts.behind(s) if self.drafts is not None else 0 for s in sequences]
         if self.fixed_length:
             self._wanted |= {s.id: s for s, n in zip(sequences, behind, strict=True) if n > CATCH_UP}
-            return [max(0, min(self.fixed_length, limit)) for limit in limits]
+            return [max(0, min(self.fixed_length, limit)) for limit in most]
         if not sequences:
             return []
-        price = self.model.price(len(plan.rows), plan.num_tokens)
-        self.trials.stepped(price.plain_s)
-        possible = [limit if n <= CATCH_UP else 0 for limit, n in zip(limits, behind, strict=True)]
-        lengths = choose_lengths([self._rate(s) for s in sequences], possible, price)
         self._steps += 1
+        if self._far_off(behind) and self._steps % _LOOKS:
+            self._skipped += 1
+            return [0]
+        limits = [limit if n <= CATCH_UP else 0 for limit, n in zip(most, behind, strict=True)]
+        lone = self.model.of_one_row() if plan.num_tokens == 1 else None
+        if lone is not None:
+            plain_s = lone[0]
+            lengths = [choose_length(self._rate(sequences[0]), limits[0], *lone)]
+        else:
+            price = self._price(len(plan.rows), plan.num_tokens)
+            plain_s = price.plain_s
+            lengths = choose_lengths([self._rate(s) for s in sequences], limits, price)
+        self.trials.stepped(plain_s, 1 + self._skipped)
+        self._skipped = 0
         if len(self._open) > 1 or self._steps % _LOOKS == 0:
-            index = self._steps % len(sequences)  # one at a time is enough
-            if not lengths[index] and limits[index] >= TRIAL_DRAFT_TOKENS:
-                self._look(sequences[index], behind[index], len(sequences), price)
+            index = self._looked_at = (self._looked_at + 1) % len(sequences)  # one at a time is enough
+            if not lengths[index] and most[index] >= TRIAL_DRAFT_TOKENS:
+                self._look(plan, sequences[index], behind[index], len(sequences))
         for index, sequence in enumerate(sequences):
-            if sequence.id == self.trials.sequence_id and possible[index] > 0:
+            if sequence.id == self.trials.sequence_id and limits[index] > 0:
                 lengths[index] = max(lengths[index], 1)
         return lengths
 
-    def _look(self, sequence: Sequence, behind: int, rows: int, price: StepPrice) -> None:
+    def _far_off(self, behind: list[int]) -> bool:
+        """Whether a sequence alone cannot be drafted for and nothing is tried: then there is nothing to choose."""
+        return len(self._open) == 1 and behind[0] > CATCH_UP and self.trials.sequence_id is None
+
+    def _look(self, plan: StepPlan, sequence: Sequence, behind: int, rows: int) -> None:
         """Wants the draft of one of the `rows` sequences, for which nothing is drafted, where that will be paid back,
         or for a trial."""
-        each_s = price.token_s + price.first_s(1)
+        price = self._price(len(plan.rows), plan.num_tokens)
+        each_s = price.draft_token_s(1)
         if behind <= CATCH_UP:  # it could go on at once: near the edge that is as good as free
             each_s = max(each_s - self._rate(sequence) * price.plain_s / rows, 0.0)
         cost_s = self._fill_s(behind) + TRIAL_DRAFT_TOKENS * each_s
-        if self._pays_back(sequence, behind) or self.trials.begin(sequence.id, cost_s, alone=len(self._open) == 1):
+        if self._pays_back(sequence) or self.trials.begin(sequence.id, cost_s, alone=len(self._open) == 1):
             self._wanted[sequence.id] = sequence
 
     def _rate(self, sequence: Sequence) -> float:
         return self.book.rate(self._open[sequence.id][1])
 
+    def _price(self, rows: int, tokens: int) -> StepPrice:
+        model = self.model
+        target = model.long.seconds if tokens > rows else model.short_by_tokens(rows)
+        draft, draft_next = model.draft_first.seconds, model.draft_next.seconds
+        return StepPrice(target, draft, draft_next, tokens, model.fixed_s, model.planning_s)
+
     def _fill_s(self, behind: int) -> float:
         """What it costs to bring a draft so near to its sequence that it can draft."""
         return self.model.draft.seconds(behind) if behind > CATCH_UP else 0.0
 
-    def _pays_back(self, sequence: Sequence, behind: int) -> bool:
+    def _pays_back(self, sequence: Sequence) -> bool:
         """Whether draft tokens are expected to save more in what is left of an answer than its draft has to catch up,
         when all sequences that are here decode."""
+        if self.drafts is None:
+            return False
         rows, done = len(self._open), len(sequence.output)
-        left = min(sequence.request.max_tokens - done, max(_USUAL_TOKENS - done, _USUAL_TOKENS / 4))
-        saved_s = left * saved_per_token(self._rate(sequence), rows, self.model.price(rows, rows))
-        return saved_s > _MARGIN * self._fill_s(behind)
+        left = min(sequence.request.max_tokens - done, max(self._usual_tokens - done, self._usual_tokens / 4))
+        saved_s = left * saved_per_token(self._rate(sequence), rows, self._price(rows, rows))
+        return saved_s > _MARGIN * self._fill_s(self.drafts.behind(sequence))
 
-    def _fills(self, drafts: Drafts, idle: bool) -> list[DraftRow]:
+    def _fills(self, idle: bool) -> list[DraftRow]:
         """Brings drafts up to date that are wanted, where that pays."""
         rows: list[DraftRow] = []
         tokens = self.model.fill_tokens(idle) if self._wanted else 0
         for sequence_id, sequence in list(self._wanted.items()):
-            if tokens <= 0:
+            if tokens <= 0 or self.drafts is None:
                 break
-            behind = drafts.behind(sequence)
-            paid = self.fixed_length or sequence_id == self.trials.sequence_id or self._pays_back(sequence, behind)
-            near = behind <= CATCH_UP and drafts.room(sequence, 1) > 0
-            row = drafts.fill(sequence, tokens) if paid and not near else None
-            if row is not None:
+            paid = self.fixed_length or sequence_id == self.trials.sequence_id or self._pays_back(sequence)
+            near = self.drafts.behind(sequence) <= CATCH_UP and self.drafts.room(sequence, 1) > 0
+            row = self.drafts.fill(sequence, tokens) if paid and not near else None
+            if row is None:  # near enough to draft, not worth it, or its draft has no blocks
+                del self._wanted[sequence_id]
+            else:
                 rows.append(row)
                 tokens -= len(row.tokens)
-                continue
-            del self._wanted[sequence_id]
-            if not near:  # not worth it, or its draft has no blocks
-                self.trials.close(sequence_id)
         return rows
-
-
-def accepted_length(draft_tokens: Tokens[int], own: Tokens[int]) -> int:
-    """How many of the draft tokens stand. `own` are the target's tokens at each position, one more, sampled as if the
-    draft tokens before it were output, with the same noise as without any draft (docs/numerics.md): while the two are
-    equal, and at the first difference, the own token is what plain decoding would have sampled."""
-    for index, draft_token in enumerate(draft_tokens):
-        if draft_token != own[index]:
-            return index
-    return len(draft_tokens)
-
-
-def forced_length(count: int, output_index: int, seed: int, rate: float) -> int:
-    """For benchmarks alone: how many of `count` draft tokens count as right when each does with probability `rate`,
-    whatever the target says. A pure function of the place, so that runs can be repeated."""
-    for index in range(count):
-        digest = hashlib.blake2b(f"{seed} {output_index + index}".encode(), digest_size=4).digest()
-        if int.from_bytes(digest) >= rate * 2**32:
-            return index
-    return count

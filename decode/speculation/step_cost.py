@@ -1,38 +1,34 @@
-"""How long a step will take: curves that were measured at start, and what steps take now. Pure.
+"""How long a step will take: a curve over its number of tokens, measured at start, and what steps take now. Pure.
 
-A curve gives the shape (a few tokens more are nearly free while reading the weights is what takes time), its scale
+The curve gives the shape (a few tokens more are nearly free while reading the weights is what takes time), the scale
 follows the load of the machine and the length of contexts. One object knows one kind of step.
 
 A token that is verified costs less than one of another sequence, whose context has to be read. So steps without long
 rows have a price by rows and one for each draft token in them, and the second follows what is seen on its own account,
 too: it was measured while other processes started.
 
-Everything that prices are compared of is followed in the same way, so that noise shifts all of it alike. What each
-constant here is worth: decision 0023.
+Everything that prices are compared of is followed in the same way, so that noise shifts all of it alike.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import NamedTuple
+from functools import partial
 
 from baton.core.step import StepOutcome, StepPlan
 
 LEAST_LONG_TOKENS = 16
 FILL_SHARE = 0.2
-PLANNING_S = 4e-5  # that planning and settling draft tokens adds to a step; timed alone 0.04 ms, beside load up to 0.2
 
 _WEIGHT = 0.1  # of a new observation in the scale
 _MORE_WEIGHT = 3.0  # times that in the price of a draft token, for the part that draft tokens have in the step
 _FAR_LESS, _FAR_LESS_WEIGHT = 0.65, 0.5  # of one that took so much less: noise seldom does that, the end of a load does
 _OUTLIER = 2.0  # an observation counts as at most this many times what was expected: one stall is not a trend
 _LEAST_PER_DRAFT_TOKEN = 0.03  # of a step, that a token more in each of its rows costs at first, whatever was measured
-_KNOWN = 4096  # points that a curve remembers: steps ask for the same again and again
-
-Points = Sequence[tuple[int, float]]
-"""Of a curve: (tokens, seconds), both rising."""
+_LEAST_AROUND = 0.5  # of what surrounds a step with draft tokens, that would surround one without
+_KNOWN = 4096  # points that a curve remembers
+_FIRST_STEPS = 4  # whose least is where following what surrounds a step begins
 
 
 def followed(expected: float, seconds: float) -> float:
@@ -42,14 +38,18 @@ def followed(expected: float, seconds: float) -> float:
 
 
 class StepCost:
-    """Complete state: the curve, with what it remembers, and `scale`."""
+    """Complete state: the curve as `(tokens, seconds)` with both rising, and `scale`."""
 
-    def __init__(self, points: Points) -> None:
+    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
+        if not points:
+            raise ValueError("a cost curve needs a point")
         self._tokens = [tokens for tokens, _ in points]
         self._seconds: list[float] = []
         for _, seconds in points:  # noise may make a longer step look faster
             self._seconds.append(max(seconds, self._seconds[-1] if self._seconds else 0.0, 1e-6))
-        self._known = lru_cache(_KNOWN)(self._curve)
+        if self._tokens != sorted(set(self._tokens)):
+            raise ValueError(f"points of a cost curve do not rise: {self._tokens}")
+        self._known: dict[int, float] = {}  # of the curve, what was asked for: steps ask for the same again and again
         self.scale = 1.0
 
     def __repr__(self) -> str:
@@ -58,7 +58,19 @@ class StepCost:
 
     def seconds(self, tokens: int) -> float:
         """What a step of that many tokens is expected to take; 0 for an empty one."""
-        return self._known(tokens) * self.scale if tokens > 0 else 0.0
+        if tokens <= 0:
+            return 0.0
+        curve = self._known.get(tokens)
+        if curve is None:
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            curve = self._known[tokens] = self._curve(tokens)
+        return curve * self.scale
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A step has taken that long."""
+        if tokens > 0:
+            self.correct(seconds, self.seconds(tokens))
 
     def correct(self, seconds: float, expected: float) -> None:
         """What was expected to take `expected` seconds took `seconds`."""
@@ -67,27 +79,23 @@ class StepCost:
 
     def tokens_within(self, seconds: float, limit: int) -> int:
         """The most tokens, up to `limit`, that a step of that length computes; 0 if not even one."""
-        return bisect_right(range(1, limit + 1), seconds, key=self.seconds)
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.seconds(middle) <= seconds else (low, middle - 1)
+        return low
 
     def _curve(self, tokens: int) -> float:
-        """Between points and beyond the last along a line; before the first as there."""
-        if len(self._tokens) == 1:
-            return self._seconds[0] * max(tokens / self._tokens[0], 1.0)
-        tokens = max(tokens, self._tokens[0])
-        index = min(max(bisect_left(self._tokens, tokens), 1), len(self._tokens) - 1)
+        index = bisect_left(self._tokens, tokens)
+        if index == 0:
+            return self._seconds[0]
+        if index == len(self._tokens):
+            if index == 1:
+                return self._seconds[0] * tokens / self._tokens[0]
+            index -= 1  # beyond the last point as along the last segment
         x0, x1 = self._tokens[index - 1], self._tokens[index]
         y0, y1 = self._seconds[index - 1], self._seconds[index]
         return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
-
-
-class StepPrice(NamedTuple):
-    """What the next step costs, in seconds: `plain_s` all of it without draft tokens, `token_s` to verify one draft
-    token; `first_s(rows)` is a draft's first pass with what planning adds, `next_s(rows)` each further one."""
-
-    plain_s: float
-    token_s: float
-    first_s: Callable[[int], float]
-    next_s: Callable[[int], float]
 
 
 class StepModel:
@@ -98,30 +106,32 @@ class StepModel:
 
     def __init__(
         self,
-        target: Points = ((1, 1e-3),),
-        draft: Points = ((1, 1e-4),),
-        draft_next: Points = (),
-        draft_first: Points = (),
+        target: Sequence[tuple[int, float]] = ((1, 1e-3),),
+        draft: Sequence[tuple[int, float]] = ((1, 1e-4),),
+        draft_next: Sequence[tuple[int, float]] = (),
+        draft_first: Sequence[tuple[int, float]] = (),
         *,
-        rows: Points = (),
-        per_draft_token: Points = (),
+        rows: Sequence[tuple[int, float]] = (),
+        per_draft_token: Sequence[tuple[int, float]] = (),
+        planning_s: float = 0.0,
         budget_s: float = 0.05,
         step_tokens: int = 512,
     ) -> None:
-        """`target` is by tokens of long rows, `rows` by rows of one token (by default the same), `per_draft_token` what
-        one token more in each of so many rows costs (by default the least that is believed)."""
+        """Points of curves: `target` by tokens of long rows, `rows` by rows of one token (by default the same),
+        `per_draft_token` what one token more in each of so many rows costs (by default as the curve of rows goes on),
+        `planning_s` what planning and verifying draft tokens adds to what surrounds a step."""
         self.short, self.long = StepCost(rows or target), StepCost(target)
         # On a busy machine the difference of two steps may come out as nothing, and nothing times `more` stays so.
-        costs = per_draft_token or ((1, 0.0),)
-        self._per_draft_token = StepCost(
-            [(n, max(seconds, _LEAST_PER_DRAFT_TOKEN * self.short.seconds(n))) for n, seconds in costs]
-        )
+        least = [(n, max(seconds, _LEAST_PER_DRAFT_TOKEN * self.short.seconds(n))) for n, seconds in per_draft_token]
+        self._per_draft_token = StepCost(least) if per_draft_token else None
         self.more = 1.0
         self.draft = StepCost(draft)
         self.draft_next = StepCost(draft_next or draft)
-        self.draft_first = StepCost(draft_first or draft)
+        self.draft_first = StepCost(draft_first) if draft_first else self.draft
         self.budget_s, self.step_tokens = budget_s, step_tokens
         self.fixed_s = 0.0
+        self._planning_s = planning_s
+        self._steps = 0
 
     def __repr__(self) -> str:
         return (
@@ -129,33 +139,42 @@ class StepModel:
             f" {self.draft_first!r}, then {self.draft_next!r}>"
         )
 
-    def price(self, rows: int, tokens: int) -> StepPrice:
-        """Of a step that computes `tokens` in `rows` rows without any draft."""
-        if tokens > rows:
-            target_s = self.long.seconds(tokens)
-            token_s = self.long.seconds(tokens + 1) - target_s
-        else:
-            target_s, token_s = self.short.seconds(rows), self._draft_token_s(rows)
-        plain_s, planning_s, first = max(target_s + self.fixed_s, 1e-9), self._planning_s, self.draft_first.seconds
-        return StepPrice(plain_s, token_s, lambda n: first(n) + planning_s, self.draft_next.seconds)
-
     def short_s(self, rows: int, tokens: int) -> float:
         """What a target pass over `rows` rows is expected to take, whose tokens behind the first are draft tokens."""
-        return self.short.seconds(rows) + (tokens - rows) * self._draft_token_s(rows)
+        return self.short.seconds(rows) + self._draft_tokens_s(rows, tokens)
 
-    def _draft_token_s(self, rows: int) -> float:
-        return self.more * self.short.scale * self._per_draft_token.seconds(rows) / max(rows, 1)
+    def short_by_tokens(self, rows: int) -> Callable[[int], float]:
+        """`short_s` of these rows, for many numbers of tokens at once."""
+        if self._per_draft_token is None:
+            return partial(self.short_s, rows)
+        first, each = self.short.seconds(rows), self._draft_tokens_s(rows, rows + 1)
+        return lambda tokens: first + each * (tokens - rows)
 
-    @property
-    def _planning_s(self) -> float:
-        """It follows the load as short steps do, and nothing that is seen of itself: that is less than noise."""
-        return PLANNING_S * self.short.scale
+    def of_one_row(self) -> tuple[float, float, float] | None:
+        """Seconds of a step of one row: all of one without a draft token, what the first adds, and what each behind it
+        does. None where draft tokens have no price of their own."""
+        if self._per_draft_token is None:
+            return None
+        each_s = self._draft_tokens_s(1, 2)
+        plain_s = max(self.short.seconds(1) + self.fixed_s, 1e-9)
+        return plain_s, each_s + self.draft_first.seconds(1) + self.planning_s, each_s + self.draft_next.seconds(1)
+
+    def _draft_tokens_s(self, rows: int, tokens: int) -> float:
+        if self._per_draft_token is None:
+            return self.more * (self.short.seconds(tokens) - self.short.seconds(rows))
+        return self.more * self.short.scale * self._per_draft_token.seconds(rows) * (tokens - rows) / max(rows, 1)
 
     def long_tokens(self, running: int) -> int:
         """Tokens of long rows for which the next step has time beside `running` short ones; never fewer than
         LEAST_LONG_TOKENS."""
         fits = self.long.tokens_within(self.budget_s, self.step_tokens)
-        return max(fits - running, LEAST_LONG_TOKENS)
+        return max(min(fits, self.step_tokens) - running, LEAST_LONG_TOKENS)
+
+    @property
+    def planning_s(self) -> float:
+        """What planning and settling draft tokens takes now. It follows the load as short steps do, and nothing that
+        is seen of itself: beside what surrounds a step it is less than noise."""
+        return self._planning_s * self.short.scale
 
     def again_s(self) -> float:
         """What a token of a long row adds to a step, where that has as many as its time allows."""
@@ -169,6 +188,10 @@ class StepModel:
 
     def draft_s(self, plan: StepPlan) -> float:
         """What the draft's passes of a plan that drafts in each of its rows are expected to take."""
+        if len(plan.drafts) == 1:
+            (row,) = plan.drafts
+            first_s = self.draft_first.seconds(len(row.tokens))
+            return first_s + self.draft_next.seconds(1) * max(row.num_draft_tokens - 1, 0)
         expected = self.draft_first.seconds(sum(len(row.tokens) for row in plan.drafts))
         for depth in range(1, max((row.num_draft_tokens for row in plan.drafts), default=0)):
             expected += self.draft_next.seconds(sum(row.num_draft_tokens > depth for row in plan.drafts))
@@ -176,20 +199,30 @@ class StepModel:
 
     def observe(self, plan: StepPlan, outcome: StepOutcome, wall_s: float) -> None:
         """A step has been computed; `wall_s` from its plan to its outcome's arrival."""
-        rows, tokens, target_s = len(plan.rows), plan.num_tokens, outcome.elapsed_s - outcome.draft_s
-        if any(len(row.tokens) > max(row.num_sampled, 1) for row in plan.rows):
-            self.long.correct(target_s, self.long.seconds(tokens))
+        target_s = outcome.elapsed_s - outcome.draft_s
+        long = any(len(row.tokens) > max(row.num_sampled, 1) for row in plan.rows)
+        if long:
+            self.long.observe(plan.num_tokens, target_s)
         elif plan.rows and target_s > 0.0:  # both follow the same moves, or noise would part them
-            expected = self.short_s(rows, tokens)
-            share = (tokens - rows) * self._draft_token_s(rows) / expected
-            self.more *= followed(1.0, target_s / expected) ** (_MORE_WEIGHT * share)
+            rows, tokens = len(plan.rows), plan.num_tokens
+            draft_tokens_s = self._draft_tokens_s(rows, tokens)
+            expected = self.short.seconds(rows) + draft_tokens_s
+            if draft_tokens_s > 0.0:
+                self.more *= followed(1.0, target_s / expected) ** (_MORE_WEIGHT * draft_tokens_s / expected)
             self.short.correct(target_s, expected)
-        drafting = [row.num_draft_tokens > 0 for row in plan.drafts]
-        if drafting and all(drafting):  # long rows have another price
+        if plan.drafts and all(row.num_draft_tokens for row in plan.drafts):  # long rows have another price
             expected = self.draft_s(plan)
             for curve in (self.draft_first, self.draft_next):
                 curve.correct(outcome.draft_s, expected)
-        elif drafting and not any(drafting):
-            self.draft.correct(outcome.draft_s, self.draft.seconds(sum(len(row.tokens) for row in plan.drafts)))
-        around_s = max(wall_s - outcome.elapsed_s - self._planning_s * any(drafting), 1e-6)
-        self.fixed_s = followed(self.fixed_s or around_s, around_s)
+        elif plan.drafts and not any(row.num_draft_tokens for row in plan.drafts):
+            self.draft.observe(sum(len(row.tokens) for row in plan.drafts), outcome.draft_s)
+        around_s = max(wall_s - outcome.elapsed_s, 1e-6)
+        if any(
+            row.num_draft_tokens for row in plan.drafts
+        ):  # what they add has a price of its own, and may be mismeasured
+            around_s = max(around_s - self.planning_s, around_s * _LEAST_AROUND)
+        self._steps += 1
+        if self._steps <= _FIRST_STEPS:
+            self.fixed_s = min(around_s, self.fixed_s or around_s)
+        else:
+            self.fixed_s = followed(self.fixed_s, around_s)

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import DraftRow, Row, StepOutcome, StepPlan
-from decode.speculation.draft_length import choose_lengths, saved_per_token
-from decode.speculation.step_cost import StepModel, StepPrice
-from decode.speculation.trials import DRAFT_TOKENS, FIRST, SHARE, Trials
+from decode.speculation.draft_length import StepPrice, choose_length, choose_lengths, saved_per_token
+from decode.speculation.step_cost import StepModel
+from decode.speculation.trials import DRAFT_TOKENS, FIRST, FIRST_STEPS, SHARE, Trials
 
 
 def price(target: float = 1.0, each: float = 0.02, first: float = 0.1, later: float = 0.1, rows: int = 1) -> StepPrice:
     """Seconds: a target pass and each token in it, a draft's first pass and a later one."""
-    return StepPrice(target + each * rows, each, lambda rows: first, lambda rows: later)
+    return StepPrice(
+        target=lambda tokens: target + each * tokens,
+        draft=lambda rows: first,
+        draft_next=lambda rows: later,
+        tokens=rows,
+    )
 
 
 def speed(lengths: Sequence[int], rates: Sequence[float], paid: StepPrice) -> float:
     """Tokens per second that are expected of a step."""
     gained = sum(sum(rate**depth for depth in range(length + 1)) for rate, length in zip(rates, lengths, strict=True))
-    seconds = paid.plain_s + paid.token_s * sum(lengths)
+    seconds = paid.target(paid.tokens + sum(lengths))
     for depth in range(max(lengths, default=0)):
-        seconds += (paid.first_s if depth == 0 else paid.next_s)(sum(length > depth for length in lengths))
+        rows = sum(length > depth for length in lengths)
+        seconds += (paid.draft if depth == 0 else paid.draft_next)(rows)
     return gained / seconds
 
 
@@ -36,6 +43,16 @@ def test_one_sequence_gets_the_fastest_length(rate: float, first: float, later: 
     best = max(range(9), key=lambda length: speed([length], [rate], paid))
     found = choose_lengths([rate], [8], paid)
     assert found == [best]
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.3, 0.45, 0.5, 0.57, 0.62, 0.7, 0.78, 0.9, 0.95, 1.0])
+@pytest.mark.parametrize("each", [0.001, 0.02, 0.1, 0.2])
+@pytest.mark.parametrize("planning", [0.0, 0.12])
+def test_a_sequence_alone_is_chosen_for_as_among_others(rate: float, each: float, planning: float) -> None:
+    for first, later, limit in itertools.product((0.05, 0.3, 0.6), (0.01, 0.05, 0.3), (0, 1, 3, 8)):
+        paid = replace(price(each=each, first=first, later=later), fixed_s=0.3, planning_s=planning)
+        found = choose_length(rate, limit, paid.plain_s, each + first + planning, each + later)
+        assert [found] == choose_lengths([rate], [limit], paid)
 
 
 def test_later_passes_that_cost_less_are_made_more() -> None:
@@ -67,16 +84,18 @@ def test_a_first_guess_that_does_not_pay_alone_is_made_where_those_behind_it_do(
 
 def test_the_surest_alone_get_guesses_where_not_all_of_them_pay() -> None:
     rates = [0.2, 0.95, 0.3, 0.25, 0.9, 0.2, 0.3, 0.2]
-    paid = StepPrice(1.4, 0.05, lambda rows: 0.05 * rows, lambda rows: 0.05 * rows)
+    paid = StepPrice(lambda tokens: 1.0 + 0.05 * tokens, lambda rows: 0.05 * rows, lambda rows: 0.05 * rows, 8)
     found = choose_lengths(rates, [8] * 8, paid)
     assert [i for i, length in enumerate(found) if length] == [1, 4]
 
 
-def test_a_first_pass_is_paid_once_for_all_of_them() -> None:
-    cheap, dear = price(rows=2), price(rows=2, first=1.3)
-    assert choose_lengths([0.6, 0.6], [8, 8], cheap) != [0, 0] == choose_lengths([0.6, 0.6], [8, 8], dear)
-    assert choose_lengths([0.9, 0.9], [8, 8], dear) != [0, 0]
-    assert saved_per_token(0.6, 2, cheap) > saved_per_token(0.6, 2, dear) == 0.0
+def test_what_guesses_add_around_a_step_is_paid_once_for_all_of_them() -> None:
+    free = price(rows=2)
+    paid = replace(free, planning_s=1.2)
+    assert choose_lengths([0.6, 0.6], [8, 8], free) != [0, 0] == choose_lengths([0.6, 0.6], [8, 8], paid)
+    assert choose_lengths([0.9, 0.9], [8, 8], paid) != [0, 0]
+    assert saved_per_token(0.6, 2, free) > saved_per_token(0.6, 2, paid) == 0.0
+    assert paid.draft_token_s(2) == pytest.approx(free.draft_token_s(2) + 0.6)
 
 
 def test_what_guessing_saves_is_the_difference_of_two_speeds() -> None:
@@ -104,17 +123,42 @@ def test_trials_cost_no_more_than_their_share_and_one_runs_at_a_time() -> None:
     assert 0.9 * SHARE < spent_s / 10_000 <= SHARE
 
 
-@pytest.mark.parametrize(("alone", "tried"), [(True, FIRST), (False, DRAFT_TOKENS)])
-def test_a_new_worker_tries_a_sequence_alone_without_allowance_for_so_many_guesses(alone: bool, tried: int) -> None:
-    trials, one, draft_tokens = Trials(), SequenceId("a"), 0
-    for _ in range(2 * FIRST):
-        trials.begin(one, 1e6, alone=alone)
-        draft_tokens += trials.sequence_id is not None
-        trials.drafted(one)
-    assert draft_tokens == tried
+def test_a_new_worker_tries_a_sequence_alone_without_allowance_for_so_many_guesses_and_steps() -> None:
+    one = SequenceId("a")
+
+    def tried(trials: Trials, steps: int, *, alone: bool = True) -> int:
+        draft_tokens = 0
+        for _ in range(steps):
+            trials.stepped(1.0)
+            trials.begin(one, 1e6, alone=alone)
+            draft_tokens += trials.sequence_id is not None
+            trials.drafted(one)
+        return draft_tokens
+
+    assert tried(Trials(), 2 * FIRST_STEPS) == FIRST
+    assert tried(Trials(), 2 * FIRST_STEPS, alone=False) == DRAFT_TOKENS
+    idle = Trials()
+    for _ in range(FIRST_STEPS):
+        idle.stepped(1.0)
+    assert tried(idle, FIRST_STEPS) == DRAFT_TOKENS
 
 
-def test_a_trial_ends_with_its_sequence() -> None:
+def test_steps_that_chose_nothing_count_when_the_next_does() -> None:
+    each, at_once = Trials(), Trials()
+    for _ in range(40):
+        for _ in range(8):
+            each.stepped(0.5)
+        at_once.stepped(0.5, 8)
+    assert at_once.allowance_s == pytest.approx(each.allowance_s) and each.allowance_s > 0.7
+    for trials in (each, at_once):
+        trials.begin(SequenceId("a"), 1.0)
+        trials.close(SequenceId("a"))
+    for _ in range(FIRST_STEPS // 8):
+        at_once.stepped(0.0, 8)
+    assert each.begin(SequenceId("b"), 1e6, alone=True) and not at_once.begin(SequenceId("b"), 1e6, alone=True)
+
+
+def test_a_trial_ends_with_its_sequence_and_with_its_patience() -> None:
     trials, one, other = Trials(), SequenceId("a"), SequenceId("b")
     trials.allowance_s = 10.0
     assert trials.begin(one, 1.0) and not trials.begin(other, 1.0)
@@ -122,6 +166,9 @@ def test_a_trial_ends_with_its_sequence() -> None:
     assert trials.sequence_id == one
     trials.close(one)
     assert trials.sequence_id is None and trials.begin(other, 1.0)
+    for _ in range(64):
+        trials.stepped(1e-9)
+    assert trials.sequence_id is None
 
 
 def test_passes_behind_the_first_have_their_own_price_and_both_follow_what_is_seen() -> None:
@@ -131,6 +178,6 @@ def test_passes_behind_the_first_have_their_own_price_and_both_follow_what_is_se
     plan = StepPlan(1, (row,), (draft,))
     assert model.draft_s(plan) == pytest.approx(0.4 + 4 * 0.1)
     model.observe(plan, StepOutcome(1, ((1,),), 1.4, draft_s=0.4), 1.4)
-    assert model.draft_first.scale == model.draft_next.scale == pytest.approx(0.75)
+    assert model.draft.scale == model.draft_next.scale == pytest.approx(0.75)
     alike = StepModel(((1, 1.0),), ((1, 0.4),))
     assert alike.draft_s(plan) == pytest.approx(5 * 0.4)

@@ -91,9 +91,8 @@ def test_where_no_guess_pays_a_draft_costs_hardly_more_than_none(
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
 def test_what_planning_guesses_takes_is_part_of_their_price(seed: int) -> None:
-    """Here two draft tokens are worth their passes, but not what they add to what surrounds a step: four times what is
-    believed."""
-    prices = Prices(around_s=0.1e-3, around_draft_tokens_s=0.2e-3, behind_s=0.016e-3)
+    """Here two draft tokens are worth their passes, but not what they add to what surrounds a step."""
+    prices = Prices(around_s=0.1e-3, around_draft_tokens_s=0.3e-3, behind_s=0.016e-3)
     text = alike(0.5, 16)
     plain = serve(text, prices, length=0)
     free = replace(prices, around_draft_tokens_s=0.0)
@@ -113,6 +112,22 @@ def test_a_new_worker_finds_out_what_guesses_are_worth_either_way(seed: int) -> 
     assert serve(worth, prices, seed=seed).speed - plain > 0.85 * (ideal - plain) > 0.25 * plain
     assert max(serve(not_worth, prices, length=k).speed for k in (1, 2, 3)) < 0.97 * plain
     assert serve(not_worth, prices, seed=seed).speed > 0.975 * plain
+
+
+def test_while_a_stream_alone_cannot_be_guessed_for_there_is_seldom_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice costs a tenth of a short step."""
+    model, asked = SERVED.model(), 0
+    prices = model.of_one_row
+
+    def counted() -> tuple[float, float, float] | None:
+        nonlocal asked
+        asked += 1
+        return prices()
+
+    monkeypatch.setattr(model, "of_one_row", counted)
+    found = serve(alike(0.05, 8), SERVED, model=model)
+    assert found.steps - found.guessing > 900 and found.trials > 1
+    assert found.guessing < asked < found.steps / 4
 
 
 def test_text_that_turns_easy_is_found_out() -> None:

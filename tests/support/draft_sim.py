@@ -78,6 +78,7 @@ class Prices:
             first,
             rows=plain,
             per_draft_token=per_draft_token,
+            planning_s=self.around_draft_tokens_s,
         )
 
 
