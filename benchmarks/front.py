@@ -12,7 +12,9 @@ coordinator's processor time (schedstat of its threads, by the kernel), which de
 does: `tokens/s per core` is their quotient. Where more tokens come than one core can send, readers lag and tokens are
 sent together. `added latency` is the time from a step's post by the stub to the token's arrival in the kernel's socket
 of its client (SO_TIMESTAMPNS), of one of 16 streams: how soon the client process then reads is not the coordinator's.
-Writes `benchmarks/results/front.md`.
+The coordinator has the first core to itself, stubs and clients share the others. `machine` is what that core does when
+nothing runs on it but a loop: the share of time in which the loop stood still for over a millisecond, and the longest
+such pause, which no server on this machine can be without. Writes `benchmarks/results/front.md`.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ RATES = (10000.0, 40000.0)
 STREAMS_EACH = 64
 MOST_OPENED_UNDER_FULL_LOAD = 256  # to open more takes minutes there
 SAMPLED = 16  # of the streams, for latencies
-WARM_S, MEASURED_S, LAG_S, LIMIT_S = 2.0, 6.0, 1.0, 120.0
+WARM_S, MEASURED_S, LAG_S, LIMIT_S = 8.0, 6.0, 1.0, 120.0
+PAUSES_S, PAUSE_S = 3.0, 1e-3
 TEXT = " the"  # one token, so that readers can count them
 MAX_TOKENS = 100_000  # and the number of the stream, by which its posts and arrivals are compared
 SO_TIMESTAMPNS = 35  # the option and its control message: a timespec
@@ -251,6 +254,21 @@ def resident_mib(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
+def pauses(core: int) -> tuple[float, float]:
+    """The share of time for which a loop on `core` stands still, and its longest pause in seconds."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    found = [0.0]
+    begin = last = time.perf_counter()
+    while last - begin < PAUSES_S:
+        now = time.perf_counter()
+        if now - last > PAUSE_S:
+            found.append(now - last)
+        last = now
+    os.sched_setaffinity(0, allowed)
+    return sum(found) / PAUSES_S, max(found)
+
+
 def model_directory(directory: Path) -> Path:
     """The built-in target with room for streams that never end."""
     from baton.model_source import builtin_directory
@@ -276,6 +294,8 @@ def measure(
 ) -> dict[str, float]:
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     own = [sys.executable, __file__, "--tree", str(tree)]
+    first, *rest = sorted(os.sched_getaffinity(0))
+    paused, longest = pauses(first)
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         ready = Path(directory) / "ready.json"
         flags = ["--port", "0", "--grpc-port", "0", "--control-port", "0", "--ready-file", str(ready)]
@@ -295,13 +315,14 @@ def measure(
         )
         log = stack.enter_context(open(Path(directory) / "log", "w+"))
 
-        def start(command: list[str], **more: Any) -> subprocess.Popen[str]:
+        def start(command: list[str], cores: list[int], **more: Any) -> subprocess.Popen[str]:
+            command = ["taskset", "--cpu-list", ",".join(map(str, cores)), *command]
             process = subprocess.Popen(command, env=environment, cwd=tree, text=True, **more)
             stack.callback(process.wait)
             stack.callback(process.terminate)
             return process
 
-        coordinator = start([sys.executable, *program, *flags], stderr=log)
+        coordinator = start([sys.executable, *program, *flags], [first], stderr=log)
         deadline = time.monotonic() + LIMIT_S
         while not ready.exists():
             if coordinator.poll() is not None or time.monotonic() > deadline:
@@ -313,6 +334,7 @@ def measure(
         decoders = -(-streams // streams_each)
         stub = start(
             [*own, "--stubs", addresses["control"], model, str(step_ms / 1e3), str(decoders)],
+            rest or [first],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -321,7 +343,10 @@ def measure(
                 raise SystemExit("the stubs did not join")
             time.sleep(0.05)
         reader = start(
-            [*own, "--clients", addresses["http"], str(streams)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [*own, "--clients", addresses["http"], str(streams)],
+            rest or [first],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         if reader.stdout is None or reader.stdin is None or reader.stdout.readline() != "open\n":
             log.seek(0)
@@ -346,7 +371,10 @@ def measure(
         "share": used / wall,
         "mib": memory,
         "p50_ms": late[len(late) // 2] * 1e3,
+        "p95_ms": late[len(late) * 95 // 100] * 1e3,
         "p99_ms": late[len(late) * 99 // 100] * 1e3,
+        "paused": paused,
+        "longest_ms": longest * 1e3,
     }
 
 
@@ -385,8 +413,8 @@ def main() -> None:
     trees = {**({"before": options.before.resolve()} if options.before else {}), "now": ROOT}
     lines = [
         "| streams | tokens/s that come | tree | tokens/s sent | of a core | tokens/s per core | us per token "
-        "| added latency p50, p99 (ms) | resident MiB |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| added latency p50, p95, p99 (ms) | resident MiB | machine |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for streams in options.streams:
         for rate in options.tokens_per_s:
@@ -397,7 +425,8 @@ def main() -> None:
                     found = measure(tree, streams, options.streams_each, streams / rate * 1e3, options.profile)
                     line = f"| {streams:,} | {rate:,.0f} | {name} | {found['per_s']:,.0f} | {found['share']:.2f} "
                     line += f"| {found['per_core']:,.0f} | {found['us']:.1f} "
-                    line += f"| {found['p50_ms']:.1f}, {found['p99_ms']:.1f} | {found['mib']:.0f} |"
+                    line += f"| {found['p50_ms']:.1f}, {found['p95_ms']:.1f}, {found['p99_ms']:.1f} "
+                    line += f"| {found['mib']:.0f} | {found['paused']:.2%}, {found['longest_ms']:.1f} ms |"
                     lines.append(line)
                     print(lines[-1], flush=True)
     today = datetime.date.today().isoformat()

@@ -101,8 +101,9 @@ class Translator:
     ) -> Submission:
         """A completion of token ids, taken as they are: nothing is put in front."""
         self._checked(options)
-        if options.truncate_prompt_tokens is None:
-            self._check_room(len(prompt), "prompt")  # before ids are looked at: there may be a million
+        if options.truncate_prompt_tokens is not None:
+            prompt = prompt[-options.truncate_prompt_tokens :]
+        self._check_room(len(prompt), "prompt")  # before ids are looked at: there may be a million
         self.check_token_ids(prompt)
         return self._submission(request_id, prompt, options, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
 

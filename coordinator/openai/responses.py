@@ -14,6 +14,7 @@ from coordinator.openai import fields
 from coordinator.openai.structured import JsonSchema, ResponseFormat, constraint_of
 from coordinator.openai.tools import (
     MAX_TOOLS,
+    Arguments,
     ChosenFunction,
     ChosenTool,
     Function,
@@ -51,7 +52,7 @@ class Message(_Item):
     role: str
     content: str
 
-    def message(self, param: str) -> ChatMessage:
+    def message(self) -> ChatMessage:
         return ChatMessage(self.role, self.content)
 
 
@@ -59,10 +60,10 @@ class FunctionCall(_Item):
     type: Literal["function_call"]
     call_id: str
     name: Name
-    arguments: str
+    arguments: Arguments
 
-    def message(self, param: str) -> ChatMessage:
-        call = template_call(self.call_id, self.name, self.arguments, f"{param}.arguments")
+    def message(self) -> ChatMessage:
+        call = template_call(self.call_id, self.name, self.arguments)
         return ChatMessage("assistant", "", tool_calls=(call,))
 
 
@@ -71,7 +72,7 @@ class FunctionCallOutput(_Item):
     call_id: str
     output: str
 
-    def message(self, param: str) -> ChatMessage:
+    def message(self) -> ChatMessage:
         return ChatMessage("tool", self.output, tool_call_id=self.call_id)
 
 
@@ -204,8 +205,8 @@ class ResponsesBody(Strict):
     def chat(self) -> list[ChatMessage]:
         """The conversation; calls that follow each other are one message of the assistant, with what it said before."""
         found = [ChatMessage("system", self.instructions)] if self.instructions else []
-        for number, item in enumerate(self.input):
-            message, last = item.message(f"input[{number}]"), found[-1] if found else None
+        for item in self.input:
+            message, last = item.message(), found[-1] if found else None
             if message.tool_calls and last is not None and last.role == "assistant":
                 found[-1] = ChatMessage("assistant", last.content, tool_calls=last.tool_calls + message.tool_calls)
             else:

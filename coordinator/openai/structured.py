@@ -111,6 +111,7 @@ def _of_vllm(name: str, value: Any, prefix: str) -> Constraint | None:
 
 def _json(schema: _Schema | str, param: str, *, lenient: bool = False) -> Constraint:
     text = schema if isinstance(schema, str) else json_text(schema, param)
+    constraint = _measured(Constraint("json_schema", text, param, lenient=lenient))
     if isinstance(schema, str):
         try:
             found = orjson.loads(schema)
@@ -118,7 +119,7 @@ def _json(schema: _Schema | str, param: str, *, lenient: bool = False) -> Constr
             found = None
         if not isinstance(found, dict):
             raise InvalidRequest(f"'{param}': must be a JSON schema: an object", param=param)
-    return _measured(Constraint("json_schema", text, param, lenient=lenient))
+    return constraint
 
 
 def _measured(constraint: Constraint) -> Constraint:

@@ -60,11 +60,23 @@ ToolChoice = Annotated[
 ]
 
 
+def _arguments(value: Any) -> dict[str, Any]:
+    with contextlib.suppress(orjson.JSONDecodeError):
+        found = orjson.loads(value or "{}") if isinstance(value, str) else None
+        if isinstance(found, dict):
+            return found
+    raise PydanticCustomError("arguments", "must be a JSON object as a string")
+
+
+Arguments = Annotated[dict[str, Any], PlainValidator(_arguments, json_schema_input_type=str)]
+"""Of a call in the history: parsed with its body, since the event loop is not the place for a million values."""
+
+
 class CalledFunction(Strict):
     ignored_as = "messages.tool_calls."
 
     name: Annotated[str, StringConstraints(min_length=1, max_length=256)]
-    arguments: str
+    arguments: Arguments
 
 
 class ToolCall(Strict):
@@ -77,21 +89,13 @@ class ToolCall(Strict):
     type: Literal["function"] = "function"
     function: CalledFunction
 
-    def as_template_value(self, param: str) -> dict[str, Any]:
-        """Raises as `template_call`."""
-        called = self.function
-        return template_call(self.id, called.name, called.arguments, f"{param}.function.arguments")
+    def as_template_value(self) -> dict[str, Any]:
+        return template_call(self.id, self.function.name, self.function.arguments)
 
 
-def template_call(name: str, function: str, arguments: str, param: str) -> dict[str, Any]:
-    """A call as chat templates expect it: the arguments as an object. Raises InvalidRequest where they are none."""
-    try:
-        found = orjson.loads(arguments or "{}")
-    except orjson.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
-        raise InvalidRequest(f"'{param}': must be a JSON object as a string", param=param)
-    return {"id": name, "type": "function", "function": {"name": function, "arguments": found}}
+def template_call(name: str, function: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A call as chat templates expect it: the arguments as an object."""
+    return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,15 @@ import asyncio
 import gc
 import json
 import os
+import pickle
+import pickletools
 import signal
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from coordinator.http import body as http_body
 from coordinator.http.body import INLINE_BYTES, BodyParser
 from coordinator.openai import schema as openai_schema
 from coordinator.openai import validation
+from coordinator.openai.responses import ResponsesBody
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 
 HANG_S = 10.0
@@ -38,6 +42,36 @@ TOO_MANY: list[tuple[str, Any, int]] = [
     ("metadata", {f"k{i}": None for i in range(17)}, 16),
     ("messages", [None] * 4_097, 4_096),
 ]
+
+
+# A body of 4 MiB has room for these. What the process that parsed it hands over is unpickled by the event loop.
+_MANY = [[1]] * 600_000
+_CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}
+MANY_VALUES: dict[str, tuple[type[validation.Strict], dict[str, Any]]] = {
+    "tools": (
+        openai_schema.ChatBody,
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": _MANY}}}]},
+    ),
+    "schema": (
+        openai_schema.ChatBody,
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "f", "schema": {"enum": _MANY}}}},
+    ),
+    "structured_outputs": (openai_schema.ChatBody, {"structured_outputs": {"json": {"enum": _MANY}}}),
+    "chat_template_kwargs": (openai_schema.ChatBody, {"chat_template_kwargs": {"x": _MANY}}),
+    "arguments": (
+        openai_schema.ChatBody,
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [_CALL | {"function": {"name": "f", "arguments": json.dumps({"x": _MANY})}}],
+                }
+            ]
+        },
+    ),
+    "calls": (openai_schema.ChatBody, {"messages": [{"role": "assistant", "tool_calls": [_CALL] * 60}] * 900}),
+    "item": (ResponsesBody, {"input": [{"role": "user", "content": "x", "id": _MANY}]}),
+}
 
 
 class Held:
@@ -101,6 +135,33 @@ def test_lists_are_not_searched_for_garbage_while_they_are_made(end: bytes) -> N
         gc.callbacks.remove(seen)
     assert gc.isenabled()
     assert collections.count("start") <= 2
+
+
+@pytest.mark.parametrize("name", MANY_VALUES)
+async def test_what_is_long_to_unpickle_is_refused_where_it_was_parsed(name: str) -> None:
+    model, more = MANY_VALUES[name]
+    body = json.dumps(({} if model is ResponsesBody else GOOD[CHAT]) | more).encode()
+    parser = on_a_thread()
+    with pytest.raises(InvalidRequest, match="more than 100,000 values"):
+        await parser.parse(partial(validation.parse, model), body)
+    parser.close()
+
+
+@pytest.mark.parametrize(
+    ("model", "field"),
+    [
+        (openai_schema.CompletionBody, "prompt"),
+        (openai_schema.DetokenizeBody, "tokens"),
+        (openai_schema.CompletionBody, "allowed_token_ids"),
+    ],
+)
+def test_a_million_ids_are_one_value_to_unpickle(model: type[validation.Strict], field: str) -> None:
+    extra = {"prompt": "a"} if field == "allowed_token_ids" else {}
+    parsed = validation.parse(model, json.dumps({**extra, field: list(range(1000)) * 1000}).encode())
+    pickled = pickle.dumps(parsed)
+    assert sum(1 for _ in pickletools.genops(pickled)) < 1000
+    found = getattr(pickle.loads(pickled), field)
+    assert list(found[0] if field == "prompt" else found)[-2:] == [998, 999]
 
 
 @pytest.mark.parametrize("length", [INLINE_BYTES // 2, 2 * INLINE_BYTES])
