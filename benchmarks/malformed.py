@@ -3,8 +3,9 @@ tokens, with and without, by turns.
 
     python benchmarks/malformed.py            1 prefill and 1 decode worker, built-in model, 4 streams, 5 turns
 
-The requests are the table of the tests (`tests/support/bad_inputs.py`), from one connection after another, as fast as
-they are answered. Each has to get the status that the table says. Client, coordinator and workers share the cores.
+The requests are the table of the tests (`tests/support/bad_inputs.py`), from one connection after another: each kind
+once in a window, and again and again as fast as they are answered. Each has to get the status that the table says.
+Client, coordinator and workers share the cores.
 Writes `benchmarks/results/malformed.md`.
 """
 
@@ -37,6 +38,7 @@ from tests.support.requests_kit import Bad
 WINDOW_S = 8.0
 LOAD_S = 3.0  # the other process loads its libraries and begins
 BAR = 1.3
+ALONE, ONCE, ALWAYS = "alone", "each kind once", "as fast as they are answered"
 
 
 async def stream(http: httpx.AsyncClient, url: str, ended: asyncio.Event, gaps: list[float]) -> None:
@@ -55,19 +57,23 @@ async def stream(http: httpx.AsyncClient, url: str, ended: asyncio.Event, gaps: 
                     return
 
 
-async def malformed(url: str, left_out: Sequence[str]) -> None:
-    """Until the end of its input. Prints how many were answered, and those that were not as the table says."""
-    count, wrong = 0, set[str]()
+async def malformed(url: str, every_s: float, left_out: Sequence[str]) -> None:
+    """Until the end of its input, one each `every_s` at most. Prints how many were answered in a second, and those that
+    were not as the table says."""
+    count, wrong, due = 0, set[str](), time.monotonic()
+    begin = due
     reader, _ = await asyncio.get_running_loop().connect_read_pipe(asyncio.Protocol, sys.stdin)
     async with httpx.AsyncClient(timeout=60) as http:
         for row in itertools.cycle(row for row in TABLE if row.id not in left_out):
             if reader.is_closing():
                 break
+            due = max(due + every_s, time.monotonic())
+            await asyncio.sleep(due - time.monotonic())
             answer = await send(http, url, row)
             count += 1
             if answer != row.status:
                 wrong.add(f"{row.id}: {answer}")
-    print(json.dumps([count, sorted(wrong)]))
+    print(json.dumps([count / (time.monotonic() - begin), sorted(wrong)]))
 
 
 async def send(http: httpx.AsyncClient, url: str, row: Bad) -> int:
@@ -99,16 +105,16 @@ async def window(url: str, streams: int) -> list[float]:
     return gaps
 
 
-def beside(url: str, streams: int, left_out: set[str]) -> tuple[list[float], int, list[str]]:
-    command = [sys.executable, __file__, "--malformed", url, *sorted(left_out)]
+def beside(url: str, streams: int, every_s: float, left_out: set[str]) -> tuple[list[float], float, list[str]]:
+    command = [sys.executable, __file__, "--malformed", url, str(every_s), *sorted(left_out)]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=idle_class
     ) as other:
         time.sleep(LOAD_S)
         gaps = asyncio.run(window(url, streams))
         said, _ = other.communicate(timeout=60)
-    count, wrong = json.loads(said)
-    return gaps, count, wrong
+    each_s, wrong = json.loads(said)
+    return gaps, each_s, wrong
 
 
 def main() -> None:
@@ -119,10 +125,12 @@ def main() -> None:
     parser.add_argument("--malformed", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.malformed:
-        url, *left_out = arguments.malformed
-        asyncio.run(malformed(url, left_out))
+        url, every_s, *left_out = arguments.malformed
+        asyncio.run(malformed(url, float(every_s), left_out))
         return
-    rows, ratios, wrong, total = [], [], set[str](), 0
+    rows, wrong = [], set[str]()
+    ratios: dict[str, list[float]] = {ONCE: [], ALWAYS: []}
+    rates: dict[str, list[float]] = {ONCE: [], ALWAYS: []}
     with tempfile.TemporaryDirectory() as directory:
         run = Path(directory) / "run"
         command = [*BATON, "up", "builtin", "--served-model-name", "tiny", "--port", "0", "--grpc-port", "0"]
@@ -131,33 +139,43 @@ def main() -> None:
         try:
             url = ready_url(process, run / "cluster.json")
             left_out = asyncio.run(too_small(url))
-            beside(url, arguments.streams, left_out)
+            kinds = len(TABLE) - len(left_out)
+            every_s = {ONCE: WINDOW_S / kinds, ALWAYS: 0.0}
+            beside(url, arguments.streams, 0.0, left_out)
             for turn in range(arguments.turns):
                 p99 = {}
-                for disturbed in (False, True) if turn % 2 == 0 else (True, False):
-                    if disturbed:
-                        gaps, count, found = beside(url, arguments.streams, left_out)
-                        total += count
-                        wrong |= set(found)
-                    else:
+                for how in (ALONE, ONCE, ALWAYS) if turn % 2 == 0 else (ALWAYS, ONCE, ALONE):
+                    if how == ALONE:
                         gaps = asyncio.run(window(url, arguments.streams))
-                    p99[disturbed] = percentile(sorted(gaps), 99) * 1e3
-                ratios.append(p99[True] / p99[False])
-                rows.append(f"| {turn + 1} | {p99[False]:.2f} | {p99[True]:.2f} | {ratios[-1]:.2f} |")
+                    else:
+                        gaps, each_s, found = beside(url, arguments.streams, every_s[how], left_out)
+                        rates[how].append(each_s)
+                        wrong |= set(found)
+                    p99[how] = percentile(sorted(gaps), 99) * 1e3
+                rows.append(f"| {turn + 1} | {p99[ALONE]:.2f} ")
+                for how, found_ratios in ratios.items():
+                    found_ratios.append(p99[how] / p99[ALONE])
+                    rows[-1] += f"| {p99[how]:.2f} | {found_ratios[-1]:.2f} "
+                rows[-1] += "|"
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(60)
-    median = statistics.median(ratios)
-    kinds = len(TABLE) - len(left_out)
+    verdicts = []
+    for how, found_ratios in ratios.items():
+        median, each_s = statistics.median(found_ratios), statistics.median(rates[how])
+        kept = "kept" if median <= BAR else "missed"
+        verdicts.append(f"{how}: {each_s:.0f} a second, median of the ratios {median:.2f} (bar {BAR}: {kept}).\n")
     parts = [
         "# Streams beside malformed requests\n",
         f"{machine()}. Commit {commit()}, {datetime.date.today()}. `python benchmarks/malformed.py`:"
-        f" {arguments.streams} streams, windows of {WINDOW_S:g} s, {kinds} kinds, {total} malformed requests answered;"
-        f" otherwise than the table says: {sorted(wrong) or 'none'}. Left out, as they fit this model or cannot be"
+        f" {arguments.streams} streams, windows of {WINDOW_S:g} s, {kinds} kinds; answered otherwise than the"
+        f" table says: {sorted(wrong) or 'none'}. Left out, as they fit this model or cannot be"
         f" sent: {', '.join(sorted(left_out))}.\n",
-        "| turn | ITL p99 alone, ms | beside, ms | ratio |\n| --- | --- | --- | --- |",
+        f"| turn | ITL p99 alone, ms | {ONCE}, ms | ratio | {ALWAYS}, ms | ratio |",
+        "| --- | --- | --- | --- | --- | --- |",
         *rows,
-        f"\nMedian of the ratios {median:.2f} (bar {BAR}: {'kept' if median <= BAR else 'missed'}).",
+        "",
+        *verdicts,
     ]
     arguments.out.write_text("\n".join(parts) + "\n")
     print(arguments.out.read_text())

@@ -10,10 +10,12 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from baton.core.errors import StartupError
+from baton.rpc.status import printable
 from launch.http_json import request_json
 
 TIMEOUT_S = 2.0
 REQUESTS_TIMEOUT_S = 10.0
+MAX_CHARS = 2000  # of a text in an answer
 Row = Mapping[str, Any]
 
 
@@ -91,9 +93,19 @@ def looks(
 
 def _get(url: str, path: str, timeout_s: float) -> tuple[int, Any]:
     try:
-        return request_json("GET", f"{_root(url)}/{path}", timeout_s)
+        status, document = request_json("GET", f"{_root(url)}/{path}", timeout_s)
     except OSError as error:
         raise StartupError(f"no cluster answers at {url}: {error}") from None
+    return status, _printable(document)
+
+
+def _printable(value: Any) -> Any:
+    """A JSON value whose texts can be shown on a terminal, whoever answered."""
+    if isinstance(value, str):
+        return printable(value, MAX_CHARS)
+    if isinstance(value, dict):
+        return {key: _printable(item) for key, item in value.items()}
+    return [_printable(item) for item in value] if isinstance(value, list) else value
 
 
 def _root(url: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -63,11 +64,11 @@ def cluster_view(cluster: ClusterView, before: ClusterView | None = None, betwee
             old = earlier.get(worker.id)
             rates = (*(_rate(worker, old, name, between_s) for name in names), _step_ms(worker, old))
         table.add_row(
-            worker.id,
-            worker.role,
+            escape(worker.id),
+            escape(worker.role),
             str(fields.get("tensor_parallel", "?")),
-            str(fields.get("host", "?")),
-            f"[{_COLORS.get(worker.state, 'default')}]{worker.state}[/]",
+            escape(str(fields.get("host", "?"))),
+            Text(worker.state, _COLORS.get(worker.state, "default")),
             f"{fields.get('blocks_free', '?')}/{fields.get('blocks_total', '?')}",
             str(fields.get("running", "?")),
             str(fields.get("waiting", "?")),

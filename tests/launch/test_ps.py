@@ -104,10 +104,10 @@ def test_since(seconds: object, text: str) -> None:
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
+def server() -> Iterator[HTTPServer]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = json.dumps({"workers": [WORKER]}).encode()
+            body = json.dumps(self.server.document).encode()  # type: ignore[attr-defined]
             self.send_response(200)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -117,13 +117,24 @@ def url() -> Iterator[str]:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.document = {"workers": [WORKER]}  # type: ignore[attr-defined]
         Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield server
         server.shutdown()
 
 
-def test_json_is_all_that_the_coordinator_says(url: str) -> None:
+def ps(server: HTTPServer, *more: str) -> str:
     from launch.cli import baton
 
-    shown = CliRunner().invoke(baton, ["ps", url, "--json"])
-    assert json.loads(shown.output) == {"workers": [WORKER]}
+    return CliRunner().invoke(baton, ["ps", f"http://127.0.0.1:{server.server_port}", *more]).output
+
+
+def test_json_is_all_that_the_coordinator_says(server: HTTPServer) -> None:
+    assert json.loads(ps(server, "--json")) == {"workers": [WORKER]}
+
+
+def test_what_a_server_says_is_shown_as_text(server: HTTPServer) -> None:
+    odd = WORKER | {"id": "\x1b]0;title\x07", "host": "[red]h[/]", "state": "[/no]\u202e"}
+    server.document = {"workers": [odd]}  # type: ignore[attr-defined]
+    line = ps(server).splitlines()[-1]
+    assert line.split()[:5] == ["\\x1b]0;title\\x07", "prefill", "2", "[red]h[/]", "[/no]\\u202e"]

@@ -60,7 +60,9 @@ FAULTS = (
         'open_port(server, "0.0.0.0", port, "link"',
         T_SECURITY,
     ),
-    Fault("coordinator/http/body.py", "    if count > MAX_VALUES:", "    if False:", "tests/coordinator/test_http_body.py"),
+    Fault(
+        "coordinator/http/body.py", "    if count > MAX_VALUES:", "    if False:", "tests/coordinator/test_http_body.py"
+    ),
     Fault("coordinator/openai/validation.py", "            elif name not in served:", "            elif False:", T_BAD),
     Fault("baton/core/handles.py", "    if not signed:", "    if False:", "tests/core/test_handles.py"),
     Fault("baton/core/handles.py", "        if claimed != true:", "        if False:", "tests/core/test_handles.py"),
