@@ -6,7 +6,6 @@ BatonError
   Unauthenticated         no API key, or an unknown one           (401, UNAUTHENTICATED)
   NotFound                unknown model or request               (404, NOT_FOUND)
   DuplicateRequest        the id is in flight                    (409, ALREADY_EXISTS)
-  TooLarge                body over its cap                      (413, RESOURCE_EXHAUSTED)
   QuotaExceeded           a tenant's own limit                   (429, RESOURCE_EXHAUSTED)
   Unavailable             no worker, full, draining              (503, UNAVAILABLE)
     WorkerLost            the worker that held it died
@@ -58,10 +57,6 @@ class NotFound(BatonError):
 
 class DuplicateRequest(BatonError):
     code = "duplicate_request"
-
-
-class TooLarge(BatonError):
-    code = "request_too_large"
 
 
 class QuotaExceeded(BatonError):

@@ -40,7 +40,6 @@ TABLE: dict[type[BatonError], Row] = {
     errors.Unauthenticated: Row(401, "UNAUTHENTICATED", retry=False),
     errors.NotFound: Row(404, "NOT_FOUND"),
     errors.DuplicateRequest: Row(409, "ALREADY_EXISTS", retry=False),
-    errors.TooLarge: Row(413, "RESOURCE_EXHAUSTED"),
     errors.QuotaExceeded: Row(429, "RESOURCE_EXHAUSTED", "rate_limit_error", retry=True),
     errors.Unavailable: Row(503, "UNAVAILABLE", "server_error", retry=True),
     errors.HandoffError: Row(503, "UNAVAILABLE", "server_error", retry=True),

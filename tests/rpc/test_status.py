@@ -24,7 +24,6 @@ CASES = [
     (errors.ContextLengthExceeded, 400, "INVALID_ARGUMENT", "context_length_exceeded"),
     (errors.NotFound, 404, "NOT_FOUND", "not_found"),
     (errors.DuplicateRequest, 409, "ALREADY_EXISTS", "duplicate_request"),
-    (errors.TooLarge, 413, "RESOURCE_EXHAUSTED", "request_too_large"),
     (errors.QuotaExceeded, 429, "RESOURCE_EXHAUSTED", "rate_limit_exceeded"),
     (errors.Unavailable, 503, "UNAVAILABLE", "overloaded"),
     (errors.WorkerLost, 503, "UNAVAILABLE", "worker_lost"),
