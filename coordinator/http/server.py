@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+from asyncio import sslproto
 from collections.abc import Generator
 from functools import partial
 from typing import Any, cast
@@ -33,6 +34,8 @@ from coordinator.http.generation import ABORT, SEND, WRITER
 MAX_UNFINISHED_HEAD_BYTES = 25 * 1024  # more than `guard` takes of a whole head
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 MAX_PIPELINED = 16
+READ_BYTES = 32 * 1024
+"""At once, of a connection: it has room for 5,000 chunks of one byte, each of them a callback."""
 CLOSE_S = 5.0
 HEAD_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 30
@@ -68,6 +71,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._dropped = 0
         self._cycles: list[RequestResponseCycle] = []
         self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._too_slow)
+        if hasattr(transport, "max_size"):  # TLS has its own, see `_Quiet`
+            transport.max_size = READ_BYTES
         sock = transport.get_extra_info("socket")
         if sock is not None:  # left alone, the kernel would buffer megabytes for a client that reads nothing
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -105,7 +110,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
         if len(self._cycles) > MAX_PIPELINED:
             self.transport.abort()
-        elif len(self._cycles) > 1:
+            raise ValueError("too many pipelined requests")  # or the parser would go on with what it has
+        if len(self._cycles) > 1:
             self.flow.resume_reading()  # else nobody would see the client leave
         cast(dict[str, Any], self.scope).update({ABORT: self.transport.abort, WRITER: _ChunkWriter(self.cycle)})
 
@@ -274,6 +280,8 @@ class _Quiet(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup([])
         config, secure = self.config, self._tls is not None
+        if secure:  # of each connection asyncio would take 256 KiB for it
+            sslproto.SSLProtocol.max_size = READ_BYTES
         server = await asyncio.get_running_loop().create_server(
             lambda: config.http_protocol_class(  # type: ignore[call-arg]
                 config=config, server_state=self.server_state, app_state=self.lifespan.state

@@ -78,6 +78,45 @@ def whole(text: str, **more: Any) -> Delta:
     return Delta(text, (1,), "stop", usage=Usage(3, 1), **more)
 
 
+async def test_what_comes_behind_too_many_pipelined_requests_is_not_parsed(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """14,000 in one piece held the event loop for seconds."""
+    heads: list[int] = []
+    complete = http_server.GuardedProtocol.on_headers_complete
+
+    def counted(protocol: http_server.GuardedProtocol) -> None:
+        heads.append(len(protocol._cycles))
+        complete(protocol)
+
+    monkeypatch.setattr(http_server.GuardedProtocol, "on_headers_complete", counted)
+    async with running(app) as server:
+        client = await RawClient.connect(server)
+        await client.send(b"GET / HTTP/1.1\r\n\r\n" * 14_000)
+        assert await client.closed(FOREVER)
+        await client.close()
+    assert len(heads) == http_server.MAX_PIPELINED + 1 and max(heads) <= http_server.MAX_PIPELINED
+
+
+async def test_little_of_a_body_is_parsed_at_once(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk of one byte is a callback; between two pieces the event loop does what else there is."""
+    largest: list[int] = []
+    received = http_server.GuardedProtocol.data_received
+
+    def measured(protocol: http_server.GuardedProtocol, data: bytes) -> None:
+        largest.append(len(data))
+        received(protocol, data)
+
+    monkeypatch.setattr(http_server.GuardedProtocol, "data_received", measured)
+    async with running(app) as server:
+        client = await RawClient.connect(server)
+        head = HEAD.replace(b"content-length: %d", b"transfer-encoding: chunked")
+        await client.send(head + b"1\r\n \r\n" * 100_000 + b"0\r\n\r\n")
+        assert (await client.answer())[0] == 400
+        await client.close()
+    assert sum(largest) > 600_000 and max(largest) <= http_server.READ_BYTES
+
+
 async def test_a_whole_answer_that_nobody_reads_is_cut(text_model: TextModel) -> None:
     generator = FakeGenerator([whole("x" * 50_000_000)])
     app = create_app(generator, text_model, HttpSettings("tiny", send_timeout_s=0.5))
