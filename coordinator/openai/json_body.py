@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 from baton.core.errors import InvalidRequest
 
+# Where a value is: the place of what it is in, and its key or index there.
+_Place = tuple[Any, "str | int"]
 _SUSPECT = re.compile(r"\\u(?:0000|[dD][89a-fA-F])")
 
 
@@ -35,7 +37,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _not_json("the body must be a JSON object")
     if "\0" in text or _SUSPECT.search(text):
-        _check_strings(value, "")
+        check_strings(value)
     return value
 
 
@@ -65,22 +67,34 @@ def _refuse_constant(name: str) -> NoReturn:
     raise _not_json(f"{name} is not a JSON number")
 
 
-def _check_strings(value: Any, path: str) -> None:
+def check_strings(value: Any, place: _Place | None = None) -> None:
+    """Raises InvalidRequest for NUL and lone surrogates in a JSON value, keys included."""
     if isinstance(value, str):
-        if "\0" in value:
-            raise InvalidRequest(f"{path or 'a key'} contains NUL", param=path or None)
+        wrong = "NUL" if "\0" in value else ""
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise InvalidRequest(f"{path or 'a key'} contains half a surrogate pair", param=path or None) from None
+            wrong = "half a surrogate pair"
+        if wrong:
+            path = _path(place)
+            raise InvalidRequest(f"{path or 'a key'} contains {wrong}", param=path or None)
     elif isinstance(value, list):
         for index, item in enumerate(value):
             if isinstance(item, str | list | dict):
-                _check_strings(item, f"{path}[{index}]")
+                check_strings(item, (place, index))
     elif isinstance(value, dict):
         for key, item in value.items():
-            _check_strings(key, "")
-            _check_strings(item, f"{path}.{key}" if path else key)
+            check_strings(key, None)
+            check_strings(item, (place, key))
+
+
+def _path(place: _Place | None) -> str:
+    """As `a.b[2]`: made for the one place that is named, since a key may have megabytes and a list a million places."""
+    names: list[str] = []
+    while place is not None:
+        place, name = place
+        names.append(f"[{name}]" if isinstance(name, int) else f".{name[:100]}")
+    return "".join(reversed(names)).removeprefix(".")
 
 
 def _not_json(message: str) -> InvalidRequest:

@@ -12,6 +12,7 @@ from pydantic import PlainValidator, StringConstraints, ValidationError
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
+from coordinator.openai.json_body import check_strings
 from coordinator.openai.validation import Strict
 from coordinator.structured_output import Constraint, json_text, lark_string
 
@@ -64,6 +65,10 @@ def _arguments(value: Any) -> dict[str, Any]:
     with contextlib.suppress(orjson.JSONDecodeError):
         found = orjson.loads(value or "{}") if isinstance(value, str) else None
         if isinstance(found, dict):
+            try:
+                check_strings(found if r"\u0000" in value else None)
+            except InvalidRequest:
+                raise PydanticCustomError("arguments", "contains NUL") from None
             return found
     raise PydanticCustomError("arguments", "must be a JSON object as a string")
 

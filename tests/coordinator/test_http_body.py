@@ -25,8 +25,8 @@ from baton.core.errors import InvalidRequest, Unavailable
 from coordinator.http import app as http_app
 from coordinator.http import body as http_body
 from coordinator.http.body import INLINE_BYTES, BodyParser
+from coordinator.openai import json_body, validation
 from coordinator.openai import schema as openai_schema
-from coordinator.openai import validation
 from coordinator.openai.responses import ResponsesBody
 from tests.support.requests_kit import CHAT, COMPLETIONS, GOOD
 
@@ -72,6 +72,22 @@ MANY_VALUES: dict[str, tuple[type[validation.Strict], dict[str, Any]]] = {
     "calls": (openai_schema.ChatBody, {"messages": [{"role": "assistant", "tool_calls": [_CALL] * 60}] * 900}),
     "item": (ResponsesBody, {"input": [{"role": "user", "content": "x", "id": _MANY}]}),
 }
+
+
+def test_where_a_string_is_said_when_it_is_refused_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key of megabytes, and a path with it for each string of a list, took minutes."""
+    made: list[object] = []
+    path = json_body._path
+    monkeypatch.setattr(json_body, "_path", lambda place: made.append(place) or path(place))
+    key = "k" * 1000
+    good = {"prompt": ["\U0001f600", *[""] * 1000], "user": key, "metadata": {key: "\U0001f600"}}
+    json_body.parse_object(json.dumps(good).encode())
+    assert not made
+    for bad, param in (({key: ["", "\0"]}, f"{key[:100]}[1]"), ({"a": [{"b": "\ud800"}]}, "a[0].b"), ({"\0": 1}, None)):
+        with pytest.raises(InvalidRequest) as refused:
+            json_body.parse_object(json.dumps(bad).encode())
+        assert refused.value.param == param
+    assert len(made) == 3
 
 
 class Held:
