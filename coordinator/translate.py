@@ -86,26 +86,38 @@ class Translator:
         self._deadline_s = deadline_s
 
     async def from_text(
-        self, request_id: str, prompt: str, options: Options, *, deadline_s: float | None = None
+        self,
+        request_id: str,
+        prompt: str,
+        options: Options,
+        *,
+        params: SamplingParams | None = None,
+        deadline_s: float | None = None,
     ) -> Submission:
-        """A completion of text."""
-        self._checked(options)
+        """A completion of text. `params` is what `checked` made of these options for another prompt."""
+        params = params or self.checked(options)
         if not prompt:
             raise InvalidRequest("the prompt is empty", param="prompt")
         check_text(prompt, "prompt")
         ids = await self.text.encode_soon(prompt)
-        return self._submission(request_id, ids, options, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
+        return self._submission(request_id, ids, options, params, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
 
     async def from_token_ids(
-        self, request_id: str, prompt: Sequence[int], options: Options, *, deadline_s: float | None = None
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        options: Options,
+        *,
+        params: SamplingParams | None = None,
+        deadline_s: float | None = None,
     ) -> Submission:
         """A completion of token ids, taken as they are: nothing is put in front."""
-        self._checked(options)
+        params = params or self.checked(options)
         if options.truncate_prompt_tokens is not None:
             prompt = prompt[-options.truncate_prompt_tokens :]
         self._check_room(len(prompt), "prompt")  # before ids are looked at: there may be a million
         self.check_token_ids(prompt)
-        return self._submission(request_id, prompt, options, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
+        return self._submission(request_id, prompt, options, params, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
 
     async def from_messages(
         self,
@@ -117,10 +129,10 @@ class Translator:
         deadline_s: float | None = None,
     ) -> Submission:
         """A turn of a conversation."""
-        self._checked(options)
+        params = self.checked(options)
         check_messages(messages)
         ids = await self.text.encode_chat_soon(messages, how)
-        return self._submission(request_id, ids, options, self.text.max_model_len, "messages", deadline_s)
+        return self._submission(request_id, ids, options, params, self.text.max_model_len, "messages", deadline_s)
 
     def check_token_ids(self, ids: Sequence[int], *, param: str = "prompt") -> None:
         """Ids the model has an embedding for; one past the tokenizer's vocabulary but not the model's is ordinary."""
@@ -136,6 +148,7 @@ class Translator:
         request_id: str,
         prompt: Sequence[int],
         options: Options,
+        params: SamplingParams,
         default_tokens: int,
         param: str,
         deadline_s: float | None,
@@ -155,12 +168,14 @@ class Translator:
                 f"and {options.max_tokens_param} asks for {wanted} more",
                 param=options.max_tokens_param,
             )
+        check_range("min_tokens", params.min_tokens, 0, max_tokens)
         _check_scores(options, len(prompt), max_tokens)
+        seed = secrets.randbits(64) if options.seed is None else options.seed & (1 << 64) - 1
         return Submission(
             request_id=request_id,
             prompt=tuple(prompt),
             max_tokens=max_tokens,
-            sampling=self._sampling(options, max_tokens),
+            sampling=replace(params, seed=seed),
             constraint=self._constraint(options),
             eos_token_ids=() if options.ignore_eos else self.text.eos_token_ids,
             stop=options.stop,
@@ -190,17 +205,13 @@ class Translator:
             )
         return context - prompt_tokens
 
-    def _checked(self, options: Options) -> None:
-        """Refuses what is out of range before anything is done for the request."""
+    def checked(self, options: Options) -> SamplingParams:
+        """What they say of sampling, but for the seed: the same for every prompt of a request. Raises InvalidRequest
+        for what is out of range, before anything else is done for the request."""
         check_options(options)
         check_count("allowed_token_ids", len(options.allowed_token_ids or ()), self.text.vocab_size)
-        most = (1 << 31) - 1 if options.max_tokens is None else options.max_tokens
-        self._sampling(replace(options, seed=0), most)
-
-    def _sampling(self, options: Options, max_tokens: int) -> SamplingParams:
         given = {name: value for name in _AS_GIVEN if (value := getattr(options, name)) is not None}
         params = replace(self.text.defaults, **given)
-        seed = secrets.randbits(64) if options.seed is None else options.seed
         biases = options.logit_bias or {}
         for bias in biases.values():
             check_range("logit_bias", bias, -100, 100)  # as it was written: no float holds every integer
@@ -209,13 +220,13 @@ class Translator:
             params,
             temperature=params.temperature or 0.0,  # -0.0 is 0
             top_k=max(0, params.top_k) if params.top_k < self.text.vocab_size else 0,
-            seed=seed & (1 << 64) - 1,
+            seed=0,
             logit_bias=tuple(TokenBias(token, float(biases[token])) for token in sorted(biases)),
             stop_token_ids=tuple(dict.fromkeys(options.stop_token_ids)),
             bad_words=tuple(dict.fromkeys(words)),
             allowed_token_ids=tuple(sorted(set(options.allowed_token_ids or ()))),
         )
-        check_sampling(params, max_tokens, self.text.vocab_size)
+        check_sampling(params, options.max_tokens or (1 << 31) - 1, self.text.vocab_size)
         return params
 
 

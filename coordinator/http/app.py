@@ -6,6 +6,7 @@ wrong with it is raised on the way and becomes an answer in one place, `error_re
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import secrets
 import time
@@ -181,12 +182,13 @@ class _Front:
         body = await self._body(request, schema.CompletionBody)
         self._check_model(body.model)
         options, request_id = body.options(), _unique_id(request)
-        submissions = []
+        params, submissions = self._translator.checked(options), []
         for number, prompt in enumerate(body.prompt):
             name = request_id if len(body.prompt) == 1 else f"{request_id}-{number}"
             submit = self._translator.from_text if isinstance(prompt, str) else self._translator.from_token_ids
-            submission = await submit(name, prompt, options)  # type: ignore[arg-type]
+            submission = await submit(name, prompt, options, params=params)  # type: ignore[arg-type]
             submissions.append(_owned(submission, request))
+            await asyncio.sleep(0)  # 128 short ones are encoded where they stand
         echos = None
         if body.echo:
             echos = tuple([p if isinstance(p, str) else await self._text.decode_soon(p) for p in body.prompt])
