@@ -203,7 +203,8 @@ class GrammarCompiler:
 
 
 def _size(constraint: Constraint, verdict: Verdict) -> int:
-    return 200 + len(constraint.value) + len(verdict if isinstance(verdict, str) else verdict.message)
+    chars = len(constraint.value) + len(constraint.whitespace)
+    return 200 + chars + len(verdict if isinstance(verdict, str) else verdict.message)
 
 
 def _refused(constraint: Constraint, why: str) -> InvalidRequest:

@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
 from coordinator.openai import fields
+from coordinator.openai.schema import Metadata
 from coordinator.openai.structured import JsonSchema, ResponseFormat, constraint_of
 from coordinator.openai.tools import (
     MAX_TOOLS,
@@ -172,7 +173,7 @@ class ResponsesBody(Strict):
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
     @model_validator(mode="after")
     def _served(self) -> Self:

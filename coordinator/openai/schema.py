@@ -18,7 +18,14 @@ from pydantic_core import PydanticCustomError
 from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import MAX_BIASES, MAX_STOP_TOKENS
 from coordinator.openai.fields import CHAT, COMPLETION, INERT, MESSAGE
-from coordinator.openai.structured import ResponseFormat, SchemaOrText, StructuredOutputs, constraint_of
+from coordinator.openai.structured import (
+    Alternatives,
+    ResponseFormat,
+    SchemaOrText,
+    StructuredOutputs,
+    Whitespace,
+    constraint_of,
+)
 from coordinator.openai.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, Tools
 from coordinator.openai.validation import Strict, at_most, counted
 from coordinator.text.chat import RESERVED_VARIABLES, ChatMessage, Rendering
@@ -117,7 +124,7 @@ _Prompts = Annotated[
 ]
 _Biases = Annotated[dict[int, float], PlainValidator(_biases, json_schema_input_type=dict[str, float])]
 _Ids = Annotated[list[int], Field(fail_fast=True), AfterValidator(_ids)]  # of a million wrong ones the first is enough
-_Metadata = Annotated[dict[str, str], AfterValidator(_check_metadata), at_most(MAX_METADATA)]
+Metadata = Annotated[dict[str, str], AfterValidator(_check_metadata), at_most(MAX_METADATA)]
 _Content = Annotated[str, PlainValidator(_content, json_schema_input_type=str | list[TextPart])]
 
 
@@ -164,14 +171,14 @@ class GenerationBody(Strict):
     structured_outputs: StructuredOutputs | None = None
     guided_json: SchemaOrText | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Alternatives | None = None
     guided_grammar: str | None = None
-    guided_whitespace_pattern: str | None = None
+    guided_whitespace_pattern: Whitespace | None = None
 
     user: _Label | None = None
     safety_identifier: _Label | None = None
     prompt_cache_key: _Label | None = None
-    metadata: _Metadata | None = None
+    metadata: Metadata | None = None
 
     def options(self) -> Options:
         """The fields that `Options` has under the same name, and those that need translating."""
@@ -350,4 +357,4 @@ class BatchBody(Strict):
     input_file_id: Annotated[str, StringConstraints(min_length=1, max_length=64)]
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
     completion_window: Literal["24h"]
-    metadata: _Metadata | None = None
+    metadata: Metadata | None = None

@@ -7,15 +7,16 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field, PlainValidator
+from pydantic import Field, PlainValidator, StringConstraints
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import MAX_GRAMMAR_CHARS, check_count
-from coordinator.openai.validation import Strict
+from coordinator.openai.validation import Strict, at_most
 from coordinator.structured_output import Constraint, json_text
 
 MAX_ALTERNATIVES = 4_096
+MAX_WHITESPACE_CHARS = 1_024
 _ANY_OBJECT = '{"type":"object"}'
 _Schema = dict[str, Any]
 
@@ -27,6 +28,10 @@ def _object_or_text(value: Any) -> Any:
 
 
 SchemaOrText = Annotated[_Schema | str, PlainValidator(_object_or_text, json_schema_input_type=_Schema | str)]
+
+
+Alternatives = Annotated[list[str], Field(fail_fast=True), at_most(MAX_ALTERNATIVES)]
+Whitespace = Annotated[str, StringConstraints(max_length=MAX_WHITESPACE_CHARS)]
 
 
 class JsonSchema(Strict):
@@ -45,9 +50,9 @@ class StructuredOutputs(Strict):
     json_: SchemaOrText | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Alternatives | None = None
     grammar: str | None = None
-    whitespace_pattern: str | None = None
+    whitespace_pattern: Whitespace | None = None
     disable_any_whitespace: bool | None = None
 
 
@@ -104,7 +109,6 @@ def _of_vllm(name: str, value: Any, prefix: str) -> Constraint | None:
     if name == "json_object":
         return _json(_ANY_OBJECT, param) if value else None
     if name == "choice":
-        check_count(param, len(value), MAX_ALTERNATIVES)
         return _measured(Constraint("choice", json_text(value, param), param))
     return _measured(Constraint("regex" if name == "regex" else "lark", value, param))
 

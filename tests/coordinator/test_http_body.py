@@ -41,6 +41,7 @@ TOO_MANY: list[tuple[str, Any, int]] = [
     ("bad_words", [None] * 65, 64),
     ("metadata", {f"k{i}": None for i in range(17)}, 16),
     ("messages", [None] * 4_097, 4_096),
+    ("guided_choice", [None] * 4_097, 4_096),
 ]
 
 
@@ -122,6 +123,7 @@ def test_entries_are_counted_before_they_are_looked_at(name: str, entries: Any, 
     [
         (openai_schema.DetokenizeBody, "tokens", {}),
         (openai_schema.CompletionBody, "allowed_token_ids", {"prompt": "a"}),
+        (openai_schema.CompletionBody, "guided_choice", {"prompt": "a"}),
     ],
 )
 def test_the_first_of_many_wrong_ids_is_the_last_one_looked_at(
@@ -130,8 +132,8 @@ def test_the_first_of_many_wrong_ids_is_the_last_one_looked_at(
     counts = []
     refusal = validation._refusal
     monkeypatch.setattr(validation, "_refusal", lambda e, path: counts.append(e.error_count()) or refusal(e, path))
-    with pytest.raises(InvalidRequest, match="must be an integer") as refused:
-        validation.parse(model, json.dumps({field: ["a"] * 100, **extra}).encode())
+    with pytest.raises(InvalidRequest, match=r"must be an integer|must be a string") as refused:
+        validation.parse(model, json.dumps({field: [None] * 100, **extra}).encode())
     assert (counts, refused.value.param) == ([1], f"{field}[0]")
 
 

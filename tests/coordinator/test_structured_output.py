@@ -330,6 +330,8 @@ async def test_verdicts_are_kept_up_to_a_size(monkeypatch: pytest.MonkeyPatch, m
     assert [value[0] for value in asked] == ["a", "b", "c", "d"] and compiler._kept_chars <= 10_000
     assert await compiler.compile(Constraint("regex", "b" * 1500, "f"))  # pushed out, and asked for again
     assert asked[-1][0] == "b"
+    assert await compiler.compile(Constraint("json_schema", "{}", "f", whitespace=" " * 9_900))
+    assert compiler._kept_chars <= 10_200 and len(compiler._verdicts) == 1, "what is kept beside the value counts"
 
 
 def test_choices_are_taken_literally(model_dir: Path) -> None:

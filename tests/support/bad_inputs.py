@@ -93,6 +93,12 @@ STRUCTURED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"guided_json": "false"}, "guided_json", INVALID),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", INVALID),
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", INVALID),
+    ({"guided_json": {}, "guided_whitespace_pattern": " " * 1025}, "guided_whitespace_pattern", INVALID),
+    (
+        {"structured_outputs": {"json": {}, "whitespace_pattern": " " * 1025}},
+        "structured_outputs.whitespace_pattern",
+        INVALID,
+    ),
     ({"guided_regex": "a", "guided_whitespace_pattern": " "}, "guided_regex", INVALID),
     ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "structured_outputs.regex", INVALID),
     ({"guided_json": DEEP}, "guided_json", INVALID),
