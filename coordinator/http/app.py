@@ -22,6 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from baton.core.errors import BatonError, InvalidRequest, NotFound
+from baton.core.sampling_limits import check_count
 from baton.rpc.status import printable
 from coordinator import off_loop
 from coordinator.api_keys import ApiKeys
@@ -48,6 +49,7 @@ from coordinator.translate import Translator, check_messages
 
 _T = TypeVar("_T", bound=Strict)
 MAX_TRACEPARENT = 64
+MAX_ECHO_CHARS = 4 * 1024 * 1024
 PAGE = Path(__file__).with_name("page.html").read_bytes()
 _PAGE_HEADERS = {
     "cache-control": "no-cache",
@@ -192,6 +194,7 @@ class _Front:
         echos = None
         if body.echo:
             echos = tuple([p if isinstance(p, str) else await self._text.decode_soon(p) for p in body.prompt])
+            check_count("echo", sum(map(len, echos)) * submissions[0].n, MAX_ECHO_CHARS, "characters in all choices")
         generator = EchoOnly(self._generator) if body.echo_only else self._generator
         name = request.scope[REQUEST_ID]
         return self._generate(name, submissions, body, CompletionRender, generator, echos=echos)

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from itertools import chain
 from typing import Protocol
 
 from starlette.responses import Response
@@ -25,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.core.errors import Cancelled, InvariantError
 from baton.core.events import SpeculationCounters
+from baton.core.request import TokenLogprob
 from coordinator import off_loop
 from coordinator.http.errors import error_response, note
 from coordinator.merged import merged
@@ -117,6 +117,31 @@ class _Counted:
     @property
     def usage(self) -> Usage:
         return Usage(sum(self._prompts), self._completion.total(), self._cached, self._speculation)
+
+
+class _Whole:
+    """One choice of an answer that is not streamed: its deltas in one, put together as they come."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._first: Delta | None = None
+        self._last = Delta("", ())
+
+    def add(self, delta: Delta) -> None:
+        self._texts.append(delta.text)
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs
+        self._first, self._last = self._first or delta, delta
+
+    def delta(self) -> Delta:
+        return self._last._replace(
+            text="".join(self._texts),
+            token_ids=tuple(self._token_ids),
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=self._first and self._first.prompt_logprobs,
+        )
 
 
 class BodyWriter(Protocol):
@@ -227,22 +252,13 @@ class GenerationResponse(Response):
                 yield delta._replace(choice=number * submission.n + delta.choice)
 
     async def _whole(self, delta: Delta, deltas: AsyncGenerator[Delta, None]) -> Response:
-        parts = [delta]
         counted = self._counted
-        while counted.add(parts[-1]):
-            parts.append(await self._next(deltas))
-        of_choice: list[list[Delta]] = [[] for _ in range(self._submissions[0].n * len(self._submissions))]
-        for part in parts:
-            of_choice[part.choice].append(part)
-        answers = [
-            mine[-1]._replace(
-                text="".join(part.text for part in mine),
-                token_ids=tuple(chain.from_iterable(part.token_ids for part in mine)),
-                logprobs=tuple(chain.from_iterable(part.logprobs for part in mine)),
-                prompt_logprobs=mine[0].prompt_logprobs,
-            )
-            for mine in of_choice
-        ]
+        choices = [_Whole() for _ in range(self._submissions[0].n * len(self._submissions))]
+        choices[delta.choice].add(delta)
+        while counted.add(delta):
+            delta = await self._next(deltas)
+            choices[delta.choice].add(delta)
+        answers = [choice.delta() for choice in choices]
         body = await off_loop.make(off_loop.is_large(answers), self._render.whole, answers, counted.usage)
         return Response(body, headers=server_timing(answers[0].timeline), media_type="application/json")
 

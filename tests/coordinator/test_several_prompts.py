@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from baton.core.errors import InvalidRequest, Unavailable
 from baton.core.request import TokenLogprob
 from coordinator import translate
+from coordinator.http import app as http_app
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.submission import Delta, Sink, Submission, Timeline, Usage
 from coordinator.text.model import TextModel
@@ -148,6 +149,17 @@ async def test_what_they_share_is_made_once_and_others_have_a_turn_between_two(
     assert len({submission.sampling.seed for submission in generator.submissions}) == 32
     of_prompts = turns[-32:]
     assert len(set(of_prompts)) == 32
+
+
+async def test_an_echo_in_every_choice_is_bounded(client: httpx.AsyncClient, generator: Echoing) -> None:
+    """A prompt of 1 MB made an answer of 128 MB."""
+    body = {"prompt": ["abc " * 5, "de"], "n": 3, "echo": True, "max_tokens": 1}
+    assert (await client.post(COMPLETIONS, json=body)).status_code == 200
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(http_app, "MAX_ECHO_CHARS", 22 * 3 - 1)
+        refused = await client.post(COMPLETIONS, json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "echo")
+    assert len(generator.submissions) == 2
 
 
 async def test_one_that_is_refused_ends_all(text_model: TextModel) -> None:
