@@ -287,11 +287,12 @@ def lark_string(text: str) -> str:
 
 
 def json_text(value: Any, param: str) -> str:
-    """A value of a client as JSON. Raises InvalidRequest for one that is nested too deeply."""
+    """A value of a client as JSON. Raises InvalidRequest for one that is nested too deeply, or has a huge integer."""
     try:
         return orjson.dumps(value).decode()
-    except TypeError:
-        raise InvalidRequest(f"'{param}' is nested too deeply", param=param) from None
+    except TypeError as error:
+        what = "has an integer of more than 64 bits" if "64-bit" in str(error) else "is nested too deeply"
+        raise InvalidRequest(f"'{param}' {what}", param=param) from None
 
 
 def _try_out(grammar: str) -> None:

@@ -312,7 +312,7 @@ class _Front:
         if not found:
             what = f"no request {printable(request_id, 100)!r} among those that run and the last {KEPT}"
             raise NotFound(what, code="request_not_found", param="request_id")
-        return json_response(_as_json(found))
+        return json_response(await off_loop.make(len(found) > 50, _as_json, found))
 
     async def metrics(self) -> Response:
         return Response(await self._generator.metrics(), headers={"content-type": CONTENT_TYPE})

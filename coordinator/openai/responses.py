@@ -25,6 +25,7 @@ from coordinator.openai.tools import (
     template_call,
 )
 from coordinator.openai.validation import Strict, at_most, counted, validate
+from coordinator.structured_output import json_text
 from coordinator.text.chat import ChatMessage, Rendering
 from coordinator.translate import MAX_MESSAGES, ROLES, Options
 
@@ -182,6 +183,7 @@ class ResponsesBody(Strict):
             raise InvalidRequest("'top_logprobs' is not served by /v1/responses", param="top_logprobs")
         self.options()
         self.tooling().check()
+        json_text([tool.parameters for tool in self.tools or ()], "tools")  # the answer shows them
         return self
 
     def options(self) -> Options:

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Str
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
-from baton.core.sampling_limits import MAX_BIASES, MAX_STOP_TOKENS
+from baton.core.sampling_limits import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_TOKENS, check_range
 from coordinator.openai.fields import CHAT, COMPLETION, INERT, MESSAGE
 from coordinator.openai.structured import (
     Alternatives,
@@ -287,6 +287,7 @@ class ChatBody(GenerationBody):
 
     @model_validator(mode="after")
     def _tools_go_together(self) -> Self:
+        check_range("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS)
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs 'logprobs': true", param="top_logprobs")
         self.tooling().check()

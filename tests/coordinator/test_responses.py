@@ -147,6 +147,10 @@ async def test_formats_and_choices(client: httpx.AsyncClient, generator: FakeGen
     assert answer["tool_choice"] == chosen and "get_weather" in generator.submissions[-1].sampling.grammar
 
 
+def deep(levels: int) -> dict[str, Any]:
+    return {"a": deep(levels - 1)} if levels else {}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": None}, "input"),
     ({"input": []}, "input"),
@@ -168,6 +172,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 3}, "temperature"),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": [TOOL, TOOL]}, "tools"),
+    ({"tools": [TOOL | {"parameters": {"a": 10**30}}]}, "tools"),
+    ({"tools": [TOOL | {"parameters": deep(300)}], "tool_choice": "none"}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "file_search"}}, "tool_choice"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),

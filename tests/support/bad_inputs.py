@@ -347,7 +347,7 @@ TABLE: list[Bad] = [
     *(Bad(f"B-24 chat logprobs={v!r}", {"logprobs": v}, "logprobs", path=CHAT) for v in (1, 0, "true", [])),
     *(
         Bad(f"B-24 top_logprobs={v!r}", {"logprobs": True, "top_logprobs": v}, name, path=CHAT)
-        for v, name in ((-1, "logprobs"), (21, "logprobs"), ("5", "top_logprobs"), (True, "top_logprobs"))
+        for v, name in ((-1, "top_logprobs"), (21, "top_logprobs"), ("5", "top_logprobs"), (True, "top_logprobs"))
     ),
     Bad("B-24 top_logprobs alone", {"top_logprobs": 2}, "top_logprobs", path=CHAT),
     Bad("B-24 top_logprobs against", {"top_logprobs": 2, "logprobs": False}, "top_logprobs", path=CHAT),
