@@ -40,6 +40,13 @@ class Fault:
 
 
 FAULTS = (
+    Fault(
+        "coordinator/http/server.py",
+        '            raise ValueError("too many pipelined requests")',
+        "            pass",
+        "tests/coordinator/test_http_abuse.py",
+    ),
+    Fault("coordinator/http/app.py", "await asyncio.sleep(0)", "pass", "tests/coordinator/test_several_prompts.py"),
     # Security, by the rows of docs/security.md.
     Fault("baton/core/prefix_keys.py", "import struct\n", "import pickle  # S-1\nimport struct\n", "tests/arch"),
     Fault(
