@@ -72,6 +72,7 @@ class Options:
     each_choice_has_prompt: bool = False
     prompts: int = 1
     max_tokens_param: str = "max_tokens"
+    prompt_logprobs_param: str = "prompt_logprobs"
 
 
 _TRANSLATED = frozenset(["seed", "logit_bias", "stop_token_ids", "bad_words", "allowed_token_ids"])
@@ -282,7 +283,7 @@ def _check_scores(options: Options, prompt_tokens: int, max_tokens: int) -> None
     for found, most in ((once, MAX_PROMPT_SCORES), (in_all, MAX_SCORES)):
         if found > most:
             what = f"the answer would have {found} log-probabilities of the prompt, at most {most} are given"
-            raise InvalidRequest(f"{what}; ask for fewer, or for fewer choices", param="prompt_logprobs")
+            raise InvalidRequest(f"{what}; ask for fewer, or for fewer choices", param=options.prompt_logprobs_param)
     if options.logprobs is not None and max_tokens > _scored_tokens(options, prompt_tokens):
         found = in_all + _choices(options) * max_tokens * (options.logprobs + 1)
         what = f"the answer would have {found} log-probabilities, at most {MAX_SCORES} are given"

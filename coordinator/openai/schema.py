@@ -230,10 +230,9 @@ class CompletionBody(GenerationBody):
 
     def options(self) -> Options:
         """As for chat; echoed tokens are scored like the output."""
-        prompt_logprobs = self.prompt_logprobs
-        if prompt_logprobs is None and self.echo:
-            prompt_logprobs = self.logprobs
-        options = replace(super().options(), logprobs=self.logprobs, prompt_logprobs=prompt_logprobs)
+        options = replace(super().options(), logprobs=self.logprobs)
+        if self.prompt_logprobs is None and self.echo:
+            options = replace(options, prompt_logprobs=self.logprobs, prompt_logprobs_param="logprobs")
         if self.echo_only:
             options = replace(options, max_tokens=1)
         return replace(options, each_choice_has_prompt=True, prompts=len(self.prompt))

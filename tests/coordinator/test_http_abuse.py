@@ -169,7 +169,7 @@ async def test_bodies_that_are_read_have_a_common_bound(text_model: TextModel, m
 @pytest.mark.parametrize(
     ("more", "param"),
     [
-        ({"n": 128, "echo": True, "logprobs": 20, "max_tokens": 1}, "prompt_logprobs"),
+        ({"n": 128, "echo": True, "logprobs": 20, "max_tokens": 1}, "logprobs"),
         ({"n": 128, "prompt_logprobs": 20, "max_tokens": 1}, "prompt_logprobs"),
         ({"n": 128, "logprobs": 20, "max_tokens": 500}, "logprobs"),
     ],
