@@ -19,7 +19,14 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from baton.core.errors import Cancelled, InvalidRequest, InvariantError, NotFound, Unauthenticated
 from baton.core.events import StageStamps
-from baton.core.sampling_limits import MAX_BAD_WORDS, MAX_BIASES, MAX_GRAMMAR_CHARS, MAX_STOP_TOKENS, check_count
+from baton.core.sampling_limits import (
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_GRAMMAR_CHARS,
+    MAX_STOP_TOKENS,
+    check_bad_word_length,
+    check_count,
+)
 from baton.rpc import codec, status
 from baton.rpc.parsed import parsed
 from baton.rpc.ports import open_port
@@ -136,7 +143,8 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
             name = request.model[:200]
             raise NotFound(f"the model {name!r} is not served here", code="model_not_found", param="model")
         _refuse_unserved(request)
-        options, request_id = _options(request), request.request_id or secrets.token_hex(16)
+        options = _options(request, self._translator.text.vocab_size)
+        request_id = request.request_id or secrets.token_hex(16)
         if len(request_id) > 128 or not request_id.isascii() or not request_id.isprintable():
             raise InvalidRequest("request_id must be at most 128 printable ASCII characters", param="request_id")
         translate = self._translator
@@ -144,7 +152,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
             case "text":
                 return await translate.from_text(request_id, request.text, options, deadline_s=remaining_s)
             case "token_ids":
-                ids = tuple(request.token_ids.ids)
+                ids = request.token_ids.ids  # no tuple: they are counted first
                 return await translate.from_token_ids(request_id, ids, options, deadline_s=remaining_s)
             case "messages":
                 check_count("messages", len(request.messages.messages), MAX_MESSAGES)
@@ -172,12 +180,15 @@ def _refuse_unserved(request: serving_pb2.GenerateRequest) -> None:
             raise InvalidRequest(f"{field.name} is not supported by this version", param=field.name)
 
 
-def _options(request: serving_pb2.GenerateRequest) -> Options:
+def _options(request: serving_pb2.GenerateRequest, vocab_size: int) -> Options:
     s = request.sampling
     check_count("stop", len(request.stop), MAX_STOPS)  # all before entries are looked at: there may be a million
     check_count("logit_bias", len(s.logit_bias), MAX_BIASES)
     check_count("stop_token_ids", len(s.stop_token_ids), MAX_STOP_TOKENS)
     check_count("bad_words", len(s.bad_words), MAX_BAD_WORDS)
+    for word in s.bad_words:
+        check_bad_word_length(len(word.ids))
+    check_count("allowed_token_ids", len(s.allowed_token_ids), vocab_size)
     check_count("grammar", len(s.grammar), MAX_GRAMMAR_CHARS, "characters")
     given = {name: getattr(s, name) for name in _SCALARS if s.HasField(name)}
     given |= {name: getattr(request, name) for name in ("max_tokens", "n", "priority") if request.HasField(name)}
