@@ -7,6 +7,7 @@ import contextlib
 import logging
 import operator
 import secrets
+import traceback
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import fields, replace
@@ -96,32 +97,37 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _generate(self, client: Client, content: bytes, context: grpc.aio.ServicerContext) -> None:
         try:
-            request = parsed(serving_pb2.GenerateRequest, content)
-            submission = (await self._submission(request, context.time_remaining())).of(client)
-            if traceparent := _metadata(context.invocation_metadata(), "traceparent"):
-                submission = replace(submission, traceparent=traceparent[:64])
-            async with contextlib.aclosing(self._generator.generate(submission)) as deltas:
-                index: Counter[int] = Counter()
-                async for delta in deltas:
-                    large = off_loop.is_large([delta])
-                    if not index.total():
-                        await self._write(context, await off_loop.make(large, self._started, submission, delta))
-                    await self._write(context, await off_loop.make(large, _delta, delta, index[delta.choice]))
-                    index[delta.choice] += len(delta.token_ids)
-                    if delta.finish_reason is not None:
-                        await self._write(context, _finished(delta))
+            await self._answer(client, content, context)
         except Exception as e:  # what is not a BatonError has a row in the table too: our bug
             if status.row(e).hide:
                 log.error("internal error: %s", type(e).__name__, exc_info=e)
+            del content
             with contextlib.suppress(TimeoutError):  # it waits behind what the client does not take
                 async with asyncio.timeout(ABORT_S):
-                    await _refuse(e, content, context)
+                    await _abort(e, context)
+
+    async def _answer(self, client: Client, content: bytes, context: grpc.aio.ServicerContext) -> None:
+        request = parsed(serving_pb2.GenerateRequest, content)
+        submission = (await self._submission(request, context.time_remaining())).of(client)
+        if traceparent := _metadata(context.invocation_metadata(), "traceparent"):
+            submission = replace(submission, traceparent=traceparent[:64])
+        async with contextlib.aclosing(self._generator.generate(submission)) as deltas:
+            index: Counter[int] = Counter()
+            async for delta in deltas:
+                large = off_loop.is_large([delta])
+                if not index.total():
+                    await self._write(context, await off_loop.make(large, self._started, submission, delta))
+                await self._write(context, await off_loop.make(large, _delta, delta, index[delta.choice]))
+                index[delta.choice] += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    await self._write(context, _finished(delta))
 
     async def _model_info(self, content: bytes, context: grpc.aio.ServicerContext) -> serving_pb2.GetModelInfoResponse:
         try:
             parsed(serving_pb2.GetModelInfoRequest, content)
         except InvalidRequest as e:
-            await _refuse(e, content, context)
+            del content
+            await _abort(e, context)
         text = self._translator.text
         return serving_pb2.GetModelInfoResponse(
             model=self._model,
@@ -239,8 +245,17 @@ def _finished(delta: Delta) -> serving_pb2.GenerateResponse:
 
 
 async def _refuse(error: Exception, content: bytes, context: grpc.aio.ServicerContext) -> None:
-    """Ends the call: `abort` raises."""
+    """The method of a call that is not to be served."""
+    del content
+    await _abort(error, context)
+
+
+async def _abort(error: Exception, context: grpc.aio.ServicerContext) -> None:
+    """Ends the call: `abort` raises. What it raises and the call refer to each other, so until a search for garbage all
+    stays that its traceback and the error behind it lead to. Callers let go of their message first."""
     context.set_trailing_metadata(status.grpc_trailing_metadata(error))
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = error.__context__ = error.__cause__ = None
     await context.abort(status.grpc_code(error), status.public_message(error))
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from baton.core.errors import InvalidRequest
 from baton.v1 import serving_pb2 as pb
 from coordinator.api_keys import ApiKeys
-from coordinator.grpc.service import Serving
+from coordinator.grpc import service
+from coordinator.grpc.service import SERVICE, Serving
+from coordinator.policy.quotas import Client
 from coordinator.text.model import TextModel
 from coordinator.translate import Translator
 from tests.support.fake_generator import FakeGenerator
@@ -74,3 +81,72 @@ async def test_entries_are_counted_before_they_are_looked_at(
     with pytest.raises(InvalidRequest) as refused:
         await serving._submission(Instead(request, **values), None)  # type: ignore[arg-type]
     assert message in refused.value.message and refused.value.param == param
+
+
+class Refused:
+    """The context of a call. As grpc does, it keeps what `abort` raises."""
+
+    raised: grpc.aio.AbortError | None = None
+
+    def time_remaining(self) -> None:
+        return None
+
+    def set_trailing_metadata(self, metadata: object) -> None:
+        pass
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        self.raised = grpc.aio.AbortError(details)
+        raise self.raised
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def large(**fields: Any) -> bytes:
+    fields = fields or {"messages": pb.ChatMessages(messages=[pb.ChatMessage()] * 5000)}
+    return pb.GenerateRequest(**fields).SerializeToString()
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize(
+    ("method", "content", "keys", "said"),
+    [
+        ("Generate", large(), {}, "messages has at most 4096 entries"),
+        ("Generate", large(text="a" * 5000), {}, "this model's context is 128 tokens"),
+        ("Generate", b"\xff" * 5000, {}, "is not a message"),
+        ("GetModelInfo", b"\xff" * 5000, {}, "is not a message"),
+        ("Generate", large(), {b"digest": Client("k", "t")}, "an API key is needed"),
+    ],
+)
+async def test_nothing_of_a_refused_message_is_kept(
+    generator: FakeGenerator,
+    text_model: TextModel,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    content: bytes,
+    keys: dict[bytes, Client],
+    said: str,
+) -> None:
+    seen: list[Any] = []
+
+    def parsed(kind: Any, content: bytes) -> Any:
+        seen.append(parse(kind, content))
+        return seen[-1]
+
+    parse = service.parsed
+    monkeypatch.setattr(service, "parsed", parsed)
+    serving, context = Serving(generator, Translator(text_model), "tiny", ApiKeys(keys)), Refused()
+    handler = serving.service(SimpleNamespace(method=f"/{SERVICE}/{method}", invocation_metadata=()))
+    assert handler is not None
+    references = sys.getrefcount(content)
+    try:
+        await (handler.unary_stream or handler.unary_unary)(content, context)
+    except grpc.aio.AbortError as raised:
+        assert said in str(raised)
+    assert context.raised is not None and context.raised.__traceback__ is not None
+    assert sys.getrefcount(content) == references
+    assert [sys.getrefcount(message) for message in seen] == [3] * len(seen)  # two of them are this line's
