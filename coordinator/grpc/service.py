@@ -61,7 +61,11 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "include_stop_str_in_output": (False,),
     "echo": (False,),
 }
-MAX_CONCURRENT_STREAMS = 4096
+MAX_CONCURRENT_STREAMS = 256
+"""Of a connection. Each may hold a message that never becomes complete: 256 MiB of all with the limit below. Many users
+may share a channel; what is over the limit waits at the client."""
+MAX_MESSAGE_BYTES = 1 << 20
+TOKEN_BYTES = 8  # of a prompt: an id takes 4 at most, the text of a token 4 or so
 SEND_TIMEOUT_S = 30.0
 ABORT_S = 5.0
 IDLE_CONNECTION_S = 120  # clients dial again by themselves
@@ -277,6 +281,11 @@ def _reflection_v1(names: Iterable[str]) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler("grpc.reflection.v1.ServerReflection", {"ServerReflectionInfo": info})
 
 
+def message_limit(max_body_bytes: int, max_model_len: int) -> int:
+    """The bytes of a request: a model of a long context has room for its prompts."""
+    return min(max_body_bytes, max(MAX_MESSAGE_BYTES, TOKEN_BYTES * max_model_len))
+
+
 class PublicServer:
     """The public server and its health: SERVING while both pools are there."""
 
@@ -291,7 +300,7 @@ class PublicServer:
     ) -> None:
         self._tls = tls
         limits = [
-            ("grpc.max_receive_message_length", max_body_bytes),
+            ("grpc.max_receive_message_length", message_limit(max_body_bytes, translator.text.max_model_len)),
             ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
             ("grpc.max_connection_idle_ms", IDLE_CONNECTION_S * 1000),
             ("grpc.max_connection_age_ms", CONNECTION_AGE_S * 1000),

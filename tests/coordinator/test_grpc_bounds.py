@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import sys
 from collections.abc import Iterator
@@ -16,11 +17,12 @@ from baton.core.errors import InvalidRequest
 from baton.v1 import serving_pb2 as pb
 from coordinator.api_keys import ApiKeys
 from coordinator.grpc import service
-from coordinator.grpc.service import SERVICE, Serving
+from coordinator.grpc.service import MAX_CONCURRENT_STREAMS, MAX_MESSAGE_BYTES, SERVICE, Serving, message_limit
 from coordinator.policy.quotas import Client
 from coordinator.text.model import TextModel
 from coordinator.translate import Translator
 from tests.support.fake_generator import FakeGenerator
+from tests.support.grpc_kit import served
 
 
 class Untouchable:
@@ -150,3 +152,37 @@ async def test_nothing_of_a_refused_message_is_kept(
     assert context.raised is not None and context.raised.__traceback__ is not None
     assert sys.getrefcount(content) == references
     assert [sys.getrefcount(message) for message in seen] == [3] * len(seen)  # two of them are this line's
+
+
+def test_messages_that_are_never_complete_hold_little_of_a_connection() -> None:
+    assert MAX_CONCURRENT_STREAMS * message_limit(4 << 20, 131_072) <= 256 << 20
+    assert message_limit(1 << 16, 131_072) == 1 << 16
+    assert message_limit(16 << 20, 1 << 20) == 8 << 20
+
+
+async def test_a_message_may_be_of_the_limit_and_not_larger(generator: FakeGenerator, text_model: TextModel) -> None:
+    frame = len(pb.GenerateRequest(text="a" * MAX_MESSAGE_BYTES).SerializeToString()) - MAX_MESSAGE_BYTES
+    async with served(generator, text_model, max_body_bytes=4 << 20) as client:
+        for more, code in ((0, grpc.StatusCode.INVALID_ARGUMENT), (1, grpc.StatusCode.RESOURCE_EXHAUSTED)):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await client.all(text="a" * (MAX_MESSAGE_BYTES - frame + more))
+            assert refused.value.code() is code
+
+
+async def test_a_connection_carries_so_many_calls_at_a_time(
+    generator: FakeGenerator, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MAX_CONCURRENT_STREAMS", 2)
+    generator.script = [asyncio.Event()]
+    async with served(generator, text_model) as client:
+        await client.stub.GetModelInfo(pb.GetModelInfoRequest())  # then the client knows the limit
+        calls = [client.generate() for _ in range(3)]
+        await generator.until(submitted=2)
+        with pytest.raises(grpc.aio.AioRpcError) as waited:
+            await client.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=0.2)
+        assert waited.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert len(generator.submissions) == 2
+        calls[0].cancel()
+        await generator.until(submitted=3)
+        for call in calls:
+            call.cancel()
