@@ -10,7 +10,7 @@ from baton.process import allow_open_files
 
 MAX_CONNECTIONS = 16_384
 ONE_ADDRESS = 0.75  # of them, over HTTP
-GRPC = 0.25  # of them at most: each of gRPC's carries 100 calls at a time
+GRPC = 0.25  # of them at most: each of gRPC's carries 256 calls at a time
 RESERVED_FILES = 128  # what the process may open next: sessions of workers, logs
 
 

@@ -117,6 +117,7 @@ class Translator:
         if options.truncate_prompt_tokens is not None:
             prompt = prompt[-options.truncate_prompt_tokens :]
         self._check_room(len(prompt), "prompt")  # before ids are looked at: there may be a million
+        prompt = tuple(prompt)  # those of a message are slow to read more than once
         self.check_token_ids(prompt)
         return self._submission(request_id, prompt, options, params, DEFAULT_COMPLETION_TOKENS, "prompt", deadline_s)
 

@@ -43,9 +43,7 @@ def check_sampling(params: SamplingParams, max_tokens: int, vocab_size: int) -> 
     _check_ids("allowed_token_ids", params.allowed_token_ids, vocab_size)
     check_count("bad_words", len(params.bad_words), MAX_BAD_WORDS)
     for word in params.bad_words:
-        if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
-            what = f"an entry of bad_words is 1 to {MAX_BAD_WORD_TOKENS} tokens, not {len(word)}"
-            raise InvalidRequest(what, param="bad_words")
+        check_bad_word_length(len(word))
         _check_ids("bad_words", word, vocab_size)
     check_count("grammar", len(params.grammar), MAX_GRAMMAR_CHARS, "characters")
     alone = {word[0] for word in params.bad_words if len(word) == 1}
@@ -74,6 +72,12 @@ def shown(value: float) -> str:
 def check_count(param: str, count: int, most: int, what: str = "entries") -> None:
     if count > most:
         raise InvalidRequest(f"{param} has at most {most} {what}, not {count}", param=param)
+
+
+def check_bad_word_length(tokens: int) -> None:
+    if not 1 <= tokens <= MAX_BAD_WORD_TOKENS:
+        what = f"an entry of bad_words is 1 to {MAX_BAD_WORD_TOKENS} tokens, not {tokens}"
+        raise InvalidRequest(what, param="bad_words")
 
 
 def check_tokens(request: GenerateRequest, vocab_size: int) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import operator
 import secrets
+import traceback
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import fields, replace
@@ -19,7 +20,14 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from baton.core.errors import Cancelled, InvalidRequest, InvariantError, NotFound, Unauthenticated
 from baton.core.events import StageStamps
-from baton.core.sampling_limits import MAX_BAD_WORDS, MAX_BIASES, MAX_GRAMMAR_CHARS, MAX_STOP_TOKENS, check_count
+from baton.core.sampling_limits import (
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_GRAMMAR_CHARS,
+    MAX_STOP_TOKENS,
+    check_bad_word_length,
+    check_count,
+)
 from baton.rpc import codec, status
 from baton.rpc.parsed import parsed
 from baton.rpc.ports import open_port
@@ -53,7 +61,11 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "include_stop_str_in_output": (False,),
     "echo": (False,),
 }
-MAX_CONCURRENT_STREAMS = 4096
+MAX_CONCURRENT_STREAMS = 256
+"""Of a connection. Each may hold a message that never becomes complete: 256 MiB of all with the limit below. Many users
+may share a channel; what is over the limit waits at the client."""
+MAX_MESSAGE_BYTES = 1 << 20
+TOKEN_BYTES = 8  # of a prompt: an id takes 4 at most, the text of a token 4 or so
 SEND_TIMEOUT_S = 30.0
 ABORT_S = 5.0
 IDLE_CONNECTION_S = 120  # clients dial again by themselves
@@ -89,32 +101,37 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
 
     async def _generate(self, client: Client, content: bytes, context: grpc.aio.ServicerContext) -> None:
         try:
-            request = parsed(serving_pb2.GenerateRequest, content)
-            submission = (await self._submission(request, context.time_remaining())).of(client)
-            if traceparent := _metadata(context.invocation_metadata(), "traceparent"):
-                submission = replace(submission, traceparent=traceparent[:64])
-            async with contextlib.aclosing(self._generator.generate(submission)) as deltas:
-                index: Counter[int] = Counter()
-                async for delta in deltas:
-                    large = off_loop.is_large([delta])
-                    if not index.total():
-                        await self._write(context, await off_loop.make(large, self._started, submission, delta))
-                    await self._write(context, await off_loop.make(large, _delta, delta, index[delta.choice]))
-                    index[delta.choice] += len(delta.token_ids)
-                    if delta.finish_reason is not None:
-                        await self._write(context, _finished(delta))
+            await self._answer(client, content, context)
         except Exception as e:  # what is not a BatonError has a row in the table too: our bug
             if status.row(e).hide:
                 log.error("internal error: %s", type(e).__name__, exc_info=e)
+            del content
             with contextlib.suppress(TimeoutError):  # it waits behind what the client does not take
                 async with asyncio.timeout(ABORT_S):
-                    await _refuse(e, content, context)
+                    await _abort(e, context)
+
+    async def _answer(self, client: Client, content: bytes, context: grpc.aio.ServicerContext) -> None:
+        request = parsed(serving_pb2.GenerateRequest, content)
+        submission = (await self._submission(request, context.time_remaining())).of(client)
+        if traceparent := _metadata(context.invocation_metadata(), "traceparent"):
+            submission = replace(submission, traceparent=traceparent[:64])
+        async with contextlib.aclosing(self._generator.generate(submission)) as deltas:
+            index: Counter[int] = Counter()
+            async for delta in deltas:
+                large = off_loop.is_large([delta])
+                if not index.total():
+                    await self._write(context, await off_loop.make(large, self._started, submission, delta))
+                await self._write(context, await off_loop.make(large, _delta, delta, index[delta.choice]))
+                index[delta.choice] += len(delta.token_ids)
+                if delta.finish_reason is not None:
+                    await self._write(context, _finished(delta))
 
     async def _model_info(self, content: bytes, context: grpc.aio.ServicerContext) -> serving_pb2.GetModelInfoResponse:
         try:
             parsed(serving_pb2.GetModelInfoRequest, content)
         except InvalidRequest as e:
-            await _refuse(e, content, context)
+            del content
+            await _abort(e, context)
         text = self._translator.text
         return serving_pb2.GetModelInfoResponse(
             model=self._model,
@@ -136,7 +153,8 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
             name = request.model[:200]
             raise NotFound(f"the model {name!r} is not served here", code="model_not_found", param="model")
         _refuse_unserved(request)
-        options, request_id = _options(request), request.request_id or secrets.token_hex(16)
+        options = _options(request, self._translator.text.vocab_size)
+        request_id = request.request_id or secrets.token_hex(16)
         if len(request_id) > 128 or not request_id.isascii() or not request_id.isprintable():
             raise InvalidRequest("request_id must be at most 128 printable ASCII characters", param="request_id")
         translate = self._translator
@@ -144,7 +162,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
             case "text":
                 return await translate.from_text(request_id, request.text, options, deadline_s=remaining_s)
             case "token_ids":
-                ids = tuple(request.token_ids.ids)
+                ids = request.token_ids.ids  # no tuple: they are counted first
                 return await translate.from_token_ids(request_id, ids, options, deadline_s=remaining_s)
             case "messages":
                 check_count("messages", len(request.messages.messages), MAX_MESSAGES)
@@ -172,12 +190,15 @@ def _refuse_unserved(request: serving_pb2.GenerateRequest) -> None:
             raise InvalidRequest(f"{field.name} is not supported by this version", param=field.name)
 
 
-def _options(request: serving_pb2.GenerateRequest) -> Options:
+def _options(request: serving_pb2.GenerateRequest, vocab_size: int) -> Options:
     s = request.sampling
     check_count("stop", len(request.stop), MAX_STOPS)  # all before entries are looked at: there may be a million
     check_count("logit_bias", len(s.logit_bias), MAX_BIASES)
     check_count("stop_token_ids", len(s.stop_token_ids), MAX_STOP_TOKENS)
     check_count("bad_words", len(s.bad_words), MAX_BAD_WORDS)
+    for word in s.bad_words:
+        check_bad_word_length(len(word.ids))
+    check_count("allowed_token_ids", len(s.allowed_token_ids), vocab_size)
     check_count("grammar", len(s.grammar), MAX_GRAMMAR_CHARS, "characters")
     given = {name: getattr(s, name) for name in _SCALARS if s.HasField(name)}
     given |= {name: getattr(request, name) for name in ("max_tokens", "n", "priority") if request.HasField(name)}
@@ -228,8 +249,17 @@ def _finished(delta: Delta) -> serving_pb2.GenerateResponse:
 
 
 async def _refuse(error: Exception, content: bytes, context: grpc.aio.ServicerContext) -> None:
-    """Ends the call: `abort` raises."""
+    """The method of a call that is not to be served."""
+    del content
+    await _abort(error, context)
+
+
+async def _abort(error: Exception, context: grpc.aio.ServicerContext) -> None:
+    """Ends the call: `abort` raises. What it raises and the call refer to each other, so until a search for garbage all
+    stays that its traceback and the error behind it lead to. Callers let go of their message first."""
     context.set_trailing_metadata(status.grpc_trailing_metadata(error))
+    traceback.clear_frames(error.__traceback__)
+    error.__traceback__ = error.__context__ = error.__cause__ = None
     await context.abort(status.grpc_code(error), status.public_message(error))
 
 
@@ -251,6 +281,11 @@ def _reflection_v1(names: Iterable[str]) -> grpc.GenericRpcHandler:
     return grpc.method_handlers_generic_handler("grpc.reflection.v1.ServerReflection", {"ServerReflectionInfo": info})
 
 
+def message_limit(max_body_bytes: int, max_model_len: int) -> int:
+    """The bytes of a request: a model of a long context has room for its prompts."""
+    return min(max_body_bytes, max(MAX_MESSAGE_BYTES, TOKEN_BYTES * max_model_len))
+
+
 class PublicServer:
     """The public server and its health: SERVING while both pools are there."""
 
@@ -265,7 +300,7 @@ class PublicServer:
     ) -> None:
         self._tls = tls
         limits = [
-            ("grpc.max_receive_message_length", max_body_bytes),
+            ("grpc.max_receive_message_length", message_limit(max_body_bytes, translator.text.max_model_len)),
             ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
             ("grpc.max_connection_idle_ms", IDLE_CONNECTION_S * 1000),
             ("grpc.max_connection_age_ms", CONNECTION_AGE_S * 1000),

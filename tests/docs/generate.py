@@ -141,6 +141,11 @@ LIMITS = (
     ("HTTP connections", f"{connection_limits.MAX_CONNECTIONS:,}"),
     ("of them, from one address that is not loopback", f"{connection_limits.ONE_ADDRESS:.0%}"),
     ("gRPC connections, of all", f"{connection_limits.GRPC:.0%}"),
+    (
+        "gRPC message",
+        f"{grpc_service.MAX_MESSAGE_BYTES >> 20} MiB, {grpc_service.TOKEN_BYTES} bytes for each token of the context "
+        "if that is more; no more than a body",
+    ),
     ("gRPC streams of a connection", f"{grpc_service.MAX_CONCURRENT_STREAMS:,}"),
     ("time of a request", f"{CoordinatorConfig().request_timeout_s:g} s (`--request-timeout-s` of the coordinator)"),
     (

@@ -48,8 +48,10 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def served(generator: FakeGenerator, text_model: TextModel, keys: ApiKeys | None = None) -> AsyncIterator[Client]:
-    server = PublicServer(generator, Translator(text_model), "tiny", 1 << 16, keys)
+async def served(
+    generator: FakeGenerator, text_model: TextModel, keys: ApiKeys | None = None, max_body_bytes: int = 1 << 16
+) -> AsyncIterator[Client]:
+    server = PublicServer(generator, Translator(text_model), "tiny", max_body_bytes, keys)
     port = await server.start("127.0.0.1", 0)
     watch = asyncio.create_task(server.watch_health())
     try:

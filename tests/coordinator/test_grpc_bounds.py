@@ -1,0 +1,188 @@
+"""What one message of the public gRPC API may cost: counted before it is looked at, and nothing kept of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from baton.core.errors import InvalidRequest
+from baton.v1 import serving_pb2 as pb
+from coordinator.api_keys import ApiKeys
+from coordinator.grpc import service
+from coordinator.grpc.service import MAX_CONCURRENT_STREAMS, MAX_MESSAGE_BYTES, SERVICE, Serving, message_limit
+from coordinator.policy.quotas import Client
+from coordinator.text.model import TextModel
+from coordinator.translate import Translator
+from tests.support.fake_generator import FakeGenerator
+from tests.support.grpc_kit import served
+
+
+class Untouchable:
+    """A repeated field that has a length, and whose entries nobody may look at."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Any:
+        raise AssertionError("entries were looked at")
+
+    def __getitem__(self, index: object) -> Any:
+        raise AssertionError("entries were looked at")
+
+
+class Instead:
+    """A message with other values in some fields."""
+
+    def __init__(self, message: Any, **values: Any) -> None:
+        self._message = message
+        self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._message, name)
+
+
+MANY = Untouchable(4_000_000)
+IDS = SimpleNamespace(ids=MANY)
+ENTRIES = "{} has at most {} entries, not 4000000"
+TOO_MANY: list[tuple[str, dict[str, Any], str]] = [
+    ("stop", {"stop": MANY}, ENTRIES.format("stop", 64)),
+    ("messages", {"messages": SimpleNamespace(messages=MANY)}, ENTRIES.format("messages", 4096)),
+    ("prompt", {"token_ids": IDS}, "this model's context is 128 tokens; the prompt has 4000000 and needs room"),
+    ("logit_bias", {"sampling": {"logit_bias": MANY}}, ENTRIES.format("logit_bias", 300)),
+    ("stop_token_ids", {"sampling": {"stop_token_ids": MANY}}, ENTRIES.format("stop_token_ids", 64)),
+    ("bad_words", {"sampling": {"bad_words": MANY}}, ENTRIES.format("bad_words", 128)),
+    ("bad_words", {"sampling": {"bad_words": [IDS]}}, "an entry of bad_words is 1 to 64 tokens, not 4000000"),
+    ("allowed_token_ids", {"sampling": {"allowed_token_ids": MANY}}, ENTRIES.format("allowed_token_ids", 512)),
+]
+
+
+@pytest.mark.parametrize(("param", "values", "message"), TOO_MANY, ids=lambda v: v if isinstance(v, str) else "")
+async def test_entries_are_counted_before_they_are_looked_at(
+    generator: FakeGenerator, text_model: TextModel, param: str, values: dict[str, Any], message: str
+) -> None:
+    serving = Serving(generator, Translator(text_model), "tiny", ApiKeys())
+    request = pb.GenerateRequest(text="a")
+    match values:
+        case {"messages": _}:
+            request.messages.SetInParent()
+        case {"token_ids": _}:
+            request.token_ids.SetInParent()
+        case {"sampling": sampling}:
+            values = {"sampling": Instead(request.sampling, **sampling)}
+    with pytest.raises(InvalidRequest) as refused:
+        await serving._submission(Instead(request, **values), None)  # type: ignore[arg-type]
+    assert message in refused.value.message and refused.value.param == param
+
+
+class Refused:
+    """The context of a call. As grpc does, it keeps what `abort` raises."""
+
+    raised: grpc.aio.AbortError | None = None
+
+    def time_remaining(self) -> None:
+        return None
+
+    def set_trailing_metadata(self, metadata: object) -> None:
+        pass
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        self.raised = grpc.aio.AbortError(details)
+        raise self.raised
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def large(**fields: Any) -> bytes:
+    fields = fields or {"messages": pb.ChatMessages(messages=[pb.ChatMessage()] * 5000)}
+    return pb.GenerateRequest(**fields).SerializeToString()
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize(
+    ("method", "content", "keys", "said"),
+    [
+        ("Generate", large(), {}, "messages has at most 4096 entries"),
+        ("Generate", large(text="a" * 5000), {}, "this model's context is 128 tokens"),
+        ("Generate", b"\xff" * 5000, {}, "is not a message"),
+        ("GetModelInfo", b"\xff" * 5000, {}, "is not a message"),
+        ("Generate", large(), {b"digest": Client("k", "t")}, "an API key is needed"),
+    ],
+)
+async def test_nothing_of_a_refused_message_is_kept(
+    generator: FakeGenerator,
+    text_model: TextModel,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    content: bytes,
+    keys: dict[bytes, Client],
+    said: str,
+) -> None:
+    seen: list[Any] = []
+
+    def parsed(kind: Any, content: bytes) -> Any:
+        seen.append(parse(kind, content))
+        return seen[-1]
+
+    parse = service.parsed
+    monkeypatch.setattr(service, "parsed", parsed)
+    serving, context = Serving(generator, Translator(text_model), "tiny", ApiKeys(keys)), Refused()
+    handler = serving.service(SimpleNamespace(method=f"/{SERVICE}/{method}", invocation_metadata=()))
+    assert handler is not None
+    references = sys.getrefcount(content)
+    try:
+        await (handler.unary_stream or handler.unary_unary)(content, context)
+    except grpc.aio.AbortError as raised:
+        assert said in str(raised)
+    assert context.raised is not None and context.raised.__traceback__ is not None
+    assert sys.getrefcount(content) == references
+    assert [sys.getrefcount(message) for message in seen] == [3] * len(seen)  # two of them are this line's
+
+
+def test_messages_that_are_never_complete_hold_little_of_a_connection() -> None:
+    assert MAX_CONCURRENT_STREAMS * message_limit(4 << 20, 131_072) <= 256 << 20
+    assert message_limit(1 << 16, 131_072) == 1 << 16
+    assert message_limit(16 << 20, 1 << 20) == 8 << 20
+
+
+async def test_a_message_may_be_of_the_limit_and_not_larger(generator: FakeGenerator, text_model: TextModel) -> None:
+    frame = len(pb.GenerateRequest(text="a" * MAX_MESSAGE_BYTES).SerializeToString()) - MAX_MESSAGE_BYTES
+    async with served(generator, text_model, max_body_bytes=4 << 20) as client:
+        for more, code in ((0, grpc.StatusCode.INVALID_ARGUMENT), (1, grpc.StatusCode.RESOURCE_EXHAUSTED)):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await client.all(text="a" * (MAX_MESSAGE_BYTES - frame + more))
+            assert refused.value.code() is code
+
+
+async def test_a_connection_carries_so_many_calls_at_a_time(
+    generator: FakeGenerator, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MAX_CONCURRENT_STREAMS", 2)
+    generator.script = [asyncio.Event()]
+    async with served(generator, text_model) as client:
+        await client.stub.GetModelInfo(pb.GetModelInfoRequest())  # then the client knows the limit
+        calls = [client.generate() for _ in range(3)]
+        await generator.until(submitted=2)
+        with pytest.raises(grpc.aio.AioRpcError) as waited:
+            await client.stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=0.2)
+        assert waited.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert len(generator.submissions) == 2
+        calls[0].cancel()
+        await generator.until(submitted=3)
+        for call in calls:
+            call.cancel()
