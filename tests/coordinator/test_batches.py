@@ -24,6 +24,7 @@ from coordinator.batches import store as batch_store
 from coordinator.batches.store import BatchStore, Line
 from coordinator.http import batches as http_batches
 from coordinator.http.app import HttpSettings, create_app
+from coordinator.openai import validation
 from coordinator.submission import Delta, Sink, Submission, Timeline, Usage
 from coordinator.text.model import TextModel
 from tests.coordinator.test_api_keys import KEY, OTHER, key_file
@@ -304,6 +305,44 @@ async def test_what_is_too_large_or_no_file_is_refused(
         for path in ("/v1/files?limit=0", "/v1/batches?limit=101", "/v1/batches?limit=x"):
             assert (await http.get(path)).json()["error"]["param"] == "limit"
         await http.aclose()
+
+
+async def test_the_body_of_a_new_batch_is_small(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is parsed on the event loop: what is larger is not parsed, whether its length is declared or not."""
+    parsed: list[int] = []
+
+    def parse(model: Any, body: bytes) -> Any:
+        parsed.append(len(body))
+        return validation.parse(model, body)
+
+    monkeypatch.setattr(http_batches, "parse", parse)
+    most = 64 * 1024
+    assert most == http_batches.MAX_BODY_BYTES
+    known = {"input_file_id": "x", "endpoint": COMPLETIONS, "completion_window": "24h"}
+    fits = json.dumps(known).encode().ljust(most)
+
+    async def undeclared(body: bytes) -> AsyncIterator[bytes]:
+        yield body[:1000]
+        yield body[1000:]
+
+    kind = {"content-type": "application/json"}
+    async with served(tmp_path, Echo(), text_model) as (_, app), running(app) as server:
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
+        for body, status in ((fits, 404), (fits + b" ", 413), (b'{"a":['.ljust(4 << 20, b"["), 413)):
+            for content in (body, undeclared(body)):
+                answer = await http.post("/v1/batches", content=content, headers=kind)
+                assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["code"] == "request_too_large" and str(most) in answer.text
+        assert parsed == [most, most]
+        await http.aclose()
+        raw = await RawClient.connect(server)
+        head = f"POST /v1/batches HTTP/1.1\r\nHost: t\r\nContent-Length: {most + 1}\r\n"
+        await raw.send(f"{head}Content-Type: application/json\r\n\r\n".encode())
+        async with asyncio.timeout(10):
+            assert b" 413 " in await raw.reader.readline(), "nothing of it has to come"
+        await raw.close()
 
 
 async def test_a_line_as_long_as_a_file_is_not_parsed(
