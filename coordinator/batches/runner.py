@@ -92,7 +92,9 @@ class BatchRunner:
                 self._wake.clear()
                 self._tasks = {batch_id: task for batch_id, task in self._tasks.items() if not task.done()}
                 try:
-                    self._start(await self.on_disk(self._store.unfinished))
+                    # Those that run are among them, and so many others: those to be cancelled are the first.
+                    wanted = len(self._tasks) + MAX_BATCHES
+                    self._start(await self.on_disk(self._store.unfinished, wanted))
                 except StorageFailed:
                     await asyncio.sleep(DISK_PAUSE_S)
                     continue

@@ -25,15 +25,19 @@ from typing import Any
 
 import orjson
 
-from baton.core.errors import InvalidRequest, NotFound, QuotaExceeded, StartupError
+from baton.core.errors import InvalidRequest, NotFound, QuotaExceeded, StartupError, Unavailable
 from coordinator.openai.json_body import parse_object
 
 FLAG = "--data-dir"
 WINDOW_S = 24 * 3600
 OUTPUT = "batch_output"
-ENDED = ("completed", "failed", "expired", "cancelled")
+MAX_UNFINISHED = 1000
+MAX_UNFINISHED_OF_OWNER = 250
+BUSY_S = 30.0
+"""After which a client that finds too many batches may try again."""
 MAX_LINE_BYTES = 4 << 20  # as large as a body may be by default; the parser holds the interpreter meanwhile
-_SCHEMA = """
+_UNFINISHED = "status not in ('completed', 'failed', 'expired', 'cancelled')"
+_SCHEMA = f"""
 create table if not exists files (
     id text primary key, owner text not null, created_at integer not null, bytes integer not null,
     filename text not null, purpose text not null);
@@ -41,11 +45,12 @@ create table if not exists batches (
     id text primary key, owner text not null, key text not null, created_at integer not null,
     endpoint text not null, input_file_id text not null, metadata text not null, status text not null,
     total integer not null default 0, completed integer not null default 0, failed integer not null default 0,
-    output_file_id text, error_file_id text, errors text, stamps text not null default '{}');
+    output_file_id text, error_file_id text, errors text, stamps text not null default '{{}}');
 create table if not exists lines (
     batch text not null, number integer not null, custom_id text not null, body blob not null,
     status integer, request_id text, answer blob, primary key (batch, number)) without rowid;
 create index if not exists open_lines on lines (batch) where status is null;
+create index if not exists unfinished on batches (owner, status) where {_UNFINISHED};
 """
 
 
@@ -155,16 +160,37 @@ class BatchStore:
     def add_batch(
         self, owner: str, key: str, endpoint: str, input_file_id: str, metadata: dict[str, str]
     ) -> dict[str, Any]:
-        """`key` names the API key whose quota it counts against. Raises NotFound: there is no such file."""
-        if self.file(owner, input_file_id)["purpose"] != "batch":
+        """`key` names the API key whose quota it counts against.
+
+        Raises:
+            NotFound: there is no such file.
+            QuotaExceeded: too many batches of this owner have not ended, or there is no room for it and its lines.
+            Unavailable: too many batches of all owners have not ended.
+        """
+        file = self.file(owner, input_file_id)
+        if file["purpose"] != "batch":
             raise NotFound("this file is not for batches", code="file_not_found", param="input_file_id")
+        self._check_unfinished(owner)
+        kept = orjson.dumps(metadata).decode()
+        self._check_room(file["bytes"] + len(kept))
         batch_id, now = f"batch_{secrets.token_hex(12)}", int(time.time())
         self._db.execute(
             "insert into batches (id, owner, key, created_at, endpoint, input_file_id, metadata, status)"
             " values (?, ?, ?, ?, ?, ?, ?, 'validating')",
-            (batch_id, owner, key, now, endpoint, input_file_id, orjson.dumps(metadata).decode()),
+            (batch_id, owner, key, now, endpoint, input_file_id, kept),
         )
         return self.batch(owner, batch_id)
+
+    def _check_unfinished(self, owner: str) -> None:
+        """Raises QuotaExceeded or Unavailable where one batch more would be too many."""
+        query = f"select count(*), coalesce(sum(owner = ?), 0) from batches where {_UNFINISHED}"
+        of_all, of_owner = self._db.execute(query, (owner,)).fetchone()
+        if of_owner >= MAX_UNFINISHED_OF_OWNER:
+            message = f"{MAX_UNFINISHED_OF_OWNER} batches have not ended; cancel one, or wait until one has ended"
+            raise QuotaExceeded(message, code="too_many_batches", retry_after_s=BUSY_S)
+        if of_all >= MAX_UNFINISHED:
+            message = f"{MAX_UNFINISHED} batches of all clients have not ended; wait until one has ended"
+            raise Unavailable(message, code="too_many_batches", retry_after_s=BUSY_S)
 
     def batch(self, owner: str, batch_id: str) -> dict[str, Any]:
         """Raises NotFound."""
@@ -185,13 +211,15 @@ class BatchStore:
 
     # For the runner.
 
-    def unfinished(self) -> list[dict[str, Any]]:
-        """All batches that have not ended, with `owner` and `key`: the oldest of each owner, then the next of each."""
-        marks = ", ".join("?" * len(ENDED))
+    def unfinished(self, limit: int = MAX_UNFINISHED) -> list[dict[str, Any]]:
+        """Batches that have not ended, with `owner` and `key`: those to be cancelled, the oldest of each owner, then
+        the next of each."""
         rows = self._db.execute(
-            "select *, row_number() over (partition by owner order by rowid) as turn from batches"
-            f" where status not in ({marks}) order by turn, rowid",
-            ENDED,
+            "with chosen as materialized (select rowid as row, status <> 'cancelling' as later,"
+            " row_number() over (partition by owner order by rowid) as turn"
+            f" from batches where {_UNFINISHED} order by later, turn, row limit ?)"
+            " select batches.* from chosen join batches on batches.rowid = chosen.row order by later, turn, row",
+            (limit,),
         )
         return [_batch_object(row) | {"owner": row["owner"], "key": row["key"]} for row in rows]
 

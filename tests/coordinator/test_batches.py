@@ -17,7 +17,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from baton.core.errors import StartupError, Unavailable
+from baton.core.errors import QuotaExceeded, StartupError, Unavailable
 from coordinator.api_keys import read_api_keys
 from coordinator.batches import runner as batch_runner
 from coordinator.batches import store as batch_store
@@ -403,7 +403,7 @@ async def test_a_disk_that_fails_costs_a_batch_time_and_no_answer(
         assert tries - before < 11 * 8, "a pause between two tries"
         assert (await client.batches.retrieve(batch.id)).status == "in_progress"
 
-        def broken() -> Any:
+        def broken(*_: Any) -> Any:
             raise sqlite3.DatabaseError("malformed")
 
         store.unfinished = broken
@@ -564,3 +564,73 @@ async def test_what_nobody_said_is_too_large_is_refused_when_it_is_there(tmp_pat
             refused = await http.post("/v1/files", content=form, headers=kind | {"origin": origin})
             assert refused.status_code == status, origin
         await http.aclose()
+
+
+def test_so_many_batches_have_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an owner and of all; one that has ended makes room. What is refused leaves nothing."""
+    monkeypatch.setattr(batch_store, "MAX_UNFINISHED_OF_OWNER", 2)
+    monkeypatch.setattr(batch_store, "MAX_UNFINISHED", 3)
+    store = BatchStore(str(tmp_path), 1 << 20)
+    files = {owner: stored(store, owner=owner)["id"] for owner in ("a", "b")}
+
+    def add(owner: str) -> Any:
+        return store.add_batch(owner, "", COMPLETIONS, files[owner], {})["id"]
+
+    first, second = add("a"), add("a")
+    with pytest.raises(QuotaExceeded, match="2 batches have not ended; cancel one, or wait") as refused:
+        add("a")
+    assert refused.value.code == "too_many_batches" and refused.value.retry_after_s
+    add("b")
+    with pytest.raises(Unavailable, match="3 batches of all clients have not ended") as full:
+        add("b")
+    assert full.value.code == "too_many_batches" and full.value.retry_after_s
+    store.cancel("a", first)
+    with pytest.raises(QuotaExceeded):
+        add("a")
+    store.end(first, "cancelled")
+    third = add("a")
+    assert [batch["id"] for batch in store.batches("a", 10, None)] == [third, second, first]
+    assert len(store.batches("b", 10, None)) == 1
+    store.close()
+
+
+def test_a_batch_for_which_there_is_no_room_is_refused(tmp_path: Path) -> None:
+    """Its lines are a copy of its file, and its metadata is kept, too."""
+    store = BatchStore(str(tmp_path), 1 << 20)
+    file, small = stored(store, b"x" * 450_000)["id"], stored(store)["id"]
+    assert store.add_batch("", "", COMPLETIONS, file, {})["status"] == "validating"
+    stored(store, b"x" * 200_000)
+    for wanted, metadata in ((file, {}), (small, {"k": "x" * 400_000})):
+        with pytest.raises(QuotaExceeded, match="delete some") as refused:
+            store.add_batch("", "", COMPLETIONS, wanted, metadata)
+        assert refused.value.code == "storage_full"
+    assert len(store.batches("", 10, None)) == 1
+    assert store.add_batch("", "", COMPLETIONS, small, {})["status"] == "validating"
+    store.close()
+
+
+async def test_the_runner_reads_as_many_batches_as_it_may_start(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are. One that only has to be cancelled does not wait for those in front of it."""
+    monkeypatch.setattr(batch_runner, "MAX_BATCHES", 2)
+    generator = Echo()
+    generator.hold = asyncio.Event()
+    async with served(tmp_path, generator, text_model) as (client, app):
+        store, read = app.state.batches._store, list[int]()
+        unfinished = store.unfinished
+
+        def counted(*what: Any) -> Any:
+            found = unfinished(*what)
+            read.append(len(found))
+            return found
+
+        store.unfinished = counted
+        made = [(await submit(client, line("r"))).id for _ in range(12)]
+        await generator.until(submitted=2)
+        await client.batches.cancel(made[-1])
+        assert (await ended(client, made[-1])).status == "cancelled"
+        generator.hold.set()
+        for batch_id in made[:-1]:
+            assert (await ended(client, batch_id)).status == "completed"
+        assert len(read) >= 12 and max(read) <= 2 + 3, "two that run, one that is cancelled, and as many again"
