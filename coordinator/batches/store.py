@@ -17,7 +17,7 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ MAX_UNFINISHED = 1000
 MAX_UNFINISHED_OF_OWNER = 250
 BUSY_S = 30.0
 """After which a client that finds too many batches may try again."""
-MAX_LINE_BYTES = 4 << 20  # as large as a body may be by default; the parser holds the interpreter meanwhile
+MAX_LINE_BYTES = 4 << 20  # as large as a body may be by default
 _UNFINISHED = "status not in ('completed', 'failed', 'expired', 'cancelled')"
 _SCHEMA = f"""
 create table if not exists files (
@@ -62,6 +62,10 @@ class Line:
     number: int
     custom_id: str
     body: bytes
+
+
+ReadLine = Callable[[bytes, int, str, str], Line | dict[str, Any]]
+"""What `read_line` takes and gives."""
 
 
 class BatchStore:
@@ -301,7 +305,7 @@ class BatchStore:
             yield
 
 
-def read_lines(path: Path, batch_id: str, endpoint: str, most: int) -> Iterator[Line | dict[str, Any]]:
+def read_lines(path: Path, batch_id: str, endpoint: str, most: int, read: ReadLine) -> Iterator[Line | dict[str, Any]]:
     """The requests of an input file; for a line that is none an error object of OpenAI's API."""
     seen: set[str] = set()
     with path.open("rb") as file:
@@ -318,12 +322,7 @@ def read_lines(path: Path, batch_id: str, endpoint: str, most: int) -> Iterator[
             if len(seen) >= most:
                 yield _error(number, "too_many_lines", f"a batch has at most {most} requests", None)
                 return
-            try:
-                given = parse_object(text.strip())
-            except InvalidRequest as error:
-                yield _error(number, "invalid_json_line", error.message, error.param)
-                continue
-            found = _read_line(given, number, batch_id, endpoint)
+            found = read(text.strip(), number, batch_id, endpoint)
             if isinstance(found, Line) and found.custom_id in seen:
                 found = _error(number, "duplicate_custom_id", "another line has this custom_id", "custom_id")
             if isinstance(found, Line):
@@ -331,7 +330,12 @@ def read_lines(path: Path, batch_id: str, endpoint: str, most: int) -> Iterator[
             yield found
 
 
-def _read_line(given: dict[str, Any], number: int, batch_id: str, endpoint: str) -> Line | dict[str, Any]:
+def read_line(text: bytes, number: int, batch_id: str, endpoint: str) -> Line | dict[str, Any]:
+    """The request of one line, or what is wrong with it. It holds the interpreter while it parses."""
+    try:
+        given = parse_object(text)
+    except InvalidRequest as error:
+        return _error(number, "invalid_json_line", error.message, error.param)
     for name in given:
         if name not in ("custom_id", "method", "url", "body"):
             return _error(number, "unknown_parameter", f"unknown field '{name[:64]}'", name[:64])

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
+import os
 import sqlite3
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +26,13 @@ from baton.core.errors import QuotaExceeded, StartupError, Unavailable
 from coordinator.api_keys import read_api_keys
 from coordinator.batches import runner as batch_runner
 from coordinator.batches import store as batch_store
+from coordinator.batches.runner import BatchRunner
 from coordinator.batches.store import BatchStore, Line
+from coordinator.child import kill_child, start_child
 from coordinator.http import batches as http_batches
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.openai import validation
+from coordinator.openai.json_body import parse_object
 from coordinator.submission import Delta, Sink, Submission, Timeline, Usage
 from coordinator.text.model import TextModel
 from tests.coordinator.test_api_keys import KEY, OTHER, key_file
@@ -634,3 +642,97 @@ async def test_the_runner_reads_as_many_batches_as_it_may_start(
         for batch_id in made[:-1]:
             assert (await ended(client, batch_id)).status == "completed"
         assert len(read) >= 12 and max(read) <= 2 + 3, "two that run, one that is cancelled, and as many again"
+
+
+def long(given: dict[str, Any]) -> bytes:
+    """A line that is parsed in a child, where 1000 bytes are many."""
+    return json.dumps(given).encode().replace(b'"body": ', b'"body": ' + b" " * 2000)
+
+
+async def test_a_long_line_is_parsed_in_a_child(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists of 4 MiB hold the interpreter for 0.2 s, on the store's thread too."""
+    assert batch_runner.INLINE_BYTES == 64 * 1024
+    monkeypatch.setattr(batch_runner, "INLINE_BYTES", 1000)
+    here, children = list[int](), list[Executor]()
+
+    def parse_here(text: bytes) -> Any:
+        here.append(len(text))
+        return parse_object(text)
+
+    def start() -> Executor:
+        children.append(start_child())
+        return children[-1]
+
+    monkeypatch.setattr(batch_store, "parse_object", parse_here)
+    monkeypatch.setattr(batch_runner, "start_child", start)
+    before = multiprocessing.active_children()
+    async with served(tmp_path, Echo(), text_model) as (client, _):
+        batch = await ended(client, (await submit(client, line("a"), long(line("b")), long(line("c")))).id)
+        assert [row["custom_id"] for row in await rows_of(client, batch.output_file_id)] == ["a", "b", "c"]
+        assert len(here) == 1 and len(children) == 1
+        wrong = (b'{"a": [' + b"[], " * 1000, long(line("a", stream=True)), long(line("a")))
+        batch = await ended(client, (await submit(client, line("a"), *wrong)).id)
+        found = [(error.line, error.code) for error in batch.errors.data]
+        assert found == [(2, "invalid_json_line"), (3, "invalid_value"), (4, "duplicate_custom_id")]
+        assert len(here) == 2 and max(here) < 1000 and len(children) == 1
+    await until_gone(before)
+
+
+async def until_gone(before: list[Any]) -> None:
+    """Until there are no other children than `before`."""
+    async with asyncio.timeout(30):
+        while set(multiprocessing.active_children()) - set(before):
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("prepare", "value", "parse_s"), [(os._exit, 3, 30.0), (time.sleep, 1000, 0.1)])
+async def test_a_child_that_parses_lines_and_dies_or_hangs_costs_one_batch(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch, prepare: Any, value: int, parse_s: float
+) -> None:
+    before = multiprocessing.active_children()
+    monkeypatch.setattr(batch_runner, "INLINE_BYTES", 1000)
+    async with served(tmp_path, Echo(), text_model) as (client, _):
+        with monkeypatch.context() as broken:
+            broken.setattr(batch_runner, "start_child", lambda: start_child(prepare, value))
+            broken.setattr(batch_runner, "PARSE_S", parse_s)
+            batch = await ended(client, (await submit(client, line("a"), long(line("b")))).id)
+        assert batch.status == "failed" and batch.errors.data[0].code == "internal_error"
+        await until_gone(before)
+        batch = await ended(client, (await submit(client, line("a"), long(line("b")))).id)
+        assert batch.status == "completed"
+    await until_gone(before)
+
+
+async def test_a_coordinator_that_ends_waits_for_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch is checked again by the next one."""
+    monkeypatch.setattr(batch_runner, "INLINE_BYTES", 1000)
+    monkeypatch.setattr(batch_runner, "PARSE_S", 1000)
+    children = list[Executor]()
+
+    def start() -> Executor:
+        children.append(start_child(time.sleep, 1000))
+        return children[-1]
+
+    monkeypatch.setattr(batch_runner, "start_child", start)
+    before = multiprocessing.active_children()
+    store = BatchStore(str(tmp_path), 1 << 20)
+    store.add_batch("", "", COMPLETIONS, stored(store, jsonl(line("a"), long(line("b"))))["id"], {})
+    runner = BatchRunner(store, partial(http_batches.ask, FastAPI()), lambda _: None)
+    checked = runner._thread.submit(runner._validate, store.unfinished()[0])
+    async with asyncio.timeout(30):
+        while not set(multiprocessing.active_children()) - set(before):
+            await asyncio.sleep(0.01)
+    try:
+        async with asyncio.timeout(30):
+            await asyncio.to_thread(runner.close)
+    finally:
+        kill_child(children[0])
+    with pytest.raises(Unavailable):
+        checked.result()
+    await until_gone(before)
+    store = BatchStore(str(tmp_path), 1 << 20)
+    (batch,) = store.unfinished()
+    assert batch["status"] == "validating" and store.open_lines(batch["id"], 0, 9) == []
+    store.close()
