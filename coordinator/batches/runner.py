@@ -17,13 +17,15 @@ import logging
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from baton.core.errors import NotFound, Unavailable
 from coordinator.api_keys import MAX_PRIORITY
-from coordinator.batches.store import FLAG, BatchStore, Line, read_lines
+from coordinator.batches.store import FLAG, BatchStore, Line, read_line, read_lines
+from coordinator.child import kill_child, start_child
 from coordinator.policy.quotas import Client
 
 log = logging.getLogger("baton.batches")
@@ -31,6 +33,9 @@ MAX_RUNNING = 32
 MAX_BATCHES = 16
 MAX_LINES = 50_000
 MAX_ERRORS = 20
+INLINE_BYTES = 64 * 1024
+"""A longer line is parsed in a child: a JSON parser holds the interpreter, on a thread too (0.2 s for 4 MiB)."""
+PARSE_S = 20.0
 RETRIES_S = 0.5, 30.0
 """Between two tries of a line that found no room, in seconds: doubled with each, up to the second."""
 RETRIED = (408, 429, 500, 502, 503)
@@ -60,12 +65,15 @@ class StorageFailed(Unavailable):
 
 
 class BatchRunner:
-    """Complete state: the store, its thread, what wakes the loop, the task of each batch, and the requests that may
-    run. `client_of` finds the client of a key by its name, None where there is none any more."""
+    """Complete state: the store, its thread, the child that parses long lines once one has come, what wakes the loop,
+    the task of each batch, and the requests that may run. `client_of` finds the client of a key by its name, None where
+    there is none any more."""
 
     def __init__(self, store: BatchStore, ask: Ask, client_of: Callable[[str], Client | None]) -> None:
         self._store, self._ask, self._client_of = store, ask, client_of
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._child: Executor | None = None
+        self._closing = False
         self._wake = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._room = asyncio.Semaphore(MAX_RUNNING)
@@ -92,7 +100,9 @@ class BatchRunner:
                 self._wake.clear()
                 self._tasks = {batch_id: task for batch_id, task in self._tasks.items() if not task.done()}
                 try:
-                    self._start(await self.on_disk(self._store.unfinished))
+                    # Those that run are among them, and so many others: those to be cancelled are the first.
+                    wanted = len(self._tasks) + MAX_BATCHES
+                    self._start(await self.on_disk(self._store.unfinished, wanted))
                 except StorageFailed:
                     await asyncio.sleep(DISK_PAUSE_S)
                     continue
@@ -111,8 +121,17 @@ class BatchRunner:
                 task.add_done_callback(lambda _: self.wake())
 
     def close(self) -> None:
+        """Once `run` has ended. A file that is being checked is checked again by the next coordinator."""
+        self._closing = True
+        self._kill_child()  # the thread waits for it
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._kill_child()  # it may just have been starting
         self._store.close()
+
+    def _kill_child(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            kill_child(child)
 
     async def _guarded(self, batch: dict[str, Any]) -> None:
         """What goes wrong with one batch costs that batch; a failing disk costs it time."""
@@ -157,7 +176,7 @@ class BatchRunner:
         path = store.content(batch["owner"], batch["input_file_id"])
 
         def lines() -> Any:
-            for found in read_lines(path, batch_id, batch["endpoint"], MAX_LINES):
+            for found in read_lines(path, batch_id, batch["endpoint"], MAX_LINES, self._read_line):
                 if isinstance(found, Line):
                     yield found
                 elif len(errors) < MAX_ERRORS:
@@ -170,6 +189,23 @@ class BatchRunner:
             store.begin(batch_id, ())
             store.set_status(batch_id, "failed", errors)
         return not errors
+
+    def _read_line(self, text: bytes, number: int, batch_id: str, endpoint: str) -> Line | dict[str, Any]:
+        """`read_line`, on the store's thread.
+
+        Raises:
+            Unavailable: the child has died, or did not answer for `PARSE_S`; or the coordinator ends.
+        """
+        if len(text) <= INLINE_BYTES:
+            return read_line(text, number, batch_id, endpoint)
+        if self._closing:
+            raise Unavailable("the coordinator ends")
+        child = self._child = self._child or start_child()
+        try:
+            return child.submit(read_line, text, number, batch_id, endpoint).result(PARSE_S)
+        except (BrokenProcessPool, TimeoutError):
+            self._kill_child()  # the next long line starts another one
+            raise Unavailable(f"the process that parses long lines has died or hangs, at line {number}") from None
 
     async def _answer_all(self, batch_id: str, batch: dict[str, Any], client: Client) -> str:
         """Asks for every line that has no answer; how the batch ends."""

@@ -17,7 +17,7 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,15 +25,19 @@ from typing import Any
 
 import orjson
 
-from baton.core.errors import InvalidRequest, NotFound, QuotaExceeded, StartupError
+from baton.core.errors import InvalidRequest, NotFound, QuotaExceeded, StartupError, Unavailable
 from coordinator.openai.json_body import parse_object
 
 FLAG = "--data-dir"
 WINDOW_S = 24 * 3600
 OUTPUT = "batch_output"
-ENDED = ("completed", "failed", "expired", "cancelled")
-MAX_LINE_BYTES = 4 << 20  # as large as a body may be by default; the parser holds the interpreter meanwhile
-_SCHEMA = """
+MAX_UNFINISHED = 1000
+MAX_UNFINISHED_OF_OWNER = 250
+BUSY_S = 30.0
+"""After which a client that finds too many batches may try again."""
+MAX_LINE_BYTES = 4 << 20  # as large as a body may be by default
+_UNFINISHED = "status not in ('completed', 'failed', 'expired', 'cancelled')"
+_SCHEMA = f"""
 create table if not exists files (
     id text primary key, owner text not null, created_at integer not null, bytes integer not null,
     filename text not null, purpose text not null);
@@ -41,11 +45,12 @@ create table if not exists batches (
     id text primary key, owner text not null, key text not null, created_at integer not null,
     endpoint text not null, input_file_id text not null, metadata text not null, status text not null,
     total integer not null default 0, completed integer not null default 0, failed integer not null default 0,
-    output_file_id text, error_file_id text, errors text, stamps text not null default '{}');
+    output_file_id text, error_file_id text, errors text, stamps text not null default '{{}}');
 create table if not exists lines (
     batch text not null, number integer not null, custom_id text not null, body blob not null,
     status integer, request_id text, answer blob, primary key (batch, number)) without rowid;
 create index if not exists open_lines on lines (batch) where status is null;
+create index if not exists unfinished on batches (owner, status) where {_UNFINISHED};
 """
 
 
@@ -57,6 +62,10 @@ class Line:
     number: int
     custom_id: str
     body: bytes
+
+
+ReadLine = Callable[[bytes, int, str, str], Line | dict[str, Any]]
+"""What `read_line` takes and gives."""
 
 
 class BatchStore:
@@ -155,16 +164,37 @@ class BatchStore:
     def add_batch(
         self, owner: str, key: str, endpoint: str, input_file_id: str, metadata: dict[str, str]
     ) -> dict[str, Any]:
-        """`key` names the API key whose quota it counts against. Raises NotFound: there is no such file."""
-        if self.file(owner, input_file_id)["purpose"] != "batch":
+        """`key` names the API key whose quota it counts against.
+
+        Raises:
+            NotFound: there is no such file.
+            QuotaExceeded: too many batches of this owner have not ended, or there is no room for it and its lines.
+            Unavailable: too many batches of all owners have not ended.
+        """
+        file = self.file(owner, input_file_id)
+        if file["purpose"] != "batch":
             raise NotFound("this file is not for batches", code="file_not_found", param="input_file_id")
+        self._check_unfinished(owner)
+        kept = orjson.dumps(metadata).decode()
+        self._check_room(file["bytes"] + len(kept))
         batch_id, now = f"batch_{secrets.token_hex(12)}", int(time.time())
         self._db.execute(
             "insert into batches (id, owner, key, created_at, endpoint, input_file_id, metadata, status)"
             " values (?, ?, ?, ?, ?, ?, ?, 'validating')",
-            (batch_id, owner, key, now, endpoint, input_file_id, orjson.dumps(metadata).decode()),
+            (batch_id, owner, key, now, endpoint, input_file_id, kept),
         )
         return self.batch(owner, batch_id)
+
+    def _check_unfinished(self, owner: str) -> None:
+        """Raises QuotaExceeded or Unavailable where one batch more would be too many."""
+        query = f"select count(*), coalesce(sum(owner = ?), 0) from batches where {_UNFINISHED}"
+        of_all, of_owner = self._db.execute(query, (owner,)).fetchone()
+        if of_owner >= MAX_UNFINISHED_OF_OWNER:
+            message = f"{MAX_UNFINISHED_OF_OWNER} batches have not ended; cancel one, or wait until one has ended"
+            raise QuotaExceeded(message, code="too_many_batches", retry_after_s=BUSY_S)
+        if of_all >= MAX_UNFINISHED:
+            message = f"{MAX_UNFINISHED} batches of all clients have not ended; wait until one has ended"
+            raise Unavailable(message, code="too_many_batches", retry_after_s=BUSY_S)
 
     def batch(self, owner: str, batch_id: str) -> dict[str, Any]:
         """Raises NotFound."""
@@ -185,13 +215,15 @@ class BatchStore:
 
     # For the runner.
 
-    def unfinished(self) -> list[dict[str, Any]]:
-        """All batches that have not ended, with `owner` and `key`: the oldest of each owner, then the next of each."""
-        marks = ", ".join("?" * len(ENDED))
+    def unfinished(self, limit: int = MAX_UNFINISHED) -> list[dict[str, Any]]:
+        """Batches that have not ended, with `owner` and `key`: those to be cancelled, the oldest of each owner, then
+        the next of each."""
         rows = self._db.execute(
-            "select *, row_number() over (partition by owner order by rowid) as turn from batches"
-            f" where status not in ({marks}) order by turn, rowid",
-            ENDED,
+            "with chosen as materialized (select rowid as row, status <> 'cancelling' as later,"
+            " row_number() over (partition by owner order by rowid) as turn"
+            f" from batches where {_UNFINISHED} order by later, turn, row limit ?)"
+            " select batches.* from chosen join batches on batches.rowid = chosen.row order by later, turn, row",
+            (limit,),
         )
         return [_batch_object(row) | {"owner": row["owner"], "key": row["key"]} for row in rows]
 
@@ -273,7 +305,7 @@ class BatchStore:
             yield
 
 
-def read_lines(path: Path, batch_id: str, endpoint: str, most: int) -> Iterator[Line | dict[str, Any]]:
+def read_lines(path: Path, batch_id: str, endpoint: str, most: int, read: ReadLine) -> Iterator[Line | dict[str, Any]]:
     """The requests of an input file; for a line that is none an error object of OpenAI's API."""
     seen: set[str] = set()
     with path.open("rb") as file:
@@ -290,12 +322,7 @@ def read_lines(path: Path, batch_id: str, endpoint: str, most: int) -> Iterator[
             if len(seen) >= most:
                 yield _error(number, "too_many_lines", f"a batch has at most {most} requests", None)
                 return
-            try:
-                given = parse_object(text.strip())
-            except InvalidRequest as error:
-                yield _error(number, "invalid_json_line", error.message, error.param)
-                continue
-            found = _read_line(given, number, batch_id, endpoint)
+            found = read(text.strip(), number, batch_id, endpoint)
             if isinstance(found, Line) and found.custom_id in seen:
                 found = _error(number, "duplicate_custom_id", "another line has this custom_id", "custom_id")
             if isinstance(found, Line):
@@ -303,7 +330,12 @@ def read_lines(path: Path, batch_id: str, endpoint: str, most: int) -> Iterator[
             yield found
 
 
-def _read_line(given: dict[str, Any], number: int, batch_id: str, endpoint: str) -> Line | dict[str, Any]:
+def read_line(text: bytes, number: int, batch_id: str, endpoint: str) -> Line | dict[str, Any]:
+    """The request of one line, or what is wrong with it. It holds the interpreter while it parses."""
+    try:
+        given = parse_object(text)
+    except InvalidRequest as error:
+        return _error(number, "invalid_json_line", error.message, error.param)
     for name in given:
         if name not in ("custom_id", "method", "url", "body"):
             return _error(number, "unknown_parameter", f"unknown field '{name[:64]}'", name[:64])

@@ -19,7 +19,7 @@ from baton.core.errors import Cancelled, InvalidRequest, NotFound, Unavailable
 from coordinator.api_keys import ApiKeys
 from coordinator.batches.runner import Answer, BatchRunner
 from coordinator.batches.store import BatchStore
-from coordinator.http.body import BodyReader
+from coordinator.http.body import BodyReader, check_declared
 from coordinator.http.errors import HttpProblem, json_response
 from coordinator.http.generation import ABORT
 from coordinator.http.guard import CLIENT
@@ -31,6 +31,7 @@ from coordinator.policy.quotas import Client
 UPLOAD_IDLE_S, UPLOAD_S = 30.0, 3600.0
 MAX_FIELDS = 4
 MAX_UPLOADS = 8
+MAX_BODY_BYTES = 64 * 1024  # of a new batch, whose metadata has some 10 KB; it is parsed on the event loop
 _PIECE = 1 << 20
 _MAX_NAME = 256
 _OVERHEAD_BYTES = 1 << 16  # of a form, beside the file in it
@@ -137,7 +138,11 @@ class BatchRoutes:
         return FileAnswer(path, self._send_timeout_s)
 
     async def create(self, request: Request) -> Response:
-        body = parse(BatchBody, await self._reader.read(request))
+        check_declared(request, MAX_BODY_BYTES)
+        given = await self._reader.read(request)
+        if len(given) > MAX_BODY_BYTES:
+            raise HttpProblem(413, "request_too_large", f"the body may have {MAX_BODY_BYTES} bytes")
+        body = parse(BatchBody, given)
         client: Client = request.scope[CLIENT]
         wanted = (client.tenant, client.key, body.endpoint, body.input_file_id, body.metadata or {})
         batch = await self.runner.on_disk(self._store.add_batch, *wanted)

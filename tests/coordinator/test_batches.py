@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
+import os
 import sqlite3
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +22,17 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from baton.core.errors import StartupError, Unavailable
+from baton.core.errors import QuotaExceeded, StartupError, Unavailable
 from coordinator.api_keys import read_api_keys
 from coordinator.batches import runner as batch_runner
 from coordinator.batches import store as batch_store
+from coordinator.batches.runner import BatchRunner
 from coordinator.batches.store import BatchStore, Line
+from coordinator.child import kill_child, start_child
 from coordinator.http import batches as http_batches
 from coordinator.http.app import HttpSettings, create_app
+from coordinator.openai import validation
+from coordinator.openai.json_body import parse_object
 from coordinator.submission import Delta, Sink, Submission, Timeline, Usage
 from coordinator.text.model import TextModel
 from tests.coordinator.test_api_keys import KEY, OTHER, key_file
@@ -306,6 +315,44 @@ async def test_what_is_too_large_or_no_file_is_refused(
         await http.aclose()
 
 
+async def test_the_body_of_a_new_batch_is_small(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is parsed on the event loop: what is larger is not parsed, whether its length is declared or not."""
+    parsed: list[int] = []
+
+    def parse(model: Any, body: bytes) -> Any:
+        parsed.append(len(body))
+        return validation.parse(model, body)
+
+    monkeypatch.setattr(http_batches, "parse", parse)
+    most = 64 * 1024
+    assert most == http_batches.MAX_BODY_BYTES
+    known = {"input_file_id": "x", "endpoint": COMPLETIONS, "completion_window": "24h"}
+    fits = json.dumps(known).encode().ljust(most)
+
+    async def undeclared(body: bytes) -> AsyncIterator[bytes]:
+        yield body[:1000]
+        yield body[1000:]
+
+    kind = {"content-type": "application/json"}
+    async with served(tmp_path, Echo(), text_model) as (_, app), running(app) as server:
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
+        for body, status in ((fits, 404), (fits + b" ", 413), (b'{"a":['.ljust(4 << 20, b"["), 413)):
+            for content in (body, undeclared(body)):
+                answer = await http.post("/v1/batches", content=content, headers=kind)
+                assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["code"] == "request_too_large" and str(most) in answer.text
+        assert parsed == [most, most]
+        await http.aclose()
+        raw = await RawClient.connect(server)
+        head = f"POST /v1/batches HTTP/1.1\r\nHost: t\r\nContent-Length: {most + 1}\r\n"
+        await raw.send(f"{head}Content-Type: application/json\r\n\r\n".encode())
+        async with asyncio.timeout(10):
+            assert b" 413 " in await raw.reader.readline(), "nothing of it has to come"
+        await raw.close()
+
+
 async def test_a_line_as_long_as_a_file_is_not_parsed(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,7 +411,7 @@ async def test_a_disk_that_fails_costs_a_batch_time_and_no_answer(
         assert tries - before < 11 * 8, "a pause between two tries"
         assert (await client.batches.retrieve(batch.id)).status == "in_progress"
 
-        def broken() -> Any:
+        def broken(*_: Any) -> Any:
             raise sqlite3.DatabaseError("malformed")
 
         store.unfinished = broken
@@ -525,3 +572,167 @@ async def test_what_nobody_said_is_too_large_is_refused_when_it_is_there(tmp_pat
             refused = await http.post("/v1/files", content=form, headers=kind | {"origin": origin})
             assert refused.status_code == status, origin
         await http.aclose()
+
+
+def test_so_many_batches_have_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an owner and of all; one that has ended makes room. What is refused leaves nothing."""
+    monkeypatch.setattr(batch_store, "MAX_UNFINISHED_OF_OWNER", 2)
+    monkeypatch.setattr(batch_store, "MAX_UNFINISHED", 3)
+    store = BatchStore(str(tmp_path), 1 << 20)
+    files = {owner: stored(store, owner=owner)["id"] for owner in ("a", "b")}
+
+    def add(owner: str) -> Any:
+        return store.add_batch(owner, "", COMPLETIONS, files[owner], {})["id"]
+
+    first, second = add("a"), add("a")
+    with pytest.raises(QuotaExceeded, match="2 batches have not ended; cancel one, or wait") as refused:
+        add("a")
+    assert refused.value.code == "too_many_batches" and refused.value.retry_after_s
+    add("b")
+    with pytest.raises(Unavailable, match="3 batches of all clients have not ended") as full:
+        add("b")
+    assert full.value.code == "too_many_batches" and full.value.retry_after_s
+    store.cancel("a", first)
+    with pytest.raises(QuotaExceeded):
+        add("a")
+    store.end(first, "cancelled")
+    third = add("a")
+    assert [batch["id"] for batch in store.batches("a", 10, None)] == [third, second, first]
+    assert len(store.batches("b", 10, None)) == 1
+    store.close()
+
+
+def test_a_batch_for_which_there_is_no_room_is_refused(tmp_path: Path) -> None:
+    """Its lines are a copy of its file, and its metadata is kept, too."""
+    store = BatchStore(str(tmp_path), 1 << 20)
+    file, small = stored(store, b"x" * 450_000)["id"], stored(store)["id"]
+    assert store.add_batch("", "", COMPLETIONS, file, {})["status"] == "validating"
+    stored(store, b"x" * 200_000)
+    for wanted, metadata in ((file, {}), (small, {"k": "x" * 400_000})):
+        with pytest.raises(QuotaExceeded, match="delete some") as refused:
+            store.add_batch("", "", COMPLETIONS, wanted, metadata)
+        assert refused.value.code == "storage_full"
+    assert len(store.batches("", 10, None)) == 1
+    assert store.add_batch("", "", COMPLETIONS, small, {})["status"] == "validating"
+    store.close()
+
+
+async def test_the_runner_reads_as_many_batches_as_it_may_start(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are. One that only has to be cancelled does not wait for those in front of it."""
+    monkeypatch.setattr(batch_runner, "MAX_BATCHES", 2)
+    generator = Echo()
+    generator.hold = asyncio.Event()
+    async with served(tmp_path, generator, text_model) as (client, app):
+        store, read = app.state.batches._store, list[int]()
+        unfinished = store.unfinished
+
+        def counted(*what: Any) -> Any:
+            found = unfinished(*what)
+            read.append(len(found))
+            return found
+
+        store.unfinished = counted
+        made = [(await submit(client, line("r"))).id for _ in range(12)]
+        await generator.until(submitted=2)
+        await client.batches.cancel(made[-1])
+        assert (await ended(client, made[-1])).status == "cancelled"
+        generator.hold.set()
+        for batch_id in made[:-1]:
+            assert (await ended(client, batch_id)).status == "completed"
+        assert len(read) >= 12 and max(read) <= 2 + 3, "two that run, one that is cancelled, and as many again"
+
+
+def long(given: dict[str, Any]) -> bytes:
+    """A line that is parsed in a child, where 1000 bytes are many."""
+    return json.dumps(given).encode().replace(b'"body": ', b'"body": ' + b" " * 2000)
+
+
+async def test_a_long_line_is_parsed_in_a_child(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists of 4 MiB hold the interpreter for 0.2 s, on the store's thread too."""
+    assert batch_runner.INLINE_BYTES == 64 * 1024
+    monkeypatch.setattr(batch_runner, "INLINE_BYTES", 1000)
+    here, children = list[int](), list[Executor]()
+
+    def parse_here(text: bytes) -> Any:
+        here.append(len(text))
+        return parse_object(text)
+
+    def start() -> Executor:
+        children.append(start_child())
+        return children[-1]
+
+    monkeypatch.setattr(batch_store, "parse_object", parse_here)
+    monkeypatch.setattr(batch_runner, "start_child", start)
+    before = multiprocessing.active_children()
+    async with served(tmp_path, Echo(), text_model) as (client, _):
+        batch = await ended(client, (await submit(client, line("a"), long(line("b")), long(line("c")))).id)
+        assert [row["custom_id"] for row in await rows_of(client, batch.output_file_id)] == ["a", "b", "c"]
+        assert len(here) == 1 and len(children) == 1
+        wrong = (b'{"a": [' + b"[], " * 1000, long(line("a", stream=True)), long(line("a")))
+        batch = await ended(client, (await submit(client, line("a"), *wrong)).id)
+        found = [(error.line, error.code) for error in batch.errors.data]
+        assert found == [(2, "invalid_json_line"), (3, "invalid_value"), (4, "duplicate_custom_id")]
+        assert len(here) == 2 and max(here) < 1000 and len(children) == 1
+    await until_gone(before)
+
+
+async def until_gone(before: list[Any]) -> None:
+    """Until there are no other children than `before`."""
+    async with asyncio.timeout(30):
+        while set(multiprocessing.active_children()) - set(before):
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(("prepare", "value", "parse_s"), [(os._exit, 3, 30.0), (time.sleep, 1000, 0.1)])
+async def test_a_child_that_parses_lines_and_dies_or_hangs_costs_one_batch(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch, prepare: Any, value: int, parse_s: float
+) -> None:
+    before = multiprocessing.active_children()
+    monkeypatch.setattr(batch_runner, "INLINE_BYTES", 1000)
+    async with served(tmp_path, Echo(), text_model) as (client, _):
+        with monkeypatch.context() as broken:
+            broken.setattr(batch_runner, "start_child", lambda: start_child(prepare, value))
+            broken.setattr(batch_runner, "PARSE_S", parse_s)
+            batch = await ended(client, (await submit(client, line("a"), long(line("b")))).id)
+        assert batch.status == "failed" and batch.errors.data[0].code == "internal_error"
+        await until_gone(before)
+        batch = await ended(client, (await submit(client, line("a"), long(line("b")))).id)
+        assert batch.status == "completed"
+    await until_gone(before)
+
+
+async def test_a_coordinator_that_ends_waits_for_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch is checked again by the next one."""
+    monkeypatch.setattr(batch_runner, "INLINE_BYTES", 1000)
+    monkeypatch.setattr(batch_runner, "PARSE_S", 1000)
+    children = list[Executor]()
+
+    def start() -> Executor:
+        children.append(start_child(time.sleep, 1000))
+        return children[-1]
+
+    monkeypatch.setattr(batch_runner, "start_child", start)
+    before = multiprocessing.active_children()
+    store = BatchStore(str(tmp_path), 1 << 20)
+    store.add_batch("", "", COMPLETIONS, stored(store, jsonl(line("a"), long(line("b"))))["id"], {})
+    runner = BatchRunner(store, partial(http_batches.ask, FastAPI()), lambda _: None)
+    checked = runner._thread.submit(runner._validate, store.unfinished()[0])
+    async with asyncio.timeout(30):
+        while not set(multiprocessing.active_children()) - set(before):
+            await asyncio.sleep(0.01)
+    try:
+        async with asyncio.timeout(30):
+            await asyncio.to_thread(runner.close)
+    finally:
+        kill_child(children[0])
+    with pytest.raises(Unavailable):
+        checked.result()
+    await until_gone(before)
+    store = BatchStore(str(tmp_path), 1 << 20)
+    (batch,) = store.unfinished()
+    assert batch["status"] == "validating" and store.open_lines(batch["id"], 0, 9) == []
+    store.close()

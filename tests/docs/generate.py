@@ -21,7 +21,9 @@ from baton.rpc import status
 from baton.v1 import serving_pb2, types_pb2
 from coordinator import connections as connection_limits
 from coordinator import structured_output, translate
+from coordinator.batches import store as batch_store
 from coordinator.grpc import service as grpc_service
+from coordinator.http import batches as http_batches
 from coordinator.http import body as http_body
 from coordinator.http import guard as http_guard
 from coordinator.http import server as http_server
@@ -127,6 +129,11 @@ LIMITS = (
     ("grammars of a client that wait to be compiled", str(grammar_queue.MAX_WAITING)),
     ("parts of one message", f"{openai_schema.MAX_PARTS:,}"),
     ("body", f"{CoordinatorConfig().max_body_mib:g} MiB (`--max-body-mib` of the coordinator)"),
+    ("body of a new batch", f"{http_batches.MAX_BODY_BYTES >> 10} KiB"),
+    (
+        "batches that have not ended",
+        f"{batch_store.MAX_UNFINISHED_OF_OWNER:,} of an owner, {batch_store.MAX_UNFINISHED:,} of all",
+    ),
     (
         f"bodies over {http_body.INLINE_BYTES >> 10} KiB that wait to be parsed, together",
         f"{http_body.MAX_WAITING_BYTES >> 20} MiB",
