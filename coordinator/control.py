@@ -11,6 +11,7 @@ import grpc.aio
 from baton.core.commands import Join
 from baton.core.errors import BatonError, InvariantError, JoinRefused
 from baton.core.names import host_port
+from baton.rpc.first_message import FirstMessage
 from baton.rpc.parsed import parsed
 from baton.rpc.ports import open_port
 from baton.rpc.status import grpc_code
@@ -100,7 +101,7 @@ async def serve_control(
     Raises:
         StartupError: nobody can listen there.
     """
-    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server = grpc.aio.server(interceptors=(FirstMessage(),), options=SERVER_OPTIONS)
     server.add_generic_rpc_handlers((_handlers(_Servicer(cluster, tls)),))
     bound = open_port(server, host, port, "control", "--control-port", tls and tls.server())
     await server.start()

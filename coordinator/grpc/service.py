@@ -29,6 +29,7 @@ from baton.core.sampling_limits import (
     check_count,
 )
 from baton.rpc import codec, status
+from baton.rpc.first_message import FirstMessage
 from baton.rpc.parsed import parsed
 from baton.rpc.ports import open_port
 from baton.rpc.streams import SERVER_OPTIONS
@@ -90,7 +91,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
         try:
             client = self._keys.client(_metadata(handler_call_details.invocation_metadata, "authorization"))
         except Unauthenticated as refused:
-            return grpc.unary_unary_rpc_method_handler(partial(_refuse, refused))
+            return grpc.stream_unary_rpc_method_handler(partial(_refuse, refused))
         serialize = {"response_serializer": operator.methodcaller("SerializeToString")}
         match method:
             case "Generate":
@@ -248,9 +249,8 @@ def _finished(delta: Delta) -> serving_pb2.GenerateResponse:
     )
 
 
-async def _refuse(error: Exception, content: bytes, context: grpc.aio.ServicerContext) -> None:
-    """The method of a call that is not to be served."""
-    del content
+async def _refuse(error: Exception, _: object, context: grpc.aio.ServicerContext) -> None:
+    """The method of a call that is not to be served: its message is not read."""
     await _abort(error, context)
 
 
@@ -308,7 +308,7 @@ class PublicServer:
             ("grpc.max_allowed_incoming_connections", round(connection_limit(0) * GRPC)),
         ]
         options = list({**dict(SERVER_OPTIONS), **dict(limits)}.items())
-        self._server = grpc.aio.server(options=options)
+        self._server = grpc.aio.server(interceptors=(FirstMessage(),), options=options)
         self._generator = generator
         self._health = health.aio.HealthServicer()
         self._server.add_generic_rpc_handlers((Serving(generator, translator, model, keys or ApiKeys()),))

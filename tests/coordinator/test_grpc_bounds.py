@@ -14,6 +14,8 @@ import grpc.aio
 import pytest
 
 from baton.core.errors import InvalidRequest
+from baton.rpc import first_message
+from baton.rpc.first_message import FirstMessage
 from baton.v1 import serving_pb2 as pb
 from coordinator.api_keys import ApiKeys
 from coordinator.grpc import service
@@ -93,6 +95,12 @@ class Refused:
     def time_remaining(self) -> None:
         return None
 
+    def __init__(self, content: bytes) -> None:
+        self._messages = [content]
+
+    async def read(self) -> bytes:
+        return self._messages.pop()
+
     def set_trailing_metadata(self, metadata: object) -> None:
         pass
 
@@ -141,17 +149,61 @@ async def test_nothing_of_a_refused_message_is_kept(
 
     parse = service.parsed
     monkeypatch.setattr(service, "parsed", parsed)
-    serving, context = Serving(generator, Translator(text_model), "tiny", ApiKeys(keys)), Refused()
-    handler = serving.service(SimpleNamespace(method=f"/{SERVICE}/{method}", invocation_metadata=()))
+    serving, context = Serving(generator, Translator(text_model), "tiny", ApiKeys(keys)), Refused(content)
+
+    async def found(details: Any) -> Any:
+        return serving.service(details)
+
+    details = SimpleNamespace(method=f"/{SERVICE}/{method}", invocation_metadata=())
+    handler = await FirstMessage().intercept_service(found, details)
     assert handler is not None
-    references = sys.getrefcount(content)
+    references = sys.getrefcount(content) - (0 if keys else 1)  # a call without a key is not read
     try:
-        await (handler.unary_stream or handler.unary_unary)(content, context)
+        await (handler.stream_stream or handler.stream_unary)(None, context)
     except grpc.aio.AbortError as raised:
         assert said in str(raised)
     assert context.raised is not None and context.raised.__traceback__ is not None
     assert sys.getrefcount(content) == references
     assert [sys.getrefcount(message) for message in seen] == [3] * len(seen)  # two of them are this line's
+
+
+@pytest.mark.parametrize("method", [f"/{SERVICE}/Generate", f"/{SERVICE}/GetModelInfo", "/grpc.health.v1.Health/Check"])
+async def test_a_message_has_so_long_to_arrive(
+    generator: FakeGenerator,
+    text_model: TextModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    method: str,
+) -> None:
+    monkeypatch.setattr(first_message, "RECEIVE_S", 0.3)
+    async with served(generator, text_model) as client:
+        silent = client.channel.stream_stream(method)()
+        async with asyncio.timeout(30):
+            assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "did not arrive within 0.3 s" in (await silent.details())
+        empty = client.channel.stream_stream(method)()
+        await empty.done_writing()
+        assert await empty.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not caplog.records
+
+
+async def test_bytes_that_are_no_message_are_no_traceback_in_the_log(
+    generator: FakeGenerator, text_model: TextModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served(generator, text_model) as client:
+        for name in ("Check", "Watch"):
+            call = client.channel.unary_stream(f"/grpc.health.v1.Health/{name}")(b"\xff" * 10)
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not caplog.records
+
+
+async def test_a_call_without_a_key_is_refused_before_its_message_is_read(
+    generator: FakeGenerator, text_model: TextModel
+) -> None:
+    async with served(generator, text_model, ApiKeys({b"digest": Client("k", "t")})) as client:
+        silent = client.channel.stream_stream(f"/{SERVICE}/Generate")()
+        async with asyncio.timeout(10):
+            assert await silent.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_messages_that_are_never_complete_hold_little_of_a_connection() -> None:

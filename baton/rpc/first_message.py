@@ -1,0 +1,65 @@
+"""The one message of a call that sends one: it has so long to arrive, and bytes that are no message are refused.
+
+gRPC itself waits for ever for the rest of a message, which it holds, and makes UNKNOWN and a traceback in the log of
+bytes that are none. So the server reads such calls as streams of one message; on the wire both are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import grpc
+
+RECEIVE_S = 30.0
+Method = Callable[[Any, grpc.aio.ServicerContext], Any]
+
+
+class FirstMessage(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Of every method of a server whose calls send one message."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return handler
+        codecs = (handler.request_deserializer, handler.response_serializer)
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(partial(_stream, handler.unary_stream), *codecs)
+        return grpc.stream_unary_rpc_method_handler(partial(_unary, handler.unary_unary), *codecs)
+
+
+# Neither keeps the message in a variable: a call that is refused lets go of it (coordinator.grpc.service).
+
+
+async def _unary(method: Method, _: object, context: grpc.aio.ServicerContext) -> Any:
+    return await method(await _read(context), context)
+
+
+async def _stream(method: Method, _: object, context: grpc.aio.ServicerContext) -> None:
+    answers = method(await _read(context), context)
+    if inspect.isasyncgen(answers):
+        async for answer in answers:
+            await context.write(answer)
+    else:
+        await answers
+
+
+async def _read(context: grpc.aio.ServicerContext) -> Any:
+    """The message; ends the call where there is none within `RECEIVE_S`."""
+    reading = asyncio.ensure_future(context.read())
+    reading.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    await asyncio.wait((reading,), timeout=RECEIVE_S)
+    if not reading.done():  # and not cancelled: gRPC has begun to read, and ends that with the call
+        await context.abort(
+            grpc.StatusCode.DEADLINE_EXCEEDED, f"the message of the call did not arrive within {RECEIVE_S:g} s"
+        )
+    if reading.exception() is not None or reading.result() is grpc.aio.EOF:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message of its type")
+    return reading.result()
