@@ -17,12 +17,13 @@ from typing import Any
 from baton.core import errors
 from baton.core.config import CoordinatorConfig, WorkerConfig
 from baton.core.sampling_limits import MAX_GRAMMAR_CHARS
-from baton.rpc import status
+from baton.rpc import first_message, status
 from baton.v1 import serving_pb2, types_pb2
 from coordinator import connections as connection_limits
 from coordinator import structured_output, translate
 from coordinator.batches import store as batch_store
 from coordinator.grpc import service as grpc_service
+from coordinator.http import app as http_app
 from coordinator.http import batches as http_batches
 from coordinator.http import body as http_body
 from coordinator.http import guard as http_guard
@@ -31,6 +32,7 @@ from coordinator.http.app import HttpSettings, create_app
 from coordinator.metrics import VLLM, WORKER_COUNTERS, WORKER_GAUGES, Metrics
 from coordinator.openai import fields as openai_schema_fields
 from coordinator.openai import schema as openai_schema
+from coordinator.openai import structured
 from coordinator.policy import grammar_queue
 from launch.up_config import DoctorConfig, UpConfig
 from tests.support.fake_generator import FakeGenerator
@@ -127,6 +129,9 @@ LIMITS = (
     ("characters of a schema or grammar", f"{MAX_GRAMMAR_CHARS:,}"),
     ("time to compile a grammar", f"{structured_output.COMPILE_S:g} s"),
     ("grammars of a client that wait to be compiled", str(grammar_queue.MAX_WAITING)),
+    ("alternatives of a choice", f"{structured.MAX_ALTERNATIVES:,}"),
+    ("characters of a whitespace pattern", f"{structured.MAX_WHITESPACE_CHARS:,}"),
+    ("characters of an echoed prompt, in all choices together", f"{http_app.MAX_ECHO_CHARS:,}"),
     ("parts of one message", f"{openai_schema.MAX_PARTS:,}"),
     ("body", f"{CoordinatorConfig().max_body_mib:g} MiB (`--max-body-mib` of the coordinator)"),
     ("body of a new batch", f"{http_batches.MAX_BODY_BYTES >> 10} KiB"),
@@ -138,6 +143,7 @@ LIMITS = (
         f"bodies over {http_body.INLINE_BYTES >> 10} KiB that wait to be parsed, together",
         f"{http_body.MAX_WAITING_BYTES >> 20} MiB",
     ),
+    (f"values in a body over {http_body.INLINE_BYTES >> 10} KiB", f"{http_body.MAX_VALUES:,}"),
     ("time for a body to arrive", f"{HttpSettings('').body_timeout_s:g} s"),
     ("time a client may take nothing of its stream", f"{HttpSettings('').send_timeout_s:g} s"),
     ("headers", f"{http_guard.MAX_HEADERS}, {http_guard.MAX_HEADER_BYTES:,} bytes each"),
@@ -153,6 +159,8 @@ LIMITS = (
         f"{grpc_service.MAX_MESSAGE_BYTES >> 20} MiB, {grpc_service.TOKEN_BYTES} bytes for each token of the context "
         "if that is more; no more than a body",
     ),
+    ("time for a gRPC message to arrive", f"{first_message.RECEIVE_S:g} s"),
+    ("requests of a connection that wait for an answer (pipelined)", str(http_server.MAX_PIPELINED)),
     ("gRPC streams of a connection", f"{grpc_service.MAX_CONCURRENT_STREAMS:,}"),
     ("time of a request", f"{CoordinatorConfig().request_timeout_s:g} s (`--request-timeout-s` of the coordinator)"),
     (
