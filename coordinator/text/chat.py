@@ -108,11 +108,11 @@ class ChatEncoder:
         if not how.continue_final_message:
             return rendered
         final = values[-1]["content"].strip()
-        at = rendered.rfind(final)
-        if not final or at < 0:
+        behind = rendered[::-1].find(final[::-1])  # forwards: `rfind` may take the product of the lengths
+        if not final or behind < 0:
             what = "continue_final_message: the chat template does not show the last message as it is"
             raise InvalidRequest(what, param="continue_final_message")
-        return rendered[: at + len(final)]
+        return rendered[: len(rendered) - behind]
 
     def encode(self, messages: Sequence[ChatMessage], how: Rendering = PLAIN) -> list[int]:
         """The prompt as ids. Blocks: call it from a thread."""

@@ -184,3 +184,41 @@ def test_a_broken_template_stops_the_start_in_one_line(source: str) -> None:
     with pytest.raises(StartupError) as caught:
         ChatTemplate(source)
     assert str(caught.value).startswith("chat template") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("final", ["so", " <|im_end|> so on\n", "ü 😀 aa", "a", "a" * 5_000])
+def test_a_final_message_is_cut_behind_its_last_place(final: str) -> None:
+    """As transformers does, which searches backwards for the message without spaces at its ends."""
+    messages = [ChatMessage("user", "so a so"), ChatMessage("assistant", final)]
+    for source in (CHATML, LLAMA_2, "{{ messages[1].content }}{{ messages[1].content }} so", FANCY):
+        encode = encoder(source)
+        whole = encode.render(messages, Rendering(add_generation_prompt=False))
+        text = final.strip()
+        expected = whole[: whole.rindex(text) + len(text)]
+        how = Rendering(add_generation_prompt=False, continue_final_message=True)
+        assert encode.render(messages, how) == expected
+
+
+def test_a_final_message_that_is_not_shown_is_refused() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        encoder("{{ messages[0].content }}").render(
+            [ChatMessage("user", "a"), ChatMessage("assistant", "b")], Rendering(continue_final_message=True)
+        )
+    assert caught.value.param == "continue_final_message"
+
+
+class OnlyForwards(str):
+    """A text that is not searched backwards, which CPython does in the product of the lengths."""
+
+    def rfind(self, *_: object) -> int:
+        raise AssertionError("a search backwards")
+
+    rindex = rfind
+
+
+def test_a_final_message_is_searched_for_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = ENCODERS["chatml", "byte_level"]
+    text = OnlyForwards("a" * 100 + 'a"' + "a" * 40)
+    monkeypatch.setattr(encode.template, "render", lambda *_, **__: text)
+    messages = [ChatMessage("user", "x"), ChatMessage("assistant", 'a"' + "a" * 40)]
+    assert encode.render(messages, Rendering(continue_final_message=True)) == text
