@@ -29,7 +29,7 @@ MAX_VALUES = 20_000  # of tools, and of further variables
 SLICE = 64 * 1024
 """Characters or ids that one call looks at: other threads run between two calls, so the event loop waits some 2 ms."""
 # Keys and constants of tools and calls. None of them is a control token, alone or with what JSON has beside it.
-_WORDS = frozenset(
+SCHEMA_WORDS = frozenset(
     [
         *("type", "function", "name", "description", "parameters", "strict", "id", "arguments", "properties", "items"),
         *("object", "array", "string", "number", "integer", "boolean", "null", "required", "enum", "anyOf", "default"),
@@ -148,7 +148,7 @@ def _cleaned(value: Any, clean: Callable[[str], str], param: str, depth: int = 0
     if isinstance(value, str):
         if _ALIAS in value or _MARK in value:
             raise InvalidRequest("U+FDD0 and U+FDD1 are noncharacters and not accepted", param=param)
-        return value if depth and value in _WORDS else clean(value)
+        return value if depth and value in SCHEMA_WORDS else clean(value)
     if isinstance(value, Mapping):
         return {
             _cleaned(key, clean, param, depth + 1): _cleaned(inner, clean, param, depth + 1)
