@@ -43,6 +43,7 @@ from coordinator.openai.validation import Strict, parse
 from coordinator.recent import KEPT, Record
 from coordinator.submission import Generates, Generator, Submission
 from coordinator.text.chat import Rendering
+from coordinator.text.listing import tokens_json
 from coordinator.text.model import TextModel
 from coordinator.text.tool_calls import make_parser
 from coordinator.translate import Translator, check_messages
@@ -255,9 +256,9 @@ class _Front:
             check_messages(messages)
             how = Rendering(add_generation_prompt=body.add_generation_prompt)
             ids = await self._text.encode_chat_soon(messages, how)
-        answer: dict[str, Any] = {"count": len(ids), "max_model_len": self._text.max_model_len, "tokens": ids}
-        names = [self._text.tokenizer.id_to_token(i) for i in ids] if body.return_token_strs else None
-        return json_response(answer | {"token_strs": names})
+        what = (self._text.tokenizer, ids, self._text.max_model_len, bool(body.return_token_strs))
+        answer = await off_loop.make(len(ids) > off_loop.LARGE_ENTRIES, tokens_json, *what)
+        return Response(answer, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._body(request, schema.DetokenizeBody)

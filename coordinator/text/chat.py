@@ -26,14 +26,15 @@ _ALIAS = "\ufdd0"
 _MARK = "\ufdd1"
 MAX_DEPTH = 100
 MAX_VALUES = 20_000  # of tools, and of further variables
+SLICE = 64 * 1024
+"""Characters or ids that one call looks at: other threads run between two calls, so the event loop waits some 2 ms."""
 # Keys and constants of tools and calls. None of them is a control token, alone or with what JSON has beside it.
-_WORDS = frozenset(
+SCHEMA_WORDS = frozenset(
     [
         *("type", "function", "name", "description", "parameters", "strict", "id", "arguments", "properties", "items"),
         *("object", "array", "string", "number", "integer", "boolean", "null", "required", "enum", "anyOf", "default"),
     ]
 )
-_RESERVED = re.compile(f"[{_ALIAS}{_MARK}]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +109,11 @@ class ChatEncoder:
         if not how.continue_final_message:
             return rendered
         final = values[-1]["content"].strip()
-        at = rendered.rfind(final)
-        if not final or at < 0:
+        behind = rendered[::-1].find(final[::-1])  # forwards: `rfind` may take the product of the lengths
+        if not final or behind < 0:
             what = "continue_final_message: the chat template does not show the last message as it is"
             raise InvalidRequest(what, param="continue_final_message")
-        return rendered[: at + len(final)]
+        return rendered[: len(rendered) - behind]
 
     def encode(self, messages: Sequence[ChatMessage], how: Rendering = PLAIN) -> list[int]:
         """The prompt as ids. Blocks: call it from a thread."""
@@ -145,9 +146,9 @@ def _cleaned(value: Any, clean: Callable[[str], str], param: str, depth: int = 0
     if depth > MAX_DEPTH:
         raise InvalidRequest(f"'{param}' is nested more than {MAX_DEPTH} deep", param=param)
     if isinstance(value, str):
-        if _RESERVED.search(value):
+        if _ALIAS in value or _MARK in value:
             raise InvalidRequest("U+FDD0 and U+FDD1 are noncharacters and not accepted", param=param)
-        return value if depth and value in _WORDS else clean(value)
+        return value if depth and value in SCHEMA_WORDS else clean(value)
     if isinstance(value, Mapping):
         return {
             _cleaned(key, clean, param, depth + 1): _cleaned(inner, clean, param, depth + 1)
@@ -164,12 +165,14 @@ class ControlTokens:
     def __init__(self, tokenizer: Tokenizer, parts: Mapping[str, Any], controls: Iterable[str]) -> None:
         longest_first = sorted({c for c in controls if c}, key=lambda c: (-len(c), c))
         either = "|".join(map(re.escape, longest_first)) or "(?!)"
-        self._starts = re.compile(f"(?=(?:{either}))(.)", re.DOTALL)
+        self._spelled = re.compile(either)
         self._written = re.compile(f"(?:{either})(?!{_MARK})")
         self._beginnings = {c[:n] for c in longest_first for n in range(1, len(c))}
         self._endings = {c[n:] for c in longest_first for n in range(1, len(c))}
         self._longest = max(map(len, longest_first), default=0)
         self._aliases = {content: f"{_ALIAS}{index}{_ALIAS}" for index, content in enumerate(longest_first)}
+        self._to_mark = {content: (1, content[0] + _MARK) for content in longest_first}
+        self._to_alias = {content: (len(content), alias) for content, alias in self._aliases.items()}
         self._tokenizer = self._with_aliases(parts)
         self._ids = self._translation(tokenizer)
         own = (self._tokenizer.token_to_id(content) for content in longest_first)
@@ -186,18 +189,35 @@ class ControlTokens:
         continues = continues or (len(core) < self._longest and any(core in c for c in self._aliases))
         for end in ends:  # from the last one to the first: earlier places stay right
             core = core[:end] + _MARK + core[end:]
-        core = self._starts.sub(rf"\1{_MARK}", core)
+        core = self._replaced(self._spelled, core, self._to_mark)
         return lead + (_MARK if continues and core else "") + core + tail
 
     def encode(self, rendered: str) -> list[int]:
-        aliased = self._written.sub(lambda found: self._aliases[found[0]], rendered).replace(_MARK, "")
+        aliased = self._replaced(self._written, rendered, self._to_alias).replace(_MARK, "")
         ids = self._tokenizer.encode_batch_fast([aliased], add_special_tokens=False)[0].ids  # lets other threads run
-        if not self._forbidden.isdisjoint(ids):
+        forbidden = self._forbidden
+        if forbidden and not all(forbidden.isdisjoint(ids[at : at + SLICE]) for at in range(0, len(ids), SLICE)):
             raise InvalidRequest(
                 "the messages spell a control token that this tokenizer cannot write as text", param="messages"
             )
         ids_of = self._ids
         return [ids_of.get(i, i) for i in ids]
+
+    def _replaced(self, pattern: re.Pattern[str], text: str, by: Mapping[str, tuple[int, str]]) -> str:
+        """`text` with each match replaced; `by` says how many of its characters, and by what. Searches slice by slice:
+        what begins in a slice may end behind it."""
+        whole: list[str] = []
+        at = 0
+        for end in range(SLICE, len(text) + SLICE, SLICE):
+            pieces: list[str] = []
+            while at < end and (found := pattern.search(text, at, end + self._longest)) and found.start() < end:
+                length, new = by[found[0]]
+                pieces += (text[at : found.start()], new)
+                at = found.start() + length
+            pieces.append(text[at:end])
+            at = max(at, end)
+            whole.append("".join(pieces))
+        return "".join(whole)
 
     def _with_aliases(self, parts: Mapping[str, Any]) -> Tokenizer:
         added = [t | {"content": self._aliases.get(t["content"], t["content"])} for t in parts["added_tokens"]]

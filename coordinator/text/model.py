@@ -1,8 +1,9 @@
 """Text in and out of token ids for one model.
 
-Encoding may take long, so the async forms run it on a thread of their own (by the batch calls of `tokenizers`, which,
-unlike the single ones, let other threads run meanwhile) and refuse beforehand what cannot fit: no token stands for more
-than `max_token_bytes` bytes, so a text of more than that times the context is too long whatever its tokens are.
+Encoding may take long, so the async forms run it on threads of their own (by the batch calls of `tokenizers`, which,
+unlike the single ones, let other threads run meanwhile), bound what waits for them, and refuse beforehand what cannot
+fit: no token stands for more than `max_token_bytes` bytes, so a text of more than that times the context is too long
+whatever its tokens are.
 
 How special tokens in text are read:
 - chat: a client's text never becomes a control token (see chat.py);
@@ -17,27 +18,38 @@ Sampling defaults are generation_config's temperature, top_p, top_k, min_p and r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from baton.core.errors import ContextLengthExceeded, InvalidRequest, StartupError
+from baton.core.errors import ContextLengthExceeded, InvalidRequest, StartupError, Unavailable
 from baton.core.model_config import ModelConfig
 from baton.core.request import SamplingParams
-from coordinator.text.chat import PLAIN, ChatEncoder, ChatMessage, Rendering
+from coordinator.text.chat import PLAIN, SCHEMA_WORDS, ChatEncoder, ChatMessage, Rendering
 from coordinator.text.files import TextFiles, read_text_files
 from coordinator.text.stream import TextStream, Vocabulary
 from coordinator.text.tool_calls import FORMATS, THINK, detect_format
 
 INLINE_CHARS = 2_000
+SMALL_BYTES = 64 * 1024
+MAX_WAITING_BYTES = 32 * 1024 * 1024
+"""Of prompts that wait to be rendered or encoded, or are. One of up to SMALL_BYTES may always wait: the number of
+connections bounds those."""
+LONG_AT_ONCE = 2
+"""Long prompts that are encoded at the same time; a thread more is left to the short ones."""
+VALUES_AT_ONCE = 4_096
+"""Values that are looked at before the event loop gets its turn: some 0.5 ms."""
 _T = TypeVar("_T")
 
 
 class TextModel:
-    """The text side of a model. Nothing in it changes after construction but the threads it uses. `tool_format` is how
+    """The text side of a model. Nothing in it changes after construction but the threads it uses and what waits for
+    them. `tool_format` is how
     it writes calls, None where its template knows none, `thinks` whether it may begin with reasoning, and `marker_ids`
     are the special tokens that these are written with."""
 
@@ -63,8 +75,10 @@ class TextModel:
         self.template_has_tools = "tools" in template
         self.thinks = THINK[1] in template or self.tool_format == "harmony"
         self.marker_ids = _special_markers(files.tokenizer, self.tool_format, self.thinks)
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._threads = ThreadPoolExecutor(max_workers=LONG_AT_ONCE + 1, thread_name_prefix="tokenize")
         self._rendering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="render")  # it waits for the one child
+        self._long = {self._threads: asyncio.Semaphore(LONG_AT_ONCE), self._rendering: asyncio.Semaphore(1)}
+        self._waiting_bytes = 0
 
     @classmethod
     def load(
@@ -106,34 +120,66 @@ class TextModel:
         return [tuple(ids) for ids in (alone, spaced) if ids]
 
     async def encode_soon(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """`encode` without holding up the event loop. Raises ContextLengthExceeded where the text cannot fit."""
-        self.check_bytes(text, param="prompt")
+        """`encode` without holding up the event loop.
+
+        Raises:
+            ContextLengthExceeded: the text cannot fit.
+            Unavailable: too much waits already.
+        """
+        size = _utf8_length(text)
+        self._check_bytes(size, param="prompt")
         if len(text) <= INLINE_CHARS:
             return self.encode(text, add_special_tokens=add_special_tokens)
-        return await self._off_loop(lambda: self.encode(text, add_special_tokens=add_special_tokens))
+        with self._waiting(size):
+            work = partial(self.encode, text, add_special_tokens=add_special_tokens)
+            return await self._in_turn(self._threads, size, work)
 
     async def encode_chat_soon(self, messages: Sequence[ChatMessage], how: Rendering = PLAIN) -> list[int]:
-        """`encode_chat` without holding up the event loop. Raises also ContextLengthExceeded."""
-        self.check_bytes(*(message.content for message in messages), param="messages")
+        """`encode_chat` without holding up the event loop. Raises also what `encode_soon` does."""
+        size = sum(_utf8_length(message.content) for message in messages)
+        size += await _text_bytes([message.tool_calls for message in messages if message.tool_calls])
+        self._check_bytes(size, param="messages")
+        for param, given in (("tools", how.tools), ("chat_template_kwargs", how.variables)):
+            size += await _text_bytes(given)
+            self._check_bytes(size, param=param)
         if (chat := self._chat) is None:
             return self.encode_chat(messages, how)
-        loop = asyncio.get_running_loop()
-        rendered = await loop.run_in_executor(self._rendering, lambda: chat.render(messages, how, guard=True))
-        return await self._off_loop(lambda: chat.encode_rendered(rendered))
+        with self._waiting(size):
+            rendered = await self._in_turn(self._rendering, size, partial(chat.render, messages, how, guard=True))
+            return await self._in_turn(self._threads, size, partial(chat.encode_rendered, rendered))
 
     def thinks_already(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends within the model's reasoning: some templates begin it."""
         return self.thinks and self.decode(prompt[-8:], skip_special_tokens=False).rstrip().endswith(THINK[0])
 
-    def check_bytes(self, *texts: str, param: str) -> None:
+    def _check_bytes(self, size: int, *, param: str) -> None:
         """Refuses texts of which the length alone shows that they do not fit the context."""
         if self.max_token_bytes is None:
             return
-        least = -(-sum(map(_utf8_length, texts)) // self.max_token_bytes)
+        least = -(-size // self.max_token_bytes)
         if least >= self.max_model_len:
             raise ContextLengthExceeded(
                 f"this model's context is {self.max_model_len} tokens; the prompt has at least {least}", param=param
             )
+
+    @contextmanager
+    def _waiting(self, size: int) -> Iterator[None]:
+        """While a prompt of `size` bytes waits. Raises Unavailable where with a long one too much would."""
+        if size > SMALL_BYTES and self._waiting_bytes and self._waiting_bytes + size > MAX_WAITING_BYTES:
+            raise Unavailable("too many long prompts wait to be encoded", code="overloaded", retry_after_s=1)
+        self._waiting_bytes += size
+        try:
+            yield
+        finally:
+            self._waiting_bytes -= size
+
+    async def _in_turn(self, threads: ThreadPoolExecutor, size: int, work: Callable[[], _T]) -> _T:
+        """`work` for a prompt of `size` bytes: long ones wait here, so that a short one is not behind all of them."""
+        loop = asyncio.get_running_loop()
+        if size <= SMALL_BYTES:
+            return await loop.run_in_executor(threads, work)
+        async with self._long[threads]:
+            return await loop.run_in_executor(threads, work)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         texts: list[str] = self.tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
@@ -143,7 +189,8 @@ class TextModel:
         """`decode` without holding up the event loop."""
         if len(token_ids) <= INLINE_CHARS:
             return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return await self._off_loop(lambda: self.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        work = partial(self.decode, token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._in_turn(self._threads, 4 * len(token_ids), work)
 
     def stream(self, stop: Iterable[str] = ()) -> TextStream:
         return TextStream(self.vocabulary, stop)
@@ -164,9 +211,6 @@ class TextModel:
         if self._chat is not None:
             self._chat.template.renderer.close()
 
-    async def _off_loop(self, work: Callable[[], _T]) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
 
 def _special_markers(tokenizer: Tokenizer, form: str | None, thinks: bool) -> dict[str, int]:
     special = {token.content: i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
@@ -176,6 +220,24 @@ def _special_markers(tokenizer: Tokenizer, form: str | None, thinks: bool) -> di
 
 def _utf8_length(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
+
+
+async def _text_bytes(value: Any) -> int:
+    """UTF-8 bytes of the texts within a JSON value. Gives way to the event loop."""
+    left, size, count = [value], 0, 0
+    while left:
+        found = left.pop()
+        if isinstance(found, str):
+            size += 0 if found in SCHEMA_WORDS else _utf8_length(found)
+        elif isinstance(found, Mapping):
+            left.extend(found.keys())
+            left.extend(found.values())
+        elif isinstance(found, list | tuple):
+            left.extend(found)
+        count += 1
+        if count % VALUES_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    return size
 
 
 def _check_vocabulary(vocabulary: Vocabulary, vocab_size: int) -> None:

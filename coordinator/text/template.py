@@ -151,7 +151,26 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         known = dict(variables or {}) | self._special_tokens | given
-        return self.renderer.render(self.source, known, MAX_EXTRA_CHARS + 4 * len(json.dumps(given)))
+        return self.renderer.render(self.source, known, MAX_EXTRA_CHARS + 4 * _json_chars([messages, tools]))
+
+
+def _json_chars(value: Any) -> int:
+    """Characters of a value as JSON, but those that escapes add. JSON itself would be made in one call, in which no
+    other thread runs."""
+    left, chars = [value], 0
+    while left:
+        found = left.pop()
+        chars += 2  # between two values: ", " or ": "
+        if isinstance(found, str):
+            chars += 2 + len(found)
+        elif isinstance(found, Mapping):
+            left.extend(found.keys())
+            left.extend(found.values())
+        elif isinstance(found, list | tuple):
+            left.extend(found)
+        else:
+            chars += len(str(found))
+    return chars
 
 
 # In the child.

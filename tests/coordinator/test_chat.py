@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import InvalidRequest, StartupError
-from coordinator.text import template
+from coordinator.text import chat, template
 from coordinator.text.chat import ChatEncoder, ChatMessage, Rendering
 from coordinator.text.model import TextModel
 from coordinator.text.template import ChatTemplate, Renderer
@@ -184,3 +186,127 @@ def test_a_broken_template_stops_the_start_in_one_line(source: str) -> None:
     with pytest.raises(StartupError) as caught:
         ChatTemplate(source)
     assert str(caught.value).startswith("chat template") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("final", ["so", " <|im_end|> so on\n", "ü 😀 aa", "a", "a" * 5_000])
+def test_a_final_message_is_cut_behind_its_last_place(final: str) -> None:
+    """As transformers does, which searches backwards for the message without spaces at its ends."""
+    messages = [ChatMessage("user", "so a so"), ChatMessage("assistant", final)]
+    for source in (CHATML, LLAMA_2, "{{ messages[1].content }}{{ messages[1].content }} so", FANCY):
+        encode = encoder(source)
+        whole = encode.render(messages, Rendering(add_generation_prompt=False))
+        text = final.strip()
+        expected = whole[: whole.rindex(text) + len(text)]
+        how = Rendering(add_generation_prompt=False, continue_final_message=True)
+        assert encode.render(messages, how) == expected
+
+
+def test_a_final_message_that_is_not_shown_is_refused() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        encoder("{{ messages[0].content }}").render(
+            [ChatMessage("user", "a"), ChatMessage("assistant", "b")], Rendering(continue_final_message=True)
+        )
+    assert caught.value.param == "continue_final_message"
+
+
+class OnlyForwards(str):
+    """A text that is not searched backwards, which CPython does in the product of the lengths."""
+
+    def rfind(self, *_: object) -> int:
+        raise AssertionError("a search backwards")
+
+    rindex = rfind
+
+
+def test_a_final_message_is_searched_for_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = ENCODERS["chatml", "byte_level"]
+    text = OnlyForwards("a" * 100 + 'a"' + "a" * 40)
+    monkeypatch.setattr(encode.template, "render", lambda *_, **__: text)
+    messages = [ChatMessage("user", "x"), ChatMessage("assistant", 'a"' + "a" * 40)]
+    assert encode.render(messages, Rendering(continue_final_message=True)) == text
+
+
+PIECE = 8  # characters
+
+
+@pytest.mark.parametrize("key", ENCODERS, ids="-".join)
+def test_control_tokens_are_found_across_slices(key: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every place around the edges of slices, in a client's text and in what a template writes."""
+    encode = ENCODERS[key]
+    texts = ["<|im_end|>", "<|im_start|><s>", "<s><s>", "<<s>", "</s", "<think><|im_", "\u2603 raw<|im_end|>"]
+    cases = [[ChatMessage("user", "x" * at + text + "y" * 9)] for text in texts for at in range(3 * PIECE)]
+    expected = [(encode.render(case, guard=True), encode.encode(case)) for case in cases]
+    monkeypatch.setattr(chat, "SLICE", PIECE)
+    assert [(encode.render(case, guard=True), encode.encode(case)) for case in cases] == expected
+
+
+@given(text=st.lists(st.sampled_from(PIECES), max_size=20).map("".join), size=st.integers(1, 20))
+def test_slices_change_nothing(text: str, size: int) -> None:
+    """One search through the whole text finds the same."""
+    controls = ENCODERS["chatml", "byte_level"]._controls
+    known = "|".join(map(re.escape, sorted(controls._aliases, key=len, reverse=True)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat, "SLICE", size)
+        marked = re.sub(f"(?=(?:{known}))(.)", "\\1\ufdd1", text)
+        assert controls._replaced(controls._spelled, text, controls._to_mark) == marked
+        half = marked[: len(marked) // 2] + text  # what spells a control token beside control tokens
+        aliased = re.sub(f"(?:{known})(?!\ufdd1)", lambda found: controls._aliases[found[0]], half)
+        assert controls._replaced(controls._written, half, controls._to_alias) == aliased
+
+
+class Watched:
+    """A pattern that notes how many characters each search may look at."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self._pattern = pattern
+        self.spans: list[int] = []
+
+    def search(self, text: str, begin: int, end: int) -> re.Match[str] | None:
+        self.spans.append(min(end, len(text)) - begin)
+        return self._pattern.search(text, begin, end)
+
+    def sub(self, new: Any, text: str) -> str:
+        self.spans.append(len(text))
+        return self._pattern.sub(new, text)
+
+
+def test_no_search_goes_through_a_long_text_at_once() -> None:
+    """The event loop gets its turn between two of them."""
+    encode = encoder(CHATML)
+    controls = encode._controls
+    watched = []
+    for name in ("_spelled", "_written"):
+        watched.append(Watched(getattr(controls, name)))
+        setattr(controls, name, watched[-1])
+    encode.encode([ChatMessage("user", "a b <|im_end|> " * 20_000)])
+    for each in watched:
+        assert sum(each.spans) > 300_000 and max(each.spans) <= (64 << 10) + 32
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
+)
+def test_the_length_of_json_is_never_overestimated(value: Any) -> None:
+    plain = json.dumps(value, ensure_ascii=False)
+    escapes = sum(len(json.dumps(found, ensure_ascii=False)) - 2 - len(found) for found in _texts(value))
+    empty = plain.count("[]") + plain.count("{}") + 1  # brackets stand for a separator that the last value lacks
+    counted = template._json_chars(value)
+    assert counted - 2 <= len(plain) - escapes <= counted + 2 * empty
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    inner = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    return [text for each in inner for text in _texts(each)]
+
+
+def test_no_json_is_made_of_a_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dumps(*_: object, **__: object) -> str:
+        raise AssertionError("one call for a whole conversation")
+
+    monkeypatch.setattr(json, "dumps", dumps)
+    assert encoder("{{ messages[0].content }}").render([ChatMessage("user", "x")]) == "x"

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import jsonschema
+import orjson
 import pytest
 
 from baton.core.errors import DuplicateRequest, Unavailable, WorkerLost
+from coordinator import off_loop
 from coordinator.submission import Delta
+from coordinator.text import listing
+from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator, say
 from tests.support.requests_kit import events
 
@@ -178,6 +184,51 @@ async def test_tokenize_and_back(client: httpx.AsyncClient) -> None:
     chat = (await client.post("/tokenize", json={"messages": CHAT["messages"]})).json()
     shown = (await client.post("/detokenize", json={"tokens": chat["tokens"]})).json()["prompt"]
     assert shown == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+async def test_many_tokens_are_listed_in_slices_and_not_on_the_loop(
+    client: httpx.AsyncClient, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[threading.Thread] = set()
+    listed: list[int] = []
+
+    class Named:
+        def id_to_token(self, token: int) -> Any:
+            threads.add(threading.current_thread())
+            return real.id_to_token(token)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+    def dumps(content: Any) -> bytes:
+        listed.append(len(content))
+        return orjson.dumps(content)
+
+    real = text_model.tokenizer
+    monkeypatch.setattr(listing, "orjson", SimpleNamespace(dumps=dumps))
+    monkeypatch.setattr(listing, "SLICE", 1000)
+    monkeypatch.setattr(text_model, "tokenizer", Named())
+    monkeypatch.setattr(text_model, "max_token_bytes", None)
+    text = '中"' * 3_000
+    for names in (True, False):
+        body = (await client.post("/tokenize", json={"prompt": text, "return_token_strs": names})).json()
+        ids = text_model.encode(text)
+        assert len(ids) > off_loop.LARGE_ENTRIES
+        expected = [real.id_to_token(i) for i in ids] if names else None
+        assert body == {"count": len(ids), "max_model_len": 128, "tokens": ids, "token_strs": expected}
+    assert threading.main_thread() not in threads and threads
+    assert max(listed) <= 1000
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 5, 8])
+def test_a_list_of_tokens_is_whole_whatever_the_slices(
+    count: int, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "SLICE", 4)
+    ids = [*range(count - 1), 511][:count]  # the last of the model's ids, which the tokenizer has no name for
+    names = [text_model.tokenizer.id_to_token(i) for i in ids]
+    found = orjson.loads(listing.tokens_json(text_model.tokenizer, ids, 128, names=True))
+    assert found == {"count": count, "max_model_len": 128, "tokens": ids, "token_strs": names}
 
 
 async def test_state_endpoints(client: httpx.AsyncClient, generator: FakeGenerator) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from baton.core.errors import ContextLengthExceeded, InvalidRequest, StartupError
+from baton.core.errors import ContextLengthExceeded, InvalidRequest, StartupError, Unavailable
 from baton.core.request import SamplingParams
-from coordinator.text.chat import ChatMessage
+from coordinator.text import model as model_module
+from coordinator.text.chat import ChatEncoder, ChatMessage, Rendering
 from coordinator.text.model import TextModel
 from tests.support import tokenizers_kit as kit
 from tests.support.model_dirs import model_config, text_dir
@@ -187,3 +189,148 @@ def test_a_tokenizer_that_truncates_or_pads_is_set_right(tmp_path: Path) -> None
     assert len(model.encode("a")) == 1
     ids = model.encode_chat([ChatMessage("user", "Hello world, this is long")])
     assert model.decode(ids) == "user\nHello world, this is long\nassistant\n"
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": ["a" * 5_000]}}}
+TOO_MUCH: dict[str, tuple[list[ChatMessage], Rendering]] = {
+    "messages": ([ChatMessage("assistant", "", tool_calls=(CALL,))], Rendering()),
+    "tools": (USER, Rendering(tools=[{"type": "function", "function": {"name": "f", "description": "a" * 5_000}}])),
+    "chat_template_kwargs": (USER, Rendering(variables={"x": {"a" * 5_000: 1}})),
+}
+
+
+@pytest.mark.parametrize("param", TOO_MUCH)
+async def test_all_that_a_template_shows_is_counted_before_it_is_rendered(
+    param: str, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render(*_: object, **__: object) -> str:
+        raise AssertionError("rendered")
+
+    monkeypatch.setattr(ChatEncoder, "render", render)
+    messages, how = TOO_MUCH[param]
+    with pytest.raises(ContextLengthExceeded) as caught:
+        await text_model.encode_chat_soon(messages, how)
+    assert "128" in caught.value.message and caught.value.param == param
+
+
+async def test_what_is_counted_together_has_to_fit_together(text_model: TextModel) -> None:
+    assert text_model.max_token_bytes is not None
+    half = "a " * (text_model.max_token_bytes * 128 // 4)
+    with pytest.raises(ContextLengthExceeded) as caught:
+        await text_model.encode_chat_soon([ChatMessage("user", half)], Rendering(tools=[{"type": half + "a"}]))
+    assert caught.value.param == "tools"
+
+
+async def test_the_loop_gets_its_turn_while_values_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_module, "VALUES_AT_ONCE", 10)
+    turns: list[float] = []
+    counting = asyncio.create_task(ticking(turns))
+    assert await model_module._text_bytes([{"type": "é"}] * 50) == 100
+    assert len(turns) >= 15
+    counting.cancel()
+
+
+async def ticking(turns: list[float]) -> None:
+    while True:
+        turns.append(0.0)
+        await asyncio.sleep(0)
+
+
+class Held:
+    """Holds a step of every chat until `go` is set; notes the first letter of each."""
+
+    def __init__(self, step: str, patch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        self.begun: list[str] = []
+        self._lock = threading.Lock()
+        real = getattr(ChatEncoder, step)
+
+        def held(encoder: ChatEncoder, what: Any, *more: Any, **named: Any) -> Any:
+            text: str = what if isinstance(what, str) else what[0].content
+            with self._lock:
+                self.begun.append(text[-1])
+            assert self.go.wait(30)
+            return real(encoder, what, *more, **named)
+
+        patch.setattr(ChatEncoder, step, held)
+
+    async def until_begun(self, count: int) -> None:
+        async with asyncio.timeout(30):
+            while len(self.begun) < count:
+                await asyncio.sleep(0.001)
+
+
+LONG = 70_000
+
+
+def wide(path: Path) -> TextModel:
+    return TextModel.load(
+        text_dir(path, template="{{ messages[0].content }}", config={"max_position_embeddings": 1 << 20})
+    )
+
+
+def starts(model: TextModel, text: str) -> asyncio.Task[list[int]]:
+    return asyncio.create_task(model.encode_chat_soon([ChatMessage("user", text)]))
+
+
+async def turns_of_loop() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_what_waits_for_the_template_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wide(tmp_path)
+    monkeypatch.setattr(model_module, "MAX_WAITING_BYTES", 2 * LONG)
+    held = Held("render", monkeypatch)
+    waiting = [starts(model, "x" * LONG) for _ in range(2)]
+    await turns_of_loop()
+    tools = [{"description": "x" * LONG}]
+    for refused in (
+        starts(model, "x" * LONG),
+        asyncio.create_task(model.encode_chat_soon(USER, Rendering(tools=tools))),
+        asyncio.create_task(model.encode_chat_soon(USER, Rendering(variables={"x": tools}))),
+        asyncio.create_task(model.encode_chat_soon([ChatMessage("assistant", "", tool_calls=tuple(tools))])),
+        asyncio.create_task(model.encode_soon("x" * LONG)),
+    ):
+        with pytest.raises(Unavailable) as caught:
+            await refused
+        assert (caught.value.code, caught.value.retry_after_s) == ("overloaded", 1)
+    small = starts(model, "x" * model_module.SMALL_BYTES)
+    await turns_of_loop()
+    assert not small.done()
+    waiting[1].cancel()
+    waiting[1] = starts(model, "x" * 9)
+    held.go.set()
+    for ids in await asyncio.gather(*waiting, small):
+        assert ids
+    assert model._waiting_bytes == 0
+    assert await starts(model, "x" * (5 * LONG)), "one alone may be longer"
+    model.close()
+
+
+async def test_a_short_chat_is_rendered_before_long_ones_that_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wide(tmp_path)
+    held = Held("render", monkeypatch)
+    long = [starts(model, "x" * LONG + letter) for letter in "abcd"]
+    await held.until_begun(1)
+    short = starts(model, "s")
+    await turns_of_loop()
+    held.go.set()
+    await asyncio.gather(short, *long)
+    assert held.begun == ["a", "s", "b", "c", "d"]
+    model.close()
+
+
+async def test_a_short_chat_is_encoded_while_long_ones_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wide(tmp_path)
+    held = Held("encode_rendered", monkeypatch)
+    long = [starts(model, "x" * LONG + letter) for letter in "abcd"]
+    await held.until_begun(model_module.LONG_AT_ONCE)
+    short = starts(model, "s")
+    await held.until_begun(model_module.LONG_AT_ONCE + 1)
+    assert held.begun[-1] == "s"
+    held.go.set()
+    await asyncio.gather(short, *long)
+    model.close()
