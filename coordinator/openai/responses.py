@@ -22,6 +22,7 @@ from coordinator.openai.tools import (
     Name,
     Tool,
     Tools,
+    few_values,
     template_call,
 )
 from coordinator.openai.validation import Strict, at_most, counted, validate
@@ -169,7 +170,7 @@ class ResponsesBody(Strict):
     top_p: float | None = None
     top_logprobs: int | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[ResponseTool], at_most(MAX_TOOLS)] | None = None
+    tools: Annotated[list[ResponseTool], at_most(MAX_TOOLS), few_values("tools")] | None = None
     tool_choice: _Choice | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None

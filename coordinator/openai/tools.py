@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import PlainValidator, StringConstraints, ValidationError
+from pydantic import BeforeValidator, PlainValidator, StringConstraints, ValidationError
 from pydantic_core import PydanticCustomError
 
 from baton.core.errors import InvalidRequest
+from baton.core.sampling_limits import check_count
 from coordinator.openai.json_body import check_strings
 from coordinator.openai.validation import Strict
 from coordinator.structured_output import Constraint, json_text, lark_string
 
 MAX_TOOLS = 128
+MAX_VALUES = 20_000  # of tools, and of further variables of a template
 MAX_CALLS = 16
 """Of one answer, where calls are forced."""
 NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
@@ -59,6 +61,29 @@ ToolChoice = Annotated[
     str | ChosenTool,
     PlainValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | ChosenTool),
 ]
+
+
+def _count(value: Any) -> int:
+    """Values within a JSON value, with itself; those behind MAX_VALUES are not looked at."""
+    left, count = [value], 0
+    while left and count <= MAX_VALUES:
+        found = left.pop()
+        count += 1
+        if isinstance(found, Mapping):
+            left.extend(found.values())
+        elif isinstance(found, list | tuple):
+            left.extend(found)
+    return count + len(left)
+
+
+def few_values(param: str) -> BeforeValidator:
+    """As many values as a chat template takes: more would hold the event loop on their way to it."""
+
+    def check(given: Any) -> Any:
+        check_count(param, _count(given), MAX_VALUES, "values")
+        return given
+
+    return BeforeValidator(check)
 
 
 def _arguments(value: Any) -> dict[str, Any]:

@@ -19,13 +19,11 @@ import orjson
 from tokenizers import Tokenizer
 
 from baton.core.errors import InvalidRequest
-from baton.core.sampling_limits import check_count
 from coordinator.text.template import ChatTemplate
 
 _ALIAS = "\ufdd0"
 _MARK = "\ufdd1"
 MAX_DEPTH = 100
-MAX_VALUES = 20_000  # of tools, and of further variables
 SLICE = 64 * 1024
 """Characters or ids that one call looks at: other threads run between two calls, so the event loop waits some 2 ms."""
 # Keys and constants of tools and calls. None of them is a control token, alone or with what JSON has beside it.
@@ -83,10 +81,6 @@ class ChatEncoder:
             InvalidRequest: the template refused, or the last message cannot be gone on with.
         """
         clean = self._controls.guard if guard else str
-        for param, given in (("tools", how.tools), ("chat_template_kwargs", how.variables)):
-            check_count(
-                param, _count(given), MAX_VALUES, "values"
-            )  # each has to be taken to the child and back into objects
         values: list[dict[str, Any]] = []
         for index, message in enumerate(messages):
             role = "system" if message.role == "developer" and self._maps_developer else message.role
@@ -122,19 +116,6 @@ class ChatEncoder:
     def encode_rendered(self, guarded: str) -> list[int]:
         """The ids of what `render` made with `guard`."""
         return self._controls.encode(guarded)
-
-
-def _count(value: Any) -> int:
-    """Values within a JSON value, with itself; those behind MAX_VALUES are not looked at."""
-    left, count = [value], 0
-    while left and count <= MAX_VALUES:
-        found = left.pop()
-        count += 1
-        if isinstance(found, Mapping):
-            left.extend(found.values())
-        elif isinstance(found, list | tuple):
-            left.extend(found)
-    return count + len(left)
 
 
 def _cleaned(value: Any, clean: Callable[[str], str], param: str, depth: int = 0) -> Any:
