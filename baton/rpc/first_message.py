@@ -15,11 +15,17 @@ from typing import Any
 import grpc
 
 RECEIVE_S = 30.0
+MAX_ARRIVING = 256
+"""Of a server, over all connections: with one call more the oldest ends, since a message arrives at once or never."""
 Method = Callable[[Any, grpc.aio.ServicerContext], Any]
 
 
 class FirstMessage(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Of every method of a server whose calls send one message."""
+    """Of every method of a server whose calls send one message. Its state: what ends each call whose message arrives,
+    the oldest first."""
+
+    def __init__(self) -> None:
+        self._arriving: dict[asyncio.Future[None], None] = {}
 
     async def intercept_service(
         self,
@@ -31,35 +37,41 @@ class FirstMessage(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             return handler
         codecs = (handler.request_deserializer, handler.response_serializer)
         if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(partial(_stream, handler.unary_stream), *codecs)
-        return grpc.stream_unary_rpc_method_handler(partial(_unary, handler.unary_unary), *codecs)
+            return grpc.stream_stream_rpc_method_handler(partial(self._stream, handler.unary_stream), *codecs)
+        return grpc.stream_unary_rpc_method_handler(partial(self._unary, handler.unary_unary), *codecs)
 
+    # Neither keeps the message in a variable: a call that is refused lets go of it (coordinator.grpc.service).
 
-# Neither keeps the message in a variable: a call that is refused lets go of it (coordinator.grpc.service).
+    async def _unary(self, method: Method, _: object, context: grpc.aio.ServicerContext) -> Any:
+        return await method(await self._read(context), context)
 
+    async def _stream(self, method: Method, _: object, context: grpc.aio.ServicerContext) -> None:
+        answers = method(await self._read(context), context)
+        if inspect.isasyncgen(answers):
+            async for answer in answers:
+                await context.write(answer)
+        else:
+            await answers
 
-async def _unary(method: Method, _: object, context: grpc.aio.ServicerContext) -> Any:
-    return await method(await _read(context), context)
-
-
-async def _stream(method: Method, _: object, context: grpc.aio.ServicerContext) -> None:
-    answers = method(await _read(context), context)
-    if inspect.isasyncgen(answers):
-        async for answer in answers:
-            await context.write(answer)
-    else:
-        await answers
-
-
-async def _read(context: grpc.aio.ServicerContext) -> Any:
-    """The message; ends the call where there is none within `RECEIVE_S`."""
-    reading = asyncio.ensure_future(context.read())
-    reading.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-    await asyncio.wait((reading,), timeout=RECEIVE_S)
-    if not reading.done():  # and not cancelled: gRPC has begun to read, and ends that with the call
-        await context.abort(
-            grpc.StatusCode.DEADLINE_EXCEEDED, f"the message of the call did not arrive within {RECEIVE_S:g} s"
-        )
-    if reading.exception() is not None or reading.result() is grpc.aio.EOF:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message of its type")
-    return reading.result()
+    async def _read(self, context: grpc.aio.ServicerContext) -> Any:
+        """The message; ends the call where there is none within `RECEIVE_S`."""
+        cut = asyncio.get_running_loop().create_future()
+        self._arriving[cut] = None
+        if len(self._arriving) > MAX_ARRIVING:
+            oldest = next(iter(self._arriving))
+            del self._arriving[oldest]
+            oldest.set_result(None)
+        reading = asyncio.ensure_future(context.read())
+        reading.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        try:
+            await asyncio.wait((reading, cut), timeout=RECEIVE_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._arriving.pop(cut, None)
+        if not reading.done():  # and not cancelled: gRPC has begun to read, and ends that with the call
+            what = f"its message did not arrive within {RECEIVE_S:g} s"
+            if cut.done():
+                what = f"its message was the oldest of {MAX_ARRIVING + 1} that did not arrive"
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"the call ends: {what}")
+        if reading.exception() is not None or reading.result() is grpc.aio.EOF:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message of its type")
+        return reading.result()

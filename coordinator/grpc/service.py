@@ -63,8 +63,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "echo": (False,),
 }
 MAX_CONCURRENT_STREAMS = 256
-"""Of a connection. Each may hold a message that never becomes complete: 256 MiB of all with the limit below. Many users
-may share a channel; what is over the limit waits at the client."""
+"""Of a connection. Many users may share a channel; what is over the limit waits at the client."""
 MAX_MESSAGE_BYTES = 1 << 20
 TOKEN_BYTES = 8  # of a prompt: an id takes 4 at most, the text of a token 4 or so
 SEND_TIMEOUT_S = 30.0

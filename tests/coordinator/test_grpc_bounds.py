@@ -187,6 +187,24 @@ async def test_a_message_has_so_long_to_arrive(
     assert not caplog.records
 
 
+async def test_of_too_many_messages_that_do_not_arrive_the_oldest_ends(
+    generator: FakeGenerator, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_message, "MAX_ARRIVING", 2)
+    async with served(generator, text_model) as client, grpc.aio.insecure_channel(f"127.0.0.1:{client.port}") as other:
+        silent = []
+        for channel in (client.channel, other, client.channel, other):
+            silent.append(channel.stream_stream(f"/{SERVICE}/Generate")())
+            await silent[-1].wait_for_connection()
+            await asyncio.sleep(0.1)
+        async with asyncio.timeout(30):
+            for call in silent[:2]:
+                assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+                assert "the oldest of 3" in await call.details()
+            assert await client.stub.GetModelInfo(pb.GetModelInfoRequest())
+        assert [call.done() for call in silent[2:]] == [True, False]
+
+
 async def test_bytes_that_are_no_message_are_no_traceback_in_the_log(
     generator: FakeGenerator, text_model: TextModel, caplog: pytest.LogCaptureFixture
 ) -> None:

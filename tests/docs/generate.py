@@ -160,6 +160,7 @@ LIMITS = (
         "if that is more; no more than a body",
     ),
     ("time for a gRPC message to arrive", f"{first_message.RECEIVE_S:g} s"),
+    ("gRPC messages that arrive at a time, of all connections", f"{first_message.MAX_ARRIVING:,}"),
     ("requests of a connection that wait for an answer (pipelined)", str(http_server.MAX_PIPELINED)),
     ("gRPC streams of a connection", f"{grpc_service.MAX_CONCURRENT_STREAMS:,}"),
     ("time of a request", f"{CoordinatorConfig().request_timeout_s:g} s (`--request-timeout-s` of the coordinator)"),
