@@ -5,24 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Executor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 
 from baton.core.errors import Cancelled, InvalidRequest, Unavailable
 from coordinator.child import kill_child, start_child
 from coordinator.http.errors import HttpProblem
+from coordinator.openai.validation import count_values
 
 INLINE_BYTES = 64 * 1024
 SMALL_BYTES = 16 * 1024  # of each connection, so 256 MiB of all
 PARSE_S = 20.0
 MAX_VALUES = 100_000
-MODEL_VALUES = 10
-"""What an object of a model takes to unpickle, in values of about 0.2 us."""
 MAX_WAITING_BYTES = 32 * 1024 * 1024
 MAX_READING_BYTES = 64 * 1024 * 1024
 _T = TypeVar("_T")
@@ -131,19 +129,7 @@ class BodyParser:
 def _few_values(parse: Callable[[bytes], _T], body: bytes) -> _T:
     """In the child: what it makes is unpickled by the coordinator, whose event loop waits meanwhile."""
     found = parse(body)
-    left: list[Any] = [found]
-    count = 0
-    while left and count <= MAX_VALUES:
-        value = left.pop()
-        count += 1
-        if isinstance(value, BaseModel):
-            count += MODEL_VALUES
-            left.extend(value.__dict__.values())
-        elif isinstance(value, Mapping):
-            left.extend(value.values())
-        elif isinstance(value, list | tuple):
-            left.extend(value)
-    if count > MAX_VALUES:
+    if count_values(found, MAX_VALUES) > MAX_VALUES:
         raise InvalidRequest(f"the body has more than {MAX_VALUES:,} values")
     return found
 

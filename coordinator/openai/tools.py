@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from baton.core.errors import InvalidRequest
 from baton.core.sampling_limits import check_count
 from coordinator.openai.json_body import check_strings
-from coordinator.openai.validation import Strict
+from coordinator.openai.validation import Strict, count_values
 from coordinator.structured_output import Constraint, json_text, lark_string
 
 MAX_TOOLS = 128
@@ -63,24 +63,11 @@ ToolChoice = Annotated[
 ]
 
 
-def _count(value: Any) -> int:
-    """Values within a JSON value, with itself; those behind MAX_VALUES are not looked at."""
-    left, count = [value], 0
-    while left and count <= MAX_VALUES:
-        found = left.pop()
-        count += 1
-        if isinstance(found, Mapping):
-            left.extend(found.values())
-        elif isinstance(found, list | tuple):
-            left.extend(found)
-    return count + len(left)
-
-
 def few_values(param: str) -> BeforeValidator:
     """As many values as a chat template takes: more would hold the event loop on their way to it."""
 
     def check(given: Any) -> Any:
-        check_count(param, _count(given), MAX_VALUES, "values")
+        check_count(param, count_values(given, MAX_VALUES), MAX_VALUES, "values")
         return given
 
     return BeforeValidator(check)
