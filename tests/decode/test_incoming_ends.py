@@ -65,7 +65,7 @@ async def test_the_end_of_the_link_frees_what_had_not_arrived() -> None:
         await p.send(*p.chunk(0, 5))
         await p.link.close()
         await until(lambda: p.decode.idle)
-        assert [(e.sequence, e.code) for e in p.decode.told.ended] == [(R, "worker_lost")]
+        assert [(e.sequence, e.code) for e in p.decode.posted.ended] == [(R, "worker_lost")]
 
 
 async def test_a_sequence_that_prefill_ends_while_it_generates_is_reported() -> None:
@@ -77,7 +77,7 @@ async def test_a_sequence_that_prefill_ends_while_it_generates_is_reported() -> 
         p.decode.step()
         await p.link.stream.send(AbortTransfer(R, "no last acknowledgement", 1.0))
         await until(lambda: p.decode.idle)
-        assert [(e.sequence, e.code) for e in p.decode.told.ended] == [(R, "abandoned")]
+        assert [(e.sequence, e.code) for e in p.decode.posted.ended] == [(R, "abandoned")]
 
 
 async def test_a_prefill_worker_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,8 +90,8 @@ async def test_a_prefill_worker_that_falls_silent_is_lost(monkeypatch: pytest.Mo
             assert await p.ask(Ping(nonce)) == Ping(nonce)
         assert p.decode.worker.scheduler.receiving(R)
         await until(lambda: p.decode.idle)
-        assert [(e.sequence, e.code) for e in p.decode.told.ended] == [(R, "worker_lost")]
-        assert "silent for 0.3 s" in p.decode.told.ended[0].message
+        assert [(e.sequence, e.code) for e in p.decode.posted.ended] == [(R, "worker_lost")]
+        assert "silent for 0.3 s" in p.decode.posted.ended[0].message
 
 
 @pytest.mark.parametrize("slow", ["checksum", "unpack"])

@@ -59,7 +59,7 @@ async def test_a_sequence_is_ended_only_by_the_prefill_worker_that_it_came_from(
     async with pair(more=[other]) as (source, [decode]):
         source.submit(make_request("r", TOKENS, max_tokens=8), decode)
         source.compute()
-        await until(lambda: source.told.handed_over)
+        await until(lambda: source.posted.handed_over)
         decode.step()
         stranger = await dial_link(decode.address, other.worker._hello(), 2.0)
         await stranger.stream.send(AbortTransfer(R, "not mine", 5.0))
@@ -115,4 +115,4 @@ async def test_another_error_of_a_task_costs_the_link_and_is_logged(
             await p.send_bytes(chunk, buffer)
             await until(lambda: p.decode.idle, what="the end of the link")
         assert "chunk 0 of r/0#1: KeyError('unheard of')" in caplog.text
-        assert [e.code for e in p.decode.told.ended] == ["worker_lost"]
+        assert [e.code for e in p.decode.posted.ended] == ["worker_lost"]

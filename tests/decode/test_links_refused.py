@@ -54,14 +54,14 @@ async def test_the_prefill_worker_parks_the_kv_and_says_why_in_one_line(
         with caplog.at_level(logging.WARNING):
             source.submit(make_request("r", 8, max_tokens=4), decode)
             source.compute()
-            await until(lambda: source.told.parked, what="parked KV")
-        reason = source.told.parked[0].reason
+            await until(lambda: source.posted.parked, what="parked KV")
+        reason = source.posted.parked[0].reason
         assert reason.startswith(f"d0: link refused: {why}") and "\n" not in reason
         (line,) = [r.getMessage() for r in caplog.records if r.name == "baton.handover"]
         assert line.endswith(f" is parked: {reason}")
         outgoing._make_hello = lambda: hello
         source.assign(SequenceId("r"), 2, decode)
-        await until(lambda: source.told.handed_over, what="the hand-over")
+        await until(lambda: source.posted.handed_over, what="the hand-over")
         decode.compute()
         assert decode.worker.load().links_refused == 1
 
@@ -73,8 +73,8 @@ async def test_a_prefill_worker_looks_at_the_answer_itself() -> None:
         decode.worker._check_fits = lambda hello: None  # type: ignore[method-assign]
         source.submit(make_request("r", 8, max_tokens=4), decode)
         source.compute()
-        await until(lambda: source.told.parked, what="parked KV")
-        assert "keeps KV in another shape: block_size: 4 and 6, " in source.told.parked[0].reason
+        await until(lambda: source.posted.parked, what="parked KV")
+        assert "keeps KV in another shape: block_size: 4 and 6, " in source.posted.parked[0].reason
         source.abort(SequenceId("r"))
 
 
@@ -96,9 +96,10 @@ async def test_a_decode_worker_that_claims_more_ranks_than_any_worker_has_is_ref
             decode.worker.facts = replace(decode.worker.facts, tensor_parallel=claimed)
             source.submit(make_request(name, 8, max_tokens=4), decode)
             source.compute()
-            await until(lambda n=number: len(source.told.parked) > n, what="parked KV")
+            await until(lambda n=number: len(source.posted.parked) > n, what="parked KV")
             assert (
-                f"tensor_parallel: {claimed} tensor-parallel ranks on the decode side" in source.told.parked[-1].reason
+                f"tensor_parallel: {claimed} tensor-parallel ranks on the decode side"
+                in source.posted.parked[-1].reason
             )
             source.abort(SequenceId(name))
         assert set(planned) == {1}  # only the decode worker planned, for what it really has

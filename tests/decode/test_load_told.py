@@ -16,9 +16,9 @@ async def test_a_step_tells_the_load_when_requests_are_placed_by_it_and_at_every
     async with pair() as (source, [decode]):
         source.submit(make_request("r", 8, max_tokens=4 * BLOCK), decode)
         source.compute()
-        await until(lambda: source.told.handed_over, what="the hand-over")
+        await until(lambda: source.posted.handed_over, what="the hand-over")
         decode.compute()
-        steps = decode.told.steps
+        steps = decode.posted.steps
         assert len(steps) == 4 * BLOCK - 1 and steps[-1].ended
         free = decode.worker.load().blocks_free
         told = [step.load.blocks_free if step.load is not None else None for step in steps]
@@ -32,16 +32,16 @@ async def test_a_sequence_that_comes_or_goes_is_told_with_the_next_step() -> Non
     async with pair() as (source, [decode]):
         source.submit(make_request("long", 8, max_tokens=12), decode)
         source.compute()
-        await until(lambda: source.told.handed_over, what="the hand-over")
+        await until(lambda: source.posted.handed_over, what="the hand-over")
         decode.step()
         decode.step()
-        assert decode.told.steps[-1].load is None
+        assert decode.posted.steps[-1].load is None
         source.submit(make_request("short", 8, max_tokens=2), decode)
         source.compute()
-        await until(lambda: len(source.told.handed_over) == 2, what="the hand-over")
+        await until(lambda: len(source.posted.handed_over) == 2, what="the hand-over")
         decode.step()
-        load = decode.told.steps[-1].load
-        assert load is not None and load.sequences == 1 and decode.told.steps[-1].ended  # "short" needed one step
+        load = decode.posted.steps[-1].load
+        assert load is not None and load.sequences == 1 and decode.posted.steps[-1].ended  # "short" needed one step
         decode.compute()
 
 
@@ -51,13 +51,13 @@ async def test_steps_planned_ahead_are_told_and_rows_that_were_in_vain() -> None
     async with pair(DecodeNode(runner=runner)) as (source, [decode]):
         source.submit(make_request("r", 8, max_tokens=6), decode)
         source.compute()
-        await until(lambda: source.told.handed_over, what="the hand-over")
+        await until(lambda: source.posted.handed_over, what="the hand-over")
         device = LateDevice(runner.step)
         plans = [decode.worker.begin_step(0.0), decode.worker.begin_step(0.0)]
         decode.abort(make_request("r").sequence_id)
         for plan in plans:
             assert plan is not None
             device.launch(plan)
-            decode.told.post(decode.worker.finish_step(device.collect(), 0.0))
+            decode.posted.post(decode.worker.finish_step(device.collect(), 0.0))
         load = decode.worker.load()
         assert (load.steps_ahead, load.rows_discarded) == (1, 2)

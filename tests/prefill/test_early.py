@@ -55,15 +55,15 @@ async def test_first_layers_are_there_before_the_step_is_done() -> None:
                 source.worker.outgoing.counters.bytes_sent
                 == (8 * LAYERS + 6 * FIRST) * LAYOUT.layers[0].bytes_per_token
             )
-            assert target.worker.scheduler.receiving(R) and not source.told.tokens
+            assert target.worker.scheduler.receiving(R) and not source.posted.tokens
 
         await source.step_by_layers(FIRST, sent)
         blocks = source.worker.scheduler.block_ids(R)
-        await until(lambda: source.told.handed_over)
-        assert arrived(source, 14) and source.told.handed_over[0].bytes == target.worker.hand_overs.bytes_received
+        await until(lambda: source.posted.handed_over)
+        assert arrived(source, 14) and source.posted.handed_over[0].bytes == target.worker.hand_overs.bytes_received
         assert kv_bytes(source, blocks, 14) == kv_bytes(target, target.worker.scheduler.block_ids(R), 14)
         target.compute()
-        assert target.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
+        assert target.posted.output("r") == dict(enumerate(oracle(request.prompt, 4)))
 
 
 async def test_they_go_behind_what_decode_holds_and_what_was_computed_before() -> None:
@@ -75,10 +75,10 @@ async def test_they_go_behind_what_decode_holds_and_what_was_computed_before() -
                 await source.step_by_layers(FIRST, lambda: early(source))
             else:
                 source.step()
-            await until(lambda n=name: n in {o.sequence.request_id for o in source.told.handed_over})
+            await until(lambda n=name: n in {o.sequence.request_id for o in source.posted.handed_over})
             target.compute()
-            assert target.told.output(name) == dict(enumerate(oracle(request.prompt, 4)))
-        tokens = source.told.handed_over[1].bytes / LAYOUT.bytes_per_token
+            assert target.posted.output(name) == dict(enumerate(oracle(request.prompt, 4)))
+        tokens = source.posted.handed_over[1].bytes / LAYOUT.bytes_per_token
         assert tokens == 14 - 12  # three blocks are there
 
 
@@ -97,12 +97,12 @@ async def test_either_part_is_sent_again_where_it_arrives_damaged(
         request = make_request("r", 8, max_tokens=4)
         source.submit(request, target)
         await source.step_by_layers(FIRST, lambda: early(source))
-        await until(lambda: source.told.handed_over)
+        await until(lambda: source.posted.handed_over)
         first, late = (8 * layers * LAYOUT.layers[0].bytes_per_token for layers in (FIRST, LAYERS - FIRST))
         assert parts == ([first, first, late] if damaged == 0 else [first, late, late])
         assert source.worker.load().chunks_resent == 1 == target.worker.hand_overs.chunks_damaged
         target.compute()
-        assert target.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
+        assert target.posted.output("r") == dict(enumerate(oracle(request.prompt, 4)))
 
 
 async def test_what_arrived_damaged_twice_is_nobodys_prefix_although_its_step_ends_later(
@@ -113,7 +113,7 @@ async def test_what_arrived_damaged_twice_is_nobodys_prefix_although_its_step_en
         source.submit(make_request("r", 12, max_tokens=4), target)
 
         async def ended() -> None:
-            await until(lambda: [e.code for e in source.told.ended] == ["kv_corrupt"], what="the end")
+            await until(lambda: [e.code for e in source.posted.ended] == ["kv_corrupt"], what="the end")
 
         await source.step_by_layers(FIRST, ended)
         await until(lambda: source.idle and target.idle, what="idle pools")
@@ -130,10 +130,10 @@ async def test_two_prompts_that_end_in_one_step_go_one_behind_the_other() -> Non
         for name, prompt in prompts.items():
             source.submit(make_request(name, prompt, max_tokens=4), target)
         await source.step_by_layers(FIRST, lambda: early(source, 2))
-        await until(lambda: len(source.told.handed_over) == 2)
+        await until(lambda: len(source.posted.handed_over) == 2)
         target.compute()
         for name, prompt in prompts.items():
-            assert target.told.output(name) == dict(enumerate(oracle(prompt, 4)))
+            assert target.posted.output(name) == dict(enumerate(oracle(prompt, 4)))
 
 
 @pytest.mark.parametrize("who", ["prefill", "decode", "both"])
@@ -163,7 +163,7 @@ async def test_an_abort_between_the_two_leaves_nothing_and_the_pair_works_on(
 
         await source.step_by_layers(FIRST, ended)
         if who == "decode":
-            await until(lambda: source.told.parked, timeout_s=3, what="parked KV")
+            await until(lambda: source.posted.parked, timeout_s=3, what="parked KV")
             source.abort(R)
         await until(lambda: source.idle and target.idle, timeout_s=3, what="idle pools")
         assert all(end.dead is None for link in links(source) for end in link.ends.values())
@@ -180,12 +180,12 @@ async def test_another_target_gets_all_layers_of_what_the_first_one_had_a_part_o
             first.abort(R)
 
         await source.step_by_layers(FIRST, lost)
-        await until(lambda: source.told.parked, what="parked KV")
+        await until(lambda: source.posted.parked, what="parked KV")
         source.assign(R, 2, second)
-        await until(lambda: source.told.handed_over)
-        assert source.told.handed_over[0].bytes == 8 * LAYOUT.bytes_per_token
+        await until(lambda: source.posted.handed_over)
+        assert source.posted.handed_over[0].bytes == 8 * LAYOUT.bytes_per_token
         second.compute()
-        assert second.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
+        assert second.posted.output("r") == dict(enumerate(oracle(request.prompt, 4)))
 
 
 async def test_both_edges_of_a_link_carry_them() -> None:
@@ -196,10 +196,10 @@ async def test_both_edges_of_a_link_carry_them() -> None:
             source.submit(request, target)
             await source.step_by_layers(FIRST, lambda: early(source))
             blocks = source.worker.scheduler.block_ids(R)
-            await until(lambda: source.told.handed_over)
+            await until(lambda: source.posted.handed_over)
             assert kv_bytes(source, blocks, 8) == kv_bytes(target, target.worker.scheduler.block_ids(R), 8)
             target.compute()
-            assert target.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
+            assert target.posted.output("r") == dict(enumerate(oracle(request.prompt, 4)))
     finally:
         ranks.close()
 
@@ -216,10 +216,10 @@ async def test_behind_a_busy_edge_all_layers_go_as_one() -> None:
                 await until(lambda: target.worker.scheduler.receiving(R), what="an accepted offer")
 
             await source.step_by_layers(FIRST, offered)
-        await until(lambda: len(source.told.handed_over) == 2)
+        await until(lambda: len(source.posted.handed_over) == 2)
         assert source.worker.outgoing.counters.chunks_early == 0
         target.compute()
-        assert target.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
+        assert target.posted.output("r") == dict(enumerate(oracle(request.prompt, 4)))
 
 
 async def test_few_bytes_wait_for_the_rest() -> None:
@@ -232,7 +232,7 @@ async def test_few_bytes_wait_for_the_rest() -> None:
             await asyncio.sleep(0.1)  # in which they would go
 
         await source.step_by_layers(FIRST, offered)
-        await until(lambda: source.told.handed_over)
+        await until(lambda: source.posted.handed_over)
         assert source.worker.outgoing.counters.chunks_early == 0
         target.compute()
 
@@ -243,7 +243,7 @@ async def test_a_prompt_that_ends_with_its_first_token_leaves_nothing() -> None:
         source.submit(make_request("r", 8, max_tokens=4, eos=(first,)), target)
         await source.step_by_layers(FIRST, lambda: early(source))
         await until(lambda: source.idle and target.idle, what="idle pools")
-        assert source.told.ended[0].reason == "stop" and not source.told.handed_over
+        assert source.posted.ended[0].reason == "stop" and not source.posted.handed_over
 
 
 def test_a_worker_wants_to_hear_of_the_layers_that_can_go_early() -> None:
@@ -273,5 +273,5 @@ async def test_layers_of_a_step_that_is_not_out_are_not_sent() -> None:
             assert not target.worker.hand_overs.writing and not source.worker.outgoing.counters.bytes_sent
 
         await source.step_by_layers(FIRST, said_of_another)
-        await until(lambda: source.told.handed_over)
+        await until(lambda: source.posted.handed_over)
         target.compute()

@@ -45,12 +45,12 @@ async def test_an_edge_that_dies_at_any_rank_costs_that_edge(side: str, rank: in
                 end.abort("killed by the test")
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.compute()
-        await until(lambda: source.told.parked or len(source.told.handed_over) == 2)
-        if source.told.parked:  # only the other side knew: the first chunk found out
+        await until(lambda: source.posted.parked or len(source.posted.handed_over) == 2)
+        if source.posted.parked:  # only the other side knew: the first chunk found out
             source.assign(R, 2, decode)
-            await until(lambda: len(source.told.handed_over) == 2)
+            await until(lambda: len(source.posted.handed_over) == 2)
         decode.compute()
-        assert decode.told.output("r") == dict(enumerate(oracle(range(1000, 1020), 4)))
+        assert decode.posted.output("r") == dict(enumerate(oracle(range(1000, 1020), 4)))
         assert made_so_far(link) == made + 1, "of the two edges one was made anew"
         assert only_link(source) is link
         assert not source.runner.lost and not decode.runner.lost  # type: ignore[attr-defined]
@@ -109,8 +109,8 @@ async def test_a_rank_that_cannot_pack_what_was_announced_ends_its_edge(
         monkeypatch.setattr(sections, "pack_layers", failing)
         source.submit(make_request("r", 8, max_tokens=4), decode)
         source.compute()
-        await until(lambda: source.told.parked, what="parked KV")
-        assert failed.is_set() and "the test" in source.told.parked[0].reason
+        await until(lambda: source.posted.parked, what="parked KV")
+        assert failed.is_set() and "the test" in source.posted.parked[0].reason
         await until(lambda: decode.idle and not writing, what="an idle decode worker")
         source.abort(R)
         await until(lambda: source.idle, what="an idle prefill worker")

@@ -52,16 +52,16 @@ async def test_every_head_goes_over_once_whatever_the_ranks(
         source.submit(make_request("r", 19, max_tokens=4), decode)
         source.compute()
         blocks = source.worker.scheduler.block_ids(R)
-        await until(lambda: source.told.handed_over)
+        await until(lambda: source.posted.handed_over)
         landed = decode.worker.scheduler.block_ids(R)
         assert kv_bytes(source, blocks, 19) == kv_bytes(decode, landed, 19)
         decode.compute()
-        assert decode.told.output("r") == dict(enumerate(oracle(range(1000, 1019), 4)))
+        assert decode.posted.output("r") == dict(enumerate(oracle(range(1000, 1019), 4)))
         plans = reshard_layout(source.runner.layout, *sizes)
         assert counted == {p.key: 19 * p.bytes_per_token(source.runner.layout) for p in plans}
         replicas = max(sizes[1] // heads, 1)  # each destination rank that keeps a head needs it
         assert sum(counted.values()) == 19 * source.runner.layout.bytes_per_token * replicas
-        assert source.told.handed_over[0].bytes == decode.worker.hand_overs.bytes_received == sum(counted.values())
+        assert source.posted.handed_over[0].bytes == decode.worker.hand_overs.bytes_received == sum(counted.values())
         assert sorted(only_link(source).ends) == sorted(p.key for p in plans)
 
 
@@ -128,14 +128,14 @@ async def test_little_staging_memory_makes_small_pieces_and_no_deadlock(side: st
         most = 0
         while source.step():
             await asyncio.sleep(0.002)
-        while len(source.told.handed_over) < 3:
+        while len(source.posted.handed_over) < 3:
             most = max(most, node.taken_bytes)
             assert most <= node.limit_bytes
             await asyncio.sleep(0.001)
         assert most > 0 == node.taken_bytes
         decode.compute()
         for index in range(3):
-            assert decode.told.output(f"r{index}") == dict(enumerate(oracle(range(1000, 1011 + index), 5)))
+            assert decode.posted.output(f"r{index}") == dict(enumerate(oracle(range(1000, 1011 + index), 5)))
 
 
 async def test_no_room_in_staging_memory_parks_the_kv_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,10 +145,10 @@ async def test_no_room_in_staging_memory_parks_the_kv_by_name(monkeypatch: pytes
         async with room.hold(room.limit_bytes, 1.0):
             source.submit(make_request("r", 11, max_tokens=5), decode)
             source.compute()
-            await until(lambda: source.told.parked)
-            assert "in staging memory within 0.1 s" in source.told.parked[0].reason
+            await until(lambda: source.posted.parked)
+            assert "in staging memory within 0.1 s" in source.posted.parked[0].reason
         source.assign(R, 2, decode)
-        await until(lambda: source.told.handed_over)
+        await until(lambda: source.posted.handed_over)
         decode.compute()
 
 
@@ -175,6 +175,6 @@ async def test_the_next_chunk_is_announced_while_a_follower_stores_one(monkeypat
             source.submit(make_request(f"r{index}", 8, max_tokens=4), decode)
         while source.step():
             await asyncio.sleep(0.002)
-        await until(lambda: len(source.told.handed_over) == 3, what="three hand-overs")
+        await until(lambda: len(source.posted.handed_over) == 3, what="three hand-overs")
         assert most[0] >= 2 and decode.worker.hand_overs.chunks_damaged == 0
         decode.compute()

@@ -29,7 +29,7 @@ async def test_the_pool_hears_of_all_blocks_with_the_first_chunk() -> None:
         source.submit(make_request("r", 19, max_tokens=6), decode)
         while source.step():
             await asyncio.sleep(0.01)
-        await until(lambda: source.told.handed_over)
+        await until(lambda: source.posted.handed_over)
         blocks = decode.worker.scheduler.block_ids(R)
         assert len(blocks) > 1 and named and all(ids[: len(blocks)] == blocks for ids in named)
         decode.compute()
@@ -41,16 +41,16 @@ async def test_bytes_land_equal_and_decode_goes_on_at_token_2() -> None:
         source.submit(request, decode)
         source.compute()
         blocks = source.worker.scheduler.block_ids(R)
-        await until(lambda: source.told.handed_over)
+        await until(lambda: source.posted.handed_over)
         landed = decode.worker.scheduler.block_ids(R)
         assert kv_bytes(source, blocks, 19) == kv_bytes(decode, landed, 19)
         decode.compute()
         expected = oracle(request.prompt, 6)
-        assert source.told.output("r") == {0: expected[0]}
-        assert decode.told.output("r") == dict(enumerate(expected))  # its first event repeats token 1
-        assert [e.reason for e in decode.told.ended] == ["length"]
+        assert source.posted.output("r") == {0: expected[0]}
+        assert decode.posted.output("r") == dict(enumerate(expected))  # its first event repeats token 1
+        assert [e.reason for e in decode.posted.ended] == ["length"]
         total = 19 * source.runner.layout.bytes_per_token
-        assert source.told.handed_over[0].bytes == decode.worker.hand_overs.bytes_received == total
+        assert source.posted.handed_over[0].bytes == decode.worker.hand_overs.bytes_received == total
         assert decode.worker.scheduler.prompt_tokens_computed == 0
 
 
@@ -61,14 +61,14 @@ async def test_chunks_are_sent_before_the_last_is_computed() -> None:
             assert source.step()
             expected = computed * source.runner.layout.bytes_per_token
             await until(lambda sent=expected: source.worker.outgoing.counters.bytes_sent == sent)
-        assert not source.told.tokens
+        assert not source.posted.tokens
         source.step()
-        stamps = source.told.tokens[0].stamps
+        stamps = source.posted.tokens[0].stamps
         assert stamps is not None and stamps.prefill_s > 0 and stamps.reserve_s > 0
-        await until(lambda: source.told.handed_over)
-        assert source.told.handed_over[0].stamps.prefill_s == stamps.prefill_s
+        await until(lambda: source.posted.handed_over)
+        assert source.posted.handed_over[0].stamps.prefill_s == stamps.prefill_s
         decode.compute()
-        assert decode.told.output("r") == dict(enumerate(oracle(range(1000, 1030), 4)))
+        assert decode.posted.output("r") == dict(enumerate(oracle(range(1000, 1030), 4)))
 
 
 async def test_blocks_are_the_sequences_own_as_they_become_full() -> None:
@@ -86,7 +86,7 @@ async def test_blocks_are_the_sequences_own_as_they_become_full() -> None:
             counts.append(decode.worker.scheduler.blocks.counts().receiving)
         assert counts == [6, 4, 2]
         source.step()
-        await until(lambda: source.told.handed_over)
+        await until(lambda: source.posted.handed_over)
         assert decode.worker.scheduler.blocks.counts().receiving == 0
         decode.compute()
 
@@ -99,10 +99,10 @@ async def test_many_at_once_share_one_link_and_one_edge() -> None:
             source.submit(make_request(name, prompt, max_tokens=5), decode)
         while source.step():
             await asyncio.sleep(0.002)
-        await until(lambda: len(source.told.handed_over) == 6)
+        await until(lambda: len(source.posted.handed_over) == 6)
         decode.compute()
         for name, prompt in prompts.items():
-            assert decode.told.output(name) == dict(enumerate(oracle(prompt, 5)))
+            assert decode.posted.output(name) == dict(enumerate(oracle(prompt, 5)))
         assert len(links(source)) == 1
 
 
@@ -113,9 +113,9 @@ async def test_decode_too_says_how_much_of_the_prompt_was_not_computed() -> None
         for name in ("first", "second"):
             source.submit(make_request(name, prompt, max_tokens=3), decode)
             source.compute()
-            await until(lambda name=name: name in {o.sequence.request_id for o in source.told.handed_over})
+            await until(lambda name=name: name in {o.sequence.request_id for o in source.posted.handed_over})
             decode.compute()
-        said = {side: {e.sequence.request_id: e.cached_tokens for e in side.told.tokens} for side in (source, decode)}
+        said = {side: {e.sequence.request_id: e.cached_tokens for e in side.posted.tokens} for side in (source, decode)}
         assert said[source] == said[decode] == {"first": 0, "second": source.worker.scheduler.prompt_tokens_cached}
         assert said[decode]["second"] > 0
 
@@ -127,7 +127,7 @@ async def test_a_request_that_ends_at_its_first_token_leaves_nothing_at_decode()
         source.step()
         await until(lambda: decode.worker.scheduler.num_sequences)
         source.compute()
-        assert [e.reason for e in source.told.ended] == ["stop"]
+        assert [e.reason for e in source.posted.ended] == ["stop"]
 
 
 async def test_the_offer_carries_what_is_left_of_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ async def test_the_offer_carries_what_is_left_of_the_deadline(monkeypatch: pytes
         source.submit(replace(make_request("r", 10, max_tokens=4), deadline_s=5.0), decode)
         await asyncio.sleep(0.2)  # it waits for its first step
         source.compute()
-        await until(lambda: source.told.handed_over)
+        await until(lambda: source.posted.handed_over)
         decode.compute()
     assert 4.0 < offers[0].request.deadline_s <= 4.8
 
@@ -152,10 +152,10 @@ async def test_a_refusal_goes_to_the_spare() -> None:
     async with pair(DecodeNode("d0", num_blocks=2), DecodeNode("d1")) as (source, [full, spare]):
         source.submit(make_request("r", 10, max_tokens=4), full, spare)
         source.compute()
-        await until(lambda: source.told.handed_over)
-        assert source.told.handed_over[0].decode_worker == "d1"
+        await until(lambda: source.posted.handed_over)
+        assert source.posted.handed_over[0].decode_worker == "d1"
         spare.compute()
-        assert spare.told.output("r") == dict(enumerate(oracle(range(1000, 1010), 4)))
+        assert spare.posted.output("r") == dict(enumerate(oracle(range(1000, 1010), 4)))
 
 
 async def test_parked_kv_is_assigned_again_and_again_until_somebody_takes_it() -> None:
@@ -163,27 +163,27 @@ async def test_parked_kv_is_assigned_again_and_again_until_somebody_takes_it() -
         source.submit(make_request("r", 10, max_tokens=4), full)
         source.compute()
         for attempt in (2, 3):
-            await until(lambda n=attempt - 1: len(source.told.parked) == n)
-            assert source.told.parked[-1].sequence == R._replace(attempt=attempt - 1)
-            assert "KV blocks" in source.told.parked[-1].reason
+            await until(lambda n=attempt - 1: len(source.posted.parked) == n)
+            assert source.posted.parked[-1].sequence == R._replace(attempt=attempt - 1)
+            assert "KV blocks" in source.posted.parked[-1].reason
             source.assign(R._replace(attempt=attempt - 1), attempt, full)
-        await until(lambda: len(source.told.parked) == 3)
+        await until(lambda: len(source.posted.parked) == 3)
         source.assign(R._replace(attempt=3), 4, other)
-        await until(lambda: source.told.handed_over)
-        assert source.told.handed_over[0].sequence == R._replace(attempt=4)
-        assert not source.told.ended
+        await until(lambda: source.posted.handed_over)
+        assert source.posted.handed_over[0].sequence == R._replace(attempt=4)
+        assert not source.posted.ended
         other.compute()
-        assert other.told.output("r") == dict(enumerate(oracle(range(1000, 1010), 4)))
-        assert {e.sequence.attempt for e in other.told.tokens} == {4}
+        assert other.posted.output("r") == dict(enumerate(oracle(range(1000, 1010), 4)))
+        assert {e.sequence.attempt for e in other.posted.tokens} == {4}
 
 
 async def test_parked_kv_can_be_aborted_under_its_present_name() -> None:
     async with pair(DecodeNode(num_blocks=2)) as (source, [full]):
         source.submit(make_request("r", 10, max_tokens=4), full)
         source.compute()
-        await until(lambda: source.told.parked)
+        await until(lambda: source.posted.parked)
         source.assign(R, 2, full)
-        await until(lambda: len(source.told.parked) == 2)
+        await until(lambda: len(source.posted.parked) == 2)
         source.abort(R._replace(attempt=2))
 
 
@@ -192,4 +192,4 @@ def test_an_unknown_assignment_is_not_taken() -> None:
     assert not source.worker.outgoing.assign(R, (), 2)
     assert isinstance(source.worker.outgoing, Sender)
     source.assign(R, 2)
-    assert [(e.sequence.attempt, e.code) for e in source.told.ended] == [(2, "handoff_failed")]
+    assert [(e.sequence.attempt, e.code) for e in source.posted.ended] == [(2, "handoff_failed")]

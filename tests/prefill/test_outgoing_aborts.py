@@ -60,7 +60,7 @@ async def test_an_abort_that_comes_in_one_turn_with_an_answer_is_not_lost(
         await asyncio.wait_for(aborted.wait(), 3)
         source.compute()
         await until(lambda: source.idle and decode.idle, timeout_s=1.5, what="idle pools")
-        assert not source.told.handed_over and not source.told.parked
+        assert not source.posted.handed_over and not source.posted.parked
         await asyncio.wait_for(serve(source, decode), 1.5)
 
 
@@ -77,7 +77,7 @@ async def test_an_abort_before_the_hand_over_has_made_its_first_step(begun: bool
         assert source.idle
         source.submit(make_request("r", 20, max_tokens=4), decode)  # tombstones are for unknown ones only
         source.compute()
-        await until(lambda: source.told.handed_over)
+        await until(lambda: source.posted.handed_over)
         decode.compute()
 
 
@@ -135,7 +135,7 @@ async def test_an_abort_after_the_last_acknowledgement_ends_decode_too() -> None
     async with pair() as (source, [decode]):
         source.submit(make_request("r", 10, max_tokens=40), decode)
         source.compute()
-        await until(lambda: source.told.handed_over)
+        await until(lambda: source.posted.handed_over)
         assert source.idle
         decode.step()
         source.abort(R)
@@ -148,6 +148,6 @@ async def test_an_abort_that_overtakes_the_offer_leaves_a_tombstone() -> None:
         decode.abort(R)
         source.submit(make_request("r", 10, max_tokens=4), decode)
         source.compute()
-        await until(lambda: source.told.parked)
-        assert "the sequence was aborted" in source.told.parked[0].reason
+        await until(lambda: source.posted.parked)
+        assert "the sequence was aborted" in source.posted.parked[0].reason
         source.abort(R)

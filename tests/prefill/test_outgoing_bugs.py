@@ -29,7 +29,7 @@ async def test_it_ends_the_worker(owner: Any, name: str, monkeypatch: pytest.Mon
         source.submit(request, decode)
         source.compute()
         assert await asyncio.wait_for(source.worker.main_loop._failures.get(), 3) is BUG
-        assert not source.told.parked
+        assert not source.posted.parked
         monkeypatch.setattr(owner, name, real)
         await until(lambda: not len(source.worker.outgoing), what="the end of the hand-over")
         if name == "release_send":

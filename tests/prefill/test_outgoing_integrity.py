@@ -38,9 +38,9 @@ async def test_a_flipped_bit_is_sent_again_once(monkeypatch: pytest.MonkeyPatch)
         request = make_request("r", 20, max_tokens=4)
         source.submit(request, decode)
         source.compute()
-        await until(lambda: source.told.handed_over)
+        await until(lambda: source.posted.handed_over)
         decode.compute()
-        assert decode.told.output("r") == dict(enumerate(oracle(request.prompt, 4)))
+        assert decode.posted.output("r") == dict(enumerate(oracle(request.prompt, 4)))
         assert source.worker.load().chunks_resent == 1 == decode.worker.hand_overs.chunks_damaged
 
 
@@ -49,8 +49,8 @@ async def test_a_bit_flipped_twice_ends_the_request_and_frees_both(monkeypatch: 
     async with pair() as (source, [decode]):
         source.submit(make_request("r", 20, max_tokens=4), decode)
         source.compute()
-        await until(lambda: source.told.ended and decode.idle and source.idle)
-        (ended,) = source.told.ended
+        await until(lambda: source.posted.ended and decode.idle and source.idle)
+        (ended,) = source.posted.ended
         assert (ended.reason, ended.code) == ("error", "kv_corrupt")
         assert "damaged twice" in ended.message
 
@@ -68,10 +68,10 @@ async def test_intact_kv_of_another_request_is_found_by_its_checksum(monkeypatch
         for name, first in (("a", 1), ("b", 100)):
             source.submit(make_request(name, range(first, first + 8), max_tokens=4), decode)
             source.compute()
-            await until(lambda n=name: n in {o.sequence.request_id for o in source.told.handed_over})
+            await until(lambda n=name: n in {o.sequence.request_id for o in source.posted.handed_over})
         assert decode.worker.hand_overs.chunks_damaged == 1
         decode.compute()
-        assert decode.told.output("b") == dict(enumerate(oracle(range(100, 108), 4)))
+        assert decode.posted.output("b") == dict(enumerate(oracle(range(100, 108), 4)))
 
 
 async def test_a_forged_handle_is_refused_and_counted() -> None:
@@ -87,8 +87,8 @@ async def test_a_forged_handle_is_refused_and_counted() -> None:
         ]
         for number, handle in enumerate(forged, 1):
             source.submit(make_request("r", 6, max_tokens=4), decode, handle=handle)
-            assert [e.code for e in source.told.ended] == ["stale_handle"] * number
-            assert "handle of r/0#1" in source.told.ended[-1].message and source.idle
+            assert [e.code for e in source.posted.ended] == ["stale_handle"] * number
+            assert "handle of r/0#1" in source.posted.ended[-1].message and source.idle
             offer = Offer(make_request("r", 6, max_tokens=4), handle, 6)
             with pytest.raises(StaleHandle):  # were it offered all the same
                 reserve(decode, source, offer)

@@ -23,10 +23,10 @@ async def test_nobody_listens_at_the_target() -> None:
         address, decode.address = decode.address, "127.0.0.1:1"
         source.submit(make_request("r", 10, max_tokens=4), decode)
         source.compute()
-        await until(lambda: source.told.parked)
+        await until(lambda: source.posted.parked)
         decode.address = address
         source.assign(R, 2, decode)
-        await until(lambda: source.told.handed_over)
+        await until(lambda: source.posted.handed_over)
         decode.compute()
 
 
@@ -45,11 +45,11 @@ async def test_a_link_that_breaks_cleans_up_both_ends_and_the_next_one_has_a_new
         old._stream.end("cut by the test")
         gate.opened.set()
         source.compute()
-        await until(lambda: source.told.parked and decode.idle, timeout_s=1.5)
+        await until(lambda: source.posted.parked and decode.idle, timeout_s=1.5)
         source.assign(R, 2, decode)
-        await until(lambda: source.told.handed_over and source.idle)
+        await until(lambda: source.posted.handed_over and source.idle)
         decode.compute()
-        assert decode.told.output("r") == dict(enumerate(oracle(range(1000, 1020), 4)))
+        assert decode.posted.output("r") == dict(enumerate(oracle(range(1000, 1020), 4)))
         (new,) = links(source)
         assert new is not old and made_so_far(new) > generation
 
@@ -64,12 +64,12 @@ async def test_who_had_accepted_is_the_only_one_under_its_attempt(monkeypatch: p
         links(source)[0]._stream.end("cut by the test")
         gate.opened.set()
         source.compute()
-        await until(lambda: source.told.parked, timeout_s=1.5)
-        assert "d0" in source.told.parked[0].reason and not spare.worker.scheduler.num_sequences
+        await until(lambda: source.posted.parked, timeout_s=1.5)
+        assert "d0" in source.posted.parked[0].reason and not spare.worker.scheduler.num_sequences
         assert len(links(source)) == 1, "the spare was not even dialled"
         source.assign(R, 2, spare)
-        await until(lambda: source.told.handed_over)
-        assert source.told.handed_over[0].decode_worker == "d1"
+        await until(lambda: source.posted.handed_over)
+        assert source.posted.handed_over[0].decode_worker == "d1"
         spare.compute()
 
 
@@ -89,6 +89,6 @@ async def test_many_on_a_lost_link_dial_once(monkeypatch: pytest.MonkeyPatch) ->
         for i in range(3):
             source.submit(make_request(f"r{i}", 8, max_tokens=4), decode)
         source.compute()
-        await until(lambda: len(source.told.handed_over) == 4)
+        await until(lambda: len(source.posted.handed_over) == 4)
         decode.compute()
         assert dials == 1

@@ -27,7 +27,7 @@ async def test_the_receive_is_open_before_the_chunk_is_packed(monkeypatch: pytes
         await asyncio.wait_for(gate.reached.wait(), 3)
         await until(lambda: decode.worker.hand_overs.writing[R] == 1, what="an open receive")
         gate.opened.set()
-        await until(lambda: source.told.handed_over)
+        await until(lambda: source.posted.handed_over)
         decode.compute()
 
 
@@ -45,7 +45,7 @@ async def test_nothing_is_packed_before_its_chunk_is_announced(monkeypatch: pyte
         monkeypatch.setattr(Packing, "begin", lambda packing: (order.append("packed"), begin(packing)))
         source.submit(make_request("r", 8, max_tokens=4), decode)
         source.compute()
-        await until(lambda: source.told.handed_over)
+        await until(lambda: source.posted.handed_over)
         decode.compute()
         assert [what for what in order if what != "Posted"] == ["Chunk", "packed"]
 
@@ -70,7 +70,7 @@ async def test_a_piece_that_nobody_is_before_is_announced_in_the_next_turn(monke
         assert announced == [0]
         await asyncio.sleep(0)
         assert announced == [0, 1]
-        await until(lambda: source.told.handed_over)
+        await until(lambda: source.posted.handed_over)
         decode.compute()
 
 

@@ -1,6 +1,6 @@
 """Real workers of both pools on fake runners, stepped by hand, and pairs of them that leave nothing behind.
 
-No engine, no coordinator: a test reads in `Told` what a worker would have told the coordinator.
+No engine, no coordinator: a test reads in `Posted` what a worker would have posted to the coordinator.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ KEY = b"k" * 32
 VOCAB_SIZE = 1 << 16
 
 
-class Told:
-    """What a worker told the coordinator."""
+class Posted:
+    """What a worker posted to the coordinator."""
 
     def __init__(self) -> None:
         self.tokens: list[TokenEvent] = []
@@ -76,7 +76,7 @@ class PrefillNode:
         timeout_s: float = 2.0,
         runner: FakeRunner | None = None,
     ) -> None:
-        self.runner, self.told = runner or FakeRunner(num_blocks), Told()
+        self.runner, self.posted = runner or FakeRunner(num_blocks), Posted()
         self.worker = PrefillWorker(
             _config(name, timeout_s, step_tokens),
             self.runner,
@@ -84,11 +84,11 @@ class PrefillNode:
             (1,),
             self.runner.make_end,  # type: ignore[arg-type]
         )
-        _join(self.worker, self.told)
+        _join(self.worker, self.posted)
 
     def step(self) -> bool:
         """One step of the engine; False when there is nothing to compute."""
-        return _step(self.worker, self.runner, self.told)
+        return _step(self.worker, self.runner, self.posted)
 
     def compute(self) -> None:
         while self.step():
@@ -102,7 +102,7 @@ class PrefillNode:
         self.runner.step(plan, slice(first))
         self.worker.layers_computed(plan.step_id, first)
         await meanwhile()
-        self.told.post(self.worker.finish_step(self.runner.step(plan, slice(first, None)), time.monotonic()))
+        self.posted.post(self.worker.finish_step(self.runner.step(plan, slice(first, None)), time.monotonic()))
         return True
 
     def submit(self, request: GenerateRequest, *decodes: DecodeNode, handle: Handle | None = None) -> None:
@@ -130,7 +130,7 @@ class DecodeNode:
     def __init__(
         self, name: str = "d0", num_blocks: int = 16, timeout_s: float = 2.0, runner: FakeRunner | None = None
     ) -> None:
-        self.runner, self.told = runner or FakeRunner(num_blocks), Told()
+        self.runner, self.posted = runner or FakeRunner(num_blocks), Posted()
         self.worker = DecodeWorker(
             _config(name, timeout_s, 8),
             self.runner,
@@ -138,7 +138,7 @@ class DecodeNode:
             (1,),
             self.runner.make_end,  # type: ignore[arg-type]
         )
-        _join(self.worker, self.told)
+        _join(self.worker, self.posted)
         self.server: Any = None
         self.address = ""
 
@@ -161,7 +161,7 @@ class DecodeNode:
         return Target(name, incarnation, self.address, handle or self.handle(sequence, source))
 
     def step(self) -> bool:
-        return _step(self.worker, self.runner, self.told)
+        return _step(self.worker, self.runner, self.posted)
 
     def compute(self) -> None:
         while self.step():
@@ -207,10 +207,10 @@ async def aborted(source: PrefillNode, decode: DecodeNode, sequence: SequenceId,
     """Nothing is left of a sequence once the abort has come to the other side, too."""
     source.compute()
     if who == "decode":
-        await until(lambda: source.told.parked, timeout_s=3, what="parked KV")
+        await until(lambda: source.posted.parked, timeout_s=3, what="parked KV")
         source.abort(sequence)
     await until(lambda: source.idle and decode.idle, timeout_s=3, what="idle pools")
-    assert not source.told.handed_over and not decode.told.tokens
+    assert not source.posted.handed_over and not decode.posted.tokens
 
 
 async def serve(source: PrefillNode, decode: DecodeNode, name: str = "again", prompt: int = 10) -> None:
@@ -218,9 +218,9 @@ async def serve(source: PrefillNode, decode: DecodeNode, name: str = "again", pr
     request = make_request(name, prompt, max_tokens=4)
     source.submit(request, decode)
     source.compute()
-    await until(lambda: [o for o in source.told.handed_over if o.sequence.request_id == name], what="the hand-over")
+    await until(lambda: [o for o in source.posted.handed_over if o.sequence.request_id == name], what="the hand-over")
     decode.compute()
-    assert {**source.told.output(name), **decode.told.output(name)} == dict(enumerate(oracle(request.prompt, 4)))
+    assert {**source.posted.output(name), **decode.posted.output(name)} == dict(enumerate(oracle(request.prompt, 4)))
 
 
 @contextlib.asynccontextmanager
@@ -265,20 +265,20 @@ async def until(condition: Callable[[], object], timeout_s: float = 15.0, what: 
         await asyncio.sleep(0.002)
 
 
-def _join(worker: PrefillWorker | DecodeWorker, told: Told) -> None:
+def _join(worker: PrefillWorker | DecodeWorker, posted: Posted) -> None:
     worker.main_loop.welcome(Welcome("run", 3.0, 1.0, KEY))
     worker.main_loop.session.run_id = "run"
-    worker.main_loop.session.post = told.post  # type: ignore[method-assign]
+    worker.main_loop.session.post = posted.post  # type: ignore[method-assign]
 
 
-def _step(worker: Any, runner: FakeRunner, told: Told) -> bool:
+def _step(worker: Any, runner: FakeRunner, posted: Posted) -> bool:
     plan = worker.begin_step(time.monotonic())
     if plan is None:
         return False
     events = worker.finish_step(runner.step(plan), time.monotonic())
     for ended in events.ended:
         worker.main_loop.deadlines.forget(ended.sequence)
-    told.post(events)
+    posted.post(events)
     return True
 
 

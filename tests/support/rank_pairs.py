@@ -55,6 +55,6 @@ async def hand_over(source: PrefillNode, decode: DecodeNode, name: str, prompt: 
     source.submit(request, decode)
     while source.step():
         await asyncio.sleep(0.002)
-    await until(lambda: [o for o in source.told.handed_over if o.sequence.request_id == name], what="the hand-over")
+    await until(lambda: [o for o in source.posted.handed_over if o.sequence.request_id == name], what="the hand-over")
     decode.compute()
-    assert {**source.told.output(name), **decode.told.output(name)} == dict(enumerate(oracle(request.prompt, 5)))
+    assert {**source.posted.output(name), **decode.posted.output(name)} == dict(enumerate(oracle(request.prompt, 5)))

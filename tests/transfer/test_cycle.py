@@ -61,13 +61,13 @@ async def round_trip(
     while [source for source in sources if source.step()]:  # both at once, step by step
         pass
     deadline = time.monotonic() + ROUND_LIMIT_S
-    while not all(len(s.told.handed_over) + len(s.told.parked) == 2 for s in sources):
+    while not all(len(s.posted.handed_over) + len(s.posted.parked) == 2 for s in sources):
         assert time.monotonic() < deadline, f"round {number} stalls: {sources[0].worker.outgoing._links}"
         await asyncio.sleep(0.0005)
     for node in (*sources, *decodes):
         node.compute()
-        assert not node.told.parked, node.told.parked
-        for told in (node.told.handed_over, node.told.tokens, node.told.ended):
+        assert not node.posted.parked, node.posted.parked
+        for told in (node.posted.handed_over, node.posted.tokens, node.posted.ended):
             told.clear()
 
 
