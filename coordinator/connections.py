@@ -38,7 +38,7 @@ class ConnectionLimit:
             del self._of[address]
 
     def count_files(self) -> None:
-        """Sets the limit anew. With 16,000 open files this takes 50 ms: not for the event loop."""
+        """Sets the limit anew. Where the kernel has no count, 16,000 open files take 50 ms: not for the event loop."""
         self.limit = connection_limit(max(0, _open_files() - self._total))
 
 
@@ -63,6 +63,6 @@ def _is_loopback(address: str) -> bool:
 
 def _open_files() -> int:
     try:
-        return len(os.listdir("/proc/self/fd"))
+        return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))  # the size is theirs from Linux 6.2
     except OSError:  # not Linux
         return 0

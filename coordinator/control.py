@@ -15,7 +15,7 @@ from baton.rpc.first_message import FirstMessage
 from baton.rpc.parsed import parsed
 from baton.rpc.ports import open_port
 from baton.rpc.status import grpc_code
-from baton.rpc.streams import SERVER_OPTIONS, LinkLost, MessageStream, serve_stream
+from baton.rpc.streams import SERVER_OPTIONS, LinkLost, MessageStream, deserializer, serve_stream
 from baton.rpc.tls import ClusterTls, check_role, peer_role
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from coordinator.cluster import Cluster
@@ -73,6 +73,7 @@ class _Servicer(worker_pb2_grpc.WorkerControlServicer):  # type: ignore[misc]
             while (message := await stream.receive()) is not None and cluster.is_current(worker, queue):
                 if not cluster.on_message(worker, incarnation, message):
                     break
+                del message  # kept until the next one, 64 tokens of each worker would be objects to search for garbage
         finally:
             sender.cancel()
             ended()
@@ -82,7 +83,7 @@ def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
     """As `add_WorkerControlServicer_to_server` makes them, but for how the request of a drain is parsed."""
     session = grpc.stream_stream_rpc_method_handler(
         servicer.Session,
-        request_deserializer=worker_pb2.SessionRequest.FromString,
+        request_deserializer=deserializer(worker_pb2.SessionRequest),
         response_serializer=worker_pb2.SessionResponse.SerializeToString,
     )
     drain = grpc.unary_unary_rpc_method_handler(

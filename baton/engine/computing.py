@@ -20,7 +20,7 @@ from baton.engine.model_native import NativeModel
 from baton.engine.options import EngineOptions
 from baton.engine.parallel import TPGroup
 from baton.engine.runner import Computing
-from baton.engine.sampler_native import chooser
+from baton.engine.sampler_native import chooser, masker
 from baton.engine.weights import WeightReader
 
 
@@ -56,14 +56,15 @@ def how_to_compute(
     """Of a model as `build_model` made it, with the same arguments."""
     if isinstance(model, NativeModel):
         choose = None if kernels is None else chooser(kernels, options.threads)
+        mask = None if kernels is None else masker(kernels)
         compute = partial(model.forward, kv=kv)
         if group.size > 1:
-            return Computing(compute, choose)
+            return Computing(compute, choose, mask=mask)
 
         def in_two(batch: Batch, layers: int, on_first: Callable[[], None]) -> Tensor:
             return model.forward(batch, kv, layers, on_first)
 
-        return Computing(compute, choose, propose=partial(model.propose, kv=kv), compute_in_two=in_two)
+        return Computing(compute, choose, mask=mask, propose=partial(model.propose, kv=kv), compute_in_two=in_two)
     if kv.device.type == "cuda":
         from baton.engine.computing_cuda import on_cuda  # as above
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +32,7 @@ from baton.engine.grammars import Bits, Grammars
 
 Floats32 = NDArray[np.float32]
 Ids = NDArray[np.int64]
+ApplyMask = Callable[[Tensor, Bits], None]
 
 _MAX_TABLES = 1024
 # What eight bits of a mask add to the logits of their tokens: a quarter of the time that a boolean mask takes.
@@ -105,17 +106,26 @@ class Seen:
         return ids, counts
 
 
+def apply_mask(row: Tensor, bits: Bits) -> None:
+    """The logits [vocab] of tokens whose bit is 0 become -inf."""
+    vocab = len(row)
+    row += to_device(torch.from_numpy(np.take(_BIASES, bits, axis=0).reshape(-1)[:vocab]), row.device)
+
+
 class SeenTables:
     """Tables by sequence, least recently used first, and masks by sampling parameters. Either is only ever a shortcut:
     what a table holds is compared with the history that it is asked for, and made anew where the two differ; a mask is
     made once and kept as long as the parameters exist, that is as their sequence.
 
     `grammars` are the automata of sequences with a grammar. A draw of a sequence in `grammars.unsampled` stays as it
-    is, and what is sampled there is to be thrown away."""
+    is, and what is sampled there is to be thrown away. `apply_mask` masks a row of the logits' device."""
 
-    def __init__(self, limit: int = _MAX_TABLES, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self, limit: int = _MAX_TABLES, grammars: Grammars | None = None, apply_mask: ApplyMask = apply_mask
+    ) -> None:
         self._limit = limit
         self.grammars = grammars or Grammars(None)
+        self.apply_mask = apply_mask
         self._tables: OrderedDict[SequenceId, Seen] = OrderedDict()
         # By identity: to hash 150,000 ids in each step would cost more than the mask.
         self._masks: dict[int, tuple[weakref.ref[SamplingParams], Tensor]] = {}
@@ -203,7 +213,7 @@ def _mask(
         if params.grammar:
             bits = tables.grammars.mask(draws[row], deadline)
             if bits is not None:
-                _apply_grammar(logits[row], bits, draws[row])
+                tables.apply_mask(logits[row], _with_other_masks(bits, draws[row], vocab))
             continue
         if allowed:
             logits[row].masked_fill_(tables.outside_allowed(params, vocab, logits.device), -torch.inf)
@@ -215,19 +225,18 @@ def _mask(
         logits.view(-1)[to_device(torch.tensor(where), logits.device)] = -torch.inf
 
 
-def _apply_grammar(row: Tensor, bits: Bits, draw: Draw) -> None:
-    """Masks the logits [vocab] of one draw as its grammar and its other masks say."""
-    vocab, banned = len(row), banned_tokens(draw)
-    if banned or draw.sampling.allowed_token_ids:
-        left = np.unpackbits(bits, count=vocab, bitorder="little")
-        if allowed := list(draw.sampling.allowed_token_ids):
-            kept = np.zeros_like(left)
-            kept[allowed] = left[allowed]
-            left = kept
-        left[list(banned)] = 0
-        if left.any():
-            bits = np.packbits(left, bitorder="little")
-    row += to_device(torch.from_numpy(np.take(_BIASES, bits, axis=0).reshape(-1)[:vocab]), row.device)
+def _with_other_masks(bits: Bits, draw: Draw, vocab: int) -> Bits:
+    """What the grammar of a draw and its other masks allow; the grammar alone where that is nothing."""
+    banned = banned_tokens(draw)
+    if not banned and not draw.sampling.allowed_token_ids:
+        return bits
+    left = np.unpackbits(bits, count=vocab, bitorder="little")
+    if allowed := list(draw.sampling.allowed_token_ids):
+        kept = np.zeros_like(left)
+        kept[allowed] = left[allowed]
+        left = kept
+    left[list(banned)] = 0
+    return np.packbits(left, bitorder="little") if left.any() else bits
 
 
 def banned_tokens(draw: Draw) -> set[int]:

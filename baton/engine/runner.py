@@ -27,7 +27,7 @@ from baton.engine.kv_pool import KVPool
 from baton.engine.launches import Launched, Launches
 from baton.engine.options import EngineOptions
 from baton.engine.parallel import TPGroup
-from baton.engine.processors import SeenTables
+from baton.engine.processors import ApplyMask, SeenTables, apply_mask
 from baton.engine.sampler import Choose, Decide
 
 Propose = Callable[[Batch, Sequence[int]], list[list[int]]]
@@ -37,13 +37,15 @@ ComputeInTwo = Callable[[Batch, int, Callable[[], None]], Tensor]
 @dataclass(frozen=True, slots=True)
 class Computing:
     """What computes the steps of a model (computing.py). `compute` gives the logits [S, vocab] of a batch; `choose`
-    tokens from them, `decide` the same on the device that they are on, `propose` a draft model's in one call;
-    `compute_in_two` is `compute` that calls back when so many layers have written their KV. None where the plain way is
-    the only one. `prepare` is called once when all is loaded: it makes what must be there before the first request."""
+    tokens from them, `decide` the same on the device that they are on, `mask` takes out what a grammar does not allow,
+    `propose` makes a draft model's tokens in one call; `compute_in_two` is `compute` that calls back when so many
+    layers have written their KV. None where the plain way is the only one. `prepare` is called once when all is
+    loaded: it makes what must be there before the first request."""
 
     compute: Callable[[Batch], Tensor]
     choose: Choose | None = None
     decide: Decide | None = None
+    mask: ApplyMask | None = None
     propose: Propose | None = None
     compute_in_two: ComputeInTwo | None = None
     prepare: Callable[[], None] | None = None
@@ -87,7 +89,7 @@ class Runner:
         self.marks = StepMarks(kv.device)
         self.launches = Launches(kv.device, group, computing.decide, computing.choose)
         self.drafted_at_once = 0  # calls
-        self._seen = SeenTables(grammars=grammars)
+        self._seen = SeenTables(grammars=grammars, apply_mask=computing.mask or apply_mask)
         self._announce: Callable[[StepPlan], None] | None = None
         self._compute = computing.compute
         self._propose = computing.propose

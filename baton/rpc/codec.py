@@ -230,20 +230,25 @@ def _request_value(message: types_pb2.SequenceRequest) -> request.GenerateReques
 
 
 def _token_event_value(message: worker_pb2.TokenEvent) -> events.TokenEvent:
-    """By hand: a coordinator reads one for every sequence in every step."""
-    if not message.HasField("sequence"):
+    """By hand, and past the tuples' own constructors: a coordinator reads one for every sequence in every step."""
+    has = message.HasField
+    if not has("sequence"):
         raise InvalidRequest("TokenEvent has no sequence", param="sequence")
     sequence = message.sequence
-    return events.TokenEvent(
-        request.SequenceId(sequence.request_id, sequence.choice, sequence.attempt),
+    values = (
+        _new_tuple(request.SequenceId, (sequence.request_id, sequence.choice, sequence.attempt)),
         message.first_index,
         tuple(message.tokens[:]),
         _token_logprobs(message.logprobs) if message.logprobs else (),
         _token_logprobs(message.prompt_logprobs) if message.prompt_logprobs else (),
         message.cached_tokens,
-        _reader(events.SpeculationCounters)(message.speculation) if message.HasField("speculation") else None,
-        _reader(events.StageStamps)(message.stamps) if message.HasField("stamps") else None,
+        _reader(events.SpeculationCounters)(message.speculation) if has("speculation") else None,
+        _reader(events.StageStamps)(message.stamps) if has("stamps") else None,
     )
+    return _new_tuple(events.TokenEvent, values)
+
+
+_new_tuple = tuple.__new__
 
 
 def _token_logprobs(entries: Any) -> tuple[request.TokenLogprob, ...]:

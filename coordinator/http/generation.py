@@ -166,10 +166,12 @@ class _Stream:
         return self._writer.ready
 
     def take(self, delta: Delta) -> None:
-        render, counted = self._render, self._counted
-        counted.add(delta)
+        render, usage = self._render, _NOT_SHOWN
+        if render.continuous_usage:  # otherwise the last delta, which is none of these, says what there was in all
+            self._counted.add(delta)
+            usage = self._counted.usage
         if render.tells(delta):
-            self._writer.write(render.text(delta, counted.usage if render.continuous_usage else _NOT_SHOWN))
+            self._writer.write(render.text(delta, usage))
 
 
 class GenerationResponse(Response):

@@ -7,7 +7,7 @@ from prefill and token 2 from decode, on different streams). Text, usage and the
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from baton.core.errors import InvariantError
 from baton.core.request import FinishReason, GenerateRequest, TokenLogprob, finish_reason
@@ -15,15 +15,7 @@ from baton.core.request import FinishReason, GenerateRequest, TokenLogprob, fini
 MAX_HELD_TOKENS = 4096
 
 
-class Appended(NamedTuple):
-    """`tokens` are new, from output index `first_index` on; `finish` is set when the last of them ends the choice."""
-
-    first_index: int
-    tokens: tuple[int, ...]
-    finish: FinishReason | None
-
-
-Verdict = Appended | Literal["stale", "repeat", "held"]
+Verdict = Literal["appended", "stale", "repeat", "held"]
 
 
 class Journal:
@@ -117,7 +109,7 @@ class Journal:
             self._held.clear()
         if len(self.tokens) == start:
             return "held" if self._held else "repeat"
-        return Appended(start, tuple(self.tokens[start:]), self.finish)
+        return "appended"
 
     def _append(self, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...]) -> Verdict:
         """What `accept` does with tokens that are all next, as nearly all are."""
@@ -129,4 +121,4 @@ class Journal:
                 break
         count = len(self.tokens) - start
         self.logprobs.extend(logprobs[:count])
-        return Appended(start, tokens[:count], self.finish) if count else "repeat"
+        return "appended" if count else "repeat"

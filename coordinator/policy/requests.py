@@ -16,6 +16,7 @@ present worker can serve ends after `hold_s`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -45,7 +46,7 @@ from baton.core.events import (
 from baton.core.prefix_keys import HINT_BYTES, KeyChain
 from baton.core.request import ChoiceId, GenerateRequest, SequenceId
 from coordinator.policy.dispatch import Dispatcher, Placement, Ticket
-from coordinator.policy.journal import Appended, Journal
+from coordinator.policy.journal import Journal
 from coordinator.policy.pool import Prefix
 from coordinator.policy.workers import WorkerTable
 
@@ -229,9 +230,10 @@ class Request:
 
 
 class Requests:
-    """Complete state: the requests by choice, those of them that wait for a worker, the dispatcher and the worker table
-    under it, the numbers given last (`_attempt` is global: no two requests share one, so that a request id may be used
-    again at once), whether the cluster drains, and counters. Every method returns actions, to be executed in order."""
+    """Complete state: the requests by choice, those of them that wait for a worker, a time before which no deadline of
+    theirs passes, the dispatcher and the worker table under it, the numbers given last (`_attempt` is global: no two
+    requests share one, so that a request id may be used again at once), whether the cluster drains, and counters. Every
+    method returns actions, to be executed in order."""
 
     def __init__(
         self, workers: WorkerTable, max_queued_requests: int, max_queued_tokens: int, hold_s: float = 30.0
@@ -245,6 +247,7 @@ class Requests:
         self._hold_s = hold_s
         self._requests: dict[tuple[str, int], Request] = {}  # by ChoiceId
         self._waiting: dict[ChoiceId, Request] = {}
+        self._no_deadline_before = math.inf
         self._attempt = 0
         self._age = 0
 
@@ -291,6 +294,7 @@ class Requests:
         else:
             self.dispatcher.resubmit(self._ticket(r))
         self._requests[request.choice_id] = self._waiting[request.choice_id] = r
+        self._no_deadline_before = min(self._no_deadline_before, r.deadline_at)
         return r, self._place(now)
 
     def end(self, r: Request, reason: str, now: float) -> list[Action]:
@@ -368,8 +372,11 @@ class Requests:
         """Deadlines, requests that nobody can serve, parked KV, the queue. To be called every 0.1 s or so."""
         actions: list[Action] = []
         self._update_servable(now)
-        for r in [r for r in self._requests.values() if now >= r.deadline_at and not r.ended]:
-            actions += self._fail(r, r.late(), now)
+        if now >= self._no_deadline_before:  # to look at 10,000 requests holds the loop for 4 ms
+            for r in [r for r in self._requests.values() if now >= r.deadline_at and not r.ended]:
+                actions += self._fail(r, r.late(), now)
+            open_deadlines = (r.deadline_at for r in self._requests.values() if not r.ended)
+            self._no_deadline_before = min(open_deadlines, default=math.inf)
         for r in list(self._waiting.values()):
             if r.unservable is not None and now - r.unservable_since >= self._hold_s:
                 what, code = r.unservable
@@ -413,9 +420,9 @@ class Requests:
         except InvariantError as e:
             actions += self._fail(r, e, now)
             return
-        if isinstance(verdict, Appended):
+        if verdict == "appended":
             r.first_token_at = r.first_token_at or now
-        if isinstance(verdict, Appended) or event.prompt_logprobs:
+        if verdict == "appended" or event.prompt_logprobs:
             actions.append(r.notify)
         was_parked = r.stage is Stage.PARKED
         self.dispatcher.produced(r.name, len(journal.tokens) - len(journal.request.output))

@@ -53,7 +53,7 @@ class Run:
     async def begun(self) -> tuple[FakeWorker, SequenceId]:
         """With token 1 read and the sequence at decode."""
         p, d = self.b.workers
-        s = (await p.told(Prefill)).request.sequence_id
+        s = (await p.received(Prefill)).request.sequence_id
         p.say(s, 0, 5)
         p.hand_over(s, "d0")
         await until(lambda: len(self.yielded) == 1)
@@ -100,7 +100,7 @@ async def test_while_the_reader_is_busy_tokens_wait_for_it() -> None:
         deltas = b.pipeline.generate(submission, sink)
         first = asyncio.ensure_future(anext(deltas))
         p, d = b.workers
-        s = (await p.told(Prefill)).request.sequence_id
+        s = (await p.received(Prefill)).request.sequence_id
         p.say(s, 0, 5)
         await first
         p.hand_over(s, "d0")
@@ -120,7 +120,7 @@ async def test_a_stop_string_that_the_sink_would_have_seen_ends_the_stream() -> 
         tokens = list(byte_level().encode("Hello, Hello world").ids)
         run = Run(b, FakeSink(), stop=("lo wor",))
         p, d = b.workers
-        s = (await p.told(Prefill)).request.sequence_id
+        s = (await p.received(Prefill)).request.sequence_id
         p.say(s, 0, tokens[0])
         p.hand_over(s, "d0")
         await until(lambda: run.yielded)
@@ -175,7 +175,7 @@ async def test_choices_of_one_request_wake_their_reader() -> None:
         run = Run(b, FakeSink(), n=2, max_tokens=2)
         p, d = b.workers
         for choice in range(2):
-            s = (await p.told(Prefill, choice + 1)).request.sequence_id
+            s = (await p.received(Prefill, choice + 1)).request.sequence_id
             p.say(s, 0, 5)
             p.hand_over(s, "d0")
             d.say(s, 0, 5, 6, ended="length")
@@ -212,7 +212,7 @@ async def test_a_stream_over_a_socket_is_the_same_with_and_without(
                 body = {"prompt": [1, 2, 3], "max_tokens": len(tokens), "stream": True}
                 body |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
                 await client.post("/v1/completions", body, "Connection: close")
-                s = (await p.told(Prefill, turn + 1)).request.sequence_id
+                s = (await p.received(Prefill, turn + 1)).request.sequence_id
                 p.say(s, 0, tokens[0])
                 p.hand_over(s, "d0")
                 answer = await _read_events(client, b"", 1)

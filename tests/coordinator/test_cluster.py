@@ -85,8 +85,8 @@ async def test_a_differing_repeat_ends_the_request_and_both_workers_hear() -> No
         await reader.got(1)
         d.say(s, 0, 9)
         assert isinstance(await reader.failed(), InvariantError)
-        await p.told(Abort)
-        await d.told(Abort)
+        await p.received(Abort)
+        await d.received(Abort)
 
 
 async def test_one_token_needs_no_decode_worker() -> None:
@@ -112,7 +112,7 @@ async def test_a_workers_error_reaches_the_client_with_its_stage(code: str, kind
         p.fail(s, code, "so it is")
         error = await reader.failed()
         assert isinstance(error, kind) and (error.code, error.message) == (code, "so it is (stage prefill)")
-        await d.told(Abort)
+        await d.received(Abort)
 
 
 async def test_second_request_goes_to_the_worker_that_says_it_holds_its_prefix() -> None:
@@ -129,11 +129,11 @@ async def test_second_request_goes_to_the_worker_that_says_it_holds_its_prefix()
             timeout_s=3,
         )
         reader = b.submit("a", prompt=prompt)
-        command = await b.worker("p1").told(Prefill)
+        command = await b.worker("p1").received(Prefill)
         assert [t.worker_id for t in command.targets] == ["d1", "d0"]
         await reader.leave()
         reader = b.submit("b", prompt=prompt[::-1])
-        assert (await b.worker("p0").told(Prefill)).targets[0].worker_id == "d0"
+        assert (await b.worker("p0").received(Prefill)).targets[0].worker_id == "d0"
         await reader.leave()
 
 
@@ -143,7 +143,7 @@ async def test_parked_kv_goes_to_another_worker_under_the_next_attempt_and_the_o
         p, d, s = await begun(b)
         p.park(s)
         p.say(s, 0, 5)
-        assign = await p.told(Assign)
+        assign = await p.received(Assign)
         assert (assign.sequence, assign.attempt) == (s, 2)
         assert assign.targets[0].handle.sequence == s._replace(attempt=2)
         stale = b.requests.stale_events
@@ -151,7 +151,7 @@ async def test_parked_kv_goes_to_another_worker_under_the_next_attempt_and_the_o
         await until(lambda: b.requests.stale_events > stale)
         second = s._replace(attempt=2)
         p.park(second)
-        assign = await p.told(Assign, 2)
+        assign = await p.received(Assign, 2)
         assert (assign.sequence, assign.attempt) == (second, 3)
         third = s._replace(attempt=3)
         p.hand_over(third, "d1")

@@ -52,7 +52,7 @@ async def test_queue_full_and_duplicates() -> None:
             assert isinstance(await b.submit(name).failed(), DuplicateRequest)
         run_out(p, d, s)
         assert len(await a.done()) == 4
-        run_out(p, d, (await p.told(Prefill, 2)).request.sequence_id)
+        run_out(p, d, (await p.received(Prefill, 2)).request.sequence_id)
         assert len(await waits.done()) == 4
 
 
@@ -68,7 +68,7 @@ async def test_both_workers_and_the_spare_hear_when_the_client_leaves(phase: str
             p.hand_over(s, "d0")
         await reader.leave()
         for worker in b.workers:
-            assert (await worker.told(Abort)).sequence == s
+            assert (await worker.received(Abort)).sequence == s
         assert len(b.requests) == 0
 
 
@@ -91,8 +91,8 @@ async def test_a_deadline_names_its_stage_and_both_workers_hear() -> None:
         assert p.all(Prefill)[0].request.deadline_s <= 0.3
         error = await reader.failed()
         assert isinstance(error, DeadlineExceeded) and "stage prefill" in error.message
-        await p.told(Abort)
-        await d.told(Abort)
+        await p.received(Abort)
+        await d.received(Abort)
 
 
 async def test_a_deadline_that_is_over_starts_nothing() -> None:
@@ -113,7 +113,7 @@ async def test_draining() -> None:
         run_out(p, d, s)
         assert len(await reader.done()) == 4
         for worker in (p, d):
-            await worker.told(Drain)
+            await worker.received(Drain)
             await worker.session.drained(1.0)
             await worker.stop()
         await asyncio.wait_for(draining, 3)
@@ -126,5 +126,5 @@ async def test_a_drain_ends_what_does_not_finish_in_time() -> None:
         _p, d, s = await begun(b)
         draining = asyncio.create_task(b.cluster.drain(0.1))
         assert (await reader.failed()).code == "draining"
-        assert (await d.told(Abort)).sequence == s
+        assert (await d.received(Abort)).sequence == s
         draining.cancel()

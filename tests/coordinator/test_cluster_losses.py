@@ -43,7 +43,7 @@ async def test_a_silent_worker_is_lost_after_its_lease_and_its_requests_go_on_el
     async with bench("p0", "d0", "d1", lease_s=0.8) as b:
         a, other = b.submit("a"), b.submit("b")
         p, d0, d1 = b.workers
-        sa, sb = (await p.told(Prefill, 1)).request.sequence_id, (await p.told(Prefill, 2)).request.sequence_id
+        sa, sb = (await p.received(Prefill, 1)).request.sequence_id, (await p.received(Prefill, 2)).request.sequence_id
         for s, d in ((sa, d0), (sb, d1)):
             p.say(s, 0, 5)
             p.hand_over(s, d.name)
@@ -51,11 +51,11 @@ async def test_a_silent_worker_is_lost_after_its_lease_and_its_requests_go_on_el
         d0.here.add(sa)
         began = time.monotonic()
         d0.wire.mute()
-        resumed = await p.told(Prefill, 3)
+        resumed = await p.received(Prefill, 3)
         assert time.monotonic() - began > 0.5 and b.state("d0") == "lost"
         assert (resumed.request.request_id, resumed.request.output) == ("a", (5,))
         assert [t.worker_id for t in resumed.targets] == ["d1"]
-        assert (await p.told(Abort)).sequence == sa
+        assert (await p.received(Abort)).sequence == sa
         again = resumed.request.sequence_id
         p.say(again, 1, 6)
         p.hand_over(again, "d1")
@@ -75,7 +75,7 @@ async def test_a_new_incarnation_replaces_the_old_one_at_once_and_takes_over_its
         old.wire.mute()
         new = await b.add("d0", incarnation=2)
         assert new.welcomes[0].following == ()
-        command = await p.told(Prefill, 2)
+        command = await p.received(Prefill, 2)
         assert command.targets[0].incarnation == 2 and command.request.output == (5,)
         old.wire.refuses = True
         old.wire._flows.set()
@@ -118,7 +118,7 @@ async def test_a_prompt_goes_to_the_new_incarnation_of_the_worker_that_computed_
         old, _, s = await begun(b)
         old.wire.mute()
         new = await b.add("p0", incarnation=2)
-        again = (await new.told(Prefill)).request.sequence_id
+        again = (await new.received(Prefill)).request.sequence_id
         assert again.attempt > s.attempt
         new.say(again, 0, 5, ended="length")
         assert await reader.done() == [5]
@@ -135,7 +135,7 @@ async def test_a_worker_that_gave_up_says_so_and_the_request_goes_on(keeps_nothi
         await reader.got(2)
         await until(lambda: b.in_flight(s).stage is Stage.DECODE)  # which another worker says
         d.session._lease_s = 0.05  # shorter than the heartbeat: it seems to hear nothing
-        resumed = (await p.told(Prefill, 2)).request
+        resumed = (await p.received(Prefill, 2)).request
         assert d.abandoned == ["the coordinator was silent for 0.05 s"]
         assert resumed.output == (5, 6) and resumed.attempt > s.attempt
         p.say(resumed.sequence_id, 2, 7)

@@ -32,7 +32,7 @@ async def test_a_worker_that_joins_later_gets_work_and_one_that_drains_gets_none
         for name in "bcd":
             await b.submit_and_run(name, "p1", "d1")
         for name in ("p0", "d0"):
-            await b.worker(name).told(Drain)
+            await b.worker(name).received(Drain)
             await leaves(b, b.worker(name))
         await b.submit_and_run("e", "p1", "d1")
 
@@ -43,9 +43,9 @@ async def test_a_session_that_breaks_does_not_end_a_drain(who: str) -> None:
     async with bench("p0", "d0", "p1", "d1") as b:
         worker = b.worker(who)
         b.cluster.drain_worker(who, 5.0)
-        await worker.told(Drain)
+        await worker.received(Drain)
         worker.cut()
-        again = await worker.told(Drain, 2)
+        again = await worker.received(Drain, 2)
         assert again.timeout_s <= 5.0
         assert b.state(who) == "draining"
         await b.submit_and_run("a", "p1" if who == "p0" else "p0", "d1" if who == "d0" else "d0")
@@ -77,7 +77,7 @@ async def test_a_worker_that_has_left_does_not_come_back_but_its_next_life_may()
         await b.add("d0", incarnation=2)
         b.cluster.drain_worker("d1", 5.0)
         reader = b.submit("a")
-        command = await b.worker("p0").told(Prefill)
+        command = await b.worker("p0").received(Prefill)
         assert [(t.worker_id, t.incarnation) for t in command.targets] == [("d0", 2)]
         await reader.leave()
 
@@ -93,9 +93,9 @@ async def test_prompts_and_parked_kv_of_a_prefill_worker_that_leaves_go_elsewher
     async with bench("p0", "d0") as b:
         p0, d0 = b.worker("p0"), b.worker("d0")
         parked = b.submit("parked", max_tokens=4)
-        s = (await p0.told(Prefill)).request.sequence_id
+        s = (await p0.received(Prefill)).request.sequence_id
         waiting = b.submit("waiting", max_tokens=1)
-        await p0.told(Prefill, 2)
+        await p0.received(Prefill, 2)
         p0.say(s, 0, 5)
         b.set_ready("d0", False)
         p0.park(s)
@@ -105,13 +105,13 @@ async def test_prompts_and_parked_kv_of_a_prefill_worker_that_leaves_go_elsewher
         await leaves(b, p0)
         b.set_ready("d0", True)
         p1 = b.worker("p1")
-        first, second = await p1.told(Prefill, 1), await p1.told(Prefill, 2)
+        first, second = await p1.received(Prefill, 1), await p1.received(Prefill, 2)
         again = {c.request.request_id: c for c in (first, second)}
         resumed = again["parked"].request
         assert (resumed.prompt, resumed.output, resumed.num_prefill_tokens) == ((1, 2, 3), (5,), 4)
         assert resumed.attempt > s.attempt and again["parked"].targets[0].handle.sequence == resumed.sequence_id
         assert again["waiting"].request.output == ()
-        assert (await d0.told(Abort)).sequence == s
+        assert (await d0.received(Abort)).sequence == s
         stale = b.requests.stale_events
         d0.say(s, 1, 99)
         await until(lambda: b.requests.stale_events > stale)
@@ -130,7 +130,7 @@ async def test_a_decode_worker_that_leaves_gives_back_what_runs(told: str) -> No
     async with bench("p0", "d0") as b:
         p, d0 = b.worker("p0"), b.worker("d0")
         reader = b.submit(max_tokens=6)
-        s = (await p.told(Prefill)).request.sequence_id
+        s = (await p.received(Prefill)).request.sequence_id
         p.say(s, 0, 5)
         if told == "handed over":
             p.hand_over(s, "d0")
@@ -140,7 +140,7 @@ async def test_a_decode_worker_that_leaves_gives_back_what_runs(told: str) -> No
         await b.add("d1")
         b.cluster.drain_worker("d0", 0.0)
         await leaves(b, d0)
-        command = await p.told(Prefill, 2)
+        command = await p.received(Prefill, 2)
         assert command.request.output == (5, 6, 7)
         assert [t.worker_id for t in command.targets] == ["d1"]
         if told == "only tokens":
@@ -158,13 +158,13 @@ async def test_kv_on_its_way_to_a_decode_worker_that_leaves_is_not_computed_agai
     async with bench("p0", "d0") as b:
         p = b.worker("p0")
         reader = b.submit()
-        s = (await p.told(Prefill)).request.sequence_id
+        s = (await p.received(Prefill)).request.sequence_id
         p.say(s, 0, 5)
         await b.add("d1")
         b.cluster.drain_worker("d0", 0.0)
         await leaves(b, b.worker("d0"))
         p.park(s)  # the link to d0 has ended
-        assign = await p.told(Assign)
+        assign = await p.received(Assign)
         assert [t.worker_id for t in assign.targets] == ["d1"]
         again = s._replace(attempt=assign.attempt)
         p.hand_over(again, "d1")
@@ -178,10 +178,10 @@ async def test_a_prompt_that_met_a_draining_worker_goes_to_another() -> None:
     async with bench("p0", "p1", "d0") as b:
         p0, p1 = b.worker("p0"), b.worker("p1")
         reader = b.submit(max_tokens=1)
-        s = (await p0.told(Prefill)).request.sequence_id
+        s = (await p0.received(Prefill)).request.sequence_id
         p0.session.leave(5.0)
         p0.fail(s, "draining", "p0 is draining")
-        again = (await p1.told(Prefill)).request.sequence_id
+        again = (await p1.received(Prefill)).request.sequence_id
         p1.say(again, 0, 5, ended="length")
         assert await reader.done() == [5]
 
@@ -190,17 +190,17 @@ async def test_what_was_given_back_comes_before_what_waits() -> None:
     async with bench("p0", "d0") as b:
         p0 = b.worker("p0")
         first, second = b.submit("a", prompt=(1,) * 40), b.submit("b", prompt=(1,) * 8)
-        await p0.told(Prefill)
+        await p0.received(Prefill)
         assert b.dispatcher.num_queued == 1
         p1 = await b.add("p1")
-        await p1.told(Prefill)  # b
+        await p1.received(Prefill)  # b
         third = b.submit("c", prompt=(1,) * 30)
         await asyncio.sleep(0.05)
         assert b.dispatcher.num_queued == 1
         b.cluster.drain_worker("p0", 0.0)
         await leaves(b, p0)
         await b.add("p2")
-        assert (await b.worker("p2").told(Prefill)).request.request_id == "a"
+        assert (await b.worker("p2").received(Prefill)).request.request_id == "a"
         for reader in (first, second, third):
             await reader.leave()
 
@@ -210,7 +210,7 @@ async def test_nobody_new_is_taken_in_while_the_cluster_drains() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit()
         p, d = b.worker("p0"), b.worker("d0")
-        s = (await p.told(Prefill)).request.sequence_id
+        s = (await p.received(Prefill)).request.sequence_id
         draining = asyncio.create_task(b.cluster.drain(5.0))
         await asyncio.sleep(0)
         late = await b.add("d1", ready=False)
@@ -222,9 +222,9 @@ async def test_nobody_new_is_taken_in_while_the_cluster_drains() -> None:
         d.say(s, 0, 5, 6, 7, 8, ended="length")
         assert await reader.done() == [5, 6, 7, 8]
         d.cut()
-        await p.told(Drain)
+        await p.received(Drain)
         d.wire.refuses = False
-        await d.told(Drain)
+        await d.received(Drain)
         await leaves(b, p)
         await leaves(b, d)
         await asyncio.wait_for(draining, 3)

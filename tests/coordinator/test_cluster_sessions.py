@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from typing import Any
 
 import pytest
 
 from baton.core.commands import Following, Prefill
 from baton.core.errors import Unavailable
-from baton.core.events import GpuUsage
+from baton.core.events import GpuUsage, StepEvents, TokenEvent
+from baton.core.request import SequenceId, TokenLogprob
+from baton.rpc import codec
+from baton.rpc.streams import LARGE_BYTES
 from coordinator.policy.requests import Stage
 from coordinator.submission import Submission
 from tests.support.fake_workers import begun, bench, run_out
@@ -55,7 +60,7 @@ async def test_a_command_lost_with_its_stream_is_given_again() -> None:
         p.cut()
         p.wire._flows.set()
         p.wire.refuses = False
-        command = await p.told(Prefill)
+        command = await p.received(Prefill)
         run_out(p, d, command.request.sequence_id)
         assert await reader.done() == [5, 6, 7, 8]
         assert len(p.all(Prefill)) == 1
@@ -74,7 +79,7 @@ async def test_a_short_break_does_not_refuse_what_waits_in_the_queue() -> None:
         d.wire.refuses = False
         run_out(p, d, s)
         assert len(await first.done()) == 4
-        s2 = (await p.told(Prefill, 2)).request.sequence_id
+        s2 = (await p.received(Prefill, 2)).request.sequence_id
         run_out(p, d, s2)
         assert len(await second.done()) == 4
 
@@ -139,3 +144,26 @@ async def test_heartbeats_bring_the_usage_of_gpus() -> None:
         await until(lambda: shown()["d0"], timeout_s=5, what="a heartbeat")
         usage = {"memory_used_bytes": 3 << 30, "memory_total_bytes": 80 << 30, "utilisation": 0.25}
         assert shown() == {"p0": None, "d0": usage}
+
+
+async def test_a_large_message_is_parsed_past_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unwrap, threads = codec.unwrap, dict[str, str]()
+
+    def noted(message: Any) -> Any:
+        value = unwrap(message)
+        if isinstance(value, StepEvents) and value.tokens:
+            threads[value.tokens[0].sequence.request_id] = threading.current_thread().name
+        return value
+
+    monkeypatch.setattr(codec, "unwrap", noted)
+    score = TokenLogprob(7, -1.0, 1, tuple(range(20)), (-2.0,) * 20)
+    large = (score,) * (LARGE_BYTES // 100)
+    async with bench("p0") as b:
+        (p,) = b.workers
+        for number, (name, scores) in enumerate({"small": (), "large": large}.items(), 1):
+            p.session.post(StepEvents(tokens=(TokenEvent(SequenceId(name, 0, 1), 0, (7,), prompt_logprobs=scores),)))
+            await until(lambda count=number: b.requests.stale_events == count, timeout_s=3, what=name)
+    here = threading.current_thread().name
+    assert threads["small"] == here and threads["large"].startswith("large messages")

@@ -29,7 +29,7 @@ async def test_text_and_tokens_arrive_together_and_the_text_is_whole() -> None:
         tokens = ids("Hello world, 中文")
         reader = b.submit(max_tokens=len(tokens))
         p, d = b.workers
-        s = (await p.told(Prefill)).request.sequence_id
+        s = (await p.received(Prefill)).request.sequence_id
         p.say(s, 0, tokens[0])
         for index in range(1, len(tokens)):
             d.say(s, index, tokens[index])
@@ -43,7 +43,7 @@ async def test_a_stop_string_ends_the_text_before_it_and_both_workers_at_once() 
         tokens = ids("Hello world")
         reader = b.submit(max_tokens=50, stop=("lo wor",))
         p, d = b.workers
-        s = (await p.told(Prefill)).request.sequence_id
+        s = (await p.received(Prefill)).request.sequence_id
         p.say(s, 0, tokens[0])
         p.hand_over(s, "d0")
         d.say(s, 0, *tokens, *ids("never seen"))
@@ -53,7 +53,7 @@ async def test_a_stop_string_ends_the_text_before_it_and_both_workers_at_once() 
         assert (last.finish_reason, last.stop_reason) == ("stop", "lo wor")
         assert last.usage is not None and last.usage.completion_tokens == len(read) <= len(tokens)
         for worker in (p, d):
-            assert (await worker.told(Abort)).sequence == s
+            assert (await worker.received(Abort)).sequence == s
 
 
 async def test_a_slow_reader_holds_up_nobody_and_nothing_but_its_journal() -> None:
@@ -63,14 +63,14 @@ async def test_a_slow_reader_holds_up_nobody_and_nothing_but_its_journal() -> No
         p, d = b.workers
         slow = b.pipeline.generate(Submission("slow", (1, 2), 6))
         first = asyncio.ensure_future(slow.__anext__())
-        s = (await p.told(Prefill)).request.sequence_id
+        s = (await p.received(Prefill)).request.sequence_id
         p.say(s, 0, 5)
         await first
         p.hand_over(s, "d0")
         d.say(s, 0, 5, 6, 7)
         d.say(s, 3, 8, 9, 10, ended="length")
         other = b.submit("other")
-        s2 = (await p.told(Prefill, 2)).request.sequence_id
+        s2 = (await p.received(Prefill, 2)).request.sequence_id
         p.say(s2, 0, 5)
         p.hand_over(s2, "d0")
         d.say(s2, 0, 5, 6, 7, 8, ended="length")
@@ -87,14 +87,14 @@ async def test_a_failure_frees_both_pools_although_the_client_does_not_read() ->
         p, d, d1 = b.workers
         slow = b.pipeline.generate(Submission("slow", (1, 2), 6))
         first = asyncio.ensure_future(slow.__anext__())
-        s = (await p.told(Prefill)).request.sequence_id
+        s = (await p.received(Prefill)).request.sequence_id
         p.say(s, 0, 5)
         p.hand_over(s, "d0")
         await first
         for worker in (d, d1):
             worker.wire.refuses = True
             worker.cut()
-        assert (await p.told(Abort)).sequence == s
+        assert (await p.received(Abort)).sequence == s
         await until(lambda: b.dispatcher.num_active == b.dispatcher.num_queued == 0, what="nothing held")
         with pytest.raises(Unavailable, match="no decode worker is left"):
             await slow.__anext__()
@@ -109,13 +109,13 @@ async def test_a_quota_counts_what_was_used_and_is_free_again_however_a_request_
             return [delta async for delta in b.pipeline.generate(Submission(name, (1, 2, 3), 4).of(who))]
 
         leaves = asyncio.create_task(ask("leaves"))
-        await p.told(Prefill)
+        await p.received(Prefill)
         with pytest.raises(QuotaExceeded, match="1 requests at once"):
             await ask("too-many")
         leaves.cancel()
         await asyncio.wait([leaves])
         reads = asyncio.create_task(ask("reads"))
-        s = (await p.told(Prefill, 2)).request.sequence_id
+        s = (await p.received(Prefill, 2)).request.sequence_id
         run_out(p, d, s)
         await reads
         account = b.pipeline._quotas._accounts["k"]
@@ -128,10 +128,10 @@ async def test_a_deadline_holds_although_the_client_does_not_read() -> None:
         p, d = b.workers
         slow = b.pipeline.generate(Submission("slow", (1, 2), 6, deadline_s=0.3))
         first = asyncio.ensure_future(slow.__anext__())
-        s = (await p.told(Prefill)).request.sequence_id
+        s = (await p.received(Prefill)).request.sequence_id
         p.say(s, 0, 5)
         await first
-        assert (await d.told(Abort)).sequence == s
+        assert (await d.received(Abort)).sequence == s
         d.say(s, 0, 5, 6)
         with contextlib.suppress(DeadlineExceeded):
             await slow.__anext__()
@@ -144,7 +144,7 @@ async def test_scores_of_the_prompt_that_never_come_are_waited_for_until_the_dea
         p, d = b.workers
         asked = Submission("r", (1, 2), 2, SamplingParams(prompt_logprobs=1), deadline_s=0.3)
         first = asyncio.ensure_future(b.pipeline.generate(asked).__anext__())
-        s = (await p.told(Prefill)).request.sequence_id
+        s = (await p.received(Prefill)).request.sequence_id
         p.say(s, 0, 5)
         d.say(s, 0, 5, 6, ended="length")
         await until(lambda: b.in_flight(s).journal.finish)
@@ -160,7 +160,7 @@ async def test_an_id_is_taken_until_its_client_has_read_the_end() -> None:
         p, d = b.workers
         slow = b.pipeline.generate(Submission("slow", (1, 2), 2))
         first = asyncio.ensure_future(slow.__anext__())
-        s = (await p.told(Prefill)).request.sequence_id
+        s = (await p.received(Prefill)).request.sequence_id
         p.say(s, 0, 5)
         await first
         d.say(s, 0, 5, 6, ended="length")
@@ -174,12 +174,12 @@ async def test_closing_the_generator_is_leaving() -> None:
         p, d = b.workers
         deltas = b.pipeline.generate(Submission("r", (1, 2), 6))
         first = asyncio.ensure_future(deltas.__anext__())
-        s = (await p.told(Prefill)).request.sequence_id
+        s = (await p.received(Prefill)).request.sequence_id
         p.say(s, 0, 5)
         await first
         await deltas.aclose()
         assert len(b.requests) == 0
-        assert (await d.told(Abort)).reason == (await p.told(Abort)).reason == "the client left"
+        assert (await d.received(Abort)).reason == (await p.received(Abort)).reason == "the client left"
 
 
 @pytest.mark.parametrize("speaks", ["prefill", "decode"])
@@ -207,7 +207,7 @@ async def test_a_stop_token_ends_the_text_before_it_and_is_named() -> None:
         tokens = ids("Hello world")
         reader = b.submit(max_tokens=50, sampling=SamplingParams(stop_token_ids=(tokens[-1],)))
         p, d = b.workers
-        s = (await p.told(Prefill)).request.sequence_id
+        s = (await p.received(Prefill)).request.sequence_id
         p.say(s, 0, tokens[0])
         d.say(s, 0, *tokens, *ids("never seen"))
         assert await reader.done() == tokens
@@ -222,7 +222,7 @@ async def test_log_probabilities_come_with_their_tokens_and_the_prompts_with_the
         params = SamplingParams(logprobs=0, prompt_logprobs=0)
         reader = b.submit(max_tokens=len(tokens), sampling=params)
         p, d = b.workers
-        request = (await p.told(Prefill)).request
+        request = (await p.received(Prefill)).request
         s = request.sequence_id
         d.session.post(StepEvents(tokens=(TokenEvent(s, 0, tuple(tokens[:2]), tuple(scores[:2])),)))
         await asyncio.sleep(0.02)
@@ -241,7 +241,7 @@ async def test_choices_share_one_prompt_and_end_one_by_one() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit(max_tokens=3, n=3, sampling=SamplingParams(prompt_logprobs=0))
         p, d = b.workers
-        first = (await p.told(Prefill)).request
+        first = (await p.received(Prefill)).request
         p.session.post(
             StepEvents(tokens=(TokenEvent(first.sequence_id, 0, (5,), (), (TokenLogprob(1, -1.0, 1),) * 2),))
         )
@@ -269,14 +269,14 @@ async def test_one_choice_that_fails_ends_the_others() -> None:
     async with bench("p0", "d0") as b:
         reader = b.submit(max_tokens=9, n=2)
         p, d = b.workers
-        s = (await p.told(Prefill)).request.sequence_id
+        s = (await p.received(Prefill)).request.sequence_id
         p.say(s, 0, 5)
         p.hand_over(s, "d0")
         await until(lambda: len(p.all(Prefill)) == 2, timeout_s=3)
         other = p.all(Prefill)[1].request.sequence_id
         p.fail(other, "worker_lost")
         assert (await reader.failed()).code == "worker_lost"
-        await d.told(Abort, 2)
+        await d.received(Abort, 2)
         assert {a.sequence for a in d.all(Abort)} == {s, other}
         assert b.dispatcher.num_active == len(b.requests) == 0
 
@@ -285,11 +285,11 @@ async def test_a_client_that_leaves_ends_all_choices_also_those_that_have_not_be
     async with bench("p0", "d0") as b:
         reader = b.submit(max_tokens=9, n=4)
         p, _ = b.workers
-        s = (await p.told(Prefill)).request.sequence_id
+        s = (await p.received(Prefill)).request.sequence_id
         p.say(s, 0, 5)
         await reader.got(1)
         await reader.leave()
-        assert (await p.told(Abort)).sequence == s
+        assert (await p.received(Abort)).sequence == s
         assert b.dispatcher.num_active == len(b.requests) == 0
         assert len(p.all(Prefill)) == 1
 
@@ -332,7 +332,7 @@ async def test_a_request_whose_grammar_waits_counts_against_its_quota_until_it_l
         await until(lambda: grammars.asked == ["k"] * 3 and grammars.left == 1)
         grammars.ready.set()
         for count in (1, 2):
-            request = (await p.told(Prefill, count)).request
+            request = (await p.received(Prefill, count)).request
             assert request.sampling.grammar == f"grammar of {request.request_id}"
             run_out(p, d, request.sequence_id)
         await asyncio.gather(stays.done(), other.done())

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import InvariantError
 from baton.core.request import SamplingParams, TokenLogprob
-from coordinator.policy.journal import MAX_HELD_TOKENS, Appended, Journal
+from coordinator.policy.journal import MAX_HELD_TOKENS, Journal
 from tests.support.builders import EOS, make_request
 
 Message = tuple[int, int, tuple[int, ...]]
@@ -37,18 +37,17 @@ def deliveries(draw: st.DrawFn) -> tuple[list[int], str, list[Message]]:
 def test_any_delivery_gives_every_token_once_in_order_and_one_end(case: tuple[list[int], str, list[Message]]) -> None:
     tokens, end, messages = case
     journal = Journal(make_request(max_tokens=len(tokens), attempt=2))
-    told: list[int] = []
-    finishes = []
     for attempt, first, part in messages:
+        known, finish = list(journal.tokens), journal.finish
         verdict = journal.accept(attempt, first, part)
-        if isinstance(verdict, Appended):
-            assert verdict.first_index == len(told)
-            told += verdict.tokens
-            finishes += [verdict.finish] * (verdict.finish is not None)
+        assert journal.tokens[: len(known)] == known == tokens[: len(known)]
+        assert finish in (None, journal.finish)
+        if verdict == "appended":
+            assert len(journal.tokens) > len(known)
         else:
+            assert (journal.tokens, journal.finish) == (known, finish)
             assert verdict == "stale" if attempt != 2 else verdict in ("held", "repeat")
-    assert told == journal.tokens == tokens
-    assert finishes == [end] == [journal.finish]
+    assert (journal.tokens, journal.finish) == (tokens, end)
 
 
 def test_a_differing_repeat_is_our_bug() -> None:
@@ -75,7 +74,8 @@ def test_an_index_below_zero_is_refused_and_counts_nothing() -> None:
 
 def test_what_comes_after_the_end_is_dropped() -> None:
     journal = Journal(make_request(max_tokens=3))
-    assert journal.accept(1, 0, (5, EOS, 7, 8)) == Appended(0, (5, EOS), "stop")
+    assert journal.accept(1, 0, (5, EOS, 7, 8)) == "appended"
+    assert (journal.tokens, journal.finish) == ([5, EOS], "stop")
     for index in range(2 * MAX_HELD_TOKENS):
         assert journal.accept(1, 2 + index, (9,)) == "repeat"
     assert journal.tokens == [5, EOS]
@@ -93,7 +93,7 @@ def test_a_new_attempt_drops_what_was_held_and_keeps_what_was_journaled() -> Non
     journal.accept(1, 2, (7,))
     journal.begin_attempt(2)
     assert journal.accept(1, 1, (6,)) == "stale"
-    assert journal.accept(2, 0, (5, 6)) == Appended(1, (6,), None)
+    assert journal.accept(2, 0, (5, 6)) == "appended"
     assert journal.tokens == [5, 6]
     with pytest.raises(InvariantError):
         journal.begin_attempt(2)
@@ -102,7 +102,8 @@ def test_a_new_attempt_drops_what_was_held_and_keeps_what_was_journaled() -> Non
 def test_output_of_earlier_attempts_counts() -> None:
     journal = Journal(make_request(max_tokens=3, output=(5, 6), attempt=2))
     assert journal.next_index == 2
-    assert journal.accept(2, 1, (6, 7)) == Appended(2, (7,), "length")
+    assert journal.accept(2, 1, (6, 7)) == "appended"
+    assert (journal.tokens, journal.finish) == ([5, 6, 7], "length")
 
 
 def test_a_request_that_begins_anew_goes_on_at_the_next_index() -> None:
@@ -113,7 +114,8 @@ def test_a_request_that_begins_anew_goes_on_at_the_next_index() -> None:
     assert (journal.request.output, journal.request.attempt, journal.next_index) == ((5, 6), 4, 2)
     assert journal.accept(1, 2, (7,)) == "stale"
     assert journal.accept(4, 3, (9,)) == "held"  # what the old attempt said of index 3 does not count
-    assert journal.accept(4, 2, (7,)) == Appended(2, (7, 9), "length")
+    assert journal.accept(4, 2, (7,)) == "appended"
+    assert (journal.tokens, journal.finish) == ([5, 6, 7, 9], "length")
     with pytest.raises(InvariantError):
         journal.resume(4)
 

@@ -12,9 +12,9 @@ import torch
 
 from baton.core.request import SamplingParams
 from baton.engine.kernels import native
-from baton.engine.processors import Draw
+from baton.engine.processors import Draw, apply_mask
 from baton.engine.sampler import Choose
-from baton.engine.sampler_native import chooser
+from baton.engine.sampler_native import chooser, masker
 from tests.engine.driver import float32_levels
 from tests.engine.sampler_cases import PARAMS, plain, rows, sample
 
@@ -163,3 +163,20 @@ def test_undecided_draws_fall_back() -> None:
 
     assert sample(logits, draws, None, half) == sample(logits, draws)
     assert asked == [3]
+
+
+@pytest.mark.parametrize("level", float32_levels())
+@pytest.mark.parametrize("vocab", [1, 7, 8, 9, 16, 17, 333, 4096])
+@pytest.mark.parametrize("padding", [0, 3], ids=["as_packed", "whole_words"])
+def test_a_compiled_mask_takes_out_what_the_plain_one_does_and_nothing_behind(
+    level: str, vocab: int, padding: int
+) -> None:
+    draw = np.random.default_rng(vocab)
+    for share in (0.0, 0.01, 0.5, 1.0):
+        bits = np.packbits(draw.random(vocab) < share, bitorder="little")
+        bits = np.concatenate([bits, np.full(padding, 0xFF, dtype=np.uint8)])
+        rows = torch.randn(3, vocab)
+        plain = rows.clone()
+        apply_mask(plain[1], bits)
+        masker(native.load(level))(rows[1], bits)
+        assert torch.equal(rows, plain)

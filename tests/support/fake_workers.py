@@ -128,7 +128,7 @@ class FakeWorker:
 
     # What a test does with it.
 
-    async def told(self, kind: type[C], count: int = 1) -> C:
+    async def received(self, kind: type[C], count: int = 1) -> C:
         """The `count`-th command of a kind, once it is here."""
         await until(lambda: len(self.all(kind)) >= count, what=f"{kind.__name__} {count} at {self.name}", timeout_s=3)
         return self.all(kind)[count - 1]
@@ -289,7 +289,7 @@ async def bench(
 async def begun(b: Bench) -> tuple[FakeWorker, FakeWorker, SequenceId]:
     """The two workers of a request that has been dispatched; its first token is not there yet."""
     p, d = b.workers[0], b.workers[1]
-    command = await p.told(Prefill, len(p.all(Prefill)) or 1)
+    command = await p.received(Prefill, len(p.all(Prefill)) or 1)
     p.here.add(command.request.sequence_id)
     return p, d, command.request.sequence_id
 

@@ -110,6 +110,7 @@ _FUNCTIONS = {
         *(c_void_p, c_void_p, c_void_p, c_int64, c_int),
     ),
     "baton_choose": (c_void_p, c_int64, c_int64, c_char_p, c_int64, c_int, c_void_p),
+    "baton_mask": (c_void_p, c_void_p, c_int64),
     "baton_propose": (POINTER(Model), POINTER(Step), c_void_p, c_int64, c_int64, c_void_p),
     "baton_linear": (c_int, POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int, c_int),
 }
@@ -149,6 +150,7 @@ class Kernels:
     head: ctypes._FuncPointer
     attend: ctypes._FuncPointer
     choose: ctypes._FuncPointer
+    mask: ctypes._FuncPointer
     linear: ctypes._FuncPointer
     propose: ctypes._FuncPointer
 

@@ -189,3 +189,12 @@ extern "C" void baton_choose(
     int64_t* tokens) {
   parallel(count, threads, [&](int64_t i) { tokens[i] = choose_token(logits + i * stride, vocab, draws[i]); });
 }
+
+extern "C" void baton_mask(float* logits, const uint8_t* bits, int64_t vocab) {
+  const Floats out = floats(-INFINITY);
+  for (int64_t first = 0; first < vocab; first += 16) {
+    const uint8_t* eight = bits + first / 8;
+    const int allowed = eight[0] | (vocab - first > 8 ? eight[1] << 8 : 0);
+    store(logits + first, out, Mask(first_lanes(vocab - first) & ~allowed));
+  }
+}

@@ -23,3 +23,6 @@ int64_t choose_token(const float* logits, int64_t vocab, const Draw& draw);
 extern "C" void baton_choose(
     const float* logits, int64_t stride, int64_t vocab, const baton::Draw* draws, int64_t count, int threads,
     int64_t* tokens);
+
+// The logits [vocab] of tokens whose bit is 0 become -inf; bits of a byte are those of 8 tokens, lowest first.
+extern "C" void baton_mask(float* logits, const uint8_t* bits, int64_t vocab);

@@ -1,0 +1,144 @@
+"""What time gives away: of an API key that is nearly right, and of another tenant's prompts.
+
+    python benchmarks/side_channels.py [--keys 100000] [--trials 1000]
+
+Keys: how long one is checked that is wrong in its first character, and one that is wrong in its last, by turns in
+random order; Welch's t over all samples and over the fastest nine tenths, which leaves out what the machine does
+meanwhile (below 4.5 nothing is to be seen). Prefixes: a tenant's prompt of 8, 64 or 512 tokens is computed, and then
+asked for with another end, beside one of that length that nobody has asked for; AUC is the share of pairs in which the
+known one came sooner (0.5: nothing to be seen). Another tenant asks, and, to show that the cache can be seen at all,
+the same one. Prompts are of random ids, for the built-in model. Writes `benchmarks/results/side-channels.md`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from baton.core.errors import Unauthenticated
+from benchmarks.kit import cluster, parser, report, table
+from coordinator.api_keys import ApiKeys, read_api_keys
+
+MAX_T, MOST_AUC, LEAST_AUC = 4.5, 0.55, 0.9
+KEYS = {"a": "sk-a-0123456789abcdef", "b": "sk-b-0123456789abcdef"}
+LENGTHS = (8, 64, 512)
+END = 8  # tokens behind each prefix
+IDS = range(300, 4000)
+
+
+def welch_t(one: Sequence[float], other: Sequence[float]) -> float:
+    """Welch's t of two samples."""
+    spread = statistics.variance(one) / len(one) + statistics.variance(other) / len(other)
+    return (statistics.fmean(one) - statistics.fmean(other)) / math.sqrt(spread)
+
+
+def key_times(keys: ApiKeys, samples: int) -> tuple[list[int], list[int]]:
+    """Nanoseconds for `samples` checks of each of the two wrong keys."""
+    right = KEYS["a"]
+    wrong = ("X" + right[1:], right[:-1] + "X")
+    times: tuple[list[int], list[int]] = ([], [])
+    draw = random.Random(0)
+    for _ in range(2 * samples):
+        which = draw.random() < 0.5
+        header = f"Bearer {wrong[which]}"
+        began = time.perf_counter_ns()
+        try:
+            keys.client(header)
+        except Unauthenticated:
+            times[which].append(time.perf_counter_ns() - began)
+    return times
+
+
+def fastest(times: Sequence[int], share: float = 0.9) -> list[int]:
+    return sorted(times)[: int(len(times) * share)]
+
+
+def auc(known: Sequence[float], fresh: Sequence[float]) -> float:
+    """The share of pairs, one of each, in which the known prefix came sooner."""
+    both = sorted([(t, 1) for t in known] + [(t, 0) for t in fresh])
+    sooner, seen = 0, 0
+    for _, is_known in both:
+        seen += is_known
+        sooner += 0 if is_known else seen
+    return sooner / (len(known) * len(fresh))
+
+
+class Prober:
+    """Asks for one token with a key, over one connection."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60.0)
+        self._headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
+
+    def seconds(self, prompt: Sequence[int]) -> float:
+        """How long the answer takes."""
+        body = json.dumps({"model": "builtin", "prompt": list(prompt), "max_tokens": 1})
+        began = time.perf_counter()
+        self._connection.request("POST", "/v1/completions", body, self._headers)
+        answer = self._connection.getresponse()
+        text = answer.read()
+        took = time.perf_counter() - began
+        if answer.status != 200:
+            raise SystemExit(f"status {answer.status}: {text[:300]!r}")
+        return took
+
+
+def probe(owner: Prober, asks: Prober, length: int, trials: int) -> float:
+    """The AUC of `trials` prefixes of `owner`."""
+    draw = random.Random(length)
+    known, fresh = list[float](), list[float]()
+    for number in range(trials):
+        prefixes = {True: draw.choices(IDS, k=length), False: draw.choices(IDS, k=length)}
+        owner.seconds([*prefixes[True], *draw.choices(IDS, k=END)])
+        for is_known in (True, False) if number % 2 else (False, True):
+            took = asks.seconds([*prefixes[is_known], *draw.choices(IDS, k=END)])
+            (known if is_known else fresh).append(took)
+    return auc(known, fresh)
+
+
+def _yes(holds: bool) -> str:
+    return "yes" if holds else "NO"
+
+
+def main() -> int:
+    options = parser(__doc__, "side-channels.md")
+    options.add_argument("--keys", type=int, default=100_000, help="samples of each wrong key")
+    options.add_argument("--trials", type=int, default=1000, help="prefixes of each length")
+    arguments = options.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "keys"
+        file.write_text("".join(f"{key} name={name} tenant={name}\n" for name, key in KEYS.items()))
+        file.chmod(0o600)
+        times = key_times(read_api_keys(str(file)), arguments.keys)
+        whole, cut = welch_t(*times), welch_t(*map(fastest, times))
+        medians = [f"{statistics.median(side) / 1e3:.2f} us" for side in times]
+        with cluster("--model", "builtin", "--draft", "none", "--api-key-file", str(file)) as running:
+            a, again, b = (Prober(running.url, KEYS[name]) for name in "aab")
+            for length in LENGTHS:
+                probe(a, b, length, 20)  # warm
+            found = [(n, probe(a, b, n, arguments.trials), probe(a, again, n, arguments.trials)) for n in LENGTHS]
+    seen = max(abs(whole), abs(cut)) >= MAX_T
+    shown = [*medians, f"{whole:+.2f}", f"{cut:+.2f}", _yes(not seen)]
+    keys = table(("first character wrong", "last wrong", "t", "t of the fastest 90 %", f"below {MAX_T}"), [shown])
+    rows = [
+        [str(n), f"{other:.3f}", _yes(other <= MOST_AUC), f"{own:.3f}", _yes(own >= LEAST_AUC)]
+        for n, other, own in found
+    ]
+    names = ("tokens", "AUC, another tenant", f"at most {MOST_AUC}", "AUC, the same tenant", f"at least {LEAST_AUC}")
+    about = f"{arguments.keys:,} samples of each key; {arguments.trials:,} prefixes of each length."
+    report(arguments.out, "What time gives away", keys, table(names, rows), about=about)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
