@@ -380,13 +380,7 @@ class _Front:
     def _answer(
         self, submissions: Sequence[Submission], render: Renderer, *, stream: bool, generator: Generates | None = None
     ) -> Response:
-        return GenerationResponse(
-            generator or self._generator,
-            submissions,
-            render,
-            stream=stream,
-            send_timeout_s=self._settings.send_timeout_s,
-        )
+        return GenerationResponse(generator or self._generator, submissions, render, stream=stream)
 
 
 def _owned(submission: Submission, request: Request) -> Submission:

@@ -4,8 +4,8 @@
 
 The answer runs as a task beside a task that waits for the client to leave; whichever ends first ends the other, so a
 client that goes away closes the generator at once, streaming or not. The generator is asked for its next delta only
-when the socket has taken the one before: a slow reader holds back its own stream and no memory, and is cut off when it
-takes nothing for `send_timeout_s`. While it waits for one, what comes is written at once (`_Stream.take`), without a
+when the socket has taken the one before: a slow reader holds back its own stream and no memory (the server ends the
+connection of one that takes nothing). While it waits for one, what comes is written at once (`_Stream.take`), without a
 switch to the answer's task.
 """
 
@@ -185,45 +185,30 @@ class GenerationResponse(Response):
         render: Renderer,
         *,
         stream: bool,
-        send_timeout_s: float,
     ) -> None:
         super().__init__()
         self._generator = generator
         self._submissions = submissions
         self._render = render
         self._stream = stream
-        self._send_timeout_s = send_timeout_s
         self._counted = _Counted(submissions)
-        self._writing_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = asyncio.create_task(self._answer(scope, receive, send))
         gone = asyncio.create_task(_gone(receive))
         try:
-            while (patience := self._patience_s()) > 0 and not (answer.done() or gone.done()):
-                await asyncio.wait((answer, gone), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-            ended, left = answer.done(), gone.done()
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            ended = answer.done()
         finally:
             answer.cancel()
             gone.cancel()
             await asyncio.gather(answer, gone, return_exceptions=True)
-        if not ended and left:
+        if not ended:
             log.info("%s: client left", self._submissions[0].request_id)
-        elif not ended:
-            log.warning("%s: client took nothing for %g s", self._submissions[0].request_id, self._send_timeout_s)
-            if ABORT in scope:
-                scope[ABORT]()
-                await asyncio.sleep(0)  # the connection is lost before the server asks how the answer ended
         elif answer.cancelled():
             raise InvariantError("the generator cancelled the task that asked it")
         elif (error := answer.exception()) is not None:
             raise error
-
-    def _patience_s(self) -> float:
-        """How much longer the client may take nothing."""
-        if self._writing_since is None:
-            return self._send_timeout_s
-        return self._writing_since + self._send_timeout_s - asyncio.get_running_loop().time()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         deltas = self._deltas(scope)
@@ -312,14 +297,12 @@ class GenerationResponse(Response):
         return delta
 
     async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
-        """Returns when the socket has taken enough; `__call__` sees when that takes too long. What is long goes in
-        slices: a client that takes little at a time is slow, and one that takes nothing is cut."""
+        """Returns when the socket has taken enough; the server ends the connection of a client that takes nothing. What
+        is long goes in slices."""
         rest = memoryview(body)
         while True:
             part, rest = rest[:SLICE_BYTES], rest[SLICE_BYTES:]
-            self._writing_since = asyncio.get_running_loop().time()
             await send({"type": "http.response.body", "body": bytes(part), "more_body": more or bool(rest)})
-            self._writing_since = None
             if not rest:
                 return
 

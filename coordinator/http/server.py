@@ -5,14 +5,15 @@
     server.shutdown()        stop accepting, close idle connections, let running answers end
 
 What uvicorn leaves open is closed in `GuardedProtocol`: an endless or dripping head, a body that goes on after its
-answer or never comes, whatever else would keep a connection open without a request, more connections than there is room
-for, refusals that are not JSON.
+answer or never comes, endless trailers, answers that are not read, whatever else would keep a connection open without a
+request, more connections than there is room for, refusals that are not JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import ssl
 from asyncio import sslproto
@@ -31,7 +32,8 @@ from coordinator.connections import ConnectionLimit
 from coordinator.http.errors import error_response
 from coordinator.http.generation import ABORT, SEND, WRITER
 
-MAX_UNFINISHED_HEAD_BYTES = 25 * 1024  # more than `guard` takes of a whole head
+log = logging.getLogger("baton.http")
+MAX_HEAD_BYTES = 25 * 1024  # of a head that is not complete, or of trailers; more than `guard` takes of a whole head
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 MAX_PIPELINED = 16
 READ_BYTES = 32 * 1024
@@ -39,6 +41,8 @@ READ_BYTES = 32 * 1024
 CLOSE_S = 5.0
 HEAD_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 30
+SEND_TIMEOUT_S = 30.0
+"""How long a client may take nothing of what was written."""
 COUNT_FILES_S = 1.0
 BACKLOG = 1_024
 ACCEPTS_PER_TURN = 16  # so that a burst is refused before it takes the files that are reserved
@@ -52,13 +56,13 @@ _FULL: _Refusal = (503, "overloaded", "too many connections")
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. Its own state: the bytes of a head not complete yet (None while there is none), the timer that
-    ends it where no request is being answered, the requests that are not answered yet, and how much of a body was
-    dropped after its answer.
+    """One connection. Its own state: whether a head is expected or incomplete, the bytes that came since a head was
+    complete or a part of a body came, the timer that ends it where no request is being answered, the one that ends it
+    where nothing is read, the requests that are not answered yet, and how much of a body was dropped after its answer.
 
-    That timer runs from the connection to the first head, while a head is incomplete, and from each answer to the end
-    of the next head, whatever else is sent meanwhile; uvicorn's own is cancelled by any byte. While a request is being
-    answered, reading its body and sending the answer have limits of their own.
+    The first timer runs from the connection to the first head, while a head is incomplete, and from each answer to the
+    end of the next head, whatever else is sent meanwhile; uvicorn's own is cancelled by any byte. The second runs while
+    so much waits to be read that nothing more is written. Reading a body has a limit of its own.
     """
 
     def __init__(self, limit: ConnectionLimit, **settings: Any) -> None:
@@ -67,10 +71,11 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head_bytes: int | None = 0
-        self._dropped = 0
+        self._in_head = True
+        self._other_bytes = self._dropped = 0
         self._cycles: list[RequestResponseCycle] = []
         self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._too_slow)
+        self._unread_timer: asyncio.TimerHandle | None = None
         if hasattr(transport, "max_size"):  # TLS has its own, see `_Quiet`
             transport.max_size = READ_BYTES
         sock = transport.get_extra_info("socket")
@@ -82,6 +87,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
+        self._cancel_unread_timer()
         self._connection_limit.closed(self._address)
         for cycle in self._cycles:  # uvicorn tells the last one only
             if not cycle.response_complete:
@@ -92,20 +98,23 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        if self._head_bytes is not None:
-            self._head_bytes += len(data)
+        self._other_bytes += len(data)
         super().data_received(data)
-        if self._head_bytes is not None and self._head_bytes > MAX_UNFINISHED_HEAD_BYTES:
+        if self._other_bytes > MAX_HEAD_BYTES:
             self._refuse(_HEAD_TOO_LARGE)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # nobody asks for trailers
+            super().on_header(name, value)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head_bytes = self._head_bytes or 0
+        self._in_head, self._other_bytes = True, self._other_bytes or 1
         self._limit(HEAD_TIMEOUT_S)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        self._head_bytes = None
+        self._in_head, self._other_bytes = False, 0
         self._timer.cancel()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
         if len(self._cycles) > MAX_PIPELINED:
@@ -121,11 +130,35 @@ class GuardedProtocol(HttpToolsProtocol):
             self._limit(KEEP_ALIVE_S)
 
     def on_body(self, body: bytes) -> None:
+        self._other_bytes = 0
         if self.cycle.response_complete:
             self._dropped += len(body)
             if self._dropped > MAX_DISCARDED_BYTES:
                 self.transport.abort()
         super().on_body(body)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._cancel_unread_timer()
+
+    def _await_reader(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._unread_timer = self.loop.call_later(SEND_TIMEOUT_S, self._look_at_reader, unread)
+
+    def _look_at_reader(self, before: int) -> None:
+        if self.transport.get_write_buffer_size() < before:
+            self._await_reader()
+        else:
+            log.warning("a client took nothing of its answer for %g s: its connection is closed", SEND_TIMEOUT_S)
+            self.transport.abort()
+
+    def _cancel_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(_NOT_HTTP)
@@ -136,7 +169,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._timer = self.loop.call_later(seconds, self._too_slow)
 
     def _too_slow(self) -> None:
-        if self._head_bytes:
+        if self._in_head and self._other_bytes:
             self._refuse(_HEAD_TOO_SLOW)
         else:
             self._close()  # uvicorn may have begun to

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -117,9 +118,10 @@ async def test_little_of_a_body_is_parsed_at_once(app: FastAPI, monkeypatch: pyt
     assert sum(largest) > 120_000 and max(largest) <= http_server.READ_BYTES
 
 
-async def test_a_whole_answer_that_nobody_reads_is_cut(text_model: TextModel) -> None:
+async def test_a_whole_answer_that_nobody_reads_is_cut(text_model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = FakeGenerator([whole("x" * 50_000_000)])
-    app = create_app(generator, text_model, HttpSettings("tiny", send_timeout_s=0.5))
+    monkeypatch.setattr(http_server, "SEND_TIMEOUT_S", 0.5)
+    app = create_app(generator, text_model, HttpSettings("tiny"))
     async with running(app) as server:
         client = await RawClient.that_reads_nothing(server)
         await client.post("/v1/completions", {"prompt": "Hello"})
@@ -132,9 +134,79 @@ async def test_a_whole_answer_that_nobody_reads_is_cut(text_model: TextModel) ->
         await client.close()
 
 
-async def test_a_whole_answer_that_is_read_slowly_arrives(text_model: TextModel) -> None:
+async def test_pipelined_answers_that_nobody_reads_are_cut(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "SEND_TIMEOUT_S", 0.5)
+    app = create_app(FakeGenerator(), text_model, HttpSettings("tiny"))
+    async with running(app) as server:
+        client = await RawClient.that_reads_nothing(server)
+        protocols = server._server.server_state.connections
+        await client.send(b"GET / HTTP/1.1\r\nhost: t\r\n\r\n" * http_server.MAX_PIPELINED)
+        async with asyncio.timeout(FOREVER):
+            while not protocols:
+                await asyncio.sleep(0.01)
+            (protocol,) = protocols
+            assert not protocol.transport.is_closing()
+            while protocols:
+                await asyncio.sleep(0.01)
+        assert not protocol.cycle.response_complete
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    "trailers",
+    [b"a:b\r\n" * 60_000, b"a" * 300_000, b"a:" + b"b" * 300_000],
+    ids=["many", "one name without an end", "one value without an end"],
+)
+@pytest.mark.parametrize("parts", [1, 7])
+async def test_trailers_are_dropped_and_their_bytes_counted(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch, trailers: bytes, parts: int
+) -> None:
+    kept, sizes = list[int](), list[int]()
+    complete = http_server.GuardedProtocol.data_received
+
+    def noted(self: http_server.GuardedProtocol, data: bytes) -> None:
+        complete(self, data)
+        kept.append(len(self.headers))
+        sizes.append(len(data))
+
+    monkeypatch.setattr(http_server.GuardedProtocol, "data_received", noted)
+    app = create_app(FakeGenerator(), text_model, HttpSettings("tiny"))
+    async with running(app) as server:
+        client = await RawClient.connect(server)
+        await client.send(HEAD.replace(b"content-length: %d", b"transfer-encoding: chunked"))
+        await asyncio.sleep(0.05)
+        await client.send(b"1\r\n{\r\n0\r\n")
+        await asyncio.sleep(0.05)
+        size = len(trailers) // parts
+        with contextlib.suppress(ConnectionError):
+            for number in range(parts):
+                await client.send(trailers[number * size : (number + 1) * size])
+                await asyncio.sleep(0.02)
+        assert await client.closed(FOREVER)
+        assert max(kept) < 10 and sum(sizes) < 60_000
+        await client.close()
+
+
+async def test_a_few_trailers_do_no_harm(text_model: TextModel) -> None:
+    app = create_app(FakeGenerator([whole("hello")]), text_model, HttpSettings("tiny"))
+    async with running(app) as server:
+        client = await RawClient.connect(server)
+        body = b'{"prompt": "Hello"}'
+        head = HEAD.replace(b"content-length: %d", b"transfer-encoding: chunked")
+        for _ in range(2):
+            await client.send(head + b"%x\r\n%b\r\n0\r\nchecksum: 1\r\n\r\n" % (len(body), body))
+            assert (await client.answer())[0] == 200
+        await client.close()
+
+
+async def test_a_whole_answer_that_is_read_slowly_arrives(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = FakeGenerator([whole("x" * 4_000_000)])
-    app = create_app(generator, text_model, HttpSettings("tiny", send_timeout_s=2.0))
+    monkeypatch.setattr(http_server, "SEND_TIMEOUT_S", 2.0)
+    app = create_app(generator, text_model, HttpSettings("tiny"))
     async with running(app) as server:
         client = await RawClient.connect(server)
         await client.post("/v1/completions", {"prompt": "Hello"})

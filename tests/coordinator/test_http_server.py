@@ -43,9 +43,12 @@ async def test_a_client_that_leaves_closes_the_generator_at_once(
         assert time.monotonic() - left < 2.0
 
 
-async def test_a_slow_reader_holds_back_its_own_stream_only(text_model: TextModel) -> None:
+async def test_a_slow_reader_holds_back_its_own_stream_only(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = FakeGenerator([Delta("x" * 200, (1,))] * 50, endless=True)
-    app = create_app(generator, text_model, HttpSettings("tiny", send_timeout_s=0.6))
+    monkeypatch.setattr(http_server, "SEND_TIMEOUT_S", 0.6)
+    app = create_app(generator, text_model, HttpSettings("tiny"))
     async with running(app) as server:
         slow = await RawClient.that_reads_nothing(server)
         await slow.post("/v1/completions", TEXT | {"stream": True})
@@ -59,10 +62,13 @@ async def test_a_slow_reader_holds_back_its_own_stream_only(text_model: TextMode
         await slow.close()
 
 
-async def test_a_client_that_reads_slowly_and_steadily_is_not_cut(text_model: TextModel) -> None:
+async def test_a_client_that_reads_slowly_and_steadily_is_not_cut(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What has piled up for it takes longer than the limit, and each part of it less."""
     generator = FakeGenerator([Delta("x" * 1_000_000, (1,)), *say("y")])
-    app = create_app(generator, text_model, HttpSettings("tiny", send_timeout_s=0.8))
+    monkeypatch.setattr(http_server, "SEND_TIMEOUT_S", 0.8)
+    app = create_app(generator, text_model, HttpSettings("tiny"))
     async with running(app) as server:
         loop, body, answer = asyncio.get_running_loop(), json.dumps(TEXT | {"stream": True}).encode(), b""
         head = f"POST /v1/completions HTTP/1.1\r\nhost: t\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
@@ -279,11 +285,14 @@ async def test_a_burst_of_connections_does_not_use_up_the_files(
     assert not [r for r in caplog.records if "out of system resource" in r.message]
 
 
-async def test_a_stream_whose_tokens_come_slowly_is_not_cut(text_model: TextModel) -> None:
+async def test_a_stream_whose_tokens_come_slowly_is_not_cut(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The limit for a client that takes nothing counts while something is written to it, not between two tokens."""
     first, second = say("a", "b")
     generator = FakeGenerator([first, 0.8, second])
-    app = create_app(generator, text_model, HttpSettings("tiny", send_timeout_s=0.3))
+    monkeypatch.setattr(http_server, "SEND_TIMEOUT_S", 0.3)
+    app = create_app(generator, text_model, HttpSettings("tiny"))
     async with running(app) as server:
         client = await RawClient.connect(server)
         await client.post("/v1/completions", {"model": "tiny", "prompt": "hi", "stream": True})

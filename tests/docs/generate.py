@@ -145,7 +145,7 @@ LIMITS = (
     ),
     (f"values in a body over {http_body.INLINE_BYTES >> 10} KiB", f"{http_body.MAX_VALUES:,}"),
     ("time for a body to arrive", f"{HttpSettings('').body_timeout_s:g} s"),
-    ("time a client may take nothing of its stream", f"{HttpSettings('').send_timeout_s:g} s"),
+    ("time a client may take nothing of its answer", f"{http_server.SEND_TIMEOUT_S:g} s"),
     ("headers", f"{http_guard.MAX_HEADERS}, {http_guard.MAX_HEADER_BYTES:,} bytes each"),
     ("head as a whole", f"{http_guard.MAX_HEAD_BYTES:,} bytes"),
     ("path and query", f"{http_guard.MAX_TARGET_BYTES:,} bytes"),
