@@ -63,7 +63,7 @@ def config_command(
             path, show, word = given.pop(_CONFIG_FILE), given.pop(_PRINT_CONFIG), given.pop(_POSITIONAL, None)
             if word is not None:
                 if given.get(positional) not in (None, word):
-                    raise StartupError(f"{word!r} and --{positional} {given[positional]!r} are two; give one of them")
+                    raise StartupError(f"{word!r} and --{positional} {given[positional]!r} conflict; give one of them")
                 given[positional] = word
             flags = {key: value for key, value in given.items() if value is not None}
             config = resolve(cls, file=read_config_file(path), env=os.environ, flags=flags)

@@ -100,7 +100,7 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
             if isinstance(error, StartupError | RankLost):  # at once: the other ranks wait for this one to end first
                 print(error_line(error), file=sys.stderr, flush=True)
                 os._exit(EXIT_STARTUP_ERROR if isinstance(error, StartupError) else EXIT_RANK_LOST)
-            log.critical("%s ends and has to be started again: %s", config.worker_id, error, exc_info=e)
+            log.critical("%s: fatal error, exits (restart required): %s", config.worker_id, error, exc_info=e)
             logging.shutdown()
             os._exit(1)  # a thread that hangs would keep an orderly exit from ending
         log.info("drained")

@@ -92,7 +92,7 @@ def explain_command(request_id: str, url: str, as_json: bool) -> int:
     from launch.timelines import print_request
 
     if not request_id:
-        raise StartupError("an empty id is no request's")
+        raise StartupError("the request id must not be empty")
     rows = get_requests(url, request_id)
     if as_json:
         click.echo(json.dumps(rows, indent=2))
@@ -143,11 +143,11 @@ def top_command(url: str, every_s: float, shown: int) -> int:
     default=30.0,
     show_default=True,
     type=NumberRange(min=0.0, max=86400.0),
-    help="longest what runs there may take to finish; then it goes on elsewhere",
+    help="longest running requests may take to finish; then they are rescheduled on other workers",
 )
 @click.option("--coordinator", default="", metavar="HOST:PORT", help="its control address, if URL does not tell")
 @click.option("--cluster-token-file", default="", metavar="FILE", help="file with the cluster token, off loopback")
-@click.option("--cluster-tls-dir", default="", metavar="DIR", help="where the cluster has one: with operator.pem")
+@click.option("--cluster-tls-dir", default="", metavar="DIR", help="directory with operator.pem, for a cluster that uses TLS")
 def drain_command(
     worker: str, url: str, timeout_s: float, coordinator: str, cluster_token_file: str, cluster_tls_dir: str
 ) -> int:
@@ -215,7 +215,7 @@ def emit_slurm_command(topology: str) -> int:
 
 @baton.command("version")
 def version_command() -> int:
-    """Print the versions of baton and of what it stands on."""
+    """Print the versions of baton and its main dependencies."""
     from launch.versions import versions
 
     for name, version in versions("baton-serve", "torch", "grpcio", "fastapi", "tokenizers").items():

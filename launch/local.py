@@ -181,7 +181,7 @@ class LocalCluster:
         if addresses.admin:
             self._console.stage("ready", f"{addresses.admin_url}   for operators: baton ps {addresses.admin_url}")
         for line in self._chosen():
-            self._console.stage("chose", line)
+            self._console.stage("configured", line)
         self._console.stage("ready", f"{addresses.url}   try:")
         plan = self._members.plan
         key = bool(plan.topology.coordinator.config.api_key_file)
@@ -201,7 +201,7 @@ class LocalCluster:
             room = f"{f.get('blocks_total')} KV blocks of {f.get('block_size')} tokens"
             what = f"{kind}, {room}, at most {f.get('max_model_len')} tokens a sequence"
             facts.setdefault(what, []).append(view.id)
-        why = "--dtype, --kv-memory-gib and --max-model-len choose otherwise"
+        why = "override with --dtype, --kv-memory-gib, --max-model-len"
         return [f"{what} ({', '.join(names)}); {why}" for what, names in facts.items()]
 
     def _late(self) -> list[str]:

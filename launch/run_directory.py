@@ -137,4 +137,4 @@ def _fresh() -> Path:
         return Path(tempfile.mkdtemp(prefix=f"baton-{name}-"))
     except OSError as error:
         where = f"neither in the cache directory ({first}) nor in one for temporary files ({_reason(error)})"
-        raise StartupError(f"a run directory can be made {where}; say one with --run-dir") from None
+        raise StartupError(f"a run directory can be made {where}; set --run-dir") from None

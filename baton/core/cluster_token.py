@@ -34,7 +34,7 @@ def check_listening(flag: str, host: str, token: str) -> None:
     """
     if not token and not on_loopback(host):
         raise StartupError(
-            f"{flag} {host} is not loopback: there joining takes a cluster token; name its file with {FLAG}"
+            f"{flag} {host} is not a loopback address: a cluster token is required, set {FLAG}"
         )
 
 

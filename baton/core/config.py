@@ -51,10 +51,10 @@ class EngineConfig:
     model: str = option("builtin", "checkpoint directory, ORG/NAME on the hub, or `builtin`")
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "weights and KV", choices=("auto", "bfloat16", "float32"))
-    exact: bool = option(False, "the same bits whatever the batch, chunk or cache; --dtype auto is float32")
+    exact: bool = option(False, "batch-invariant: the same bits whatever the batch, chunked prefill or prefix cache; --dtype auto is float32")
     kernels: str = option(
         "auto",
-        "what computes on CPU: the best compiled kernels of this processor, torch's, or compiled ones by name",
+        "kernels on CPU: the best compiled ones of this processor, torch's, or compiled ones by name",
         choices=("auto", "torch", "avx2", "avx512", "avx512_bf16", "amx"),
     )
     quantize: str = option("none", "weights of linear layers and head, on CPU", choices=("none", "int8"))
@@ -70,9 +70,9 @@ class WorkerOptions(EngineConfig):
 
     draft: str = option(
         "auto",
-        "who drafts tokens: `none`, `ngram`, a draft checkpoint; `auto`: the built-in model's own, else none",
+        "source of draft tokens: `none`, `ngram`, a draft checkpoint; `auto`: the built-in model's own, else none",
     )
-    draft_tokens: int = option(0, "tokens drafted per sequence and step; 0: as many as pay", low=0, high=8)
+    draft_tokens: int = option(0, "draft tokens per sequence and step; 0: chosen adaptively", low=0, high=8)
     force_acceptance: float = option(
         -1.0,
         "benchmarks only, output is not real: the share of draft tokens that count as right; -1: off",
@@ -96,7 +96,7 @@ class WorkerOptions(EngineConfig):
         "how KV moves; auto: nccl on cuda, else gloo; ipc: within one host, by shared memory",
         choices=("auto", *EDGE_KINDS),
     )
-    staging_mib: float = option(256.0, "memory of a worker for KV on its way; a quarter more is kept", low=0.001)
+    staging_mib: float = option(256.0, "staging memory of a worker for KV in transfer; up to a quarter more is kept as buffers", low=0.001)
     edge_timeout_s: float = option(5.0, "longest one KV operation may take", low=0.1)
     cluster_tls_dir: str = option(
         "", "directory with ca.pem and this role's certificate and key: control and links are TLS; see `baton certs`"
@@ -113,10 +113,10 @@ class WorkerConfig(WorkerOptions):
     host: str = option("127.0.0.1", "address this worker listens on for its peers")
     cluster_token_file: str = option("", "file with the cluster token; needed where anything listens off loopback")
     link_port: int = option(0, "port of a decode worker that prefill workers dial; 0: any free one", low=0, high=65535)
-    store_port: int = option(0, "port of a decode worker where edges meet; 0: any free one", low=0, high=65535)
+    store_port: int = option(0, "port of a decode worker's rendezvous store for edges; 0: any free one", low=0, high=65535)
     health_port: int = option(0, "port of gRPC's health service, for probes; 0: none", low=0, high=65535)
     connect_timeout_s: float = option(10.0, "longest a peer may take to connect", low=0.1)
-    drain_timeout_s: float = option(30.0, "longest what runs may take to finish when this worker is to end", low=0)
+    drain_timeout_s: float = option(30.0, "longest running sequences may take to finish at shutdown", low=0)
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class CoordinatorOptions:
     max_queued_tokens: int = option(1 << 20, "prompt tokens that may wait before callers get 503", low=1)
     request_timeout_s: float = option(600.0, "longest a request may take in all", low=0.1)
     lease_s: float = option(3.0, "silence after which a worker counts as lost", low=0.2)
-    hold_s: float = option(30.0, "longest accepted requests wait while no worker can serve them", low=0)
+    hold_s: float = option(30.0, "longest accepted requests stay queued while no worker can serve them", low=0)
     drain_timeout_s: float = option(30.0, "longest running requests may take to finish at shutdown", low=0)
     max_body_mib: float = option(4.0, "largest request body", low=0.001)
     admin_port: int = option(

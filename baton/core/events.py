@@ -83,7 +83,7 @@ class SequenceEnded:
 
 
 def grammar_failed(sequence: SequenceId, why: str, stamps: StageStamps) -> SequenceEnded:
-    message = f"the output cannot go on as its grammar asks: {why}"
+    message = f"generation cannot continue under the requested grammar: {why}"
     return SequenceEnded(sequence, "error", "grammar_failed", message, stamps)
 
 

@@ -101,7 +101,7 @@ class WorkerSession:
         return self._connected
 
     def post(self, events: StepEvents) -> None:
-        """Tells the coordinator. Safe at any time: while no stream stands, the log keeps what was said."""
+        """Tells the coordinator. Safe at any time: while no stream is open, the log keeps it."""
         self.log.record(events)
         if self._connected:
             self._outgoing.put_nowait(events)
@@ -130,7 +130,7 @@ class WorkerSession:
                     log.warning("session with %s ended, dialling again: %s", self._address, ended)
                 except LinkLost as e:
                     if (now := self._clock()) - logged_at >= LOG_EVERY_S:
-                        log.info("no coordinator for %.0f s, dialling on: %s", now - alone_since, e.message)
+                        log.info("coordinator unreachable for %.0f s, retrying: %s", now - alone_since, e.message)
                         logged_at = now
                 except BatonError as e:
                     if e.code == "join_refused":
@@ -187,7 +187,7 @@ class WorkerSession:
                     sender.cancel()
                     beat.cancel()
         except* InvalidRequest as e:
-            log.warning("%s said what cannot be: %s", self._address, e.exceptions[0])
+            log.warning("invalid message from the coordinator at %s: %s", self._address, e.exceptions[0])
         finally:
             self._connected, self._stream = False, None
             stream.end("closed here")

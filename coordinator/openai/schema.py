@@ -220,7 +220,7 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _best_of_all(self) -> Self:
         if self.best_of not in (None, 1 if self.n is None else self.n):
-            raise InvalidRequest("best_of must be n: no choice is thrown away", param="best_of")
+            raise InvalidRequest("best_of must equal n (best_of sampling is not supported)", param="best_of")
         return self
 
     @property

@@ -43,7 +43,7 @@ class Speculation:
     looked at (`_looked_at`, at which of the `_steps`), how many of these chose nothing (`_skipped`), and `counters`.
     Without `drafts` nothing is ever drafted.
 
-    `fixed_length` draft tokens every time that many (0: as many as pay). `forced_rate` is for benchmarks alone: draft
+    `fixed_length` draft tokens every time that many (0: chosen adaptively). `forced_rate` is for benchmarks alone: draft
     tokens count as right with that probability, and the output is not real.
     """
 

@@ -46,6 +46,17 @@ def test_wait_is_as_long_as_the_page_says(name: str, seconds: float) -> None:
         assert found == seconds
 
 
+def test_every_file_and_name_of_the_tables_is_there() -> None:
+    text = (ROOT / "docs/failure-modes.md").read_text(encoding="utf-8")
+    places = re.findall(r"`([\w/]+\.(?:py|sh)) (\w+)`", text)
+    assert len(places) > 30
+    for path, name in places:
+        if name.startswith("test_"):
+            continue
+        found = [ROOT / path] if "/" in path else [p for p in ROOT.rglob(path) if ".venv" not in p.parts]
+        assert any(name in p.read_text(encoding="utf-8") for p in found if p.exists()), (path, name)
+
+
 def value_of(name: str) -> float | None:
     """Of `Config.field` or `path/to/file.py CONSTANT`; None for what is a literal in a function."""
     path, _, constant = name.partition(" ")

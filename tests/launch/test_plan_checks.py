@@ -205,8 +205,8 @@ def test_off_loopback_a_member_of_this_host_needs_a_token(tmp_path: Path) -> Non
     config = topology(tmp_path, "cluster_token_file", "#", host="203.0.113")
     assert launch.up.up(config) == 0
     for node, error in (
-        ("a", "coordinator: --control-host 203.0.113.1 is not loopback"),
-        ("b", "decode-0: --host 203.0.113.2 is not loopback"),
+        ("a", "coordinator: --control-host 203.0.113.1 is not a loopback address"),
+        ("b", "decode-0: --host 203.0.113.2 is not a loopback address"),
     ):
         with pytest.raises(StartupError, match=f"^{error}: there joining takes a cluster token"):
             launch.up.up(replace(config, node=node))

@@ -95,7 +95,7 @@ def test_where_none_can_be_made_it_says_how_to_name_one(tmp_path: Path, monkeypa
     monkeypatch.setattr("tempfile.mkdtemp", full)
     with pytest.raises(
         StartupError,
-        match=r"cache directory \(Not a directory.*\) nor in .*No space left .*: /tmp/x\); say one with --run-dir",
+        match=r"cache directory \(Not a directory.*\) nor in .*No space left .*: /tmp/x\); set --run-dir",
     ):
         open_and_leave("")
 

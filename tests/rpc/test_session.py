@@ -102,6 +102,6 @@ async def test_who_finds_no_coordinator_says_so_every_half_minute(caplog: pytest
             await asyncio.sleep(0.01)
     running.cancel()
     said = [record.message for record in caplog.records]
-    assert 2 <= len(said) <= 4 < tries and all("dialling on: nobody listens" in message for message in said)
+    assert 2 <= len(said) <= 4 < tries and all("retrying: nobody listens" in message for message in said)
     times = [int(message.split(" s,")[0].rpartition(" ")[2]) for message in said]
     assert times[0] < 30 and all(later - earlier >= 30 for earlier, later in itertools.pairwise(times))

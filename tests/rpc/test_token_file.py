@@ -76,4 +76,4 @@ def test_elsewhere_nobody_listens_without_one(host: str) -> None:
     check_listening("--host", host, TOKEN)
     with pytest.raises(StartupError, match="--cluster-token-file") as caught:
         check_listening("--control-host", host, "")
-    assert f"--control-host {host} is not loopback" in caught.value.message
+    assert f"--control-host {host} is not a loopback address" in caught.value.message

@@ -1,4 +1,4 @@
-// Attention of rows with few queries (decode steps, verified guesses), by registers of 8 lanes.
+// Attention of rows with few queries (decode steps, verified draft tokens), by registers of 8 lanes.
 //
 // So few columns fill no registers. So lanes are keys where scores are summed, from keys turned over eight at a time, and
 // elements where values are. A column's bits are those that it has in a tile: scores are summed over elements and values

@@ -1,7 +1,7 @@
-// Guessing: passes of a small model that feed on their own tokens, in one call.
+// Drafting: passes of a small model that feed on their own tokens, in one call.
 //
 // From pass to pass only the last token changes, so what surrounds a pass in Python would cost more than the pass. A
-// guess has to be likely, not certain: a draw that is too close to decide here takes the largest logit.
+// draft token has to be likely, not certain: a draw that is too close to decide here takes the largest logit.
 #include <vector>
 
 #include "model.h"
@@ -9,7 +9,7 @@
 
 namespace baton {
 
-// `count` tokens to guess for row `row` of the first pass; `draw` is that of the first. Mirrored by ctypes (native.py).
+// `count` tokens to draft for row `row` of the first pass; `draw` is that of the first. Mirrored by ctypes (native.py).
 struct Wanted {
   Draw draw;
   int64_t row, count;
