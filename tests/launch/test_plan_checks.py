@@ -208,7 +208,7 @@ def test_off_loopback_a_member_of_this_host_needs_a_token(tmp_path: Path) -> Non
         ("a", "coordinator: --control-host 203.0.113.1 is not a loopback address"),
         ("b", "decode-0: --host 203.0.113.2 is not a loopback address"),
     ):
-        with pytest.raises(StartupError, match=f"^{error}: there joining takes a cluster token"):
+        with pytest.raises(StartupError, match=f"^{error}: a cluster token is required"):
             launch.up.up(replace(config, node=node))
 
 
