@@ -657,6 +657,19 @@ def test_a_deadline_names_its_stage() -> None:
     assert [c.sequence for _, c in d.sent(Abort)] == [s, s]
 
 
+def test_deadlines_pass_in_whatever_order_requests_came() -> None:
+    d = Drive("p0", "d0")
+    limits = {"a": 5.0, "b": 1.0, "c": 3.0, "d": 2.0}
+    all_of = {name: d.submit(name, deadline_s=limit) for name, limit in limits.items()}
+    d.did(d.requests.end(all_of["d"], "the client left", d.now))  # its deadline counts no more
+    d.requests.forget(all_of["d"])
+    began = d.now
+    while d.now - began < 6.0:
+        d.tick(0.25)
+        late = {name for name, r in all_of.items() if r.error is not None}
+        assert late == {name for name, limit in limits.items() if limit <= d.now - began} - {"d"}, d.now - began
+
+
 def test_a_decode_step_does_not_look_at_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokens make room for nobody; a look costs as much as there are workers and sequences."""
     drive, looks = Drive("p0", "d0"), 0

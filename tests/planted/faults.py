@@ -41,6 +41,30 @@ class Fault:
 
 FAULTS = (
     Fault(
+        REQUESTS,
+        "        self._no_deadline_before = min(self._no_deadline_before, r.deadline_at)\n",
+        "        self._no_deadline_before = r.deadline_at\n",
+        T_REQUESTS,
+    ),
+    Fault(
+        "coordinator/http/server.py",
+        "        if self._in_head:  # nobody asks for trailers",
+        "        if True:",
+        "tests/coordinator/test_http_abuse.py",
+    ),
+    Fault(
+        "coordinator/http/server.py",
+        "            self._await_reader()\n        else:",
+        "            self._await_reader()\n        elif self._in_head:",
+        "tests/coordinator/test_http_abuse.py",
+    ),
+    Fault(
+        "baton/engine/kernels/cpu/sampling.cpp",
+        "(vocab - first > 8 ? eight[1] << 8 : 0)",
+        "(eight[0] << 8)",
+        "tests/engine/test_sampler_ways.py",
+    ),
+    Fault(
         "coordinator/http/server.py",
         '            raise ValueError("too many pipelined requests")',
         "            pass",
