@@ -245,8 +245,8 @@ FAULTS = (
     Fault(REQUESTS, "self.workers.incarnation(over.decode_worker) != taker", "False", T_REQUESTS),
     Fault(
         REQUESTS,
-        "        self._update_servable(now)\n        for r in [r",
-        "        for r in [r",
+        "        self._update_servable(now)\n        if now >= self._no_deadline_before:",
+        "        if now >= self._no_deadline_before:",
         T_REQUESTS,
     ),
     Fault(REQUESTS, "self._age if first is None else first.age", "self._age", T_REQUESTS),
