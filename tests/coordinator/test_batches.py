@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import encodings
 import json
 import multiprocessing
 import os
@@ -312,6 +313,42 @@ async def test_what_is_too_large_or_no_file_is_refused(
             assert answer.status_code == 400 and answer.json()["error"]["param"] == param
         for path in ("/v1/files?limit=0", "/v1/batches?limit=101", "/v1/batches?limit=x"):
             assert (await http.get(path)).json()["error"]["param"] == "limit"
+        await http.aclose()
+
+
+async def test_a_form_is_utf_8(tmp_path: Path, text_model: TextModel, caplog: pytest.LogCaptureFixture) -> None:
+    """Some of Python's charsets take quadratic time on the event loop, and any name that was looked up is kept."""
+
+    def form(boundary: bytes, purpose: bytes) -> bytes:
+        disposition = b"--%b\r\nContent-Disposition: form-data; name=" % boundary
+        return (
+            disposition
+            + b'"purpose"\r\n\r\n%b\r\n' % purpose
+            + disposition
+            + b'"file"; filename="f\xff"\r\n\r\nx\r\n--%b--\r\n' % boundary
+        )
+
+    async with served(tmp_path, Echo(), text_model) as (_, app):
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
+
+        async def post(options: str, content: bytes) -> tuple[int, str | None]:
+            kind = {"content-type": f"multipart/form-data; {options}"}
+            answer = await http.post("/v1/files", content=content, headers=kind)
+            return answer.status_code, answer.json().get("error", {}).get("param")
+
+        for charset in ("punycode", "PunyCode", '"punycode"', "idna", "utf-7", "none-of-python", "", "a" * 5000):
+            assert await post(f"boundary=x; charset={charset}", form(b"x", b"*" * 1000)) == (400, "content-type"), (
+                charset
+            )
+        for options, boundary in (
+            ("boundary=x; charset=UTF-8", b"x"),
+            ("charset=utf8; boundary=x", b"x"),
+            ("boundary=x; charset*=punycode''x", b"x"),
+            (r'boundary="a;\"\\ b"', rb'a;"\ b'),
+        ):
+            assert await post(options, form(boundary, b"batch")) == (200, None), options
+        assert await post("boundary=x", form(b"x", b"\xff")) == (400, "purpose")
+        assert "none_of_python" not in encodings._cache and not caplog.records
         await http.aclose()
 
 
