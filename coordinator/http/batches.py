@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from coordinator.batches.runner import Answer, BatchRunner
 from coordinator.batches.store import BatchStore
 from coordinator.http.body import BodyReader, check_declared
 from coordinator.http.errors import HttpProblem, json_response
-from coordinator.http.generation import ABORT
+from coordinator.http.generation import ABORT, SLICE_BYTES
 from coordinator.http.guard import CLIENT
 from coordinator.http.openapi import add_route
+from coordinator.http.slots import Slots
 from coordinator.openai.schema import BatchBody
 from coordinator.openai.validation import parse
 from coordinator.policy.quotas import Client
@@ -33,6 +35,7 @@ from coordinator.policy.quotas import Client
 UPLOAD_IDLE_S, UPLOAD_S = 30.0, 3600.0
 MAX_FIELDS = 4
 MAX_UPLOADS = 8
+MAX_DOWNLOADS, MAX_DOWNLOADS_OF_OWNER = 64, 16  # each has a file open beside its connection
 MAX_BODY_BYTES = 64 * 1024  # of a new batch, whose metadata has some 10 KB; it is parsed on the event loop
 _PIECE = 1 << 20
 _MAX_NAME = 256
@@ -41,7 +44,7 @@ _OVERHEAD_BYTES = 1 << 16  # of a form, beside the file in it
 
 class BatchRoutes:
     """Complete state: the store and its runner, how large one file may be, how long a client may take nothing, and how
-    many files are being read."""
+    many files are being read and given out."""
 
     def __init__(
         self,
@@ -57,6 +60,7 @@ class BatchRoutes:
         self._origins = allowed_origins
         self._store, self._reader, self._max_file_bytes = store, reader, max_file_bytes
         self._send_timeout_s, self._uploads = send_timeout_s, 0
+        self._downloads = Slots("are being downloaded", MAX_DOWNLOADS, MAX_DOWNLOADS_OF_OWNER)
         add_route(app, "POST", "/v1/files", self.upload, "File")
         add_route(app, "GET", "/v1/files", self.files, "FileList")
         add_route(app, "GET", "/v1/files/{file_id}", self.file, "File")
@@ -138,7 +142,7 @@ class BatchRoutes:
 
     async def content(self, request: Request, file_id: str) -> Response:
         path = await self.runner.on_disk(self._store.content, request.scope[CLIENT].tenant, file_id)
-        return FileAnswer(path, self._send_timeout_s)
+        return FileAnswer(path, self._downloads.one(request.scope[CLIENT]), self._send_timeout_s)
 
     async def create(self, request: Request) -> Response:
         check_declared(request, MAX_BODY_BYTES)
@@ -194,13 +198,25 @@ def check_origin(request: Request, allowed: Collection[str]) -> None:
 
 
 class FileAnswer(Response):
-    """The content of a file. A client that takes nothing for too long is cut."""
+    """The content of a file, while it has `slot`. A client that takes nothing for too long is cut."""
 
-    def __init__(self, path: Path, send_timeout_s: float) -> None:
+    def __init__(self, path: Path, slot: AbstractContextManager[None], send_timeout_s: float) -> None:
         super().__init__()
-        self._path, self._send_timeout_s = path, send_timeout_s
+        self._path, self._slot, self._send_timeout_s = path, slot, send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def put(message: Message) -> None:
+            async with asyncio.timeout(self._send_timeout_s):
+                await send(message)
+
+        with self._slot:
+            try:
+                await self._give(put)
+            except TimeoutError:
+                if ABORT in scope:
+                    scope[ABORT]()
+
+    async def _give(self, put: Send) -> None:
         try:
             file = await asyncio.to_thread(self._path.open, "rb")
         except OSError:  # deleted since it was looked up
@@ -208,18 +224,13 @@ class FileAnswer(Response):
         with file:
             size = self._path.stat().st_size
             headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(size).encode())]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await put({"type": "http.response.start", "status": 200, "headers": headers})
             left = size
-            try:
-                while left:
-                    piece = await asyncio.to_thread(file.read, min(left, _PIECE))
-                    left = left - len(piece) if piece else 0
-                    async with asyncio.timeout(self._send_timeout_s):
-                        await send({"type": "http.response.body", "body": piece, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-            except TimeoutError:
-                if ABORT in scope:
-                    scope[ABORT]()
+            while left:  # what a client does not read, its connection holds: no large pieces
+                piece = await asyncio.to_thread(file.read, min(left, SLICE_BYTES))
+                left = left - len(piece) if piece else 0
+                await put({"type": "http.response.body", "body": piece, "more_body": True})
+            await put({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def ask(app: FastAPI, path: str, body: bytes, client: Client) -> Answer:

@@ -11,7 +11,7 @@ import sqlite3
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from coordinator.batches.store import BatchStore, Line
 from coordinator.child import kill_child, start_child
 from coordinator.http import batches as http_batches
 from coordinator.http.app import HttpSettings, create_app
+from coordinator.http.generation import ABORT
 from coordinator.openai import validation
 from coordinator.openai.json_body import parse_object
 from coordinator.submission import Delta, Sink, Submission, Timeline, Usage
@@ -499,13 +500,71 @@ async def test_a_file_that_nobody_takes_is_cut(tmp_path: Path, text_model: TextM
         assert len((await client.files.content(file.id)).content) == 24 << 20
 
 
+async def test_so_many_downloads_at_once(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an owner and of all; what a client reads nothing of makes room when it leaves."""
+    monkeypatch.setattr(http_batches, "MAX_DOWNLOADS", 2)
+    monkeypatch.setattr(http_batches, "MAX_DOWNLOADS_OF_OWNER", 1)
+    third = "sk-third-0123456789abcdef"
+    keys = read_api_keys(key_file(tmp_path, f"{KEY} tenant=a\n{OTHER} tenant=b\n{third} tenant=c\n"))
+    more: dict[str, Any] = {"api_keys": keys, "max_file_bytes": 8 << 20, "max_bytes": 64 << 20}
+    async with served(tmp_path / "data", Echo(), text_model, **more) as (client, app), running(app) as server:
+        clients = [client.with_options(api_key=key) for key in (KEY, OTHER, third)]
+        files = [await each.files.create(file=("a", b"x" * (4 << 20)), purpose="batch") for each in clients]
+        held = []
+        for key, file in zip((KEY, OTHER), files, strict=False):
+            held.append(await RawClient.that_reads_nothing(server))
+            head = f"GET /v1/files/{file.id}/content HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {key}\r\n\r\n"
+            await held[-1].send(head.encode())
+        downloads = routes_of(app)._downloads
+        async with asyncio.timeout(5):
+            while downloads.taken.total() < 2:
+                await asyncio.sleep(0.01)
+        with pytest.raises(openai.RateLimitError, match="1 of your files are being downloaded"):
+            await client.files.content(files[0].id)
+        with pytest.raises(openai.InternalServerError, match="2 files are being downloaded") as full:
+            await clients[2].files.content(files[2].id)
+        assert full.value.status_code == 503 and full.value.response.headers["retry-after"] == "5"
+        for each in held:
+            await each.close()
+        async with asyncio.timeout(5):
+            while downloads.taken:
+                await asyncio.sleep(0.01)
+        assert len((await client.files.content(files[0].id)).content) == 4 << 20
+
+
+async def test_a_download_holds_little_and_every_write_of_it_has_an_end(tmp_path: Path) -> None:
+    path, sizes, never = tmp_path / "f", list[int](), asyncio.Event()
+    path.write_bytes(b"x" * (1 << 20))
+    for stuck in range(4):
+        cut, left = asyncio.Event(), stuck
+
+        async def send(message: Any) -> None:
+            nonlocal left
+            sizes.append(len(message.get("body", b"")))
+            left -= 1
+            if left < 0:
+                await never.wait()
+
+        answer = http_batches.FileAnswer(path, nullcontext(), 0.05)
+        async with asyncio.timeout(5):
+            await answer({"type": "http", ABORT: cut.set}, never.wait, send)
+        assert cut.is_set(), f"write {stuck}"
+    assert 0 < max(sizes) <= 32 * 1024
+
+
+def routes_of(app: FastAPI) -> Any:
+    return next(r.endpoint.__self__ for r in app.routes if isinstance(r, APIRoute) and r.path == "/v1/files")  # type: ignore[attr-defined]
+
+
 async def test_so_many_uploads_at_once(tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_batches, "MAX_UPLOADS", 1)
     async with served(tmp_path, Echo(), text_model) as (client, app), running(app) as server:
         slow = await RawClient.connect(server)
         head = "POST /v1/files HTTP/1.1\r\nHost: t\r\nContent-Length: 999\r\n"
         await slow.send(f"{head}Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n".encode())
-        routes = next(r.endpoint.__self__ for r in app.routes if isinstance(r, APIRoute) and r.path == "/v1/files")  # type: ignore[attr-defined]
+        routes = routes_of(app)
         async with asyncio.timeout(5):
             while not routes._uploads:
                 await asyncio.sleep(0.01)
