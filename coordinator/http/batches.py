@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from baton.core.errors import Cancelled, InvalidRequest, NotFound, Unavailable
+from baton.core.errors import Cancelled, InvalidRequest, NotFound
 from coordinator.api_keys import ApiKeys
 from coordinator.batches.runner import Answer, BatchRunner
 from coordinator.batches.store import BatchStore
@@ -33,8 +33,10 @@ from coordinator.openai.validation import parse
 from coordinator.policy.quotas import Client
 
 UPLOAD_IDLE_S, UPLOAD_S = 30.0, 3600.0
+UPLOAD_GRACE_S, UPLOAD_BYTES_S = 60.0, 16 * 1024
+"""So long an upload may wait for its client in all, and a second more for each UPLOAD_BYTES_S that have come."""
 MAX_FIELDS = 4
-MAX_UPLOADS = 8
+MAX_UPLOADS, MAX_UPLOADS_OF_OWNER = 8, 2  # each may take the room of the largest file on the disk
 MAX_DOWNLOADS, MAX_DOWNLOADS_OF_OWNER = 64, 16  # each has a file open beside its connection
 MAX_BODY_BYTES = 64 * 1024  # of a new batch, whose metadata has some 10 KB; it is parsed on the event loop
 _PIECE = 1 << 20
@@ -59,7 +61,8 @@ class BatchRoutes:
         self.runner = BatchRunner(store, partial(ask, app), keys.named)
         self._origins = allowed_origins
         self._store, self._reader, self._max_file_bytes = store, reader, max_file_bytes
-        self._send_timeout_s, self._uploads = send_timeout_s, 0
+        self._send_timeout_s = send_timeout_s
+        self._uploads = Slots("are being uploaded", MAX_UPLOADS, MAX_UPLOADS_OF_OWNER)
         self._downloads = Slots("are being downloaded", MAX_DOWNLOADS, MAX_DOWNLOADS_OF_OWNER)
         add_route(app, "POST", "/v1/files", self.upload, "File")
         add_route(app, "GET", "/v1/files", self.files, "FileList")
@@ -82,13 +85,8 @@ class BatchRoutes:
         size = int(declared) if declared.isdecimal() and len(declared) < 18 else 0
         if size > self._max_file_bytes + _OVERHEAD_BYTES:
             raise _too_large(self._max_file_bytes)
-        if self._uploads >= MAX_UPLOADS:  # each may take the room of the largest file on the disk
-            raise Unavailable(f"{MAX_UPLOADS} files are being uploaded already", retry_after_s=5)
-        self._uploads += 1
-        try:
+        with self._uploads.one(request.scope[CLIENT]):
             return await self._upload(request, size)
-        finally:
-            self._uploads -= 1
 
     async def _upload(self, request: Request, size: int) -> Response:
         part = await self.runner.on_disk(self._store.new_part, size)
@@ -274,18 +272,22 @@ async def ask(app: FastAPI, path: str, body: bytes, client: Client) -> Answer:
 
 
 async def _bounded(pieces: AsyncIterator[bytes], most: int, shown: int) -> AsyncGenerator[bytes, None]:
-    """The pieces of a body that has at most so many bytes, each within UPLOAD_IDLE_S of the one before."""
-    size = 0
+    """The pieces of a body that has at most so many bytes, each within UPLOAD_IDLE_S of the one before, and all at
+    UPLOAD_BYTES_S or faster; the time that the disk takes does not count."""
+    size, waited_s, clock = 0, 0.0, asyncio.get_running_loop().time
     while True:
+        left_s, asked_at = UPLOAD_GRACE_S + size / UPLOAD_BYTES_S - waited_s, clock()
         try:
-            async with asyncio.timeout(UPLOAD_IDLE_S):
+            async with asyncio.timeout(min(UPLOAD_IDLE_S, left_s)):
                 piece = await anext(pieces)
         except StopAsyncIteration:
             return
         except TimeoutError:
             what = f"nothing of the file came for {UPLOAD_IDLE_S:g} s"
+            if left_s < UPLOAD_IDLE_S:
+                what = f"the file came with less than {UPLOAD_BYTES_S} bytes a second"
             raise HttpProblem(408, "request_timeout", what, close=True) from None
-        size += len(piece)
+        size, waited_s = size + len(piece), waited_s + clock() - asked_at
         if size > most:
             raise _too_large(shown)
         yield piece

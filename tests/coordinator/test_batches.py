@@ -566,7 +566,7 @@ async def test_so_many_uploads_at_once(tmp_path: Path, text_model: TextModel, mo
         await slow.send(f"{head}Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n".encode())
         routes = routes_of(app)
         async with asyncio.timeout(5):
-            while not routes._uploads:
+            while not routes._uploads.taken:
                 await asyncio.sleep(0.01)
         with pytest.raises(openai.InternalServerError, match="1 files are being uploaded"):
             await client.files.create(file=("a", b"x"), purpose="batch")
@@ -578,6 +578,52 @@ async def test_so_many_uploads_at_once(tmp_path: Path, text_model: TextModel, mo
                     break
                 except openai.InternalServerError:
                     await asyncio.sleep(0.01)
+
+
+async def test_the_uploads_of_one_key_leave_room_for_others(tmp_path: Path, text_model: TextModel) -> None:
+    keys = read_api_keys(key_file(tmp_path, f"{KEY} tenant=a\n{OTHER} tenant=b\n"))
+    async with served(tmp_path / "data", Echo(), text_model, api_keys=keys) as (client, app), running(app) as server:
+        slow = [await RawClient.connect(server) for _ in range(http_batches.MAX_UPLOADS)]
+        head = f"POST /v1/files HTTP/1.1\r\nHost: t\r\nContent-Length: 999\r\nAuthorization: Bearer {KEY}\r\n"
+        for each in slow:
+            await each.send(f"{head}Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n".encode())
+        for each in slow[2:]:
+            code, headers, body = await each.answer()
+            assert code == 429 and headers["retry-after"] == "5" and b"2 of your files are being uploaded" in body
+        with pytest.raises(openai.RateLimitError):
+            await client.files.create(file=("a", b"x"), purpose="batch")
+        assert await client.with_options(api_key=OTHER).files.create(file=("a", b"x"), purpose="batch")
+        for each in slow:
+            await each.close()
+        async with asyncio.timeout(5):
+            while routes_of(app)._uploads.taken:
+                await asyncio.sleep(0.01)
+
+
+async def test_an_upload_that_drips_is_cut_and_a_steady_one_is_not(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_batches, "UPLOAD_GRACE_S", 0.5)
+    monkeypatch.setattr(http_batches, "UPLOAD_BYTES_S", 10_000)
+    head = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x\r\n'
+    head += b'Content-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+
+    async def form(piece: bytes, pieces: int) -> AsyncIterator[bytes]:
+        yield head
+        for _ in range(pieces):
+            await asyncio.sleep(0.01)
+            yield piece
+        yield b"\r\n--x--\r\n"
+
+    kind = {"content-type": "multipart/form-data; boundary=x"}
+    async with served(tmp_path, Echo(), text_model) as (_, app):
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
+        async with asyncio.timeout(10):
+            answer = await http.post("/v1/files", content=form(b"x", 10**6), headers=kind)
+        assert answer.status_code == 408 and "10000 bytes a second" in answer.text
+        answer = await http.post("/v1/files", content=form(b"x" * 1000, 100), headers=kind)
+        assert answer.status_code == 200 and answer.json()["bytes"] == 100_000
+        await http.aclose()
 
 
 def test_only_its_owner_may_read_what_clients_wrote(tmp_path: Path) -> None:
