@@ -102,7 +102,6 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
             *serving,
             asyncio.create_task(cluster.tick(), name="cluster tick"),
             asyncio.create_task(loop_watch.run(), name="loop watch"),
-            asyncio.create_task(public.watch_health(), name="gRPC health"),
             asyncio.create_task(search_when_grown(lambda: len(cluster.requests)), name="garbage"),
         ]
         batches = app.state.batches

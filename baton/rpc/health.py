@@ -1,15 +1,16 @@
-"""gRPC's health service for a worker, for probes: Kubernetes' `grpc` probe, grpc_health_probe, a load balancer.
+"""gRPC's health service, for probes: Kubernetes' `grpc` probe, grpc_health_probe, a load balancer. And its server at a
+worker:
 
     ""      SERVING while the worker is joined and not draining: it takes work
     "live"  SERVING while its event loop answers
 
-Never TLS: probes bring no certificates, and it says nothing else. No `Watch` either: no probe uses it, and calls that
-stay open would keep the others out.
+That server never has TLS: probes bring no certificates, and it says nothing else. `Watch` is served nowhere: no probe
+uses it, and calls that stay open would keep the others out.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,6 +22,7 @@ from baton.rpc.ports import open_port
 from baton.rpc.streams import SERVER_OPTIONS
 
 LIVE = "live"
+SERVICE_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _OPTIONS = (
     *SERVER_OPTIONS,
     ("grpc.max_concurrent_streams", 4),
@@ -41,7 +43,7 @@ async def serving_health(host: str, port: int, ready: Callable[[], bool]) -> Asy
         yield
         return
     server = grpc.aio.server(options=_OPTIONS)
-    health_pb2_grpc.add_HealthServicer_to_server(_Servicer(ready), server)
+    health_pb2_grpc.add_HealthServicer_to_server(Health({"": ready, LIVE: lambda: True}), server)
     open_port(server, host, port, "health", "--health-port")
     await server.start()
     try:
@@ -50,16 +52,19 @@ async def serving_health(host: str, port: int, ready: Callable[[], bool]) -> Asy
         await server.stop(0)
 
 
-class _Servicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    def __init__(self, ready: Callable[[], bool]) -> None:
-        self._ready = ready
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Says SERVING of each of `services` while what it names is true at the call. No call leaves anything behind, and
+    none waits for another, as those of grpc's own servicer do for a `Watch` whose client reads nothing."""
+
+    def __init__(self, services: Mapping[str, Callable[[], bool]]) -> None:
+        self._services = services
 
     async def Check(self, request: Any, context: Any) -> Any:
-        if request.service not in ("", LIVE):
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service here but '' and {LIVE!r}")
+        if request.service not in self._services:
+            known = ", ".join(map(repr, self._services))
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"the services known here are {known}")
         states = health_pb2.HealthCheckResponse
-        serves = request.service == LIVE or self._ready()
-        return states(status=states.SERVING if serves else states.NOT_SERVING)
+        return states(status=states.SERVING if self._services[request.service]() else states.NOT_SERVING)
 
     async def Watch(self, request: Any, context: Any) -> None:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Check alone is served")

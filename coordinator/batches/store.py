@@ -128,7 +128,7 @@ class BatchStore:
         file_id, size = f"file-{secrets.token_hex(12)}", part.stat().st_size
         if purpose != OUTPUT:
             self._check_room(size)  # nobody may have said how large it is, and others came meanwhile
-        shown = filename.encode(errors="replace").decode()  # a form may name a charset that yields half a character
+        shown = filename.encode(errors="replace").decode()  # SQLite keeps no half of a surrogate pair
         row = (file_id, owner, int(time.time()), size, shown, purpose)
         with self._transaction():  # a file without a row would take room that nobody finds
             self._db.execute("insert into files values (?, ?, ?, ?, ?, ?)", row)

@@ -15,7 +15,7 @@ from functools import partial
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from baton.core.errors import Cancelled, InvalidRequest, InvariantError, NotFound, Unauthenticated
@@ -28,7 +28,7 @@ from baton.core.sampling_limits import (
     check_bad_word_length,
     check_count,
 )
-from baton.rpc import codec, status
+from baton.rpc import codec, health, status
 from baton.rpc.first_message import FirstMessage
 from baton.rpc.parsed import parsed
 from baton.rpc.ports import open_port
@@ -308,10 +308,9 @@ class PublicServer:
         ]
         options = list({**dict(SERVER_OPTIONS), **dict(limits)}.items())
         self._server = grpc.aio.server(interceptors=(FirstMessage(),), options=options)
-        self._generator = generator
-        self._health = health.aio.HealthServicer()
         self._server.add_generic_rpc_handlers((Serving(generator, translator, model, keys or ApiKeys()),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        services = dict.fromkeys(("", SERVICE), lambda: generator.ready()[0])
+        health_pb2_grpc.add_HealthServicer_to_server(health.Health(services), self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         self._server.add_generic_rpc_handlers((_reflection_v1(names),))
@@ -321,15 +320,6 @@ class PublicServer:
         bound = open_port(self._server, host, port, "gRPC", "--grpc-port", self._tls)
         await self._server.start()
         return bound
-
-    async def watch_health(self) -> None:
-        """Keeps the health service true, for ever."""
-        while True:
-            ready, _ = self._generator.ready()
-            state = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
-            for service in ("", SERVICE):
-                await self._health.set(service, state)
-            await asyncio.sleep(0.2)
 
     async def stop(self, grace_s: float) -> None:
         await self._server.stop(grace_s)

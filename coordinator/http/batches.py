@@ -4,33 +4,40 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 from fastapi import FastAPI, Request
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from baton.core.errors import Cancelled, InvalidRequest, NotFound, Unavailable
+from baton.core.errors import Cancelled, InvalidRequest, NotFound
 from coordinator.api_keys import ApiKeys
 from coordinator.batches.runner import Answer, BatchRunner
 from coordinator.batches.store import BatchStore
 from coordinator.http.body import BodyReader, check_declared
 from coordinator.http.errors import HttpProblem, json_response
-from coordinator.http.generation import ABORT
+from coordinator.http.generation import ABORT, SLICE_BYTES
 from coordinator.http.guard import CLIENT
 from coordinator.http.openapi import add_route
+from coordinator.http.slots import Slots
 from coordinator.openai.schema import BatchBody
 from coordinator.openai.validation import parse
 from coordinator.policy.quotas import Client
 
 UPLOAD_IDLE_S, UPLOAD_S = 30.0, 3600.0
+UPLOAD_GRACE_S, UPLOAD_BYTES_S = 60.0, 16 * 1024
+"""So long an upload may wait for its client in all, and a second more for each UPLOAD_BYTES_S that have come."""
 MAX_FIELDS = 4
-MAX_UPLOADS = 8
+MAX_UPLOADS, MAX_UPLOADS_OF_OWNER = 8, 2  # each may take the room of the largest file on the disk
+MAX_DOWNLOADS, MAX_DOWNLOADS_OF_OWNER = 64, 16  # each has a file open beside its connection
 MAX_BODY_BYTES = 64 * 1024  # of a new batch, whose metadata has some 10 KB; it is parsed on the event loop
 _PIECE = 1 << 20
 _MAX_NAME = 256
@@ -39,7 +46,7 @@ _OVERHEAD_BYTES = 1 << 16  # of a form, beside the file in it
 
 class BatchRoutes:
     """Complete state: the store and its runner, how large one file may be, how long a client may take nothing, and how
-    many files are being read."""
+    many files are being read and given out."""
 
     def __init__(
         self,
@@ -54,7 +61,9 @@ class BatchRoutes:
         self.runner = BatchRunner(store, partial(ask, app), keys.named)
         self._origins = allowed_origins
         self._store, self._reader, self._max_file_bytes = store, reader, max_file_bytes
-        self._send_timeout_s, self._uploads = send_timeout_s, 0
+        self._send_timeout_s = send_timeout_s
+        self._uploads = Slots("are being uploaded", MAX_UPLOADS, MAX_UPLOADS_OF_OWNER)
+        self._downloads = Slots("are being downloaded", MAX_DOWNLOADS, MAX_DOWNLOADS_OF_OWNER)
         add_route(app, "POST", "/v1/files", self.upload, "File")
         add_route(app, "GET", "/v1/files", self.files, "FileList")
         add_route(app, "GET", "/v1/files/{file_id}", self.file, "File")
@@ -76,13 +85,8 @@ class BatchRoutes:
         size = int(declared) if declared.isdecimal() and len(declared) < 18 else 0
         if size > self._max_file_bytes + _OVERHEAD_BYTES:
             raise _too_large(self._max_file_bytes)
-        if self._uploads >= MAX_UPLOADS:  # each may take the room of the largest file on the disk
-            raise Unavailable(f"{MAX_UPLOADS} files are being uploaded already", retry_after_s=5)
-        self._uploads += 1
-        try:
+        with self._uploads.one(request.scope[CLIENT]):
             return await self._upload(request, size)
-        finally:
-            self._uploads -= 1
 
     async def _upload(self, request: Request, size: int) -> Response:
         part = await self.runner.on_disk(self._store.new_part, size)
@@ -101,10 +105,11 @@ class BatchRoutes:
     async def _receive(self, request: Request, part: Path) -> tuple[str, str]:
         """Writes the file of a form to `part`; its name and purpose."""
         pieces = _bounded(request.stream(), self._max_file_bytes + _OVERHEAD_BYTES, self._max_file_bytes)
+        head = _form_head(request.headers.get("content-type", ""))
         try:
-            form = await MultiPartParser(request.headers, pieces, max_files=1, max_fields=MAX_FIELDS).parse()
-        except MultiPartException as error:
-            raise InvalidRequest(f"not a form: {error.message[:200]}") from None
+            form = await MultiPartParser(head, pieces, max_files=1, max_fields=MAX_FIELDS).parse()
+        except (MultiPartException, UnicodeError) as error:
+            raise InvalidRequest(f"not a form: {str(error)[:200]}") from None
         except ClientDisconnect:
             raise Cancelled("the client left while its file was read") from None
         try:
@@ -135,7 +140,7 @@ class BatchRoutes:
 
     async def content(self, request: Request, file_id: str) -> Response:
         path = await self.runner.on_disk(self._store.content, request.scope[CLIENT].tenant, file_id)
-        return FileAnswer(path, self._send_timeout_s)
+        return FileAnswer(path, self._downloads.one(request.scope[CLIENT]), self._send_timeout_s)
 
     async def create(self, request: Request) -> Response:
         check_declared(request, MAX_BODY_BYTES)
@@ -191,13 +196,25 @@ def check_origin(request: Request, allowed: Collection[str]) -> None:
 
 
 class FileAnswer(Response):
-    """The content of a file. A client that takes nothing for too long is cut."""
+    """The content of a file, while it has `slot`. A client that takes nothing for too long is cut."""
 
-    def __init__(self, path: Path, send_timeout_s: float) -> None:
+    def __init__(self, path: Path, slot: AbstractContextManager[None], send_timeout_s: float) -> None:
         super().__init__()
-        self._path, self._send_timeout_s = path, send_timeout_s
+        self._path, self._slot, self._send_timeout_s = path, slot, send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def put(message: Message) -> None:
+            async with asyncio.timeout(self._send_timeout_s):
+                await send(message)
+
+        with self._slot:
+            try:
+                await self._give(put)
+            except TimeoutError:
+                if ABORT in scope:
+                    scope[ABORT]()
+
+    async def _give(self, put: Send) -> None:
         try:
             file = await asyncio.to_thread(self._path.open, "rb")
         except OSError:  # deleted since it was looked up
@@ -205,18 +222,13 @@ class FileAnswer(Response):
         with file:
             size = self._path.stat().st_size
             headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(size).encode())]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await put({"type": "http.response.start", "status": 200, "headers": headers})
             left = size
-            try:
-                while left:
-                    piece = await asyncio.to_thread(file.read, min(left, _PIECE))
-                    left = left - len(piece) if piece else 0
-                    async with asyncio.timeout(self._send_timeout_s):
-                        await send({"type": "http.response.body", "body": piece, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-            except TimeoutError:
-                if ABORT in scope:
-                    scope[ABORT]()
+            while left:  # what a client does not read, its connection holds: no large pieces
+                piece = await asyncio.to_thread(file.read, min(left, SLICE_BYTES))
+                left = left - len(piece) if piece else 0
+                await put({"type": "http.response.body", "body": piece, "more_body": True})
+            await put({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def ask(app: FastAPI, path: str, body: bytes, client: Client) -> Answer:
@@ -260,21 +272,41 @@ async def ask(app: FastAPI, path: str, body: bytes, client: Client) -> Answer:
 
 
 async def _bounded(pieces: AsyncIterator[bytes], most: int, shown: int) -> AsyncGenerator[bytes, None]:
-    """The pieces of a body that has at most so many bytes, each within UPLOAD_IDLE_S of the one before."""
-    size = 0
+    """The pieces of a body that has at most so many bytes, each within UPLOAD_IDLE_S of the one before, and all at
+    UPLOAD_BYTES_S or faster; the time that the disk takes does not count."""
+    size, waited_s, clock = 0, 0.0, asyncio.get_running_loop().time
     while True:
+        left_s, asked_at = UPLOAD_GRACE_S + size / UPLOAD_BYTES_S - waited_s, clock()
         try:
-            async with asyncio.timeout(UPLOAD_IDLE_S):
+            async with asyncio.timeout(min(UPLOAD_IDLE_S, left_s)):
                 piece = await anext(pieces)
         except StopAsyncIteration:
             return
         except TimeoutError:
             what = f"nothing of the file came for {UPLOAD_IDLE_S:g} s"
+            if left_s < UPLOAD_IDLE_S:
+                what = f"the file came with less than {UPLOAD_BYTES_S} bytes a second"
             raise HttpProblem(408, "request_timeout", what, close=True) from None
-        size += len(piece)
+        size, waited_s = size + len(piece), waited_s + clock() - asked_at
         if size > most:
             raise _too_large(shown)
         yield piece
+
+
+def _form_head(kind: str) -> Headers:
+    """What the parser of a form is told: its boundary alone. By any other charset than UTF-8 it would decode names and
+    fields on the event loop, by some of them in quadratic time.
+
+    Raises:
+        InvalidRequest: the content-type names another charset.
+    """
+    _, options = parse_options_header(kind)
+    if options.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):
+        raise InvalidRequest("the charset of a form must be utf-8", param="content-type")
+    made = b"multipart/form-data"
+    if (boundary := options.get(b"boundary")) is not None:
+        made += b'; boundary="%b"' % boundary.replace(b"\\", b"\\\\").replace(b'"', b'\\"')
+    return Headers(raw=[(b"content-type", made)])
 
 
 def _copy(source: Any, target: Path) -> None:

@@ -67,7 +67,7 @@ class Render:
         self._head = head
         self.continuous_usage = head.continuous_usage
         """Whether every event shows the usage so far; else what it is given as such does not matter."""
-        self._prefix = b"data: " + orjson.dumps(self._base(self.chunk_object))[:-1] + b',"choices":['
+        self._prefix = b"data: " + json_line(self._base(self.chunk_object))[:-1] + b',"choices":['
         self._open_usage = b'],"usage":null}\n\n' if head.include_usage else b"]}\n\n"
 
     def tells(self, delta: Delta) -> bool:
@@ -107,7 +107,7 @@ class Render:
     def last(self, delta: Delta, usage: Usage) -> bytes:
         """The event with a choice's finish reason and what text is left of it."""
         choice = self._before(delta) + _json_text(delta.text) + self.after_text + self._ids(delta)
-        end = b',"logprobs":' + self._scores(delta) + b"," + orjson.dumps(self._end(delta))[1:]
+        end = b',"logprobs":' + self._scores(delta) + b"," + json_line(self._end(delta))[1:]
         return self._prefix + choice + end + self._tail(usage)
 
     def closing(self, usage: Usage) -> bytes:
@@ -118,7 +118,7 @@ class Render:
 
     def failed(self, error: BaseException) -> bytes:
         """The last event of a stream that breaks off, and its end."""
-        return b"data: " + orjson.dumps(status.http_body(error)) + b"\n\n" + self.end
+        return b"data: " + json_line(status.http_body(error)) + b"\n\n" + self.end
 
     def _end(self, delta: Delta) -> dict[str, Any]:
         end = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
@@ -130,7 +130,7 @@ class Render:
         return b'{"index":%d,' % delta.choice + self.before_text
 
     def _scores(self, delta: Delta) -> bytes:
-        return _json(self._logprobs(delta)) if self._head.logprobs else b"null"
+        return json_line(self._logprobs(delta)) if self._head.logprobs else b"null"
 
     def _logprobs(self, delta: Delta) -> dict[str, Any]:
         raise NotImplementedError
@@ -173,7 +173,7 @@ class CompletionRender(Render):
         """The echo."""
         if self._head.echos is None:
             return b""
-        scores = _json(self._echoed(delta)) if self._head.logprobs else b"null"
+        scores = json_line(self._echoed(delta)) if self._head.logprobs else b"null"
         echo = self._head.echos[delta.choice // self._head.n]
         choice = self._before(delta) + _json_text(echo) + b',"logprobs":' + scores + b',"finish_reason":null}'
         return self._prefix + choice + self._tail(usage)
@@ -250,7 +250,7 @@ class ChatRender(Render):
             return super().last(delta, usage)
         found = self._parsed(delta, parser.push(delta.text) + parser.finish(), usage)
         end = self._end(delta) | {"finish_reason": self._finish(delta, calls=delta.choice in self._called)}
-        choice = b'{"index":%d,"delta":{},"logprobs":null,' % delta.choice + orjson.dumps(end)[1:]
+        choice = b'{"index":%d,"delta":{},"logprobs":null,' % delta.choice + json_line(end)[1:]
         return found + self._prefix + choice + self._tail(usage)
 
     def _parser(self, choice: int) -> Parser | None:
@@ -266,7 +266,7 @@ class ChatRender(Render):
         found = b""
         for number, part in enumerate(parts):
             ids, scores = (self._ids(delta), self._scores(delta)) if number == 0 else (b"", b"null")
-            choice = b'{"index":%d,"delta":' % delta.choice + _json(part) + ids + b',"logprobs":' + scores
+            choice = b'{"index":%d,"delta":' % delta.choice + json_line(part) + ids + b',"logprobs":' + scores
             found += self._prefix + choice + b',"finish_reason":null}' + self._tail(usage)
         return found
 
@@ -337,11 +337,11 @@ def server_timing(timeline: Timeline | None) -> dict[str, str]:
 
 
 def _json_text(text: str) -> bytes:
-    """A JSON string on one line for every notion of a line: some clients split at U+0085, U+2028 and U+2029."""
-    return orjson.dumps(text) if text.isascii() else _json(text)
+    return orjson.dumps(text) if text.isascii() else json_line(text)
 
 
-def _json(value: Any) -> bytes:
+def json_line(value: Any) -> bytes:
+    """JSON on one line for every notion of a line: some clients split at U+0085, U+2028 and U+2029."""
     data = orjson.dumps(value)
     for character, escaped in _LINE_BREAKS.items():
         data = data.replace(character, escaped)  # outside of strings there are none

@@ -9,7 +9,7 @@ import orjson
 
 from baton.core.errors import InvariantError
 from baton.rpc import status
-from coordinator.openai.render import Head
+from coordinator.openai.render import Head, json_line
 from coordinator.openai.responses import ResponsesBody, shown_format, shown_tools
 from coordinator.submission import Delta, Usage
 from coordinator.text.tool_calls import Arguments, CallBegun, Event, Reasoning, Text
@@ -146,7 +146,7 @@ class ResponsesRender:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        data = orjson.dumps({"type": kind, "sequence_number": self._number, **fields})
+        data = json_line({"type": kind, "sequence_number": self._number, **fields})
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 

@@ -129,6 +129,7 @@ class _Braces:
         return len(text)
 
 
+_HALVES = re.compile("[\ud800-\udfff]")
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){1,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
@@ -168,11 +169,16 @@ class _Object:
             return ""
         self.name = self._named(call.get("name"))
         arguments = call.get("arguments", call.get("parameters", {}))
-        return arguments if isinstance(arguments, str) else json.dumps(arguments)
+        return _whole(arguments) if isinstance(arguments, str) else json.dumps(arguments)
 
     def _named(self, name: Any) -> str | None:
         is_name = isinstance(name, str) and name and (not self._functions or name in self._functions)
-        return name if is_name else None
+        return _whole(name) if is_name else None
+
+
+def _whole(text: str) -> str:
+    """Without halves of surrogate pairs, which no UTF-8 has: JSON may spell them."""
+    return _HALVES.sub("\ufffd", text)
 
 
 def _json(text: str) -> Any:

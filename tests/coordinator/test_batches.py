@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import encodings
 import json
 import multiprocessing
 import os
@@ -10,7 +11,7 @@ import sqlite3
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from coordinator.batches.store import BatchStore, Line
 from coordinator.child import kill_child, start_child
 from coordinator.http import batches as http_batches
 from coordinator.http.app import HttpSettings, create_app
+from coordinator.http.generation import ABORT
 from coordinator.openai import validation
 from coordinator.openai.json_body import parse_object
 from coordinator.submission import Delta, Sink, Submission, Timeline, Usage
@@ -315,6 +317,42 @@ async def test_what_is_too_large_or_no_file_is_refused(
         await http.aclose()
 
 
+async def test_a_form_is_utf_8(tmp_path: Path, text_model: TextModel, caplog: pytest.LogCaptureFixture) -> None:
+    """Some of Python's charsets take quadratic time on the event loop, and any name that was looked up is kept."""
+
+    def form(boundary: bytes, purpose: bytes) -> bytes:
+        disposition = b"--%b\r\nContent-Disposition: form-data; name=" % boundary
+        return (
+            disposition
+            + b'"purpose"\r\n\r\n%b\r\n' % purpose
+            + disposition
+            + b'"file"; filename="f\xff"\r\n\r\nx\r\n--%b--\r\n' % boundary
+        )
+
+    async with served(tmp_path, Echo(), text_model) as (_, app):
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
+
+        async def post(options: str, content: bytes) -> tuple[int, str | None]:
+            kind = {"content-type": f"multipart/form-data; {options}"}
+            answer = await http.post("/v1/files", content=content, headers=kind)
+            return answer.status_code, answer.json().get("error", {}).get("param")
+
+        for charset in ("punycode", "PunyCode", '"punycode"', "idna", "utf-7", "none-of-python", "", "a" * 5000):
+            assert await post(f"boundary=x; charset={charset}", form(b"x", b"*" * 1000)) == (400, "content-type"), (
+                charset
+            )
+        for options, boundary in (
+            ("boundary=x; charset=UTF-8", b"x"),
+            ("charset=utf8; boundary=x", b"x"),
+            ("boundary=x; charset*=punycode''x", b"x"),
+            (r'boundary="a;\"\\ b"', rb'a;"\ b'),
+        ):
+            assert await post(options, form(boundary, b"batch")) == (200, None), options
+        assert await post("boundary=x", form(b"x", b"\xff")) == (400, "purpose")
+        assert "none_of_python" not in encodings._cache and not caplog.records
+        await http.aclose()
+
+
 async def test_the_body_of_a_new_batch_is_small(
     tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,15 +500,73 @@ async def test_a_file_that_nobody_takes_is_cut(tmp_path: Path, text_model: TextM
         assert len((await client.files.content(file.id)).content) == 24 << 20
 
 
+async def test_so_many_downloads_at_once(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an owner and of all; what a client reads nothing of makes room when it leaves."""
+    monkeypatch.setattr(http_batches, "MAX_DOWNLOADS", 2)
+    monkeypatch.setattr(http_batches, "MAX_DOWNLOADS_OF_OWNER", 1)
+    third = "sk-third-0123456789abcdef"
+    keys = read_api_keys(key_file(tmp_path, f"{KEY} tenant=a\n{OTHER} tenant=b\n{third} tenant=c\n"))
+    more: dict[str, Any] = {"api_keys": keys, "max_file_bytes": 8 << 20, "max_bytes": 64 << 20}
+    async with served(tmp_path / "data", Echo(), text_model, **more) as (client, app), running(app) as server:
+        clients = [client.with_options(api_key=key) for key in (KEY, OTHER, third)]
+        files = [await each.files.create(file=("a", b"x" * (4 << 20)), purpose="batch") for each in clients]
+        held = []
+        for key, file in zip((KEY, OTHER), files, strict=False):
+            held.append(await RawClient.that_reads_nothing(server))
+            head = f"GET /v1/files/{file.id}/content HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {key}\r\n\r\n"
+            await held[-1].send(head.encode())
+        downloads = routes_of(app)._downloads
+        async with asyncio.timeout(5):
+            while downloads.taken.total() < 2:
+                await asyncio.sleep(0.01)
+        with pytest.raises(openai.RateLimitError, match="1 of your files are being downloaded"):
+            await client.files.content(files[0].id)
+        with pytest.raises(openai.InternalServerError, match="2 files are being downloaded") as full:
+            await clients[2].files.content(files[2].id)
+        assert full.value.status_code == 503 and full.value.response.headers["retry-after"] == "5"
+        for each in held:
+            await each.close()
+        async with asyncio.timeout(5):
+            while downloads.taken:
+                await asyncio.sleep(0.01)
+        assert len((await client.files.content(files[0].id)).content) == 4 << 20
+
+
+async def test_a_download_holds_little_and_every_write_of_it_has_an_end(tmp_path: Path) -> None:
+    path, sizes, never = tmp_path / "f", list[int](), asyncio.Event()
+    path.write_bytes(b"x" * (1 << 20))
+    for stuck in range(4):
+        cut, left = asyncio.Event(), stuck
+
+        async def send(message: Any) -> None:
+            nonlocal left
+            sizes.append(len(message.get("body", b"")))
+            left -= 1
+            if left < 0:
+                await never.wait()
+
+        answer = http_batches.FileAnswer(path, nullcontext(), 0.05)
+        async with asyncio.timeout(5):
+            await answer({"type": "http", ABORT: cut.set}, never.wait, send)
+        assert cut.is_set(), f"write {stuck}"
+    assert 0 < max(sizes) <= 32 * 1024
+
+
+def routes_of(app: FastAPI) -> Any:
+    return next(r.endpoint.__self__ for r in app.routes if isinstance(r, APIRoute) and r.path == "/v1/files")  # type: ignore[attr-defined]
+
+
 async def test_so_many_uploads_at_once(tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_batches, "MAX_UPLOADS", 1)
     async with served(tmp_path, Echo(), text_model) as (client, app), running(app) as server:
         slow = await RawClient.connect(server)
         head = "POST /v1/files HTTP/1.1\r\nHost: t\r\nContent-Length: 999\r\n"
         await slow.send(f"{head}Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n".encode())
-        routes = next(r.endpoint.__self__ for r in app.routes if isinstance(r, APIRoute) and r.path == "/v1/files")  # type: ignore[attr-defined]
+        routes = routes_of(app)
         async with asyncio.timeout(5):
-            while not routes._uploads:
+            while not routes._uploads.taken:
                 await asyncio.sleep(0.01)
         with pytest.raises(openai.InternalServerError, match="1 files are being uploaded"):
             await client.files.create(file=("a", b"x"), purpose="batch")
@@ -482,6 +578,52 @@ async def test_so_many_uploads_at_once(tmp_path: Path, text_model: TextModel, mo
                     break
                 except openai.InternalServerError:
                     await asyncio.sleep(0.01)
+
+
+async def test_the_uploads_of_one_key_leave_room_for_others(tmp_path: Path, text_model: TextModel) -> None:
+    keys = read_api_keys(key_file(tmp_path, f"{KEY} tenant=a\n{OTHER} tenant=b\n"))
+    async with served(tmp_path / "data", Echo(), text_model, api_keys=keys) as (client, app), running(app) as server:
+        slow = [await RawClient.connect(server) for _ in range(http_batches.MAX_UPLOADS)]
+        head = f"POST /v1/files HTTP/1.1\r\nHost: t\r\nContent-Length: 999\r\nAuthorization: Bearer {KEY}\r\n"
+        for each in slow:
+            await each.send(f"{head}Content-Type: multipart/form-data; boundary=x\r\n\r\n--x\r\n".encode())
+        for each in slow[2:]:
+            code, headers, body = await each.answer()
+            assert code == 429 and headers["retry-after"] == "5" and b"2 of your files are being uploaded" in body
+        with pytest.raises(openai.RateLimitError):
+            await client.files.create(file=("a", b"x"), purpose="batch")
+        assert await client.with_options(api_key=OTHER).files.create(file=("a", b"x"), purpose="batch")
+        for each in slow:
+            await each.close()
+        async with asyncio.timeout(5):
+            while routes_of(app)._uploads.taken:
+                await asyncio.sleep(0.01)
+
+
+async def test_an_upload_that_drips_is_cut_and_a_steady_one_is_not(
+    tmp_path: Path, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_batches, "UPLOAD_GRACE_S", 0.5)
+    monkeypatch.setattr(http_batches, "UPLOAD_BYTES_S", 10_000)
+    head = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x\r\n'
+    head += b'Content-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
+
+    async def form(piece: bytes, pieces: int) -> AsyncIterator[bytes]:
+        yield head
+        for _ in range(pieces):
+            await asyncio.sleep(0.01)
+            yield piece
+        yield b"\r\n--x--\r\n"
+
+    kind = {"content-type": "multipart/form-data; boundary=x"}
+    async with served(tmp_path, Echo(), text_model) as (_, app):
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
+        async with asyncio.timeout(10):
+            answer = await http.post("/v1/files", content=form(b"x", 10**6), headers=kind)
+        assert answer.status_code == 408 and "10000 bytes a second" in answer.text
+        answer = await http.post("/v1/files", content=form(b"x" * 1000, 100), headers=kind)
+        assert answer.status_code == 200 and answer.json()["bytes"] == 100_000
+        await http.aclose()
 
 
 def test_only_its_owner_may_read_what_clients_wrote(tmp_path: Path) -> None:

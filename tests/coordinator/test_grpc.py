@@ -156,17 +156,24 @@ async def test_model_info(grpc_client: Client, text_model: TextModel) -> None:
 @pytest.mark.parametrize("service", ["", SERVICE])
 async def test_health_follows_the_pools(grpc_client: Client, generator: FakeGenerator, service: str) -> None:
     stub = health_pb2_grpc.HealthStub(grpc_client.channel)
-    watching = stub.Watch(health_pb2.HealthCheckRequest(service=service))
-
-    async def becomes(state: int) -> None:
-        async with asyncio.timeout(3):
-            while (await watching.read()).status != state:
-                pass
-
-    await becomes(health_pb2.HealthCheckResponse.SERVING)
+    asked = health_pb2.HealthCheckRequest(service=service)
+    assert (await stub.Check(asked)).status == health_pb2.HealthCheckResponse.SERVING
     generator.not_ready = "no decode worker is ready"
-    await becomes(health_pb2.HealthCheckResponse.NOT_SERVING)
-    watching.cancel()
+    assert (await stub.Check(asked)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_no_call_to_health_stays_open_or_leaves_anything(grpc_client: Client, generator: FakeGenerator) -> None:
+    """A Watch whose client reads nothing, and names of a megabyte, kept grpc's own servicer from the truth."""
+    stub = health_pb2_grpc.HealthStub(grpc_client.channel)
+    unknown = health_pb2.HealthCheckRequest(service="a" * 50_000)
+    for call, code in (
+        (stub.Watch(health_pb2.HealthCheckRequest()), grpc.StatusCode.UNIMPLEMENTED),
+        (stub.Watch(unknown), grpc.StatusCode.UNIMPLEMENTED),
+        (stub.Check(unknown), grpc.StatusCode.NOT_FOUND),
+    ):
+        async with asyncio.timeout(10):
+            assert await call.code() is code
+            assert len(await call.details()) < 100
 
 
 @pytest.mark.parametrize("version", ["v1alpha", "v1"])

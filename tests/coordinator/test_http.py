@@ -16,6 +16,7 @@ import pytest
 
 from baton.core.errors import DuplicateRequest, Unavailable, WorkerLost
 from coordinator import off_loop
+from coordinator.http.app import HttpSettings, create_app
 from coordinator.submission import Delta
 from coordinator.text import listing
 from coordinator.text.model import TextModel
@@ -116,6 +117,24 @@ async def test_odd_line_breaks_stay_inside_an_event(client: httpx.AsyncClient, g
     response = await client.post("/v1/completions", json=TEXT | {"stream": True})
     assert not any(c in response.text for c in "\u2028\u2029\x85\r")
     assert "".join(e["choices"][0]["text"] for e in events(response)) == odd + "中"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+async def test_no_event_of_a_stream_has_odd_line_breaks(
+    generator: FakeGenerator, text_model: TextModel, path: str, fails: bool
+) -> None:
+    """Wherever they come from: the text, the stop string, the model's name, an error, the request's instructions."""
+    odd = "a\u2028b\u2029c\x85d"
+    first, last = say(odd, "", stop_reason=odd)
+    generator.script = [first, Unavailable(odd) if fails else last]
+    app = create_app(generator, text_model, HttpSettings(f"tiny{odd}", created=1))
+    given = {"/v1/responses": {"input": "Hi", "instructions": odd, "metadata": {"k": odd}}, "/v1/completions": TEXT}
+    body = given.get(path, CHAT) | {"stream": True, "model": f"tiny{odd}"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
+        response = await client.post(path, json=body)
+    assert response.status_code == 200 and "a\\u2028b\\u2029c\\u0085d" in response.text
+    assert not any(c in response.text for c in "\u2028\u2029\x85")
 
 
 async def test_a_stop_string_is_named(client: httpx.AsyncClient, generator: FakeGenerator) -> None:

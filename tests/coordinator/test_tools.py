@@ -143,6 +143,27 @@ async def test_a_call_alone_has_no_content_and_one_that_is_cut_ends_with_length(
     assert (await streamed(client))[1] == "length"
 
 
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (r'{"name": "f\ud800", "arguments": {"a": "\udfff"}}', ("f\ufffd", r'{"a": "\udfff"}')),
+        (r'{"arguments": "\udfff", "name": "\ud83d\ude00"}', ("\U0001f600", "\ufffd")),
+        (r'{"arguments": {"\ud800": "\udfff"}, "name": "\udfff"}', ("\ufffd", r'{"\ud800": "\udfff"}')),
+    ],
+)
+async def test_half_a_surrogate_pair_in_a_call_fails_no_answer(
+    client: httpx.AsyncClient, generator: FakeGenerator, call: str, expected: tuple[str, str]
+) -> None:
+    generator.script = say(*f"<tool_call>{call}</tool_call>")
+    for message in ((await whole(client))["message"], (await streamed(client))[0]):
+        ((found,),) = [message["tool_calls"]]
+        assert (found["function"]["name"], found["function"]["arguments"]) == expected
+    tools = [{"type": "function"} | TOOL["function"]]
+    answer = await client.post("/v1/responses", json={"input": "Hi", "tools": tools})
+    (item,) = answer.json()["output"]
+    assert (item["name"], item["arguments"]) == expected
+
+
 async def test_an_answer_without_a_call_is_what_it_was(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
     generator.script = say("Hel", "lo <tool", " or not")
     choice = await whole(client)

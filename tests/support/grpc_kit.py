@@ -53,10 +53,8 @@ async def served(
 ) -> AsyncIterator[Client]:
     server = PublicServer(generator, Translator(text_model), "tiny", max_body_bytes, keys)
     port = await server.start("127.0.0.1", 0)
-    watch = asyncio.create_task(server.watch_health())
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             yield Client(channel, port)
     finally:
-        watch.cancel()
         await server.stop(0)
