@@ -67,7 +67,7 @@ class Pipeline:
         first: InFlight | None = None
         client, counted = submission.client, False
         try:
-            self._quotas.admit(client, time.monotonic())
+            self._quotas.admit(client, time.monotonic(), submission.n)
             counted = True
             submission = await with_grammar(submission, self._grammars)
             first = self._cluster.admit(_request(submission, 0), submission.n)
@@ -86,7 +86,7 @@ class Pipeline:
             if first is not None:
                 self._cluster.forget(first)
             if counted:
-                self._quotas.ended(client, observed.tokens_used, time.monotonic())
+                self._quotas.ended(client, observed.tokens_used, time.monotonic(), submission.n)
             observed.end(error)
 
     def _others(self, submission: Submission, first: InFlight) -> Iterator[AsyncGenerator[Delta, None]]:

@@ -147,7 +147,9 @@ def top_command(url: str, every_s: float, shown: int) -> int:
 )
 @click.option("--coordinator", default="", metavar="HOST:PORT", help="its control address, if URL does not tell")
 @click.option("--cluster-token-file", default="", metavar="FILE", help="file with the cluster token, off loopback")
-@click.option("--cluster-tls-dir", default="", metavar="DIR", help="directory with operator.pem, for a cluster that uses TLS")
+@click.option(
+    "--cluster-tls-dir", default="", metavar="DIR", help="directory with operator.pem, for a cluster that uses TLS"
+)
 def drain_command(
     worker: str, url: str, timeout_s: float, coordinator: str, cluster_token_file: str, cluster_tls_dir: str
 ) -> int:

@@ -33,9 +33,7 @@ def check_listening(flag: str, host: str, token: str) -> None:
         StartupError: names both flags.
     """
     if not token and not on_loopback(host):
-        raise StartupError(
-            f"{flag} {host} is not a loopback address: a cluster token is required, set {FLAG}"
-        )
+        raise StartupError(f"{flag} {host} is not a loopback address: a cluster token is required, set {FLAG}")
 
 
 def on_loopback(host: str) -> bool:

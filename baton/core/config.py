@@ -51,7 +51,10 @@ class EngineConfig:
     model: str = option("builtin", "checkpoint directory, ORG/NAME on the hub, or `builtin`")
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     dtype: str = option("auto", "weights and KV", choices=("auto", "bfloat16", "float32"))
-    exact: bool = option(False, "batch-invariant: the same bits whatever the batch, chunked prefill or prefix cache; --dtype auto is float32")
+    exact: bool = option(
+        False,
+        "batch-invariant: the same bits whatever the batch, chunked prefill or prefix cache; --dtype auto is float32",
+    )
     kernels: str = option(
         "auto",
         "kernels on CPU: the best compiled ones of this processor, torch's, or compiled ones by name",
@@ -96,7 +99,9 @@ class WorkerOptions(EngineConfig):
         "how KV moves; auto: nccl on cuda, else gloo; ipc: within one host, by shared memory",
         choices=("auto", *EDGE_KINDS),
     )
-    staging_mib: float = option(256.0, "staging memory of a worker for KV in transfer; up to a quarter more is kept as buffers", low=0.001)
+    staging_mib: float = option(
+        256.0, "staging memory of a worker for KV in transfer; up to a quarter more is kept as buffers", low=0.001
+    )
     edge_timeout_s: float = option(5.0, "longest one KV operation may take", low=0.1)
     cluster_tls_dir: str = option(
         "", "directory with ca.pem and this role's certificate and key: control and links are TLS; see `baton certs`"
@@ -113,7 +118,9 @@ class WorkerConfig(WorkerOptions):
     host: str = option("127.0.0.1", "address this worker listens on for its peers")
     cluster_token_file: str = option("", "file with the cluster token; needed where anything listens off loopback")
     link_port: int = option(0, "port of a decode worker that prefill workers dial; 0: any free one", low=0, high=65535)
-    store_port: int = option(0, "port of a decode worker's rendezvous store for edges; 0: any free one", low=0, high=65535)
+    store_port: int = option(
+        0, "port of a decode worker's rendezvous store for edges; 0: any free one", low=0, high=65535
+    )
     health_port: int = option(0, "port of gRPC's health service, for probes; 0: none", low=0, high=65535)
     connect_timeout_s: float = option(10.0, "longest a peer may take to connect", low=0.1)
     drain_timeout_s: float = option(30.0, "longest running sequences may take to finish at shutdown", low=0)

@@ -72,7 +72,6 @@ class HttpSettings:
     request_timeout_s: float = 600.0
     max_body_bytes: int = 4 * 1024 * 1024
     body_timeout_s: float = 30.0
-    send_timeout_s: float = 30.0
     allowed_origins: tuple[str, ...] = ()
     api_keys: ApiKeys = field(default_factory=ApiKeys)
     routes: Literal["all", "api", "admin"] = "all"
@@ -126,7 +125,6 @@ def create_app(
             app,
             front.reader,
             settings.max_file_bytes,
-            settings.send_timeout_s,
             settings.api_keys,
             settings.allowed_origins,
         ).runner

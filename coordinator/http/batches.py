@@ -24,7 +24,7 @@ from coordinator.batches.runner import Answer, BatchRunner
 from coordinator.batches.store import BatchStore
 from coordinator.http.body import BodyReader, check_declared
 from coordinator.http.errors import HttpProblem, json_response
-from coordinator.http.generation import ABORT, SLICE_BYTES
+from coordinator.http.generation import SLICE_BYTES
 from coordinator.http.guard import CLIENT
 from coordinator.http.openapi import add_route
 from coordinator.http.slots import Slots
@@ -45,8 +45,8 @@ _OVERHEAD_BYTES = 1 << 16  # of a form, beside the file in it
 
 
 class BatchRoutes:
-    """Complete state: the store and its runner, how large one file may be, how long a client may take nothing, and how
-    many files are being read and given out."""
+    """Complete state: the store and its runner, how large one file may be, and how many files are being read and given
+    out."""
 
     def __init__(
         self,
@@ -54,14 +54,12 @@ class BatchRoutes:
         app: FastAPI,
         reader: BodyReader,
         max_file_bytes: int,
-        send_timeout_s: float,
         keys: ApiKeys,
         allowed_origins: Collection[str] = (),
     ) -> None:
         self.runner = BatchRunner(store, partial(ask, app), keys.named)
         self._origins = allowed_origins
         self._store, self._reader, self._max_file_bytes = store, reader, max_file_bytes
-        self._send_timeout_s = send_timeout_s
         self._uploads = Slots("are being uploaded", MAX_UPLOADS, MAX_UPLOADS_OF_OWNER)
         self._downloads = Slots("are being downloaded", MAX_DOWNLOADS, MAX_DOWNLOADS_OF_OWNER)
         add_route(app, "POST", "/v1/files", self.upload, "File")
@@ -140,7 +138,7 @@ class BatchRoutes:
 
     async def content(self, request: Request, file_id: str) -> Response:
         path = await self.runner.on_disk(self._store.content, request.scope[CLIENT].tenant, file_id)
-        return FileAnswer(path, self._downloads.one(request.scope[CLIENT]), self._send_timeout_s)
+        return FileAnswer(path, self._downloads.one(request.scope[CLIENT]))
 
     async def create(self, request: Request) -> Response:
         check_declared(request, MAX_BODY_BYTES)
@@ -196,25 +194,17 @@ def check_origin(request: Request, allowed: Collection[str]) -> None:
 
 
 class FileAnswer(Response):
-    """The content of a file, while it has `slot`. A client that takes nothing for too long is cut."""
+    """The content of a file, while it has `slot`."""
 
-    def __init__(self, path: Path, slot: AbstractContextManager[None], send_timeout_s: float) -> None:
+    def __init__(self, path: Path, slot: AbstractContextManager[None]) -> None:
         super().__init__()
-        self._path, self._slot, self._send_timeout_s = path, slot, send_timeout_s
+        self._path, self._slot = path, slot
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def put(message: Message) -> None:
-            async with asyncio.timeout(self._send_timeout_s):
-                await send(message)
-
         with self._slot:
-            try:
-                await self._give(put)
-            except TimeoutError:
-                if ABORT in scope:
-                    scope[ABORT]()
+            await self._give(send)
 
-    async def _give(self, put: Send) -> None:
+    async def _give(self, send: Send) -> None:
         try:
             file = await asyncio.to_thread(self._path.open, "rb")
         except OSError:  # deleted since it was looked up
@@ -222,13 +212,13 @@ class FileAnswer(Response):
         with file:
             size = self._path.stat().st_size
             headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(size).encode())]
-            await put({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             left = size
             while left:  # what a client does not read, its connection holds: no large pieces
                 piece = await asyncio.to_thread(file.read, min(left, SLICE_BYTES))
                 left = left - len(piece) if piece else 0
-                await put({"type": "http.response.body", "body": piece, "more_body": True})
-            await put({"type": "http.response.body", "body": b"", "more_body": False})
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def ask(app: FastAPI, path: str, body: bytes, client: Client) -> Answer:

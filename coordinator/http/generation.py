@@ -14,15 +14,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from baton.core.errors import Cancelled, InvariantError
+from baton.core.errors import Cancelled, InvariantError, Unavailable
 from baton.core.events import SpeculationCounters
 from baton.core.request import TokenLogprob
 from coordinator import off_loop
@@ -31,13 +31,15 @@ from coordinator.merged import merged
 from coordinator.openai.render import server_timing
 from coordinator.submission import Delta, Generates, Sink, Submission, Usage
 
-ABORT = "baton.abort"
 SEND = "baton.send"
 """The server's own `send`. What stands between it and an answer looks only at how the answer starts."""
 WRITER = "baton.writer"
 """The server's BodyWriter for this answer, where it has one."""
 SLICE_BYTES = 32 * 1024
 _NOT_SHOWN = Usage(0, 0)
+LARGE_ANSWER_BYTES = 1 << 20
+MAX_LARGE_BYTES = 256 << 20
+"""Of whole answers over LARGE_ANSWER_BYTES, together: one of 1 KB of request may have 80 MB of log-probabilities."""
 _SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -174,6 +176,31 @@ class _Stream:
             self._writer.write(render.text(delta, usage))
 
 
+class _LargeAnswers:
+    """The whole answers over LARGE_ANSWER_BYTES that are being sent. State: their bytes."""
+
+    def __init__(self) -> None:
+        self._bytes = 0
+
+    @contextmanager
+    def sent(self, response: Response) -> Iterator[Response]:
+        """Yields the answer to send: 503 where with a large one it would be too much."""
+        size = len(response.body)
+        if size <= LARGE_ANSWER_BYTES:
+            size = 0
+        elif self._bytes and self._bytes + size > MAX_LARGE_BYTES:
+            what = f"{self._bytes >> 20} MiB of large answers are being sent already"
+            size, response = 0, error_response(Unavailable(what, code="overloaded", retry_after_s=5))
+        self._bytes += size
+        try:
+            yield response
+        finally:
+            self._bytes -= size
+
+
+_LARGE = _LargeAnswers()
+
+
 class GenerationResponse(Response):
     """Runs `submissions`, one for each prompt, when it is sent. They have equally many choices; those of the second
     prompt are numbered behind those of the first."""
@@ -219,7 +246,8 @@ class GenerationResponse(Response):
             except Exception as error:
                 response = error_response(error)
             if response is not None:
-                await self._write_whole(response, send)
+                with _LARGE.sent(response) as response:
+                    await self._write_whole(response, send)
             else:
                 await self._events(delta, deltas, scope, send)
         finally:

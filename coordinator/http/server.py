@@ -30,7 +30,7 @@ from baton.core.errors import StartupError, Unavailable
 from baton.rpc.status import error_body
 from coordinator.connections import ConnectionLimit
 from coordinator.http.errors import error_response
-from coordinator.http.generation import ABORT, SEND, WRITER
+from coordinator.http.generation import SEND, WRITER
 
 log = logging.getLogger("baton.http")
 MAX_HEAD_BYTES = 25 * 1024  # of a head that is not complete, or of trailers; more than `guard` takes of a whole head
@@ -74,6 +74,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = True
         self._other_bytes = self._dropped = 0
         self._cycles: list[RequestResponseCycle] = []
+        self._answering: dict[RequestResponseCycle, asyncio.Task[None]] = {}
         self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._too_slow)
         self._unread_timer: asyncio.TimerHandle | None = None
         if hasattr(transport, "max_size"):  # TLS has its own, see `_Quiet`
@@ -94,6 +95,18 @@ class GuardedProtocol(HttpToolsProtocol):
                 cycle.disconnected = True
                 cycle.message_event.set()
         super().connection_lost(exc)
+        for cycle, task in self._answering.items():
+            if not cycle.response_started:
+                task.cancel()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """As uvicorn does; and it ends with its connection as long as its answer has not begun: what waits to be
+        parsed, rendered or encoded would keep others waiting."""
+        task = self.loop.create_task(cycle.run_asgi(app))
+        self.tasks.add(task)
+        self._answering[cycle] = task
+        task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(lambda _: self._answering.pop(cycle, None))
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -122,7 +135,7 @@ class GuardedProtocol(HttpToolsProtocol):
             raise ValueError("too many pipelined requests")  # or the parser would go on with what it has
         if len(self._cycles) > 1:
             self.flow.resume_reading()  # else nobody would see the client leave
-        cast(dict[str, Any], self.scope).update({ABORT: self.transport.abort, WRITER: _ChunkWriter(self.cycle)})
+        cast(dict[str, Any], self.scope)[WRITER] = _ChunkWriter(self.cycle)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -280,7 +293,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 class _Ending:
     """Answers whose grace is over: 503 where none was begun, else the connection just ends, which no client takes for
-    a finished stream. Only under a server that cancels nothing else."""
+    a finished stream. A connection that is gone needs neither."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

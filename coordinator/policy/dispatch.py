@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -79,9 +80,9 @@ class _Active:
 
 
 class Dispatcher:
-    """Complete state: the queue (`_order` sorts it by priority, age and arrival), the active requests with what they
-    hold, the counters of its placements in the worker table, how long outputs are expected to be, and what `place`
-    found no room for when it looked last, with the pool that had none."""
+    """Complete state: the queue (`_order` sorts it by priority, age and arrival), how many choices of each request are
+    still to come, the active requests with what they hold, the counters of its placements in the worker table, how long
+    outputs are expected to be, and what `place` found no room for when it looked last, with the pool that had none."""
 
     def __init__(self, workers: WorkerTable, max_queued_requests: int, max_queued_tokens: int) -> None:
         self._workers = workers
@@ -90,6 +91,7 @@ class Dispatcher:
         self._queue: dict[ChoiceId, tuple[_Place, Ticket]] = {}
         self._order: list[tuple[_Place, ChoiceId]] = []
         self._queued_tokens = 0
+        self._to_come: Counter[ChoiceId] = Counter()  # by the first one's name
         self._submitted = 0
         self._active: dict[ChoiceId, _Active] = {}
         self._blocked: tuple[object, Pool] | None = None
@@ -126,8 +128,8 @@ class Dispatcher:
         return self._workers.prefill.held_block_sizes | self._workers.decode.held_block_sizes
 
     def submit(self, ticket: Ticket, choices: int = 1) -> None:
-        """Queues a request, or refuses it before any work was done. Room is asked for all its `choices`: the later ones
-        are queued with `resubmit`.
+        """Queues a request, or refuses it before any work was done. Room is taken for all its `choices`: the later ones
+        are queued with `submit_later`, until `forget` says that none comes any more.
 
         Raises:
             DuplicateRequest: the id is in flight.
@@ -140,7 +142,7 @@ class Dispatcher:
         if missing is not None:
             raise Unavailable(f"no {missing} worker is ready", code=f"no_{missing}_worker", retry_after_s=2)
         # Later choices have the same prompt; what could never fit is let into an empty queue.
-        full = len(self._queue) + choices > max(self._max_requests, choices)
+        full = len(self._queue) + self._to_come.total() + choices > max(self._max_requests, choices)
         if full or self._queued_tokens + ticket.prefill_tokens > self._max_tokens:
             raise Unavailable(
                 f"{len(self._queue)} requests with {self._queued_tokens} prompt tokens are waiting already",
@@ -152,6 +154,20 @@ class Dispatcher:
             message, code = unservable
             raise ContextLengthExceeded(message, code=code, param="max_tokens")  # a retry is in vain
         self.resubmit(ticket)
+        if choices > 1:
+            self._to_come[ticket.name] = choices - 1
+
+    def submit_later(self, ticket: Ticket, first: ChoiceId) -> None:
+        """Queues a later choice of the request whose first one has that name."""
+        if self._to_come[first] > 1:
+            self._to_come[first] -= 1
+        else:
+            del self._to_come[first]
+        self.resubmit(ticket)
+
+    def forget(self, first: ChoiceId) -> None:
+        """No more choices of that request will come."""
+        del self._to_come[first]
 
     def resubmit(self, ticket: Ticket) -> None:
         """Queues a request that was accepted before, at the place of its priority and age whatever the limits."""
@@ -272,6 +288,8 @@ class Dispatcher:
                 raise InvariantError(f"{worker}, growing by {worker.growth}, should hold {what}")
         if self._queued_tokens != sum(t.prefill_tokens for _, t in self._queue.values()):
             raise InvariantError(f"queued tokens are not {self._queued_tokens}")
+        if self._to_come and min(self._to_come.values()) < 1:
+            raise InvariantError(f"choices to come are {self._to_come}")
         if self._order != sorted((key, name) for name, (key, _) in self._queue.items()):
             raise InvariantError("the order of the queue is not that of its requests")
 

@@ -61,13 +61,14 @@ class _Account:
 
 
 class Quotas:
-    """Complete state: for each key with limits, how many of its requests run and its two buckets."""
+    """Complete state: for each key with limits, how many choices of its requests run and its two buckets."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
 
-    def admit(self, client: Client, now: float) -> None:
-        """Counts a request that begins; it has to be followed by `ended`.
+    def admit(self, client: Client, now: float, choices: int = 1) -> None:
+        """Counts a request that begins; it has to be followed by `ended`. Each of its `choices` counts as running;
+        more than a key may have at once need that nothing else of it runs.
 
         Raises:
             QuotaExceeded: not now; nothing was counted.
@@ -80,8 +81,9 @@ class Quotas:
             account = self._accounts[client.key] = _Account(
                 requests=_full(limits.requests_per_minute, now), tokens=_full(limits.tokens_per_minute, now)
             )
-        if limits.requests_at_once and account.running >= limits.requests_at_once:
-            raise QuotaExceeded(f"this API key may have {limits.requests_at_once} requests at once", retry_after_s=1)
+        most = limits.requests_at_once
+        if most and account.running + min(choices, most) > most:
+            raise QuotaExceeded(f"this API key may have {most} requests at once", retry_after_s=1)
         for bucket, wanted, most, what in (
             (account.requests, 1.0, limits.requests_per_minute, "requests"),
             (account.tokens, 1e-9, limits.tokens_per_minute, "tokens"),
@@ -91,16 +93,16 @@ class Quotas:
                 if wait_s := bucket.wait_s(wanted):
                     message = f"this API key may take {most} {what} a minute"
                     raise QuotaExceeded(message, retry_after_s=max(1.0, round(wait_s)))
-        account.running += 1
+        account.running += choices
         if account.requests is not None:
             account.requests.level -= 1
 
-    def ended(self, client: Client, tokens: int, now: float) -> None:
+    def ended(self, client: Client, tokens: int, now: float, choices: int = 1) -> None:
         """A request is over and has used so many tokens."""
         if client.limits == Limits():
             return
         account = self._accounts[client.key]
-        account.running -= 1
+        account.running -= choices
         if account.running < 0:
             raise InvariantError(f"more requests of {client.key} ended than began")
         if account.tokens is not None:

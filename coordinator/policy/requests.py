@@ -292,7 +292,7 @@ class Requests:
         if first is None:
             self.dispatcher.submit(self._ticket(r), choices)
         else:
-            self.dispatcher.resubmit(self._ticket(r))
+            self.dispatcher.submit_later(self._ticket(r), first.name)
         self._requests[request.choice_id] = self._waiting[request.choice_id] = r
         self._no_deadline_before = min(self._no_deadline_before, r.deadline_at)
         return r, self._place(now)
@@ -305,6 +305,7 @@ class Requests:
         """Its request id may be used again."""
         if self._requests.get(r.name) is r:
             del self._requests[r.name]
+            self.dispatcher.forget(r.name)
 
     # From workers.
 

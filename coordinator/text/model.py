@@ -37,6 +37,7 @@ from coordinator.text.tool_calls import FORMATS, THINK, detect_format
 
 INLINE_CHARS = 2_000
 SMALL_BYTES = 64 * 1024
+MESSAGE_BYTES = 64
 MAX_WAITING_BYTES = 32 * 1024 * 1024
 """Of prompts that wait to be rendered or encoded, or are. One of up to SMALL_BYTES may always wait: the number of
 connections bounds those."""
@@ -144,6 +145,7 @@ class TextModel:
             self._check_bytes(size, param=param)
         if (chat := self._chat) is None:
             return self.encode_chat(messages, how)
+        size += MESSAGE_BYTES * len(messages)  # one without text takes as long as one of so many
         with self._waiting(size):
             rendered = await self._in_turn(self._rendering, size, partial(chat.render, messages, how, guard=True))
             return await self._in_turn(self._threads, size, partial(chat.encode_rendered, rendered))

@@ -43,8 +43,8 @@ class Speculation:
     looked at (`_looked_at`, at which of the `_steps`), how many of these chose nothing (`_skipped`), and `counters`.
     Without `drafts` nothing is ever drafted.
 
-    `fixed_length` draft tokens every time that many (0: chosen adaptively). `forced_rate` is for benchmarks alone: draft
-    tokens count as right with that probability, and the output is not real.
+    `fixed_length` draft tokens each time (0: chosen adaptively). `forced_rate` is for benchmarks alone: draft tokens
+    count as right with that probability, and the output is not real.
     """
 
     def __init__(

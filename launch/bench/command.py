@@ -58,12 +58,14 @@ _FILE = click.Path(dir_okay=False, writable=True)
 @click.option(
     "--trace", "trace_path", type=click.Path(exists=True, dir_okay=False), help="Open loop: a recorded trace."
 )
-@click.option(
-    "--scale", type=NumberRange(1e-6), default=1.0, show_default=True, help="Speed-up factor of the trace."
-)
+@click.option("--scale", type=NumberRange(1e-6), default=1.0, show_default=True, help="Speed-up factor of the trace.")
 @click.option("--slo", type=_SLO, default=None, help="Limits of a good request; goodput counts those.")
 @click.option(
-    "--slo-share", type=NumberRange(0.01, 1.0), default=0.9, show_default=True, help="Fraction of requests that must meet --slo."
+    "--slo-share",
+    type=NumberRange(0.01, 1.0),
+    default=0.9,
+    show_default=True,
+    help="Fraction of requests that must meet --slo.",
 )
 @click.option("--sweep", is_flag=True, help="Search for the highest rate that keeps to --slo, from --rate or 1 on.")
 @click.option("--against", default="", metavar="URL", help="A second server, measured in turns with the first.")

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from baton.core.request import TokenLogprob
 from coordinator.http import body as http_body
+from coordinator.http import generation as http_generation
 from coordinator.http import server as http_server
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.openai.logprobs import CompletionLogprobs
@@ -199,6 +200,37 @@ async def test_a_few_trailers_do_no_harm(text_model: TextModel) -> None:
             await client.send(head + b"%x\r\n%b\r\n0\r\nchecksum: 1\r\n\r\n" % (len(body), body))
             assert (await client.answer())[0] == 200
         await client.close()
+
+
+async def test_large_answers_that_are_being_sent_have_a_common_bound(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small ones are sent whatever the others take."""
+    monkeypatch.setattr(http_generation, "MAX_LARGE_BYTES", 10_000_000)
+    generator = FakeGenerator([whole("x" * 8_000_000)])
+    app = create_app(generator, text_model, HttpSettings("tiny"))
+    large = http_generation._LARGE
+    async with running(app) as server:
+        slow = await RawClient.that_reads_nothing(server)
+        other = await RawClient.connect(server)
+        await slow.post("/v1/completions", {"prompt": "Hello"})
+        async with asyncio.timeout(FOREVER):
+            while not large._bytes:
+                await asyncio.sleep(0.01)
+            await other.post("/v1/completions", {"prompt": "Hello"})
+            status, headers, body = await other.answer()
+            assert (status, headers["retry-after"]) == (503, "5") and b"large answers" in body
+            generator.script = [whole("y" * 100)]
+            await other.post("/v1/completions", {"prompt": "Hello"})
+            assert (await other.answer())[0] == 200
+            await slow.close()
+            while large._bytes:
+                await asyncio.sleep(0.01)
+            generator.script = [whole("x" * 8_000_000)]
+            await other.post("/v1/completions", {"prompt": "Hello"})
+            assert (await other.answer())[0] == 200
+        await other.close()
+    assert not large._bytes
 
 
 async def test_a_whole_answer_that_is_read_slowly_arrives(

@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 import time
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
@@ -41,6 +42,38 @@ async def test_a_client_that_leaves_closes_the_generator_at_once(
         await client.close()
         await generator.until(finished=1)
         assert time.monotonic() - left < 2.0
+
+
+async def test_a_client_that_leaves_takes_its_prompt_out_of_the_queue(
+    app: FastAPI, generator: FakeGenerator, text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is generated for it."""
+    waiting, never = set[asyncio.Task[Any] | None](), asyncio.Event()
+
+    async def encode_soon(text: str, **_: Any) -> list[int]:
+        waiting.add(asyncio.current_task())
+        try:
+            await never.wait()
+        finally:
+            waiting.discard(asyncio.current_task())
+        return [1, 2]
+
+    monkeypatch.setattr(text_model, "encode_soon", encode_soon)
+    async with running(app) as server:
+        clients = [await RawClient.connect(server) for _ in range(3)]
+        for client in clients:
+            await client.post("/v1/completions", TEXT)
+        async with asyncio.timeout(FOREVER):
+            while len(waiting) < 3:
+                await asyncio.sleep(0.01)
+            await clients[0].close()
+            await clients[1].close()
+            while len(waiting) > 1:
+                await asyncio.sleep(0.01)
+            never.set()
+            await generator.until(submitted=1)
+        await clients[2].close()
+    assert not waiting and len(generator.submissions) == 1
 
 
 async def test_a_slow_reader_holds_back_its_own_stream_only(

@@ -268,6 +268,27 @@ def test_room_is_asked_for_all_choices_of_a_request() -> None:
     empty.check()
 
 
+def test_room_is_kept_for_choices_that_come_later() -> None:
+    d = dispatcher(view("p0", step_tokens=64), view("d0", blocks=64), requests=10)
+    d.submit(Ticket("a", 4, 8), choices=8)
+    assert [p.name for p in d.place()] == ["a"]  # the queue is empty, and 7 are still to come
+    for name in "bcd":
+        d.submit(Ticket(name, 4, 8))
+    with pytest.raises(Unavailable):
+        d.submit(Ticket("e", 4, 8))
+    d.place()
+    for number in range(7):
+        d.submit_later(Ticket(f"a{number}", 4, 8), "a")
+        d.check()
+    assert d.num_queued == 7
+    d.submit(Ticket("f", 4, 8), choices=3)
+    with pytest.raises(Unavailable):
+        d.submit(Ticket("g", 4, 8))
+    d.finish("f")
+    d.forget("f")  # it failed before its other choices had come
+    d.submit(Ticket("g", 4, 8), choices=3)
+
+
 def test_a_name_that_is_used_again_waits_for_nothing_that_only_the_first_needed() -> None:
     d = dispatcher(view("p0", step_tokens=64), view("d0", blocks=16))
     d.submit(Ticket("a", 20, 24))

@@ -12,9 +12,9 @@ def client(**limits: int) -> Client:
     return Client("k", "t", limits=Limits(**limits))
 
 
-def refused(quotas: Quotas, who: Client, now: float) -> QuotaExceeded:
+def refused(quotas: Quotas, who: Client, now: float, choices: int = 1) -> QuotaExceeded:
     with pytest.raises(QuotaExceeded) as caught:
-        quotas.admit(who, now)
+        quotas.admit(who, now, choices)
     return caught.value
 
 
@@ -33,6 +33,19 @@ def test_so_many_at_once() -> None:
     quotas.ended(who, 0, 0.0)
     quotas.admit(who, 0.0)
     quotas.admit(Client("other", limits=who.limits), 0.0)
+
+
+def test_choices_run_like_requests() -> None:
+    quotas, who = Quotas(), client(requests_at_once=4)
+    quotas.admit(who, 0.0, choices=3)
+    assert refused(quotas, who, 0.0, choices=2)
+    quotas.admit(who, 0.0)
+    quotas.ended(who, 0, 0.0, choices=3)
+    quotas.ended(who, 0, 0.0)
+    quotas.admit(who, 0.0, choices=128)  # more than may run, and nothing else does
+    assert refused(quotas, who, 0.0)
+    quotas.ended(who, 0, 0.0, choices=128)
+    quotas.admit(who, 0.0, choices=4)
 
 
 def test_so_many_a_minute_and_the_wait_is_named() -> None:
