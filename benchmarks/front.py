@@ -12,9 +12,11 @@ coordinator's processor time (schedstat of its threads, by the kernel), which de
 does: `tokens/s per core` is their quotient. Where more tokens come than one core can send, readers lag and tokens are
 sent together. `added latency` is the time from a step's post by the stub to the token's arrival in the kernel's socket
 of its client (SO_TIMESTAMPNS), of one of 16 streams: how soon the client process then reads is not the coordinator's.
-The coordinator has the first core to itself, stubs and clients share the others. `machine` is what that core does when
-nothing runs on it but a loop: the share of time in which the loop stood still for over a millisecond, and the longest
-such pause, which no server on this machine can be without. Writes `benchmarks/results/front.md`.
+The coordinator has the first core to itself, stubs and clients share the others, and stubs come first there: the
+kernel stamps arrivals whenever a client reads, and what a stub waited for one would be counted. `machine` is what the
+first core does when nothing runs on it but a loop: the share of time in which the loop stood still for over a
+millisecond, and the longest such pause, which no server on this machine can be without. Writes
+`benchmarks/results/front.md`.
 """
 
 from __future__ import annotations
@@ -343,7 +345,7 @@ def measure(
                 raise SystemExit("the stubs did not join")
             time.sleep(0.05)
         reader = start(
-            [*own, "--clients", addresses["http"], str(streams)],
+            ["nice", "-n", "19", *own, "--clients", addresses["http"], str(streams)],
             rest or [first],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

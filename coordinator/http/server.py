@@ -42,7 +42,8 @@ CLOSE_S = 5.0
 HEAD_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 30
 SEND_TIMEOUT_S = 30.0
-"""How long a client may take nothing of what was written."""
+"""How long a client may take nothing, or less than LEAST_TAKEN_BYTES, of what was written."""
+LEAST_TAKEN_BYTES = 32 * 1024
 COUNT_FILES_S = 1.0
 BACKLOG = 1_024
 ACCEPTS_PER_TURN = 16  # so that a burst is refused before it takes the files that are reserved
@@ -163,10 +164,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unread_timer = self.loop.call_later(SEND_TIMEOUT_S, self._look_at_reader, unread)
 
     def _look_at_reader(self, before: int) -> None:
-        if self.transport.get_write_buffer_size() < before:
+        taken = before - self.transport.get_write_buffer_size()
+        if taken >= LEAST_TAKEN_BYTES:
             self._await_reader()
         else:
-            log.warning("a client took nothing of its answer for %g s: its connection is closed", SEND_TIMEOUT_S)
+            log.warning("a client took %d bytes of its answer in %g s: its connection is closed", taken, SEND_TIMEOUT_S)
             self.transport.abort()
 
     def _cancel_unread_timer(self) -> None:
