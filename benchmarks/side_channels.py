@@ -3,10 +3,11 @@
     python benchmarks/side_channels.py [--keys 100000] [--trials 1000]
 
 Keys: how long one is checked that is wrong in its first character, and one that is wrong in its last, by turns in
-random order; Welch's t over all samples (below 4.5 nothing is to be seen). Prefixes: a tenant's prompt of 8, 64 or 512 tokens is computed, and then
-asked for with another end, beside one of that length that nobody has asked for; AUC is the share of pairs in which the
-known one came sooner (0.5: nothing to be seen). Another tenant asks, and, to show that the cache can be seen at all,
-the same one. Prompts are of random ids, for the built-in model. Writes `benchmarks/results/side-channels.md`.
+random order; Welch's t over all samples (below 4.5 nothing is to be seen). Prefixes: a tenant's prompt of 8, 64 or 512
+tokens is computed, and then asked for with another end, beside one of that length that nobody has asked for; AUC is the
+share of pairs in which the known one came sooner (0.5: nothing to be seen). Another tenant asks, and, to show that the
+cache can be seen at all, the same one. Prompts are of random ids, for the built-in model. Writes
+`benchmarks/results/side-channels.md`.
 """
 
 from __future__ import annotations
