@@ -40,6 +40,25 @@ class Fault:
 
 
 FAULTS = (
+    Fault(DISPATCH, "self._to_come.total() + choices", "choices", T_DISPATCH),
+    Fault(
+        "coordinator/policy/quotas.py",
+        "        account.running += choices\n",
+        "        account.running += 1\n",
+        T_QUOTAS,
+    ),
+    Fault(
+        "coordinator/http/batches.py",
+        '    made = b"multipart/form-data"\n',
+        "    made = kind.encode()\n",
+        T_BATCHES,
+    ),
+    Fault(
+        "coordinator/text/tool_calls.py",
+        '    return _HALVES.sub("\\ufffd", text)',
+        "    return text",
+        "tests/coordinator/test_tools.py",
+    ),
     Fault(
         REQUESTS,
         "        self._no_deadline_before = min(self._no_deadline_before, r.deadline_at)\n",
@@ -204,7 +223,7 @@ FAULTS = (
     Fault("baton/rpc/tls.py", "if tls is not None and found not in wanted:", "if False:", T_TLS),
     Fault("baton/rpc/tls.py", "peer_role + DOMAIN)]", '"prefill" + DOMAIN)]', T_TLS),
     Fault("coordinator/control.py", '("operator",), "drain")', '("operator", "decode"), "drain")', T_TLS),
-    Fault("coordinator/policy/quotas.py", "        account.running -= 1\n", "", T_QUOTAS),
+    Fault("coordinator/policy/quotas.py", "        account.running -= choices\n", "", T_QUOTAS),
     Fault("coordinator/policy/quotas.py", ", self.rate * MINUTE_S)", ", 1e9)", T_QUOTAS),
     Fault(DISPATCH, "key = (ticket.priority, ticket.age,", "key = (0, ticket.age,", T_DISPATCH),
     Fault("coordinator/submission.py", "max(self.priority, client.priority)", "self.priority", T_KEYS),
