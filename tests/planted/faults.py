@@ -47,12 +47,7 @@ FAULTS = (
         "        account.running += 1\n",
         T_QUOTAS,
     ),
-    Fault(
-        "coordinator/http/batches.py",
-        '    made = b"multipart/form-data"\n',
-        "    made = kind.encode()\n",
-        T_BATCHES,
-    ),
+    Fault("coordinator/http/batches.py", 'not in (b"utf-8", b"utf8"):', "in ():", T_BATCHES),
     Fault(
         "coordinator/text/tool_calls.py",
         '    return _HALVES.sub("\\ufffd", text)',
