@@ -39,7 +39,7 @@ MAX_FIELDS = 4
 MAX_UPLOADS, MAX_UPLOADS_OF_OWNER = 8, 2  # each may take the room of the largest file on the disk
 MAX_DOWNLOADS, MAX_DOWNLOADS_OF_OWNER = 64, 16  # each has a file open beside its connection
 MAX_BODY_BYTES = 64 * 1024  # of a new batch, whose metadata has some 10 KB; it is parsed on the event loop
-_PIECE = 1 << 20
+_PIECE, _READ_BYTES = 1 << 20, 1 << 18
 _MAX_NAME = 256
 _OVERHEAD_BYTES = 1 << 16  # of a form, beside the file in it
 
@@ -214,10 +214,11 @@ class FileAnswer(Response):
             headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(size).encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             left = size
-            while left:  # what a client does not read, its connection holds: no large pieces
-                piece = await asyncio.to_thread(file.read, min(left, SLICE_BYTES))
-                left = left - len(piece) if piece else 0
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            while left and (piece := await asyncio.to_thread(file.read, min(left, _READ_BYTES))):
+                left -= len(piece)
+                for at in range(0, len(piece), SLICE_BYTES):  # what a client does not read, its connection holds
+                    body = piece[at : at + SLICE_BYTES]
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -284,7 +285,7 @@ async def _bounded(pieces: AsyncIterator[bytes], most: int, shown: int) -> Async
 
 
 def _form_head(kind: str) -> Headers:
-    """What the parser of a form is told: its boundary alone. By any other charset than UTF-8 it would decode names and
+    """The head that the parser of a form gets: its boundary alone. By any other charset than UTF-8 it would decode names and
     fields on the event loop, by some of them in quadratic time.
 
     Raises:
