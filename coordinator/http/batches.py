@@ -285,8 +285,8 @@ async def _bounded(pieces: AsyncIterator[bytes], most: int, shown: int) -> Async
 
 
 def _form_head(kind: str) -> Headers:
-    """The head that the parser of a form gets: its boundary alone. By any other charset than UTF-8 it would decode names and
-    fields on the event loop, by some of them in quadratic time.
+    """The head that the parser of a form gets: the boundary alone. By another charset than UTF-8 it would decode names
+    and fields on the event loop, by some in quadratic time.
 
     Raises:
         InvalidRequest: the content-type names another charset.
