@@ -168,7 +168,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if taken >= LEAST_TAKEN_BYTES:
             self._await_reader()
         else:
-            log.warning("a client took %d bytes of its answer in %g s: its connection is closed", taken, SEND_TIMEOUT_S)
+            what = "client %s took %d bytes of its answer in %g s: its connection is closed"
+            log.warning(what, self._address, taken, SEND_TIMEOUT_S)
             self.transport.abort()
 
     def _cancel_unread_timer(self) -> None:

@@ -165,6 +165,11 @@ class Dispatcher:
             del self._to_come[first]
         self.resubmit(ticket)
 
+    @property
+    def incomplete(self) -> set[ChoiceId]:
+        """The first choices of requests of which others are still to come."""
+        return set(self._to_come)
+
     def forget(self, first: ChoiceId) -> None:
         """No more choices of that request will come."""
         del self._to_come[first]

@@ -400,6 +400,8 @@ class Requests:
         queued, ended = stages.count(Stage.QUEUED), stages.count(Stage.ENDED)
         if (self.dispatcher.num_queued, self.dispatcher.num_active) != (queued, len(stages) - queued - ended):
             raise InvariantError(f"{self!r} does not fit {self.dispatcher!r}")
+        if unknown := self.dispatcher.incomplete - self._requests.keys():
+            raise InvariantError(f"room is kept for choices of requests that are over: {unknown}")
 
     # Events, one by one.
 

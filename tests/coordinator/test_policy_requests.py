@@ -32,7 +32,7 @@ from coordinator.policy.requests import (
     StartPrefill,
 )
 from coordinator.policy.workers import WorkerTable
-from tests.support.builders import make_join
+from tests.support.builders import make_join, make_request
 
 A = TypeVar("A")
 
@@ -655,6 +655,22 @@ def test_a_deadline_names_its_stage() -> None:
     assert d.error(r).message == "the request did not finish within its 1.0 s (stage prefill)"
     assert d.error(r).code == "deadline_exceeded"
     assert [c.sequence for _, c in d.sent(Abort)] == [s, s]
+
+
+def test_room_for_choices_is_given_back_with_their_request() -> None:
+    d = Drive("p0", "d0")
+    request = make_request("r", max_tokens=4)
+    r, actions = d.requests.admit(request, d.now, 5)
+    d.did(actions)
+    assert d.requests.dispatcher.incomplete == {r.name}
+    d.requests.check()
+    d.did(d.requests.end(r, "the client left", d.now))  # before the others came
+    d.requests.forget(r)
+    assert not d.requests.dispatcher.incomplete
+    d.requests.check()
+    d.requests.dispatcher._to_come[r.name] = 4
+    with pytest.raises(InvariantError, match="room is kept"):
+        d.requests.check()
 
 
 def test_deadlines_pass_in_whatever_order_requests_came() -> None:

@@ -278,6 +278,17 @@ async def turns_of_loop() -> None:
         await asyncio.sleep(0)
 
 
+async def test_messages_without_text_count_as_what_they_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation of many is a long one."""
+    model, sizes = wide(tmp_path), list[int]()
+    waiting = model._waiting
+    monkeypatch.setattr(model, "_waiting", lambda size: sizes.append(size) or waiting(size))
+    await model.encode_chat_soon([ChatMessage("user", "x")] + [ChatMessage("assistant", "")] * 3000)
+    assert sizes[0] > model_module.SMALL_BYTES
+    await model.encode_chat_soon([ChatMessage("user", "x")])
+    assert sizes[1] < 100
+
+
 async def test_what_waits_for_the_template_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = wide(tmp_path)
     monkeypatch.setattr(model_module, "MAX_WAITING_BYTES", 2 * LONG)
