@@ -1,6 +1,7 @@
 """Requests to an OpenAI-compatible server, in a closed loop (each of `concurrency` clients sends its next request when
 the last one has ended) or an open one (each is sent when it is due, however the server keeps up). Arrival is noted as
-soon as bytes come off the socket, before they are parsed."""
+soon as bytes come off the socket, before they are parsed. A closed loop's request counts from when it is written to its
+open connection: 64 clients that start at one moment would otherwise count each other's preparation."""
 
 from __future__ import annotations
 
@@ -105,7 +106,15 @@ def client_session(target: Target) -> aiohttp.ClientSession:
     """For any number of requests at once; `send` limits their time. It costs two fifths of the processor time for each
     event that httpx takes, and client and server often share their cores."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=target.headers, timeout=timeout)
+    trace = aiohttp.TraceConfig()
+    trace.on_request_chunk_sent.append(_written)
+    connector = aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(connector=connector, headers=target.headers, timeout=timeout, trace_configs=[trace])
+
+
+async def _written(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceRequestChunkSentParams) -> None:
+    """aiohttp calls it as it writes a request's head and body."""
+    context.trace_request_ctx.written_at = time.perf_counter()
 
 
 async def run_load(
@@ -160,7 +169,10 @@ async def send(session: aiohttp.ClientSession, target: Target, job: Job, due: fl
     sent = time.perf_counter() if due is None else due
     try:
         async with asyncio.timeout(target.timeout_s):
-            async with session.post(target.base + job.path, data=content, headers=headers) as answer:
+            url = target.base + job.path
+            async with session.post(url, data=content, headers=headers, trace_request_ctx=stream) as answer:
+                if due is None:
+                    sent = stream.written_at or sent
                 if answer.status != 200:
                     return Record(sent, error=await _refused(answer))
                 async for chunk in answer.content.iter_any():
@@ -178,6 +190,7 @@ class _Stream:
     """Server-sent events of one completion, as they arrive."""
 
     def __init__(self) -> None:
+        self.written_at: float | None = None
         self._partial: list[bytes] = []  # of a line that has no end yet
         self._partial_bytes = 0
         self._text: list[float] = []

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import socket
 import threading
+from asyncio.selector_events import _SelectorSocketTransport
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
 from click.testing import CliRunner
 
 from baton.core.errors import StartupError
-from launch.bench.client import Target, client_session, first_model, send
-from launch.bench.load import Job, completion
+from launch.bench.client import Target, client_session, first_model, run_load, send
+from launch.bench.load import Job, Lengths, Load, completion
 from launch.bench.stats import Record
 from launch.cli import baton
 from tests.support.fake_openai_server import FakeServer, fake_server
@@ -104,6 +107,34 @@ async def test_no_connection_in_time_is_not_a_request_that_did_not_end() -> None
 
     record = await send(Session(), Target("http://h/v1", "m", "", 600.0, {}), completion([1], 1))  # type: ignore[arg-type]
     assert record.error == "ConnectionTimeoutError: Connection timeout to host http://h/v1"
+
+
+async def test_a_request_counts_from_its_writing_and_not_from_the_preparation_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clock ticks when it is read, and the last tick before a request's bytes go out is its start."""
+    ticks, written = itertools.count(1.0), []
+    reading = [0.0]
+
+    def perf_counter() -> float:
+        reading[0] = next(ticks)
+        return reading[0]
+
+    monkeypatch.setattr("launch.bench.client.time", SimpleNamespace(perf_counter=perf_counter))
+    plain = _SelectorSocketTransport.write
+
+    def write(transport: _SelectorSocketTransport, data: bytes) -> None:
+        if data.startswith(b"POST"):
+            written.append(reading[0])
+        plain(transport, data)
+
+    monkeypatch.setattr(_SelectorSocketTransport, "write", write)
+    with fake_server() as server:
+        target = Target(f"{server.url}/v1", "fake", "", 60.0, {})
+        sessions = Load(0, Lengths(2, 2), Lengths(3, 3)).sessions(0, 8)
+        records = await run_load(target, sessions, 4, lambda _: None)
+    assert [record.error for record in records] == [None] * 8 and len(written) == 8
+    assert sorted(record.sent for record in records) == written
 
 
 def test_an_open_loop_does_not_wait_for_answers(tmp_path: Path) -> None:
