@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -150,6 +152,36 @@ def test_no_text_takes_the_square_of_its_length(make: Callable[[], Any], piece: 
         return best
 
     assert any(cost(1 << 17) <= 11 * cost(1 << 15) for _ in range(3))
+
+
+TWICE = """
+import json, time
+from coordinator.garbage import keep_freed_memory
+keep_freed_memory()
+from tests.coordinator.test_text import PATHOLOGICAL, kit
+for make in (kit.byte_level, kit.byte_fallback):
+    tokenizer = make()
+    def cost(text):
+        start = time.process_time()
+        tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return time.process_time() - start
+    for piece in PATHOLOGICAL:
+        text = piece * ((1 << 20) // len(piece.encode()))
+        tries = []
+        while not tries or (min(tries) > 2.5 and len(tries) < 3):
+            tries.append(min(cost(2 * text) for _ in range(2)) / min(cost(text) for _ in range(2)))
+        print(json.dumps([make.__name__, piece, tries]))
+"""
+
+
+@pytest.mark.long
+def test_a_text_of_two_megabytes_takes_little_more_than_twice_the_time_of_one() -> None:
+    """As a coordinator encodes it."""
+    program = [sys.executable, "-c", TWICE]
+    shown = subprocess.run(program, capture_output=True, text=True, check=True, timeout=600).stdout
+    found = [json.loads(line) for line in shown.splitlines()]
+    assert len(found) == 2 * len(PATHOLOGICAL)
+    assert not [row for row in found if min(row[2]) > 2.5], found
 
 
 async def count_turns(turns: list[float]) -> None:
