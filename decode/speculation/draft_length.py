@@ -72,15 +72,15 @@ class AcceptanceBook:
 @dataclass(frozen=True, slots=True)
 class StepPrice:
     """What a step costs. `target(tokens)`, `draft(rows)` and `draft_next(rows)` are seconds of one pass, the last of
-    those behind a draft's first; `fixed_s` is what surrounds them, `planning_s` what draft tokens add to that;
-    `tokens` is what the step computes without any draft."""
+    those behind a draft's first; `fixed_s` is what surrounds them, `any_draft_s` what a step takes more because there
+    are draft tokens in it, however many; `tokens` is what the step computes without any draft."""
 
     target: Callable[[int], float]
     draft: Callable[[int], float]
     draft_next: Callable[[int], float]
     tokens: int
     fixed_s: float = 0.0
-    planning_s: float = 0.0
+    any_draft_s: float = 0.0
 
     @property
     def plain_s(self) -> float:
@@ -90,13 +90,13 @@ class StepPrice:
     def draft_token_s(self, rows: int) -> float:
         """Seconds that one draft token for one of `rows` sequences costs when all of them get one."""
         more = self.target(self.tokens + rows) - self.target(self.tokens)
-        return max(more + self.draft(rows) + self.planning_s, 0.0) / max(rows, 1)
+        return max(more + self.draft(rows) + self.any_draft_s, 0.0) / max(rows, 1)
 
 
 def saved_per_token(rate: float, rows: int, price: StepPrice) -> float:
     """Seconds that drafting saves for each token of a sequence, when all `rows` draft as it does; 0 if none."""
     token_s = max(price.target(price.tokens + rows) - price.target(price.tokens), 0.0) / rows
-    step_s, cost_s, gained, chance, best = price.plain_s / rows, price.planning_s / rows, 1.0, 1.0, 0.0
+    step_s, cost_s, gained, chance, best = price.plain_s / rows, price.any_draft_s / rows, 1.0, 1.0, 0.0
     for depth in range(1, MAX_DRAFT_TOKENS + 1):
         chance *= rate
         gained += chance
@@ -147,7 +147,7 @@ def _deepen(
 ) -> tuple[float, list[int] | None]:
     """The best that comes of drafting for the `chosen`, if it is faster than `speed`, and how fast it is."""
     lengths, chances, best = [0] * len(rates), dict.fromkeys(chosen, 1.0), None
-    computed, gained, drafted_s = price.tokens, float(len(rates)), price.fixed_s + price.planning_s
+    computed, gained, drafted_s = price.tokens, float(len(rates)), price.fixed_s + price.any_draft_s
     target_s = price.target(computed)
     for depth in range(1, max(limits[i] for i in chosen) + 1):
         one_pass = price.draft if depth == 1 else price.draft_next

@@ -43,6 +43,7 @@ _PASS_ROWS = (1, 4, 16, 64)
 _TIMED_ROWS = (*_PASS_ROWS, 1, 4, 1, 1, 4, 1)  # short steps more often: a difference of two is soon lost in noise
 _PLANNED_TOKENS = 24  # of the sequence that planning is timed with
 _IN_A_ROW, _SHORT_ROWS = 3, 4  # times that a step of so many rows at most is timed at once
+_SWITCHES = 24  # between draft and target
 _DRAFT_TOKENS = 4  # in each row of the longer of the two steps that the price of a draft token is taken from
 
 
@@ -63,6 +64,7 @@ def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, Speculat
     if drafts is not None:
         rows, per_draft_token = measure_rows(runner)
     planning_s = measure_planning(runner) if drafts is not None else 0.0
+    switching_s = measure_switching(draft, runner) if draft is not None else 0.0
     model = StepModel(
         measure_steps(runner, config.step_tokens),
         costs,
@@ -71,6 +73,7 @@ def prepare(config: WorkerConfig, runner: Runner) -> tuple[Speculation, Speculat
         rows=rows,
         per_draft_token=per_draft_token,
         planning_s=planning_s,
+        switching_s=switching_s,
         budget_s=config.step_budget_ms / 1e3,
         step_tokens=config.step_tokens,
     )
@@ -231,6 +234,28 @@ def measure_planning(runner: Runner) -> float:
         if time.perf_counter() > deadline:
             break
     return max(statistics.median(took[1]) - statistics.median(took[0]), 0.0) if all(took) else 0.0
+
+
+def measure_switching(draft: Runner, runner: Runner) -> float:
+    """Seconds that a step of one row with a draft token takes more behind a pass of the draft than behind a step: on a
+    processor both models' weights take turns in its caches. Leaves KV in blocks that nobody owns yet."""
+    context = min(_CONTEXT, runner.max_model_len - 2, draft.max_model_len - 2)
+    if draft.draft_tokens_stay or not draft.drafts_at_once or context < 1:
+        return 0.0
+    row = Row(SequenceId("measure"), context, (0, 0), _blocks(runner, context + 2), SamplingParams(temperature=0.0), 2)
+    step = partial(runner.step, StepPlan(0, (row,)))
+    drafting = StepPlan(0, (replace(row, tokens=(0,), block_ids=_blocks(draft, context + 2), num_sampled=1),))
+    alone, behind = list[float](), list[float]()
+    deadline = time.perf_counter() + MEASURING_S / 4
+    step()
+    for _ in range(_SWITCHES):
+        alone.append(_took(step))
+        draft.propose(drafting, [1])
+        behind.append(_took(step))
+        step()
+        if time.perf_counter() > deadline:
+            break
+    return max(statistics.median(behind) - statistics.median(alone), 0.0)
 
 
 def _scheduler_of_one(layout: KVLayout, request: GenerateRequest, draft_tokens: bool) -> DecodeScheduler:

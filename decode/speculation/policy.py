@@ -199,7 +199,7 @@ class Speculation:
         model = self.model
         target = model.long.seconds if tokens > rows else model.short_by_tokens(rows)
         draft, draft_next = model.draft_first.seconds, model.draft_next.seconds
-        return StepPrice(target, draft, draft_next, tokens, model.fixed_s, model.planning_s)
+        return StepPrice(target, draft, draft_next, tokens, model.fixed_s, model.any_draft_s)
 
     def _fill_s(self, behind: int) -> float:
         """What it costs to bring a draft so near to its sequence that it can draft."""

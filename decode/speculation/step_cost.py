@@ -114,12 +114,14 @@ class StepModel:
         rows: Sequence[tuple[int, float]] = (),
         per_draft_token: Sequence[tuple[int, float]] = (),
         planning_s: float = 0.0,
+        switching_s: float = 0.0,
         budget_s: float = 0.05,
         step_tokens: int = 512,
     ) -> None:
         """Points of curves: `target` by tokens of long rows, `rows` by rows of one token (by default the same),
         `per_draft_token` what one token more in each of so many rows costs (by default as the curve of rows goes on),
-        `planning_s` what planning and verifying draft tokens adds to what surrounds a step."""
+        `planning_s` what planning and verifying draft tokens adds to what surrounds a step, `switching_s` what a short
+        pass takes more behind one of the draft, which leaves less in the caches."""
         self.short, self.long = StepCost(rows or target), StepCost(target)
         # On a busy machine the difference of two steps may come out as nothing, and nothing times `more` stays so.
         least = [(n, max(seconds, _LEAST_PER_DRAFT_TOKEN * self.short.seconds(n))) for n, seconds in per_draft_token]
@@ -130,7 +132,7 @@ class StepModel:
         self.draft_first = StepCost(draft_first) if draft_first else self.draft
         self.budget_s, self.step_tokens = budget_s, step_tokens
         self.fixed_s = 0.0
-        self._planning_s = planning_s
+        self._planning_s, self._switching_s = planning_s, switching_s
         self._steps = 0
 
     def __repr__(self) -> str:
@@ -157,7 +159,7 @@ class StepModel:
             return None
         each_s = self._draft_tokens_s(1, 2)
         plain_s = max(self.short.seconds(1) + self.fixed_s, 1e-9)
-        return plain_s, each_s + self.draft_first.seconds(1) + self.planning_s, each_s + self.draft_next.seconds(1)
+        return plain_s, each_s + self.draft_first.seconds(1) + self.any_draft_s, each_s + self.draft_next.seconds(1)
 
     def _draft_tokens_s(self, rows: int, tokens: int) -> float:
         if self._per_draft_token is None:
@@ -175,6 +177,11 @@ class StepModel:
         """What planning and settling draft tokens takes now. It follows the load as short steps do, and nothing that
         is seen of itself: beside what surrounds a step it is less than noise."""
         return self._planning_s * self.short.scale
+
+    @property
+    def any_draft_s(self) -> float:
+        """What a step takes now because there are draft tokens in it, however many."""
+        return (self._planning_s + self._switching_s) * self.short.scale
 
     def again_s(self) -> float:
         """What a token of a long row adds to a step, where that has as many as its time allows."""
@@ -207,6 +214,8 @@ class StepModel:
             rows, tokens = len(plan.rows), plan.num_tokens
             draft_tokens_s = self._draft_tokens_s(rows, tokens)
             expected = self.short.seconds(rows) + draft_tokens_s
+            if any(row.num_draft_tokens for row in plan.drafts):
+                expected += self._switching_s * self.short.scale
             if draft_tokens_s > 0.0:
                 self.more *= followed(1.0, target_s / expected) ** (_MORE_WEIGHT * draft_tokens_s / expected)
             self.short.correct(target_s, expected)

@@ -50,7 +50,7 @@ def test_one_sequence_gets_the_fastest_length(rate: float, first: float, later: 
 @pytest.mark.parametrize("planning", [0.0, 0.12])
 def test_a_sequence_alone_is_chosen_for_as_among_others(rate: float, each: float, planning: float) -> None:
     for first, later, limit in itertools.product((0.05, 0.3, 0.6), (0.01, 0.05, 0.3), (0, 1, 3, 8)):
-        paid = replace(price(each=each, first=first, later=later), fixed_s=0.3, planning_s=planning)
+        paid = replace(price(each=each, first=first, later=later), fixed_s=0.3, any_draft_s=planning)
         found = choose_length(rate, limit, paid.plain_s, each + first + planning, each + later)
         assert [found] == choose_lengths([rate], [limit], paid)
 
@@ -91,7 +91,7 @@ def test_the_surest_alone_get_guesses_where_not_all_of_them_pay() -> None:
 
 def test_what_guesses_add_around_a_step_is_paid_once_for_all_of_them() -> None:
     free = price(rows=2)
-    paid = replace(free, planning_s=1.2)
+    paid = replace(free, any_draft_s=1.2)
     assert choose_lengths([0.6, 0.6], [8, 8], free) != [0, 0] == choose_lengths([0.6, 0.6], [8, 8], paid)
     assert choose_lengths([0.9, 0.9], [8, 8], paid) != [0, 0]
     assert saved_per_token(0.6, 2, free) > saved_per_token(0.6, 2, paid) == 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +71,22 @@ def test_a_guess_that_was_measured_as_free_gets_its_price_all_the_same() -> None
         model.observe(plan_of(1 + draft_tokens), StepOutcome(1, (), seconds), seconds)
     assert model.short_s(1, 1) == pytest.approx(1e-3, rel=0.15)
     assert model.short_s(1, 5) == pytest.approx(1.8e-3, rel=0.15)
+
+
+def test_what_a_pass_takes_more_behind_the_draft_is_no_part_of_a_plain_step() -> None:
+    """Where every step has draft tokens nothing else tells the two apart."""
+    rows, more, switching_s = ((1, 1e-3), (4, 2e-3)), ((1, 5e-5), (4, 2e-4)), 4e-4
+    model, noise = StepModel(rows=rows, per_draft_token=more, switching_s=switching_s), random.Random(1)
+    for _ in range(600):
+        draft_tokens = noise.choice((1, 1, 2, 4))
+        drafting = DraftRow(SequenceId("s0"), 0, (1,), (0,), draft_tokens, 0)
+        plan = replace(plan_of(1 + draft_tokens), drafts=(drafting,))
+        seconds = 1.5 * (1e-3 + switching_s + 5e-5 * draft_tokens) * math.exp(noise.gauss(0.0, 0.2))
+        model.observe(plan, StepOutcome(1, (), seconds), seconds)
+    assert model.short_s(1, 1) == pytest.approx(1.5e-3, rel=0.15)
+    assert model.any_draft_s == pytest.approx(1.5 * switching_s, rel=0.15)
+    alone = model.of_one_row()
+    assert alone is not None and alone[1] > model.any_draft_s
 
 
 def test_noise_alone_moves_no_price() -> None:
@@ -167,6 +184,29 @@ def test_short_steps_are_timed_behind_others_of_their_kind() -> None:
     rows, per_draft_token = draft_model.measure_rows(runner)
     assert [n for n, _ in rows] == [n for n, _ in per_draft_token] == [1, 4, 16, 64]
     assert rows[0][1] < 0.003 and rows[1][1] < 0.003 < rows[2][1]
+
+
+def test_a_step_behind_the_draft_is_timed_beside_one_behind_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, behind_draft = [0.0], [False]
+
+    def step(plan: StepPlan) -> None:
+        assert [len(row.tokens) for row in plan.rows] == [2]
+        clock[0] += 0.005 if behind_draft[0] else 0.003
+        behind_draft[0] = False
+
+    def propose(plan: StepPlan, counts: list[int]) -> None:
+        assert counts == [1]
+        clock[0] += 0.001
+        behind_draft[0] = True
+
+    monkeypatch.setattr(draft_model, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    runner: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=make_layout(16), step=step)
+    draft: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=make_layout(16), propose=propose)
+    draft.drafts_at_once, draft.draft_tokens_stay = True, False
+    assert draft_model.measure_switching(draft, runner) == pytest.approx(0.002)
+    assert clock[0] < draft_model.MEASURING_S / 2, "of a slow model few steps"
+    draft.draft_tokens_stay = True
+    assert draft_model.measure_switching(draft, runner) == 0.0, "on a GPU they are computed ahead"
 
 
 def test_planning_guesses_is_timed_beside_planning_none(monkeypatch: pytest.MonkeyPatch) -> None:
