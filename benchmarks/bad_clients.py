@@ -89,7 +89,7 @@ async def connection(address: tuple[str, int], receive_bytes: int = 0) -> Any:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     sock.setblocking(False)
     await asyncio.get_running_loop().sock_connect(sock, address)
-    reader, writer = await asyncio.open_connection(sock=sock)
+    reader, writer = await asyncio.open_connection(sock=sock, limit=receive_bytes or 1 << 16)
     try:
         yield reader, writer
     finally:
@@ -137,11 +137,12 @@ async def says(address: tuple[str, int], data: bytes) -> str:
 
 
 async def unread(ports: Ports, **fields: Any) -> str:
-    """Reads nothing for so long that the server must have given up, and then what the kernels still hold."""
-    data = b""
+    """From the answer's first byte on reads nothing for so long that the server must have given up, and then what the
+    kernels still hold."""
     async with connection(ports.http, 4096) as (reader, writer):
         writer.write(post(ignore_eos=True, **fields))
-        await asyncio.sleep(PATIENCE_S - CLOSING_S)
+        data = await reader.read(1)
+        await asyncio.sleep(PATIENCE_S)
         try:
             async with asyncio.timeout(CLOSING_S):
                 while piece := await reader.read(1 << 20):
