@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
+import random
 import time
 from collections.abc import Callable, Collection
 from typing import Protocol
@@ -236,12 +238,14 @@ class WorkerSession:
                 await stream.send_to_the_end(await self._outgoing.get())
 
     async def _beat(self, stream: MessageStream, interval_s: float) -> None:
-        number = 0
+        """The second one comes at a random moment of the interval: heartbeats of 157 workers that had joined together
+        held the coordinator's event loop for 6 ms, in each interval."""
+        pause_s = interval_s * random.random()
         with contextlib.suppress(LinkLost):
-            while True:
-                number += 1
+            for number in itertools.count(1):
                 await stream.send(Heartbeat(number, self._owner.load(), self._gpu))
-                await asyncio.sleep(interval_s)
+                await asyncio.sleep(pause_s)
+                pause_s = interval_s
 
     async def _receive(self, stream: MessageStream) -> None:
         while (message := await stream.receive()) is not None:

@@ -448,4 +448,10 @@ FAULTS = (
         "                pass\n",
         "tests/decode/test_step_cost.py",
     ),
+    Fault(
+        "baton/rpc/session.py",
+        "        pause_s = interval_s * random.random()\n",
+        "        pause_s = interval_s\n",
+        "tests/rpc/test_session.py",
+    ),
 )

@@ -86,6 +86,33 @@ async def test_another_run_of_the_coordinator_wants_nothing_of_all_that() -> Non
     assert owner.here == [] and said(session) == [StepEvents()]
 
 
+async def test_heartbeats_of_workers_that_joined_together_come_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them at one moment would hold the coordinator's event loop."""
+    pauses: list[list[float]] = []
+
+    class Reporting(Owner):
+        def load(self) -> Load:
+            return Load()
+
+    class Stream:
+        async def send(self, message: object) -> None:
+            pass
+
+    async def sleep(seconds: float) -> None:
+        pauses[-1].append(seconds)
+        if len(pauses[-1]) == 5:
+            raise LinkLost("over")
+
+    monkeypatch.setattr("baton.rpc.session.asyncio.sleep", sleep)
+    for _ in range(64):
+        pauses.append([])
+        await WorkerSession("127.0.0.1:1", Reporting())._beat(Stream(), 1.0)  # type: ignore[arg-type]
+    first = sorted(found[0] for found in pauses)
+    assert all(found[1:] == [1.0] * 4 for found in pauses)
+    assert 0.0 <= first[0] < 0.25 and 0.75 < first[-1] <= 1.0
+    assert max(later - sooner for sooner, later in itertools.pairwise(first)) < 0.3
+
+
 async def test_who_finds_no_coordinator_says_so_every_half_minute(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "baton.session")
     session, tries = WorkerSession("nowhere:1", Owner()), 0
