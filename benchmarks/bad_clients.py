@@ -141,7 +141,13 @@ async def unread(ports: Ports, **fields: Any) -> str:
     kernels still hold."""
     async with connection(ports.http, 4096) as (reader, writer):
         writer.write(post(ignore_eos=True, **fields))
-        data = await reader.read(1)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                data = await reader.read(1)
+        except TimeoutError:
+            return "no answer in time"
+        if not data:
+            return "closed"
         await asyncio.sleep(PATIENCE_S)
         try:
             async with asyncio.timeout(CLOSING_S):

@@ -143,7 +143,7 @@ class WorkerSession:
                     log.warning("session with %s failed: %s", self._address, e.message)
                 if self._clock() - started > 2.0:
                     delay = 0.1
-                await asyncio.sleep(delay)
+                await asyncio.sleep(delay * random.uniform(0.5, 1.0))  # all workers lose a coordinator together
                 delay = min(delay * 2, 1.0)
         finally:
             watchdog.cancel()
@@ -238,8 +238,8 @@ class WorkerSession:
                 await stream.send_to_the_end(await self._outgoing.get())
 
     async def _beat(self, stream: MessageStream, interval_s: float) -> None:
-        """The second one comes at a random moment of the interval: heartbeats of 157 workers that had joined together
-        held the coordinator's event loop for 6 ms, in each interval."""
+        """The first pause is a random part of the interval, so that heartbeats of workers that joined together are
+        spread: 157 at one moment held the coordinator's event loop for 6 ms, in each interval."""
         pause_s = interval_s * random.random()
         with contextlib.suppress(LinkLost):
             for number in itertools.count(1):

@@ -237,7 +237,7 @@ def measure_planning(runner: Runner) -> float:
 
 
 def measure_switching(draft: Runner, runner: Runner) -> float:
-    """Seconds that a step of one row with a draft token takes more behind a pass of the draft than behind a step: on a
+    """Seconds that a step of one row with a draft token takes more after a pass of the draft than after a step: on a
     processor both models' weights take turns in its caches. Leaves KV in blocks that nobody owns yet."""
     context = min(_CONTEXT, runner.max_model_len - 2, draft.max_model_len - 2)
     if draft.draft_tokens_stay or not draft.drafts_at_once or context < 1:
@@ -245,17 +245,17 @@ def measure_switching(draft: Runner, runner: Runner) -> float:
     row = Row(SequenceId("measure"), context, (0, 0), _blocks(runner, context + 2), SamplingParams(temperature=0.0), 2)
     step = partial(runner.step, StepPlan(0, (row,)))
     drafting = StepPlan(0, (replace(row, tokens=(0,), block_ids=_blocks(draft, context + 2), num_sampled=1),))
-    alone, behind = list[float](), list[float]()
+    alone, after = list[float](), list[float]()
     deadline = time.perf_counter() + MEASURING_S / 4
     step()
     for _ in range(_SWITCHES):
         alone.append(_took(step))
         draft.propose(drafting, [1])
-        behind.append(_took(step))
+        after.append(_took(step))
         step()
         if time.perf_counter() > deadline:
             break
-    return max(statistics.median(behind) - statistics.median(alone), 0.0)
+    return max(statistics.median(after) - statistics.median(alone), 0.0)
 
 
 def _scheduler_of_one(layout: KVLayout, request: GenerateRequest, draft_tokens: bool) -> DecodeScheduler:

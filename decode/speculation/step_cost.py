@@ -121,7 +121,7 @@ class StepModel:
         """Points of curves: `target` by tokens of long rows, `rows` by rows of one token (by default the same),
         `per_draft_token` what one token more in each of so many rows costs (by default as the curve of rows goes on),
         `planning_s` what planning and verifying draft tokens adds to what surrounds a step, `switching_s` what a short
-        pass takes more behind one of the draft, which leaves less in the caches."""
+        pass takes more after one of the draft, which leaves less in the caches."""
         self.short, self.long = StepCost(rows or target), StepCost(target)
         # On a busy machine the difference of two steps may come out as nothing, and nothing times `more` stays so.
         least = [(n, max(seconds, _LEAST_PER_DRAFT_TOKEN * self.short.seconds(n))) for n, seconds in per_draft_token]
@@ -214,7 +214,7 @@ class StepModel:
             rows, tokens = len(plan.rows), plan.num_tokens
             draft_tokens_s = self._draft_tokens_s(rows, tokens)
             expected = self.short.seconds(rows) + draft_tokens_s
-            if any(row.num_draft_tokens for row in plan.drafts):
+            if plan.drafts:
                 expected += self._switching_s * self.short.scale
             if draft_tokens_s > 0.0:
                 self.more *= followed(1.0, target_s / expected) ** (_MORE_WEIGHT * draft_tokens_s / expected)

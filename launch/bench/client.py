@@ -114,7 +114,8 @@ def client_session(target: Target) -> aiohttp.ClientSession:
 
 async def _written(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceRequestChunkSentParams) -> None:
     """aiohttp calls it as it writes a request's head and body."""
-    context.trace_request_ctx.written_at = time.perf_counter()
+    stream: _Stream = context.trace_request_ctx
+    stream.written_at = stream.written_at or time.perf_counter()
 
 
 async def run_load(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -83,54 +81,3 @@ async def test_streams_are_not_held_up_for_what_an_idle_coordinator_would_do(mon
         assert Cycle.alive == 100
     async with searching(0):
         await until_none_is_left()
-
-
-async def test_freed_memory_goes_back_in_steps_once_nothing_is_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[int] = []
-    monkeypatch.setattr(garbage, "give_back_freed_memory", steps.append)
-    async with searching(1):
-        await asyncio.sleep(0.1)
-        assert not steps
-    async with searching(0):
-        async with asyncio.timeout(10):
-            while len(steps) < 16:
-                await asyncio.sleep(0.01)
-    size = garbage.GIVEN_BACK_BYTES
-    down = list(range(garbage.FREED_BYTES_KEPT - size, -1, -size))
-    assert steps[:16] == 2 * down
-
-
-PAGES = """
-import resource, threading, tokenizers
-from coordinator import garbage
-if {kept}:
-    garbage.keep_freed_memory()
-tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({{"a": 0, "aa": 1}}, [("a", "a")]))
-found = []
-def encode():
-    for _ in range(4):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        tokenizer.encode_batch_fast(["a" * (1 << 20)])
-        found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-thread = threading.Thread(target=encode)
-thread.start()
-thread.join()
-resident = lambda: int(open("/proc/self/statm").read().split()[1])
-before = resident()
-garbage.give_back_freed_memory(0)
-print(min(found), before - resident())
-"""
-
-
-@pytest.mark.skipif(not hasattr(garbage._LIBC, "mallopt"), reason="the C library has no mallopt")
-def test_the_memory_of_a_long_text_is_used_again_and_given_back() -> None:
-    def measured(kept: bool) -> tuple[int, int]:
-        program = [sys.executable, "-c", PAGES.format(kept=kept)]
-        faults, given_back = subprocess.run(
-            program, capture_output=True, text=True, check=True, timeout=60
-        ).stdout.split()
-        return int(faults), int(given_back)
-
-    faults, given_back = measured(True)
-    assert faults < 1000 < given_back
-    assert measured(False)[0] > 5 * 1000

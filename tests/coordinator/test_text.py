@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from tokenizers import processors
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest, StartupError, Unavailable
 from baton.core.request import SamplingParams
+from coordinator.__main__ import HUGE_PAGES
 from coordinator.text import model as model_module
 from coordinator.text.chat import ChatEncoder, ChatMessage, Rendering
 from coordinator.text.model import TextModel
@@ -156,8 +158,6 @@ def test_no_text_takes_the_square_of_its_length(make: Callable[[], Any], piece: 
 
 TWICE = """
 import json, time
-from coordinator.garbage import keep_freed_memory
-keep_freed_memory()
 from tests.coordinator.test_text import PATHOLOGICAL, kit
 for make in (kit.byte_level, kit.byte_fallback):
     tokenizer = make()
@@ -178,7 +178,8 @@ for make in (kit.byte_level, kit.byte_fallback):
 def test_a_text_of_two_megabytes_takes_little_more_than_twice_the_time_of_one() -> None:
     """As a coordinator encodes it."""
     program = [sys.executable, "-c", TWICE]
-    shown = subprocess.run(program, capture_output=True, text=True, check=True, timeout=600).stdout
+    environment = {**os.environ, "GLIBC_TUNABLES": HUGE_PAGES}
+    shown = subprocess.run(program, env=environment, capture_output=True, text=True, check=True, timeout=600).stdout
     found = [json.loads(line) for line in shown.splitlines()]
     assert len(found) == 2 * len(PATHOLOGICAL)
     assert not [row for row in found if min(row[2]) > 2.5], found

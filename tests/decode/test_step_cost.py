@@ -73,7 +73,7 @@ def test_a_guess_that_was_measured_as_free_gets_its_price_all_the_same() -> None
     assert model.short_s(1, 5) == pytest.approx(1.8e-3, rel=0.15)
 
 
-def test_what_a_pass_takes_more_behind_the_draft_is_no_part_of_a_plain_step() -> None:
+def test_what_a_pass_takes_more_after_the_draft_is_no_part_of_a_plain_step() -> None:
     """Where every step has draft tokens nothing else tells the two apart."""
     rows, more, switching_s = ((1, 1e-3), (4, 2e-3)), ((1, 5e-5), (4, 2e-4)), 4e-4
     model, noise = StepModel(rows=rows, per_draft_token=more, switching_s=switching_s), random.Random(1)
@@ -186,25 +186,29 @@ def test_short_steps_are_timed_behind_others_of_their_kind() -> None:
     assert rows[0][1] < 0.003 and rows[1][1] < 0.003 < rows[2][1]
 
 
-def test_a_step_behind_the_draft_is_timed_beside_one_behind_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, behind_draft = [0.0], [False]
+@pytest.mark.parametrize(("step_s", "turns"), [(0.003, 24), (0.1, 1)])
+def test_a_step_after_the_draft_is_timed_beside_one_after_a_step(
+    step_s: float, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a slow model few steps."""
+    clock, after_draft, proposed = [0.0], [False], [0]
 
     def step(plan: StepPlan) -> None:
         assert [len(row.tokens) for row in plan.rows] == [2]
-        clock[0] += 0.005 if behind_draft[0] else 0.003
-        behind_draft[0] = False
+        clock[0] += step_s + 0.002 * after_draft[0]
+        after_draft[0] = False
 
     def propose(plan: StepPlan, counts: list[int]) -> None:
         assert counts == [1]
-        clock[0] += 0.001
-        behind_draft[0] = True
+        proposed[0] += 1
+        after_draft[0] = True
 
     monkeypatch.setattr(draft_model, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     runner: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=make_layout(16), step=step)
     draft: Any = SimpleNamespace(max_model_len=2048, num_blocks=512, layout=make_layout(16), propose=propose)
     draft.drafts_at_once, draft.draft_tokens_stay = True, False
     assert draft_model.measure_switching(draft, runner) == pytest.approx(0.002)
-    assert clock[0] < draft_model.MEASURING_S / 2, "of a slow model few steps"
+    assert proposed[0] == turns
     draft.draft_tokens_stay = True
     assert draft_model.measure_switching(draft, runner) == 0.0, "on a GPU they are computed ahead"
 

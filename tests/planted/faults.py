@@ -144,12 +144,6 @@ FAULTS = (
         "        if True:\n            return self.encode(text, add",
         "tests/coordinator/test_text.py",
     ),
-    Fault(
-        "coordinator/garbage.py",
-        "        _LIBC.mallopt(_M_TRIM_THRESHOLD, FREED_BYTES_KEPT)\n",
-        "",
-        "tests/coordinator/test_garbage.py",
-    ),
     Fault("coordinator/text/chat.py", "if t.special or t.content in literals]", "if t.content in literals]", T_CHAT),
     Fault(
         "coordinator/http/guard.py",
