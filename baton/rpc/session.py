@@ -238,14 +238,12 @@ class WorkerSession:
                 await stream.send_to_the_end(await self._outgoing.get())
 
     async def _beat(self, stream: MessageStream, interval_s: float) -> None:
-        """The first pause is a random part of the interval, so that heartbeats of workers that joined together are
-        spread: 157 at one moment held the coordinator's event loop for 6 ms, in each interval."""
-        pause_s = interval_s * random.random()
+        """Each pause is a random part of the interval, so that heartbeats of many workers neither begin together nor
+        come together: 157 at one moment held the coordinator's event loop for 6 ms."""
         with contextlib.suppress(LinkLost):
             for number in itertools.count(1):
                 await stream.send(Heartbeat(number, self._owner.load(), self._gpu))
-                await asyncio.sleep(pause_s)
-                pause_s = interval_s
+                await asyncio.sleep(interval_s * random.uniform(0.5, 1.0))
 
     async def _receive(self, stream: MessageStream) -> None:
         while (message := await stream.receive()) is not None:

@@ -444,8 +444,8 @@ FAULTS = (
     ),
     Fault(
         "baton/rpc/session.py",
-        "        pause_s = interval_s * random.random()\n",
-        "        pause_s = interval_s\n",
+        "await asyncio.sleep(interval_s * random.uniform(0.5, 1.0))",
+        "await asyncio.sleep(interval_s)",
         "tests/rpc/test_session.py",
     ),
 )

@@ -86,7 +86,7 @@ async def test_another_run_of_the_coordinator_wants_nothing_of_all_that() -> Non
     assert owner.here == [] and said(session) == [StepEvents()]
 
 
-async def test_heartbeats_of_workers_that_joined_together_come_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_heartbeats_of_many_workers_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them at one moment would hold the coordinator's event loop."""
     pauses: list[list[float]] = []
 
@@ -107,10 +107,8 @@ async def test_heartbeats_of_workers_that_joined_together_come_apart(monkeypatch
     for _ in range(64):
         pauses.append([])
         await WorkerSession("127.0.0.1:1", Reporting())._beat(Stream(), 1.0)  # type: ignore[arg-type]
-    first = sorted(found[0] for found in pauses)
-    assert all(found[1:] == [1.0] * 4 for found in pauses)
-    assert 0.0 <= first[0] < 0.25 and 0.75 < first[-1] <= 1.0
-    assert max(later - sooner for sooner, later in itertools.pairwise(first)) < 0.3
+    for of_one in (list(found) for found in zip(*pauses, strict=True)):
+        assert 0.5 <= min(of_one) < 0.6 and 0.9 < max(of_one) <= 1.0
 
 
 async def test_who_finds_no_coordinator_says_so_every_half_minute(caplog: pytest.LogCaptureFixture) -> None:
