@@ -144,7 +144,7 @@ class RemoteEnd:
 
     def drop(self) -> None:
         if self.dead is None:
-            with contextlib.suppress(RankLost):  # the channel has told
+            with contextlib.suppress(RankLost):  # the channel has reported it
                 self._ranks.notify(self._rank, DropEdge(self._edge))
 
     async def take(self, part: Part, on_posted: Callable[[], None]) -> bool:
@@ -156,7 +156,7 @@ class RemoteEnd:
         if self.dead is None:
             self.dead = self._error(f"aborted: {reason}")
             if self._opened:
-                with contextlib.suppress(RankLost):  # the channel has told
+                with contextlib.suppress(RankLost):  # the channel has reported it
                     self._ranks.notify(self._rank, AbortEdge(self._edge, reason[:200]))
 
     async def close(self, timeout_s: float) -> bool:
@@ -293,5 +293,5 @@ class FollowerEnds:
         return 0
 
     def _send(self, report: object) -> None:
-        with contextlib.suppress(RankLost):  # the channel has told; this process is about to end
+        with contextlib.suppress(RankLost):  # the channel has reported it; this process is about to end
             self._report(report)

@@ -88,7 +88,7 @@ def run_main(command: click.Command, argv: Sequence[str] | None = None, *, prog_
         code = _run(command, argv, prog_name)
         lost = flush_stdout()
     except OSError as error:
-        lost = flush_stdout("\n")  # was it stdout that failed? Unbuffered, it holds nothing that would tell
+        lost = flush_stdout("\n")  # was it stdout that failed? Unbuffered, it holds nothing that would show
         if lost is None or lost.errno != error.errno:
             raise
     if lost is not None and lost.errno != errno.EPIPE:

@@ -98,8 +98,8 @@ def record_error(message: str) -> None:
 
 
 def beat_to_agent() -> None:
-    """From now on a thread tells the agent each second that this process runs; what holds the interpreter, or stops the
-    process, is noticed there. Without an agent it does nothing."""
+    """From now on a thread reports to the agent each second that this process runs; what holds the interpreter, or
+    stops the process, is noticed there. Without an agent it does nothing."""
     named = os.environ.pop(BEAT_VARIABLE, "")
     if not named.isdigit():
         return

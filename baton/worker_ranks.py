@@ -1,8 +1,8 @@
 """The ranks of one worker as processes: how they start together, follow their leader, and end together.
 
 Rank 0 leads: it runs the tier's worker. The others only follow. They meet in the store that rank 0 keeps (or torchrun),
-first over the lockstep channel, so that a rank that fails while loading tells the others why. One that is lost later
-ends them all at once, from the channel's own thread: a step that waits for it would not come back soon.
+first over the lockstep channel, so that a rank that fails while loading reports why to the others. One that is lost
+later ends them all at once, from the channel's own thread: a step that waits for it would not come back soon.
 """
 
 from __future__ import annotations

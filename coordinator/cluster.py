@@ -104,7 +104,7 @@ class Cluster:
         return in_flight
 
     def end(self, in_flight: InFlight, reason: str) -> None:
-        """The front has all it needs of a choice: both pools are told at once."""
+        """The front has all it needs of a choice: both pools are informed at once."""
         self._execute(self.requests.end(in_flight.request, reason, time.monotonic()))
 
     def forget(self, in_flight: InFlight) -> None:

@@ -6,7 +6,7 @@ the row of n whose sample it is to compute (`StepPlan.token_sources`), and the e
 
 - An end by length is known beforehand: such a sequence has no row in n + 1. One that ends by its token, or is aborted,
   has one: its result is thrown away, and the sequence keeps its blocks until n + 1 is done, so that nobody else's KV
-  can come into blocks that a launched step still writes. Its end is told at once.
+  can come into blocks that a launched step still writes. Its end is reported at once.
 - Nothing is preempted for a step that is planned ahead, since whoever has a row out keeps its blocks: where blocks are
   short, steps are planned one after the other.
 - What depends on which token came, not on how many, is not known either. `waits_for` says all of it in one place.

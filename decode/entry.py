@@ -1,4 +1,4 @@
-"""A sequence in the decode scheduler's books."""
+"""A sequence as the decode scheduler holds it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from baton.core.sequence import Sequence
 
 @dataclass(slots=True)
 class Entry:
-    """`next_emit_index` is the output index from which tokens are still to be told: the first event repeats the token
-    that prefill sampled. `received_at`, `running_at`: None until then. `last_token_at`: when the last token came, or
-    its KV. `in_flight`: KV is still being written into the blocks of an aborted sequence. `boosted`: it has the turn of
+    """`next_emit_index` is the output index from which tokens are still to be reported: the first event repeats the
+    token that prefill sampled. `received_at`, `running_at`: None until then. `last_token_at`: when the last token came,
+    or its KV. `in_flight`: KV is still being written into the blocks of an aborted sequence. `boosted`: it has the turn of
     its priority. `discard_result`: what the step that is out computes of it says nothing. `end_reported`: its end is
-    told, and a step that is out still writes into its blocks."""
+    reported, and a step that is out still writes into its blocks."""
 
     sequence: Sequence
     prefix: PrefixUse

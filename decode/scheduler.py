@@ -116,7 +116,7 @@ class DecodeScheduler:
         return entry is not None and entry.sequence.state is not State.RECEIVING and entry.sequence.ending is None
 
     def sequence_ids(self) -> tuple[SequenceId, ...]:
-        """Those whose end is not told yet."""
+        """Those whose end is not reported yet."""
         return tuple(sequence_id for sequence_id, entry in self._entries.items() if not entry.end_reported)
 
     def _in(self, *states: State) -> list[Entry]:

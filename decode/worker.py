@@ -122,7 +122,7 @@ class DecodeWorker:
         )
 
     def load(self) -> Load:
-        self._reported_gauges = ()  # the next step tells again: which of two messages comes last is open
+        self._reported_gauges = ()  # the next step reports them again: which of two messages comes last is open
         scheduler = self.scheduler
         return Load(
             blocks_total=scheduler.blocks.num_blocks,

@@ -146,7 +146,7 @@ class PrefillWorker:
         result, self._plan = self.scheduler.finish_step(outcome, now), None
         current = self.outgoing.current_id
         ended = {e.sequence for e in result.ended}
-        told = tuple(replace(e, sequence=current(e.sequence)) for e in result.ended)
+        reported = tuple(replace(e, sequence=current(e.sequence)) for e in result.ended)
         tokens = []
         for p in result.progress:
             last = p.first_token is not None
@@ -165,7 +165,7 @@ class PrefillWorker:
         for sequence in ended:
             self.outgoing.abort(sequence, "it has ended")
         cache_events = self.scheduler.cache.take_events() if self.main_loop.session.connected else None
-        return StepEvents(outcome.step_id, tuple(tokens), told, load=self.load(), kv_cache_events=cache_events)
+        return StepEvents(outcome.step_id, tuple(tokens), reported, load=self.load(), kv_cache_events=cache_events)
 
     def command(self, command: Command) -> None:
         match command:

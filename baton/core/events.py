@@ -1,4 +1,4 @@
-"""What a worker tells the coordinator: one StepEvents per step for all its sequences."""
+"""What a worker reports to the coordinator: one StepEvents per step for all its sequences."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class GpuUsage:
 @dataclass(frozen=True, slots=True)
 class KVCacheEvents:
     """Hints (the first bytes of keys, `baton.core.prefix_keys`) of full blocks that became or stopped being reusable
-    at a worker. `cleared`: what was told before does not count any more."""
+    at a worker. `cleared`: what was reported before does not count any more."""
 
     stored: tuple[bytes, ...] = ()
     evicted: tuple[bytes, ...] = ()

@@ -87,7 +87,7 @@ class PrefixCache:
         self._changed[hint] = None
 
     def restart_events(self) -> None:
-        """Whoever is told now knows nothing yet."""
+        """The next subscriber knows nothing yet."""
         self._reported.clear()
         self._changed = dict.fromkeys(self._hints)
         self._cleared = True

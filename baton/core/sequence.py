@@ -47,7 +47,7 @@ class Sequence:
 
     `output` starts as what earlier attempts produced; `logprobs` are of the tokens appended since, where the request
     asks for them. `num_computed` counts positions whose KV is in the blocks.
-    `cached_tokens` is how many tokens the prefill worker did not compute, where that was told.
+    `cached_tokens` is how many tokens the prefill worker did not compute, where that was reported.
     `step_id` is the outstanding step that computes a row of it, or None. `ending` is why it ends once that step is in.
     """
 

@@ -180,7 +180,7 @@ def _draws(plan: StepPlan) -> tuple[Draw, ...]:
 
 def _check_drafted(plan: StepPlan) -> None:
     """In a plan with draft tokens that only the device knows no row has drafts that are known: draws behind both would
-    have to be told of both."""
+    have to be given both."""
     if len(plan.drafted) != len(plan.rows):
         raise InvariantError(
             f"step {plan.step_id}: draft tokens for {len(plan.drafted)} rows, and {len(plan.rows)} rows"

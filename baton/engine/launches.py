@@ -9,7 +9,7 @@ they are put in their rows there, counted as output there where draws look back,
 step's tokens. So it has one wait like any other (decision 0041).
 
 A draw that is too close for the device to tell (kernels/sampling.py) goes on with the likeliest token. When the step is
-collected the plain sampler decides it, and where it says another token, the outcome tells that the row behind was fed a
+collected the plain sampler decides it, and where it says another token, the outcome says that the row behind was fed a
 wrong one (`StepOutcome.corrected`). On CPU a step is computed when it is launched, and all of this is plain lookup.
 """
 
@@ -81,7 +81,7 @@ class Launches:
         self.rows_with_device_token = self.rows_corrected = self.waits = 0
 
     def check(self, plan: StepPlan, draft_tokens: Queued | None = None) -> None:
-        """Before anybody is told of a plan: the leader must have what `feed` is to put into it.
+        """Before a plan is announced: the leader must have what `feed` is to put into it.
 
         Raises:
             InvariantError: the plan names rows of a step that is not the last one launched, or asks for other draft

@@ -217,7 +217,7 @@ class FollowerChannel(Channel):
         self._send(self._peers, frame)
 
     def follow(self, step: Callable[[StepPlan], StepOutcome]) -> str:
-        """Computes what the leader plans, on the calling thread, until it is told to stop; returns the reason. Raises
+        """Computes what the leader plans, on the calling thread, until the leader stops it; returns the reason. Raises
         RankLost when the leader is gone."""
         while True:
             frame = self._next()

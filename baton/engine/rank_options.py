@@ -65,7 +65,7 @@ def agree(store: Store, ranks: Ranks, mine: Mapping[str, str], timeout_s: float)
     deadline = time.monotonic() + timeout_s
     try:
         store.set(_key(ranks.rank), json.dumps(dict(mine)))
-        for rank in range(ranks.size):  # in short looks: a signal to end is heard between them
+        for rank in range(ranks.size):  # in short looks: a signal to end is handled between them
             while not store.check([_key(rank)]):
                 if time.monotonic() > deadline:
                     raise StartupError(f"rank {rank} has not said its options within {timeout_s:g} s")

@@ -35,7 +35,7 @@ LET_IN = encode(Heartbeat(0))
 
 
 class Store(Protocol):
-    """What is needed of torchrun's store. `get` waits as long as the store was told to, then raises RuntimeError."""
+    """What is needed of torchrun's store. `get` waits for the store's own timeout, then raises RuntimeError."""
 
     def set(self, key: str, value: str) -> None: ...
 

@@ -101,7 +101,7 @@ class Runner:
         self._min_tokens = 2 if options.exact and kernels.startswith("torch") else 1
 
     def lead(self, announce: Callable[[StepPlan], None]) -> None:
-        """From now on every plan goes to `announce`, which tells the followers, before it is computed here."""
+        """From now on every plan goes to `announce`, which sends it to the followers, before it is computed here."""
         self._announce = announce
 
     def tell_first_layers(self, wanted: Callable[[StepPlan], int], notify: Callable[[int, int], None]) -> None:

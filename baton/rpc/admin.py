@@ -12,7 +12,7 @@ from baton.v1 import worker_pb2, worker_pb2_grpc
 def drain_worker(
     address: str, worker_id: str, drain_s: float, token: str, timeout_s: float = 5.0, tls: ClusterTls | None = None
 ) -> None:
-    """Tells the coordinator at `address` to take a worker out; returns once the worker has been told.
+    """Asks the coordinator at `address` to drain a worker; returns once the command is sent to it.
 
     Raises:
         NotFound: there is no such worker.

@@ -205,7 +205,7 @@ def _sampling_message(s: request.SamplingParams) -> types_pb2.SamplingParams:
 
 def _sampling_value(s: types_pb2.SamplingParams) -> request.SamplingParams:
     """Every hop checks what it takes in: a field that this version does not serve is refused by name, not ignored.
-    (`ignore_eos` is the front's: workers are told which tokens end a choice.)"""
+    (`ignore_eos` is the front's: workers get the tokens that end a choice.)"""
     given: dict[str, Any] = {}
     for field, value in s.ListFields():
         if field.name in _PLAIN_SAMPLING:

@@ -72,7 +72,8 @@ class SessionOwner(Protocol):
 
 class WorkerSession:
     """Complete state: the outgoing queue, the output log, the stream if one stands, the run it belongs to and when it
-    last heard from it, until when it leaves if it does, whether it has nothing left, and whether that was heard."""
+    last received from it, until when it leaves if it does, whether it has nothing left, and whether that was
+    acknowledged."""
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class WorkerSession:
             self._outgoing.put_nowait(Leave(timeout_s))
 
     async def drained(self, timeout_s: float) -> None:
-        """Says that this worker has nothing left, and waits until that was heard, for at most `timeout_s`."""
+        """Says that this worker has nothing left, and waits until that is acknowledged, for at most `timeout_s`."""
         self._empty = True
         if self._connected:
             self._outgoing.put_nowait(Drained())

@@ -102,7 +102,7 @@ class StepThread:
         self._work.put(None)
 
     def _run(self) -> None:
-        failed: BaseException | None = None  # in a launch: told when that step is collected
+        failed: BaseException | None = None  # in a launch: raised when that step is collected
         while (item := self._work.get()) is not None:  # until `close`
             work, future = item
             outcome, error = None, failed

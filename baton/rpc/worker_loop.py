@@ -239,7 +239,7 @@ class WorkerLoop:
         self._drain.set()
 
     async def _drained(self) -> None:
-        await self._drain.wait()  # the worker serves until it is told to drain
+        await self._drain.wait()  # the worker serves until a drain is requested
         log.info("draining: %d sequences", len(self._tier.sequence_ids()))
         while self._tier.sequence_ids() and time.monotonic() < self._drain_until:
             await asyncio.sleep(0.02)

@@ -9,7 +9,7 @@ closes the edge and ends when the backend lets go of it. A dead worker is replac
 generation's spec. `close` ends a living one in order.
 
 A job holds its tensors until it has ended, whoever still waits for it: cancelling an await cancels the wait, not the
-operation (`in_flight` tells). The thread is a daemon, so nothing here keeps a process from exiting.
+operation (`in_flight` says so). The thread is a daemon, so nothing here keeps a process from exiting.
 """
 
 from __future__ import annotations

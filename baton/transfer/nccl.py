@@ -27,7 +27,7 @@ from baton.transfer.edge import Arrived, EdgeSpec, Ready, check_buffer, cut_buff
 from baton.transfer.rendezvous import Meeting
 
 NEVER = timedelta(days=1)
-"""What PyTorch is told an operation may take: its own timeout does more harm than the hang."""
+"""What an operation may take by PyTorch's own limit: its own timeout does more harm than the hang."""
 MAX_CTAS = 4
 """Channels of one edge; each takes a few MB of buffers on both GPUs and one SM while it moves bytes."""
 _POLL_MIN_S, _POLL_MAX_S = 0.00005, 0.002

@@ -121,7 +121,7 @@ class Meeting:
             self._over.set()
 
     def _dial(self, deadline: float) -> TCPStore:
-        """A client of the store. A plain socket asks first: TCPStore's own connect retries and cannot be told to stop
+        """A client of the store. A plain socket asks first: TCPStore's own connect retries and cannot be stopped
         early. Raises HandoffError."""
         spec = self.spec
         try:

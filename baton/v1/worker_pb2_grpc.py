@@ -58,8 +58,8 @@ class WorkerControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Takes a worker out of the running cluster: no new work, what runs finishes or goes elsewhere, then its process
-        exits. Answers once the worker has been told. NOT_FOUND when nobody of that name is here.
+        """Takes a worker out of the running cluster: no new work, what runs finishes or is rescheduled, then its process
+        exits. Answers once the command is sent to the worker. NOT_FOUND when nobody of that name is here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -54,7 +54,7 @@ MAX_DEATHS = 2
 MAX_TIMES_PARKED = 30
 OFFER_AGAIN_S = 0.1, 1.0  # after the second refusal, doubled with each up to the second
 _MAX_ATTEMPT = 1 << 30  # an int32 on the wire
-# The decode worker has begun, yet prefill saw the hand-over fail and has told it to end the sequence.
+# The decode worker has begun, yet prefill saw the hand-over fail and has had it end the sequence.
 _LOST_ACK = "the link to its decode worker broke before the last acknowledgement"
 
 
@@ -298,7 +298,7 @@ class Requests:
         return r, self._place(now)
 
     def end(self, r: Request, reason: str, now: float) -> list[Action]:
-        """The front has all it needs of a choice: both pools are told at once."""
+        """The front has all it needs of a choice: both pools are informed at once."""
         return [*self._end(r, reason, now), *self._place(now)]
 
     def forget(self, r: Request) -> None:
@@ -562,7 +562,7 @@ class Requests:
         return incarnation
 
     def _assign(self, r: Request, now: float) -> list[Action]:
-        """Names new decode workers for parked KV under the next attempt, when one has room and prefill can be told."""
+        """Names new decode workers for parked KV under the next attempt, when one has room and prefill is connected."""
         if not self.workers.connected(r.prefill_worker):
             return []
         placement = self.dispatcher.reassign(r.name)

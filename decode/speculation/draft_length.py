@@ -45,7 +45,7 @@ class Acceptance:
         return (self.right + prior * weight) / (self.seen + weight)
 
 
-class AcceptanceBook:
+class AcceptanceEstimates:
     """Complete state: how draft tokens for all sequences have fared. Each one's own Acceptance is with its owner."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from decode.speculation.acceptance import accepted_length, forced_length
 from decode.speculation.draft_length import (
     MAX_DRAFT_TOKENS,
     Acceptance,
-    AcceptanceBook,
+    AcceptanceEstimates,
     StepPrice,
     choose_length,
     choose_lengths,
@@ -38,7 +38,7 @@ Room = Callable[[Sequence, int], int]
 
 
 class Speculation:
-    """Complete state: `model`, the source of draft tokens, the book of how they fare, each sequence with its
+    """Complete state: `model`, the source of draft tokens, the estimates of how they fare, each sequence with its
     acceptance, those whose draft is wanted, `trials`, how long answers are (`_usual_tokens`), whose turn it is to be
     looked at (`_looked_at`, at which of the `_steps`), how many of these chose nothing (`_skipped`), and `counters`.
     Without `drafts` nothing is ever drafted.
@@ -59,7 +59,7 @@ class Speculation:
         self.model = model or StepModel()
         self.fixed_length = fixed_length
         self.forced_rate = forced_rate
-        self.book = AcceptanceBook()
+        self.acceptance = AcceptanceEstimates()
         self.trials = Trials()
         self.counters = SpeculationCounters(forced=forced_rate is not None)
         self._open: dict[SequenceId, tuple[Sequence, Acceptance]] = {}
@@ -121,7 +121,7 @@ class Speculation:
         if self.forced_rate is not None:
             accepted = forced_length(drafted, row.output_index, row.sampling.seed, self.forced_rate)
             taken = draft_tokens[:accepted] + sampled[accepted : accepted + 1]
-        self.book.observe(self._open[sequence.id][1], drafted, accepted)
+        self.acceptance.observe(self._open[sequence.id][1], drafted, accepted)
         self.drafts.on_verified(sequence, drafted, accepted)
         if not drafted:
             return taken, counters
@@ -135,7 +135,7 @@ class Speculation:
             self._check_open(set())
 
     def check(self, sequence_ids: set[SequenceId]) -> None:
-        """Raises InvariantError when the books here are of other sequences."""
+        """Raises InvariantError when the state here is of other sequences."""
         if self.drafts is not None:
             self.drafts.check(sequence_ids)
             self._check_open(sequence_ids)
@@ -193,7 +193,7 @@ class Speculation:
             self._wanted[sequence.id] = sequence
 
     def _rate(self, sequence: Sequence) -> float:
-        return self.book.rate(self._open[sequence.id][1])
+        return self.acceptance.rate(self._open[sequence.id][1])
 
     def _price(self, rows: int, tokens: int) -> StepPrice:
         model = self.model

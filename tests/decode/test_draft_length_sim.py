@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from decode.speculation.draft_length import Acceptance, AcceptanceBook
+from decode.speculation.draft_length import Acceptance, AcceptanceEstimates
 from tests.support.accepted_drafts import GREEDY, WARM, bits
 from tests.support.draft_sim import Prices, serve
 
@@ -140,21 +140,21 @@ def test_text_that_turns_easy_is_found_out() -> None:
 
 
 def test_a_sequence_goes_back_to_what_is_usual_while_nothing_is_guessed_for_it() -> None:
-    book, one = AcceptanceBook(), Acceptance()
+    estimates, one = AcceptanceEstimates(), Acceptance()
     for _ in range(30):
-        book.observe(one, 1, 0)
+        estimates.observe(one, 1, 0)
     for _ in range(200):
-        book.observe(Acceptance(), 4, 4)
-    assert book.shared > 0.95 and book.rate(one) < 0.5
+        estimates.observe(Acceptance(), 4, 4)
+    assert estimates.shared > 0.95 and estimates.rate(one) < 0.5
     for _ in range(400):
-        book.observe(one, 0, 0)
-    assert book.rate(one) > 0.95 * book.shared
-    assert book.rate(Acceptance()) == book.shared
+        estimates.observe(one, 0, 0)
+    assert estimates.rate(one) > 0.95 * estimates.shared
+    assert estimates.rate(Acceptance()) == estimates.shared
 
 
 def test_only_guesses_whose_turn_came_count() -> None:
-    book, one = AcceptanceBook(), Acceptance()
-    book.observe(one, 8, 2)
+    estimates, one = AcceptanceEstimates(), Acceptance()
+    estimates.observe(one, 8, 2)
     assert 2.9 < one.seen < 3.0 and one.right < 2.0
-    book.observe(other := Acceptance(), 2, 2)
+    estimates.observe(other := Acceptance(), 2, 2)
     assert other.right == other.seen and 1.9 < other.seen < 2.0
