@@ -13,8 +13,8 @@ from baton.core.sequence import Sequence
 class Entry:
     """`next_emit_index` is the output index from which tokens are still to be reported: the first event repeats the
     token that prefill sampled. `received_at`, `running_at`: None until then. `last_token_at`: when the last token came,
-    or its KV. `in_flight`: KV is still being written into the blocks of an aborted sequence. `boosted`: it has the turn of
-    its priority. `discard_result`: what the step that is out computes of it says nothing. `end_reported`: its end is
+    or its KV. `in_flight`: KV is still being written into the blocks of an aborted sequence. `boosted`: it has the turn
+    of its priority. `discard_result`: what the step that is out computes of it says nothing. `end_reported`: its end is
     reported, and a step that is out still writes into its blocks."""
 
     sequence: Sequence
