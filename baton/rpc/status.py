@@ -25,7 +25,7 @@ _HIDDEN = "internal error; the server's log has the details"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`retry`: True asks a client to try again after a while, False that it would be in vain, None leaves it open.
+    """`retry` is True where a client may try again after a while, False where that is in vain, None where it is open.
     `hide` keeps the message in the log: it speaks of our insides."""
 
     http: int

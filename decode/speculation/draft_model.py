@@ -43,7 +43,7 @@ _PASS_ROWS = (1, 4, 16, 64)
 _TIMED_ROWS = (*_PASS_ROWS, 1, 4, 1, 1, 4, 1)  # short steps more often: a difference of two is soon lost in noise
 _PLANNED_TOKENS = 24  # of the sequence that planning is timed with
 _IN_A_ROW, _SHORT_ROWS = 3, 4  # times that a step of so many rows at most is timed at once
-_SWITCHES = 24  # between draft and target
+_SWITCHES = 24  # from the draft to the target, to time what they cost
 _DRAFT_TOKENS = 4  # in each row of the longer of the two steps that the price of a draft token is taken from
 
 
