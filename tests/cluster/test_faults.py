@@ -62,7 +62,7 @@ MOMENTS = ("before", "during", "between", "after")
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 @pytest.mark.parametrize("when", MOMENTS)
 async def test_kill_9(running: FaultCluster, client: Client, victim: str, when: str, times: int) -> None:
-    """The request goes on elsewhere, and its client sees no more than a pause."""
+    """The request is rescheduled, and its client sees no more than a pause."""
     if when == "between" and (running.edges > 1 or not processor_levels()):
         pytest.skip("with several ranks, or without compiled kernels, a step is reported as one")
     count = 400 if when == "after" else COUNT
