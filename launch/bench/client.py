@@ -1,7 +1,7 @@
 """Requests to an OpenAI-compatible server, in a closed loop (each of `concurrency` clients sends its next request when
-the last one has ended) or an open one (each is sent when it is due, however the server keeps up). Arrival is noted as
-soon as bytes come off the socket, before they are parsed. A closed loop's request counts from when it is written to its
-open connection: 64 clients that start at one moment would otherwise count each other's preparation."""
+the last one has ended) or an open one (each is sent when it is due, however the server keeps up). Bytes arrive when
+they are read from their socket, before any is parsed, and a closed loop's request counts from when it is written to its
+open connection: 64 clients that start at one moment would otherwise count each other's work."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import json
 import math
+import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -30,6 +31,18 @@ _MAX_EVENT_BYTES = 16 << 20
 _MAX_REFUSAL_BYTES = 64 << 10
 _MAX_COUNT = 1 << 40
 """Tokens, and milliseconds, beyond which a server's number is taken for nonsense."""
+_read_at: dict[int, float] = {}
+"""When each descriptor was last read (perf_counter). asyncio reads all ready sockets before it runs a task."""
+
+
+class _TimedSocket(socket.socket):
+    def recv(self, *args: Any) -> bytes:
+        _read_at[self.fileno()] = time.perf_counter()
+        return super().recv(*args)
+
+    def recv_into(self, *args: Any) -> int:  # with TLS
+        _read_at[self.fileno()] = time.perf_counter()
+        return super().recv_into(*args)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +121,7 @@ def client_session(target: Target) -> aiohttp.ClientSession:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     trace = aiohttp.TraceConfig()
     trace.on_request_chunk_sent.append(_written)
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, socket_factory=lambda found: _TimedSocket(*found[:3]))
     return aiohttp.ClientSession(connector=connector, headers=target.headers, timeout=timeout, trace_configs=[trace])
 
 
@@ -176,8 +189,9 @@ async def send(session: aiohttp.ClientSession, target: Target, job: Job, due: fl
                     sent = stream.written_at or sent
                 if answer.status != 200:
                     return Record(sent, error=await _refused(answer))
+                descriptor = _descriptor(answer)
                 async for chunk in answer.content.iter_any():
-                    stream.feed(time.perf_counter(), chunk)
+                    stream.feed(_read_at.get(descriptor) or time.perf_counter(), chunk)
         return stream.record(sent, time.perf_counter())
     except aiohttp.ClientError as error:  # first: no connection in time is one of these and a TimeoutError too
         return Record(sent, error=describe(error))
@@ -185,6 +199,12 @@ async def send(session: aiohttp.ClientSession, target: Target, job: Job, due: fl
         return Record(sent, error=f"no end within {target.timeout_s:g} s", timed_out=True)
     except (OSError, ValueError) as error:
         return Record(sent, error=describe(error))
+
+
+def _descriptor(answer: aiohttp.ClientResponse) -> int:
+    """Of its socket; -1 where all of the answer has come and its connection serves others."""
+    transport = answer.connection.transport if answer.connection else None
+    return transport.get_extra_info("socket").fileno() if transport else -1
 
 
 class _Stream:

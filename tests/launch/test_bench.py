@@ -7,6 +7,7 @@ import itertools
 import json
 import socket
 import threading
+import time
 from asyncio.selector_events import _SelectorSocketTransport
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from baton.core.errors import StartupError
+from launch.bench import client as bench_client
 from launch.bench.client import Target, client_session, first_model, run_load, send
 from launch.bench.load import Job, Lengths, Load, completion
 from launch.bench.stats import Record
@@ -316,6 +318,52 @@ def test_an_answer_that_does_not_end_is_none(monkeypatch: pytest.MonkeyPatch) ->
 
         assert "an event of more than 1 MiB" in str(asyncio.run(ask()).error)
         listening.shutdown(socket.SHUT_RDWR)
+
+
+def test_bytes_have_arrived_when_they_are_read_however_late_they_are_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = 8
+    heads, events = threading.Event(), threading.Event()
+    seen: list[int] = []
+    arrived: list[float] = []
+    parsed: list[float] = []
+    descriptor, feed = bench_client._descriptor, bench_client._Stream.feed
+
+    def last_head_waits(answer: aiohttp.ClientResponse) -> int:
+        seen.append(descriptor(answer))
+        if len(seen) == streams:
+            heads.set()
+            assert events.wait(30)  # the loop stands still: all events lie in their sockets when it goes on
+        return seen[-1]
+
+    def noted(stream: bench_client._Stream, now: float, chunk: bytes) -> None:
+        parsed.append(time.perf_counter())
+        arrived.append(now)
+        feed(stream, now, chunk)
+
+    monkeypatch.setattr(bench_client, "_descriptor", last_head_waits)
+    monkeypatch.setattr(bench_client._Stream, "feed", noted)
+
+    def serve(listening: socket.socket) -> None:
+        callers = [listening.accept()[0] for _ in range(streams)]
+        for caller in callers:
+            caller.recv(65536)
+            caller.sendall(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
+        assert heads.wait(30)
+        for caller in callers:
+            caller.sendall(b'data: {"choices": [{"index": 0, "text": "x"}]}\n\ndata: [DONE]\n\n')
+        events.set()
+        for caller in callers:
+            caller.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = threading.Thread(target=serve, args=(listening,), daemon=True)
+        server.start()
+        target = Target(f"http://127.0.0.1:{listening.getsockname()[1]}/v1", "m", "", 30.0, {})
+        load = Load(0, Lengths(4, 4), Lengths(1, 1)).sessions(0, streams)
+        records = asyncio.run(run_load(target, load, streams, lambda record: None))
+        server.join(30)
+    assert [record.error for record in records] == [None] * streams and len(arrived) == streams
+    assert max(arrived) < min(parsed) and -1 not in seen
 
 
 def test_a_name_that_cannot_be_sent_back_is_no_name() -> None:
