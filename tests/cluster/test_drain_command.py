@@ -65,12 +65,12 @@ async def test_a_drained_worker_leaves_and_is_not_started_again(running: Cluster
     assert pid not in running.processes() and sorted(running.workers()) == ["decode-0", "prefill-0"]
     assert await tokens(running, 400) == expected
 
-    for worker, url, said in (
+    for worker, url, message in (
         ("decode-1", running.url, "decode-1"),
         ("prefill-0", "http://127.0.0.1:9", "no cluster answers at http://127.0.0.1:9"),
     ):
         refused = await asyncio.to_thread(baton_drain, running, worker, url=url)
-        assert refused.returncode == 3 and refused.stderr.startswith("error: ") and said in refused.stderr
+        assert refused.returncode == 3 and refused.stderr.startswith("error: ") and message in refused.stderr
         assert len(refused.stderr.splitlines()) == 1
 
 

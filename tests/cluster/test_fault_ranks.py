@@ -48,8 +48,8 @@ async def test_a_follower_killed(running: FaultCluster, when: str, times: int) -
                 await asyncio.wait_for(request.decoding.wait(), 60)
             await kill_follower(running, "prefill-0")
             running.release("prefill-0.1", "hold_send")
-            told = await request.end()
-            assert (told.error, told.tokens) == ("", answer), running.cluster.logs()
+            result = await request.end()
+            assert (result.error, result.tokens) == ("", answer), running.cluster.logs()
             await running.settle()
             assert await expected(client, count=300) == answer
 
@@ -66,8 +66,8 @@ async def test_a_decode_follower_killed_in_mid_transfer(running: FaultCluster, t
             await running.held("prefill-0.1")
             await kill_follower(running, "decode-0")
             running.release("prefill-0.1", "hold_send")
-            told = await request.end()
-            assert (told.error, told.tokens) == ("", answer), running.cluster.logs()
+            result = await request.end()
+            assert (result.error, result.tokens) == ("", answer), running.cluster.logs()
             await running.settle()
             assert running.cluster.pids("prefill-0") == senders
             assert await expected(client) == answer

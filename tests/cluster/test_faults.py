@@ -83,8 +83,8 @@ async def test_kill_9(running: FaultCluster, client: Client, victim: str, when: 
             assert seen - killed < stall.allows(KILL_SEEN_S), running.cluster.logs()
         if hold:
             running.release("prefill-0", hold)
-        told = await request.end()
-        assert told.error == "" and told.tokens[:count] == answer, running.cluster.logs()
+        result = await request.end()
+        assert result.error == "" and result.tokens[:count] == answer, running.cluster.logs()
         await calm(running, client, bystander, stream)
 
 
@@ -103,8 +103,8 @@ async def test_a_prompt_outlives_its_decode_worker(running: FaultCluster, client
 
         await running.until(back, "the next life of decode-0")
         running.release("prefill-0", "hold_step")
-        told = await request.end()
-        assert (told.error, told.tokens) == ("", answer), running.cluster.logs()
+        result = await request.end()
+        assert (result.error, result.tokens) == ("", answer), running.cluster.logs()
         await calm(running, client, bystander, stream)
 
 
@@ -129,8 +129,8 @@ async def test_stopped_for_ten_seconds(running: FaultCluster, client: Client, vi
                     seen = max(seen, await running.first(*WITNESS[victim], since=stopped))
             assert seen - stopped < stall.allows(STOP_SEEN_S), running.cluster.logs()
             running.release("prefill-0", "hold_send")
-            told = await request.end()
-            assert (told.error, told.tokens) == ("", answer), running.cluster.logs()
+            result = await request.end()
+            assert (result.error, result.tokens) == ("", answer), running.cluster.logs()
         finally:
             await asyncio.sleep(max(resumed.when() - asyncio.get_running_loop().time(), 0) + 0.1)
         await calm(running, client, bystander, stream)

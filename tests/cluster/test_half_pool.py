@@ -30,7 +30,7 @@ SILENCE_S = 2.0
 
 
 @dataclass
-class Heard:
+class Stream:
     """One stream: its tokens, and when each message with tokens came."""
 
     tokens: list[int] = field(default_factory=list)
@@ -41,27 +41,27 @@ class Heard:
         return max(later - earlier for earlier, later in pairwise(self.at))
 
 
-async def hear(client: Client, index: int, output: int, salt: str) -> Heard:
+async def read_stream(client: Client, index: int, output: int, salt: str) -> Stream:
     """Every other stream is greedy, the rest are seeded."""
     sampling: dict[str, Any] = {"temperature": 0.8, "seed": index} if index % 2 else {"temperature": 0}
     prompt = random.Random(index).choices(range(6, 256), k=PROMPT)
-    heard = Heard()
+    stream = Stream()
     async for event in client.events(prompt, output, model=None, cache_salt=salt or None, **sampling):
         assert event == "[DONE]" or "choices" in event, event
         ids = [] if event == "[DONE]" else [token for choice in event["choices"] for token in choice["token_ids"]]
         if ids:
-            heard.tokens += ids
-            heard.at.append(time.monotonic())
-    assert len(heard.tokens) == output
-    return heard
+            stream.tokens += ids
+            stream.at.append(time.monotonic())
+    assert len(stream.tokens) == output
+    return stream
 
 
-async def hear_all(client: Client, streams: Iterable[int], output: int = OUTPUT, salt: str = "") -> list[Heard]:
-    return await asyncio.gather(*(hear(client, index, output, salt) for index in streams))
+async def read_streams(client: Client, streams: Iterable[int], output: int = OUTPUT, salt: str = "") -> list[Stream]:
+    return await asyncio.gather(*(read_stream(client, index, output, salt) for index in streams))
 
 
-def check_at_once(heard: Iterable[Heard]) -> None:
-    assert max(h.at[0] for h in heard) < min(h.at[-1] for h in heard), "they did not all run at one time"
+def check_at_once(streams: Iterable[Stream]) -> None:
+    assert max(h.at[0] for h in streams) < min(h.at[-1] for h in streams), "they did not all run at one time"
 
 
 def blocks_for(streams: int, output: int = OUTPUT) -> int:
@@ -93,12 +93,12 @@ async def test_streams_in_half_the_pool_say_what_a_few_say_in_it(tmp_path: Path)
     half = blocks_for(many) // 2
     with fault_cluster(model, **room_for(half, model)) as running:
         async with Client(running.cluster) as client:
-            together = await hear_all(client, range(many), salt="together")
+            together = await read_streams(client, range(many), salt="together")
             check_at_once(together)
             short = preemptions(running)
             assert short > 0, "nothing was ever short"
             groups = [range(many)[first : first + few] for first in range(0, many, few)]
-            apart = [heard for group in groups for heard in await hear_all(client, group, salt="apart")]
+            apart = [stream for group in groups for stream in await read_streams(client, group, salt="apart")]
             assert preemptions(running) == short, "a few were too many"
         assert [h.tokens for h in together] == [h.tokens for h in apart]
         assert len({tuple(h.tokens) for h in together}) == many
@@ -112,18 +112,18 @@ async def test_no_stream_is_silent_for_two_seconds_and_none_says_anything_else(
     count: int, output: int, draft: str
 ) -> None:
     """The built-in pair, and the same streams through a cluster with room for all and a block more for draft tokens."""
-    told: dict[str, list[Heard]] = {}
+    streams_of: dict[str, list[Stream]] = {}
     needed = blocks_for(count, output)
     for pool, blocks in (("whole", needed + count), ("half", needed // 2)):
         with fault_cluster("builtin", draft=draft, **room_for(blocks, builtin_directory("target"))) as running:
             async with Client(running.cluster) as client:
                 with Stall() as stall:
-                    told[pool] = await hear_all(client, range(count), output)
-                check_at_once(told[pool])
-            short, silence_s = preemptions(running), max(heard.silence_s for heard in told[pool])
+                    streams_of[pool] = await read_streams(client, range(count), output)
+                check_at_once(streams_of[pool])
+            short, silence_s = preemptions(running), max(stream.silence_s for stream in streams_of[pool])
             await settle(running, blocks)
         most_s = stall.allows(SILENCE_S)
         print(f"{pool}: {stall.took_s:.2f} s, silent {silence_s:.2f} of {most_s:.2f} s, {short} preemptions")
         assert (short > 0) == (pool == "half")
         assert silence_s < most_s
-    assert [heard.tokens for heard in told["half"]] == [heard.tokens for heard in told["whole"]]
+    assert [stream.tokens for stream in streams_of["half"]] == [stream.tokens for stream in streams_of["whole"]]

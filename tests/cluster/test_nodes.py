@@ -44,7 +44,7 @@ class Job:
 
 
 @dataclass
-class Told:
+class StreamResult:
     """What became of a stream."""
 
     tokens: list[int] = field(default_factory=list)
@@ -118,20 +118,20 @@ class Cluster:
     def idle(self) -> bool:
         return all(w["blocks_free"] == w["blocks_total"] and not w["sequences"] for w in self.workers().values())
 
-    def stream(self, prompt: list[int], count: int) -> Future[Told]:
-        def read() -> Told:
-            told, started = Told(), time.monotonic()
+    def stream(self, prompt: list[int], count: int) -> Future[StreamResult]:
+        def read() -> StreamResult:
+            reply, started = StreamResult(), time.monotonic()
             sent = body(prompt, count, stream=True)
             with httpx.stream("POST", f"{self._url}/v1/completions", json=sent, timeout=120.0) as answer:
                 if answer.status_code != 200:
-                    told.error = json.loads(answer.read())["error"]["code"]
-                for line in answer.iter_lines() if not told.error else ():
+                    reply.error = json.loads(answer.read())["error"]["code"]
+                for line in answer.iter_lines() if not reply.error else ():
                     if line.startswith("data: {"):
                         event = json.loads(line[6:])
-                        told.error = event.get("error", {}).get("code", told.error)
-                        told.tokens += [t for c in event.get("choices", []) for t in c["token_ids"]]
-            told.took_s = time.monotonic() - started
-            return told
+                        reply.error = event.get("error", {}).get("code", reply.error)
+                        reply.tokens += [t for c in event.get("choices", []) for t in c["token_ids"]]
+            reply.took_s = time.monotonic() - started
+            return reply
 
         return self._threads.submit(read)
 
@@ -161,25 +161,25 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             started.close()
 
 
-def right(running: Cluster, prompt: list[int], told: Told) -> bool:
+def right(running: Cluster, prompt: list[int], reply: StreamResult) -> bool:
     expected = oracle.greedy(running.model, prompt, 8)
-    return tuple(told.tokens[: expected.decided]) == expected.tokens[: expected.decided] and len(told.tokens) == 8
+    return tuple(reply.tokens[: expected.decided]) == expected.tokens[: expected.decided] and len(reply.tokens) == 8
 
 
 def test_the_same_tokens_as_on_one_host(running: Cluster) -> None:
     asked = [(prompt, running.stream(prompt, 8)) for prompt in PROMPTS * 4]
-    assert all(right(running, prompt, told.result()) for prompt, told in asked)
+    assert all(right(running, prompt, reply.result()) for prompt, reply in asked)
     known = running.workers()
     assert all(known[w]["kv_bytes_sent"] for w in ("p0", "p1")), known
     assert all(known[w]["kv_bytes_received"] for w in ("d0", "d1")), known
 
 
 def test_nothing_listens_but_on_named_addresses(running: Cluster) -> None:
-    heard = {name: node.listeners() for name, node in running.network.items()}
+    listening = {name: node.listeners() for name, node in running.network.items()}
     named = {name: {node.address, "127.0.0.1"} for name, node in running.network.items()}
-    assert not [(n, a, who) for n, found in heard.items() for a, who in found if a not in named[n]]
-    assert len(heard["head"]) == 3  # HTTP, gRPC, control
-    assert all(found for name, found in heard.items() if name.startswith("d"))
+    assert not [(n, a, who) for n, found in listening.items() for a, who in found if a not in named[n]]
+    assert len(listening["head"]) == 3  # HTTP, gRPC, control
+    assert all(found for name, found in listening.items() if name.startswith("d"))
 
 
 CUTS = [
@@ -189,7 +189,7 @@ CUTS = [
 ]
 
 
-def cut_in_mid_stream(running: Cluster, node: str, end: str) -> list[Future[Told]]:
+def cut_in_mid_stream(running: Cluster, node: str, end: str) -> list[Future[StreamResult]]:
     """A stream on each decode worker, and the cable cut while both run. A link takes seconds to go down where the
     kernel still takes other namespaces apart: where a stream has ended by then, all begins anew."""
     for _ in range(5):
@@ -220,17 +220,17 @@ def test_a_cable_cut_for_ten_seconds(running: Cluster, node: str, end: str) -> N
     running.network[node].mend(end)
 
     for prompt, future in asked:
-        told = future.result()
-        assert told.took_s < LIMIT_S and right(running, prompt, told), (told, running.logs())
-    ends = [(told.error, len(told.tokens)) for told in (future.result() for future in long_ones)]
+        reply = future.result()
+        assert reply.took_s < LIMIT_S and right(running, prompt, reply), (reply, running.logs())
+    ends = [(reply.error, len(reply.tokens)) for reply in (future.result() for future in long_ones)]
     assert ends == [("", LONG)] * 2, ends
 
     running.wait_until(lambda: running.all_ready() and running.idle(), f"{worker} back, and nothing left")
     before = running.workers()[worker][moved]
 
     def served_by_it() -> bool:
-        told = [(prompt, running.stream(prompt, 8)) for prompt in PROMPTS]
-        assert all(right(running, prompt, future.result()) for prompt, future in told), running.logs()
+        reply = [(prompt, running.stream(prompt, 8)) for prompt in PROMPTS]
+        assert all(right(running, prompt, future.result()) for prompt, future in reply), running.logs()
         return bool(running.workers()[worker][moved] > before)
 
     running.wait_until(served_by_it, f"KV over the edges of {worker} again")

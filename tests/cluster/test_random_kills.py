@@ -108,10 +108,10 @@ async def test_random_kills_leak_nothing_and_falsify_nothing(
                 for _ in range(CLIENTS):
                     group.create_task(work.one_client())
             await running.settle()
-        said = running.cluster.output.read_text()
+        log = running.cluster.output.read_text()
         print(f"{work.finished} finished, {kills.result()} kills, errors {dict(work.errors)}")
         least = int(seconds / KILL_EVERY_S * (0.5 if tp == 1 else 0.25))  # of two ranks most are starting
         assert work.finished >= requests and kills.result() >= least
         assert work.errors["worker_lost"] <= kills.result() / 2, "two deaths of workers that ran it, for each"
         # Nobody died but by our hand: a worker whose an invariant does not hold would end itself and be started again.
-        assert said.count("died: killed by SIGKILL") == said.count("died: ") == kills.result()
+        assert log.count("died: killed by SIGKILL") == log.count("died: ") == kills.result()

@@ -196,12 +196,12 @@ async def test_choices_share_the_prompt_and_each_is_the_same_again(running: Clus
         assert answer.usage is not None
         assert computed() - before <= answer.usage.prompt_tokens + 3 * 16  # one prompt, and less than a block for each
         assert answer.usage.completion_tokens == sum(len(c.model_extra["token_ids"]) for c in answer.choices)
-        said = {c.index: c.model_extra["token_ids"] for c in answer.choices}
-        assert sorted(said) == [0, 1, 2, 3] and len({str(ids) for ids in said.values()}) == 4
+        ids_by_choice = {c.index: c.model_extra["token_ids"] for c in answer.choices}
+        assert sorted(ids_by_choice) == [0, 1, 2, 3] and len({str(ids) for ids in ids_by_choice.values()}) == 4
         alone = await client.completions.create(**asked)
-        assert alone.choices[0].model_extra["token_ids"] == said[0]
+        assert alone.choices[0].model_extra["token_ids"] == ids_by_choice[0]
         streamed: dict[int, list[int]] = {}
         async for part in await client.completions.create(**asked, n=4, stream=True):
             for choice in part.choices:
                 streamed.setdefault(choice.index, []).extend(choice.model_extra["token_ids"])
-        assert streamed == said
+        assert streamed == ids_by_choice

@@ -24,9 +24,9 @@ async def run(url: str, seed: int) -> str:
     process = await asyncio.create_subprocess_exec(
         sys.executable, *words, *more, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    said = (await process.communicate())[0].decode(errors="replace")
-    assert process.returncode == 0, said[-6000:]
-    return said
+    output = (await process.communicate())[0].decode(errors="replace")
+    assert process.returncode == 0, output[-6000:]
+    return output
 
 
 async def beside(running: Cluster, ended: asyncio.Event) -> list[str]:
@@ -45,10 +45,10 @@ async def test_it_finds_nothing(tmp_path: Path, seed: int) -> None:
     with cluster("builtin", exact=True, data_dir=tmp_path / "data", tool_parser="hermes") as running:
         ended = asyncio.Event()
         honest = asyncio.create_task(beside(running, ended))
-        said = await run(running.url, seed)
+        output = await run(running.url, seed)
         ended.set()
         texts = await honest
         assert len(texts) > 10 and len(set(texts)) == 1
-        generated = re.search(r"(\d+) generated", said)
-        assert generated is not None and int(generated[1]) > 2000, said[-3000:]
+        generated = re.search(r"(\d+) generated", output)
+        assert generated is not None and int(generated[1]) > 2000, output[-3000:]
         running.wait_until(lambda _: not sum(row["running"] for row in running.workers().values()), "idle cluster")

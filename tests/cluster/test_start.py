@@ -57,9 +57,9 @@ def test_a_model_that_cannot_be_served(make: Callable[[Path], Path], words: list
     assert not running.processes()
     lines = running.output.read_text().strip().splitlines()
     shown = find_box(lines)
-    said = "\n".join(shown) if make is _cut else lines[-1]  # the worker found that one, the launcher the others
-    assert lines[-1] in (shown[-1:] if make is _cut else lines[-1:]) and "error" in said
-    assert all(word in said for word in words), lines
+    box = "\n".join(shown) if make is _cut else lines[-1]  # the worker found that one, the launcher the others
+    assert lines[-1] in (shown[-1:] if make is _cut else lines[-1:]) and "error" in box
+    assert all(word in box for word in words), lines
     assert "Traceback" not in running.output.read_text()
     assert time.monotonic() - started < 45
 

@@ -38,7 +38,7 @@ def test_only_who_has_the_token_joins_and_drains(tmp_path: Path) -> None:
             with (tmp_path / f"{log}.log").open("wb") as file:
                 return where.start([sys.executable, "-m", *words], stdout=file, stderr=file)
 
-        def said(log: str) -> str:
+        def output_of(log: str) -> str:
             return (tmp_path / f"{log}.log").read_text(errors="replace")
 
         def workers() -> dict[str, Any]:
@@ -51,14 +51,14 @@ def test_only_who_has_the_token_joins_and_drains(tmp_path: Path) -> None:
         def await_workers(what: str, limit_s: float = 90.0, **state: str) -> None:
             deadline = time.monotonic() + limit_s
             while {w["id"]: w["state"] for w in workers()["workers"]} != state:
-                assert time.monotonic() < deadline, f"{what}\n{said('head')}\n{said('good')}"
+                assert time.monotonic() < deadline, f"{what}\n{output_of('head')}\n{output_of('good')}"
                 time.sleep(0.1)
 
         serving = ["--model", str(model), "--host", head.address, "--control-host", head.address]
         serving += ["--port", str(HTTP), "--grpc-port", str(GRPC), "--control-port", str(CONTROL)]
         token = {name: ["--cluster-token-file", str(file)] for name, file in files.items()}
         bare = start(head, "bare", "coordinator", *serving)
-        assert bare.wait(60) == 3 and "--cluster-token-file" in said("bare").splitlines()[-1]
+        assert bare.wait(60) == 3 and "--cluster-token-file" in output_of("bare").splitlines()[-1]
 
         start(head, "head", "coordinator", *serving, *token["right"])
         joining = ["--model", str(model), "--coordinator", control, "--host", node.address, "--threads", "1"]
@@ -66,8 +66,8 @@ def test_only_who_has_the_token_joins_and_drains(tmp_path: Path) -> None:
         good = start(node, "good", "prefill", *joining, "--worker-id", "p0", *token["right"])
         wrong = start(node, "wrong", "prefill", *joining, "--worker-id", "p1", *token["wrong"])
         missing = start(node, "missing", "prefill", *joining, "--worker-id", "p2")
-        assert wrong.wait(120) == 3 and "token: it is not this cluster's" in said("wrong")
-        assert missing.wait(120) == 3 and "token" in said("missing").splitlines()[-1]
+        assert wrong.wait(120) == 3 and "token: it is not this cluster's" in output_of("wrong")
+        assert missing.wait(120) == 3 and "token" in output_of("missing").splitlines()[-1]
         await_workers("only p0", p0="ready")
         refused = workers()["joins_refused"]
         assert refused["token"] >= 1
@@ -78,8 +78,8 @@ def test_only_who_has_the_token_joins_and_drains(tmp_path: Path) -> None:
             ("drain", token["right"], 0),
         ):
             assert {w["state"] for w in workers()["workers"]} == {"ready"}
-            assert start(head, log, "launch.cli", "drain", "p0", url, *words).wait(60) == code, said(log)
-            assert code == 0 or "token" in said(log)
+            assert start(head, log, "launch.cli", "drain", "p0", url, *words).wait(60) == code, output_of(log)
+            assert code == 0 or "token" in output_of(log)
         assert workers()["joins_refused"]["token"] == refused["token"] + 2
         assert good.wait(30) == 0
         await_workers("nobody")

@@ -32,8 +32,8 @@ def start(topology: Path, out: Path, *flags: str) -> subprocess.Popen[bytes]:
 def until(condition, what: str, *outputs: Path) -> None:
     deadline = time.monotonic() + 90
     while not condition():
-        said = "\n".join(path.read_text(errors="replace") for path in outputs)
-        assert time.monotonic() < deadline, f"no {what}\n{said}"
+        output = "\n".join(path.read_text(errors="replace") for path in outputs)
+        assert time.monotonic() < deadline, f"no {what}\n{output}"
         time.sleep(0.1)
 
 

@@ -79,7 +79,7 @@ def test_anything_else_is_refused(keys: ApiKeys, sent: str, code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "mode", "said"),
+    ("text", "mode", "expected"),
     [
         ("", 0o600, "holds no key"),
         ("# nothing\n", 0o600, "holds no key"),
@@ -90,8 +90,8 @@ def test_anything_else_is_refused(keys: ApiKeys, sent: str, code: str) -> None:
         ("schlüssel-mit-umlaut\n", 0o600, "keys are ASCII"),
     ],
 )
-def test_a_bad_file_is_refused_by_its_line(tmp_path: Path, text: str, mode: int, said: str) -> None:
-    with pytest.raises(StartupError, match=said) as refused:
+def test_a_bad_file_is_refused_by_its_line(tmp_path: Path, text: str, mode: int, expected: str) -> None:
+    with pytest.raises(StartupError, match=expected) as refused:
         read_api_keys(key_file(tmp_path, text, mode))
     assert refused.value.message.startswith("--api-key-file ") and "short" not in refused.value.message
 
@@ -234,7 +234,7 @@ def test_a_key_says_whose_it_is_and_what_it_may_take(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         ("nmae=x", "unknown option 'nmae'; did you mean 'name'"),
         ("name=a name=b", "name is given twice"),
@@ -248,10 +248,10 @@ def test_a_key_says_whose_it_is_and_what_it_may_take(tmp_path: Path) -> None:
         (f"\n{KEY}", "the same key again"),
     ],
 )
-def test_a_bad_option_is_refused_by_its_line(tmp_path: Path, words: str, said: str) -> None:
+def test_a_bad_option_is_refused_by_its_line(tmp_path: Path, words: str, expected: str) -> None:
     with pytest.raises(StartupError, match=r"line [12]: ") as refused:
         read_api_keys(key_file(tmp_path, f"{KEY} {words}\n"))
-    assert said in refused.value.message and KEY not in refused.value.message
+    assert expected in refused.value.message and KEY not in refused.value.message
 
 
 async def test_both_fronts_say_whose_a_request_is(text_model: TextModel, tmp_path: Path) -> None:

@@ -125,14 +125,14 @@ async def test_prompts_and_parked_kv_of_a_prefill_worker_that_leaves_go_elsewher
         assert usage is not None and (usage.prompt_tokens, usage.completion_tokens) == (3, 4)
 
 
-@pytest.mark.parametrize("told", ["handed over", "only tokens"])
-async def test_a_decode_worker_that_leaves_gives_back_what_runs(told: str) -> None:
+@pytest.mark.parametrize("sent", ["handed over", "only tokens"])
+async def test_a_decode_worker_that_leaves_gives_back_what_runs(sent: str) -> None:
     async with bench("p0", "d0") as b:
         p, d0 = b.worker("p0"), b.worker("d0")
         reader = b.submit(max_tokens=6)
         s = (await p.received(Prefill)).request.sequence_id
         p.say(s, 0, 5)
-        if told == "handed over":
+        if sent == "handed over":
             p.hand_over(s, "d0")
         d0.say(s, 0, 5, 6)
         d0.say(s, 2, 7)
@@ -143,7 +143,7 @@ async def test_a_decode_worker_that_leaves_gives_back_what_runs(told: str) -> No
         command = await p.received(Prefill, 2)
         assert command.request.output == (5, 6, 7)
         assert [t.worker_id for t in command.targets] == ["d1"]
-        if told == "only tokens":
+        if sent == "only tokens":
             p.hand_over(s, "d0")  # of an attempt that does not count any more
         again = command.request.sequence_id
         p.say(again, 3, 8)

@@ -123,7 +123,7 @@ def large(**fields: Any) -> bytes:
 
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize(
-    ("method", "content", "keys", "said"),
+    ("method", "content", "keys", "expected"),
     [
         ("Generate", large(), {}, "messages has at most 4096 entries"),
         ("Generate", large(text="a" * 5000), {}, "this model's context is 128 tokens"),
@@ -139,7 +139,7 @@ async def test_nothing_of_a_refused_message_is_kept(
     method: str,
     content: bytes,
     keys: dict[bytes, Client],
-    said: str,
+    expected: str,
 ) -> None:
     seen: list[Any] = []
 
@@ -161,7 +161,7 @@ async def test_nothing_of_a_refused_message_is_kept(
     try:
         await (handler.stream_stream or handler.stream_unary)(None, context)
     except grpc.aio.AbortError as raised:
-        assert said in str(raised)
+        assert expected in str(raised)
     assert context.raised is not None and context.raised.__traceback__ is not None
     assert sys.getrefcount(content) == references
     assert [sys.getrefcount(message) for message in seen] == [3] * len(seen)  # two of them are this line's

@@ -192,8 +192,8 @@ async def test_usage_tells_how_much_of_the_prompt_prefill_did_not_compute(speaks
             await until(lambda name=name: any(c.request.request_id == name for c in p.all(Prefill)), timeout_s=3)
             s = p.all(Prefill)[-1].request.sequence_id
             d.here.add(s)
-            told = StepEvents(tokens=(TokenEvent(s, 0, (7,), cached_tokens=cached),))
-            (p if speaks == "prefill" else d).session.post(told)
+            step_events = StepEvents(tokens=(TokenEvent(s, 0, (7,), cached_tokens=cached),))
+            (p if speaks == "prefill" else d).session.post(step_events)
             await until(lambda reader=reader: reader.deltas, timeout_s=3)
             d.say(s, 0, 7, 8, ended="length")
             p.hand_over(s, "d0")

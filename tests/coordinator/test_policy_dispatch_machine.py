@@ -219,7 +219,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         evicted=st.sets(hints),
         cleared=st.sampled_from([0, 0, 1]),
     )
-    def news(self, worker: str, stored: set[bytes], evicted: set[bytes], cleared: bool) -> None:
+    def post_events(self, worker: str, stored: set[bytes], evicted: set[bytes], cleared: bool) -> None:
         if worker in self.m.workers:
             self.m.workers[worker].update_held(KVCacheEvents(tuple(stored - evicted), tuple(evicted), cleared))
             before = set() if cleared else self.m.held[worker]

@@ -122,20 +122,20 @@ def ranks(count: int, *pids: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    ("field", "said"),
+    ("field", "given"),
     [
         *(("worker_id", {"worker_id": name}) for name in ("", "a b", "a/b", "a\n", "ä", "x" * 129, "../x", "a@1")),
         *(("blocks_total", {"blocks_total": n}) for n in (0, -5)),
         ("step_tokens", {"step_tokens": -1}),
         *(("link_address", {"link_address": a}) for a in ("", "%%%", "host", "host:", "host:x", "a b:1", "dns:///x:1")),
-        *(("tensor_parallel", said) for said in (ranks(3, 1, 2, 3), ranks(2, 1), ranks(1 << 30), ranks(0))),
+        *(("tensor_parallel", given) for given in (ranks(3, 1, 2, 3), ranks(2, 1), ranks(1 << 30), ranks(0))),
     ],
 )
 def test_what_no_worker_says_of_itself_is_refused_by_name(
-    workers: WorkerTable, field: str, said: dict[str, object]
+    workers: WorkerTable, field: str, given: dict[str, object]
 ) -> None:
     with pytest.raises(JoinRefused) as caught:
-        workers.join(replace(join(), **said), 0.0)  # type: ignore[arg-type]
+        workers.join(replace(join(), **given), 0.0)  # type: ignore[arg-type]
     assert caught.value.param == field
     assert caught.value.message.isascii() and len(caught.value.message) < 400
     assert not list(workers.all())

@@ -91,10 +91,10 @@ async def test_streamed(client: httpx.AsyncClient, generator: Echoing) -> None:
     body = {"prompt": PROMPTS[0], "n": 2, "stream": True, "stream_options": {"include_usage": True}}
     text = (await client.post(COMPLETIONS, json=body)).text
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    said: dict[int, str] = {}
+    text_of: dict[int, str] = {}
     for choice in (choice for event in events for choice in event["choices"]):
-        said[choice["index"]] = said.get(choice["index"], "") + choice["text"]
-    assert said == {0: "1/0", 1: "1/1", 2: "2/0", 3: "2/1", 4: "3/0", 5: "3/1"}
+        text_of[choice["index"]] = text_of.get(choice["index"], "") + choice["text"]
+    assert text_of == {0: "1/0", 1: "1/1", 2: "2/0", 3: "2/1", 4: "3/0", 5: "3/1"}
     ended = [choice["index"] for event in events for choice in event["choices"] if choice["finish_reason"]]
     assert sorted(ended) == list(range(6)) and text.endswith("data: [DONE]\n\n")
     assert events[-1]["usage"]["prompt_tokens"] == 6

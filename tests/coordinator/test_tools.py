@@ -275,13 +275,13 @@ def test_forced_calls_of_every_form_are_read_back(form: str) -> None:
             text = walk(tokenizer, grammar, seed).replace("<|assistant|>", marker)
             parser = make_parser(form, frozenset(["get_weather", "now"]), thinks=False)
             assert parser is not None
-            said = parser.push(text) + parser.finish()
-            names = [event.name for event in said if isinstance(event, CallBegun)]
+            parsed = parser.push(text) + parser.finish()
+            names = [event.name for event in parsed if isinstance(event, CallBegun)]
             assert 1 <= len(names) <= most and set(names) <= {"get_weather", "now"}, text
             for index, name in enumerate(names):
-                arguments = "".join(e.text for e in said if isinstance(e, Arguments) and e.index == index)
+                arguments = "".join(e.text for e in parsed if isinstance(e, Arguments) and e.index == index)
                 jsonschema.validate(json.loads(arguments), WEATHER if name == "get_weather" else {"maxProperties": 0})
-            assert all(isinstance(event, CallBegun | Arguments) for event in said), text
+            assert all(isinstance(event, CallBegun | Arguments) for event in parsed), text
 
 
 def walk(tokenizer: LLTokenizer, grammar: str, seed: int) -> str:

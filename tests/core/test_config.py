@@ -152,10 +152,10 @@ def test_what_cannot_be_dialled_is_refused_whatever_the_source(value: str) -> No
     ):
         with pytest.raises(StartupError) as caught:
             config(**source)
-        said = caught.value.message
-        assert said.startswith(f"{name} must be HOST:PORT with a port from 1 to 65535, not ")
-        assert said.isascii() and "\n" not in said and len(said) < 150
-        assert value not in ("nonsense", "", "10.0.0.1:83969") or said.endswith(f"not {value!r}")
+        refusal = caught.value.message
+        assert refusal.startswith(f"{name} must be HOST:PORT with a port from 1 to 65535, not ")
+        assert refusal.isascii() and "\n" not in refusal and len(refusal) < 150
+        assert value not in ("nonsense", "", "10.0.0.1:83969") or refusal.endswith(f"not {value!r}")
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,9 @@ def test_a_model_cannot_be_called_what_cannot_be_printed(name: str) -> None:
         for cls in (CoordinatorConfig, UpConfig):
             with pytest.raises(StartupError) as caught:
                 config(cls, **source)
-            said = caught.value.message
-            assert said.startswith(f"{field} must be 1 to 256 printable characters, not ")
-            assert said.isascii() and said.isprintable() and len(said) < 150
+            refusal = caught.value.message
+            assert refusal.startswith(f"{field} must be 1 to 256 printable characters, not ")
+            assert refusal.isascii() and refusal.isprintable() and len(refusal) < 150
 
 
 @pytest.mark.parametrize("name", ["", "org/name", "Modell ü 7B", "模型"])
@@ -200,8 +200,8 @@ def test_a_refused_value_is_shown_however_deep_or_long_it_is() -> None:
     for value, shown in ((deep, "this dict"), (["x" * 5000], "['xxx"), ([1 << 100_000], "this list")):
         with pytest.raises(StartupError) as caught:
             config(file={"model": value})
-        said = caught.value.message
-        assert said.startswith(f"config file key 'model' must be str, not {shown}") and len(said) < 300
+        refusal = caught.value.message
+        assert refusal.startswith(f"config file key 'model' must be str, not {shown}") and len(refusal) < 300
     with pytest.raises(StartupError, match="'threads' must be at most 1024, not this int"):
         config(file={"threads": 1 << 100_000})
 

@@ -11,7 +11,7 @@ from baton.core.errors import InvariantError
 from baton.core.events import HandedOver, Parked, StepEvents, TokenEvent
 from baton.core.output_log import OutputLog
 from baton.core.request import SequenceId, TokenLogprob
-from tests.support.builders import said
+from tests.support.builders import step_events
 
 A, B = SequenceId("a"), SequenceId("b")
 sizes = st.lists(st.integers(1, 3), min_size=1, max_size=8)
@@ -22,7 +22,7 @@ def log_of(first_index: int, pieces: list[int], limit: int = 4096) -> tuple[Outp
     log, history, index = OutputLog(limit), [], first_index
     for number, piece in enumerate(pieces):
         tokens = range(index, index + piece)
-        history.append(said(A, index, *tokens, ended="stop" if number == len(pieces) - 1 else ""))
+        history.append(step_events(A, index, *tokens, ended="stop" if number == len(pieces) - 1 else ""))
         log.record(history[-1])
         index += piece
     return log, history
@@ -32,8 +32,8 @@ def log_of(first_index: int, pieces: list[int], limit: int = 4096) -> tuple[Outp
 def test_resend_from_any_index_is_the_suffix(first: int, pieces: list[int], skip: int) -> None:
     log, _ = log_of(first, pieces)
     events = log.since([Following(A, skip)])
-    told = [token for event in events.tokens for token in event.tokens]
-    assert told == list(range(max(first, skip), first + sum(pieces)))
+    replayed = [token for event in events.tokens for token in event.tokens]
+    assert replayed == list(range(max(first, skip), first + sum(pieces)))
     assert all(event.first_index == max(first, skip) for event in events.tokens)
     assert [e.reason for e in events.ended] == ["stop"]
 
@@ -43,13 +43,13 @@ def test_stream_broken_anywhere_plus_resend_is_the_whole_history(
     first: int, pieces: list[int], broken_after: int
 ) -> None:
     log, history = log_of(first, pieces)
-    heard = {
+    received = {
         e.first_index + i: t for step in history[:broken_after] for e in step.tokens for i, t in enumerate(e.tokens)
     }
-    again = log.since([Following(A, first + len(heard))])
+    again = log.since([Following(A, first + len(received))])
     rest = {e.first_index + i: t for e in again.tokens for i, t in enumerate(e.tokens)}
-    assert not heard.keys() & rest.keys()
-    assert heard | rest == {index: index for index in range(first, first + sum(pieces))}
+    assert not received.keys() & rest.keys()
+    assert received | rest == {index: index for index in range(first, first + sum(pieces))}
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), max_size=10))
@@ -59,9 +59,9 @@ def test_repeats_change_nothing_and_gaps_are_refused(repeats: list[tuple[int, in
     for start, count in repeats:
         if start > length:
             with pytest.raises(InvariantError, match="gap"):
-                log.record(said(A, start, *range(start, start + count)))
+                log.record(step_events(A, start, *range(start, start + count)))
             continue
-        log.record(said(A, start, *range(start, start + count)))
+        log.record(step_events(A, start, *range(start, start + count)))
         length = max(length, start + count)
     assert log.since([Following(A, 0)]).tokens == (TokenEvent(A, 0, tuple(range(length))),)
 
@@ -69,13 +69,13 @@ def test_repeats_change_nothing_and_gaps_are_refused(repeats: list[tuple[int, in
 def test_tokens_before_the_first_are_refused() -> None:
     log, _ = log_of(5, [2])
     with pytest.raises(InvariantError, match="gap"):
-        log.record(said(A, 4, 4))
+        log.record(step_events(A, 4, 4))
 
 
 def test_resumed_sequence_that_parks_before_its_first_token_keeps_its_indices() -> None:
     log = OutputLog()
     log.record(StepEvents(parked=(Parked(A, "no_free_blocks"),)))
-    log.record(said(A, 7, 70))
+    log.record(step_events(A, 7, 70))
     events = log.since([Following(A, 7)])
     assert events.tokens == (TokenEvent(A, 7, (70,)),)
     assert [p.sequence for p in events.parked] == [A]
@@ -85,7 +85,7 @@ def test_hand_over_and_end_replace_the_parking() -> None:
     log = OutputLog()
     log.record(StepEvents(parked=(Parked(A, "full"), Parked(B, "full"))))
     log.record(StepEvents(handed_over=(HandedOver(A, "d0", 64),)))
-    log.record(said(B, 0, ended="error"))
+    log.record(step_events(B, 0, ended="error"))
     events = log.since([Following(A, 0), Following(B, 0)])
     assert events.parked == ()
     assert (len(events.handed_over), len(events.ended)) == (1, 1)
@@ -99,10 +99,10 @@ def test_of_unknown_and_released_sequences_there_is_nothing_to_say() -> None:
 
 def test_a_sequence_is_done_once_its_end_or_its_hand_over_has_been_said() -> None:
     log = OutputLog()
-    log.record(said(A, 0, 1))
+    log.record(step_events(A, 0, 1))
     log.record(StepEvents(parked=(Parked(B, "full"),)))
     assert not log.done(A) and not log.done(B) and not log.done(SequenceId("unknown"))
-    log.record(said(A, 1, ended="error"))
+    log.record(step_events(A, 1, ended="error"))
     log.record(StepEvents(handed_over=(HandedOver(B, "d0", 64),)))
     assert log.done(A) and log.done(B)
     log.release([A])
@@ -115,7 +115,7 @@ def test_log_is_bounded_when_nothing_is_ever_released(end: str) -> None:
     for number in range(50):
         sequence = SequenceId(str(number))
         over = (HandedOver(sequence, "d0", 1),) if end == "handed_over" else ()
-        log.record(said(sequence, 0, 1, ended="stop" if end == "ended" else ""))
+        log.record(step_events(sequence, 0, 1, ended="stop" if end == "ended" else ""))
         log.record(StepEvents(handed_over=over))
         assert len(log) <= 3
     assert len(log.since([Following(SequenceId("49"), 0)]).tokens) == 1
@@ -123,17 +123,17 @@ def test_log_is_bounded_when_nothing_is_ever_released(end: str) -> None:
 
 def test_live_sequence_outlasts_any_number_that_are_done() -> None:
     log = OutputLog(limit=2)
-    log.record(said(A, 0, 1))
+    log.record(step_events(A, 0, 1))
     for number in range(5):
-        log.record(said(SequenceId(str(number)), 0, 1, ended="stop"))
-    log.record(said(A, 1, 2))
+        log.record(step_events(SequenceId(str(number)), 0, 1, ended="stop"))
+    log.record(step_events(A, 1, 2))
     assert log.since([Following(A, 0)]).tokens == (TokenEvent(A, 0, (1, 2)),)
 
 
 def test_log_of_live_sequences_is_bounded_too() -> None:
     log = OutputLog(limit=2)
     for number in range(5):
-        log.record(said(SequenceId(str(number)), 0, 1))
+        log.record(step_events(SequenceId(str(number)), 0, 1))
     assert len(log) == 2
 
 

@@ -123,8 +123,8 @@ def test_news_are_bounded_and_the_rest_comes_later(monkeypatch: pytest.MonkeyPat
     table = BlockTable(5)
     cache = PrefixCache(table, 2)
     stored(table, cache, tuple(range(10)))
-    told = [cache.take_events() for _ in range(4)]
-    assert [len(n.stored) if n else None for n in told] == [2, 2, 1, None]
+    taken = [cache.take_events() for _ in range(4)]
+    assert [len(n.stored) if n else None for n in taken] == [2, 2, 1, None]
 
 
 @pytest.mark.parametrize("spoil", ["leak", "loss", "names", "hints"])
@@ -170,7 +170,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.cache = PrefixCache(self.table, 2)
         self.written: dict[int, tuple[int, ...]] = {}
         self.running: dict[Holder, tuple[int, ...]] = {}
-        self.heard: set[bytes] = set()
+        self.received: set[bytes] = set()
         self.number = 0
 
     @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple), complete=st.booleans())
@@ -210,13 +210,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @rule()
     def tell(self) -> None:
-        news = self.cache.take_events()
-        if news is not None:
-            if news.cleared:
-                self.heard.clear()
-            self.heard -= set(news.evicted)
-            self.heard |= set(news.stored)
-        assert self.heard == {key[:HINT_BYTES] for key in self.cache._block_of}
+        cache_events = self.cache.take_events()
+        if cache_events is not None:
+            if cache_events.cleared:
+                self.received.clear()
+            self.received -= set(cache_events.evicted)
+            self.received |= set(cache_events.stored)
+        assert self.received == {key[:HINT_BYTES] for key in self.cache._block_of}
 
     @invariant()
     def books_balance(self) -> None:

@@ -168,8 +168,8 @@ def test_what_follows_from_the_number_of_tokens_does_not_wait() -> None:
     scheduler = make()
     ready(scheduler, replace(make_request("a"), sampling=sampling))
     first, second = begin(scheduler), begin(scheduler)
-    told = TokenLogprob(7, -1.0, 1, (7, 5), (-1.0, -2.0))
-    scheduler.finish_step(StepOutcome(first.step_id, ((7,),), logprobs=((told,),)), 0.0)
+    reported = TokenLogprob(7, -1.0, 1, (7, 5), (-1.0, -2.0))
+    scheduler.finish_step(StepOutcome(first.step_id, ((7,),), logprobs=((reported,),)), 0.0)
     histories = [plan.rows[0].history for plan in (first, second, begin(scheduler))]
     assert [h and h.end_token_ids for h in histories] == [(EOS,), (EOS,), None]
     assert scheduler.steps_ahead == 2
@@ -213,7 +213,7 @@ class Drive:
     aborts: float = 0.0
     penalties: bool = False
     prefix_cache: bool = False
-    told: dict[SequenceId, list[int]] = field(default_factory=dict)
+    reported: dict[SequenceId, list[int]] = field(default_factory=dict)
     ended: dict[SequenceId, str] = field(default_factory=dict)
     aborted: set[SequenceId] = field(default_factory=set)
 
@@ -278,16 +278,16 @@ class Drive:
         (first,) = runner.step(StepPlan(0, (row,))).sampled[0]
         ended = scheduler.received(request.sequence_id, first, 0.0)
         if ended is not None:
-            self.told[request.sequence_id] = [first]
+            self.reported[request.sequence_id] = [first]
             self.ended[request.sequence_id] = ended.reason
         return True
 
     def hear(self, result: DecodeResult) -> None:
         for event in result.tokens:
             assert event.sequence not in self.ended and event.sequence not in self.aborted
-            told = self.told.setdefault(event.sequence, [])
-            assert event.first_index == len(told)
-            told += event.tokens
+            reported = self.reported.setdefault(event.sequence, [])
+            assert event.first_index == len(reported)
+            reported += event.tokens
         for ended in result.ended:
             assert ended.sequence not in self.ended
             self.ended[ended.sequence] = ended.reason
@@ -300,11 +300,11 @@ class Drive:
             reason = finish_reason(request, len(expected), token)
             if reason is not None:
                 break
-        told = self.told.get(request.sequence_id, [])
+        reported = self.reported.get(request.sequence_id, [])
         if request.sequence_id in self.ended:
-            assert (told, self.ended[request.sequence_id]) == (expected, reason)
+            assert (reported, self.ended[request.sequence_id]) == (expected, reason)
         else:
-            assert request.sequence_id in self.aborted and told == expected[: len(told)]
+            assert request.sequence_id in self.aborted and reported == expected[: len(reported)]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -331,4 +331,4 @@ def test_random_work_says_what_the_oracle_says(seed: int, num_blocks: int, optio
     twin = Drive(seed, num_blocks, ahead=False, **options)  # type: ignore[arg-type]
     assert twin.run().steps_ahead == twin.device.rows_with_device_token == 0 and twin.device.most_waiting == 1
     for sequence in set(drive.ended) & set(twin.ended):
-        assert (drive.told[sequence], drive.ended[sequence]) == (twin.told[sequence], twin.ended[sequence])
+        assert (drive.reported[sequence], drive.ended[sequence]) == (twin.reported[sequence], twin.ended[sequence])

@@ -60,7 +60,7 @@ class DecodeMachine(RuleBasedStateMachine):
             prefix_cache=prefix_cache,
         )
         self.ever: list[tuple[int, ...]] = [tuple(range(1000, 1012))]
-        self.lives: dict[SequenceId, Life] = {}
+        self.sequences: dict[SequenceId, Life] = {}
         self.kv, self.draft_kv = WrittenKV(block_size), WrittenKV(block_size)
         self.plan: StepPlan | None = None
         self.now = 0.0
@@ -69,7 +69,7 @@ class DecodeMachine(RuleBasedStateMachine):
     def some(self, *phases: str, writing: bool | None = None, aborted: bool | None = None) -> list[SequenceId]:
         return sorted(
             sequence
-            for sequence, life in self.lives.items()
+            for sequence, life in self.sequences.items()
             if life.phase in phases and writing in (None, life.writing) and aborted in (None, life.aborted)
         )
 
@@ -102,41 +102,41 @@ class DecodeMachine(RuleBasedStateMachine):
             blocks = self.scheduler.reserve(request, self.now)
         except Unavailable as error:
             assert (error.code == "exceeds_pool") == (most > pool.num_blocks)
-            assert self.lives or error.code == "exceeds_pool", "an idle worker takes all that could ever fit"
+            assert self.sequences or error.code == "exceeds_pool", "an idle worker takes all that could ever fit"
             return
         assert len(blocks) == needed and most <= pool.num_blocks
-        life = self.lives[request.sequence_id] = Life(request, list(request.output), len(request.output))
+        life = self.sequences[request.sequence_id] = Life(request, list(request.output), len(request.output))
         cached = self.scheduler.num_cached(request.sequence_id)
         assert cached % self.size == 0 and cached < len(life.tokens)
         self.kv.check(life, blocks, cached)
 
-    @precondition(lambda self: self.lives)
+    @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def reserve_again(self, data: st.DataObject) -> None:
         with pytest.raises(DuplicateRequest):
-            self.scheduler.reserve(self.lives[data.draw(st.sampled_from(sorted(self.lives)))].request, 0.0)
+            self.scheduler.reserve(self.sequences[data.draw(st.sampled_from(sorted(self.sequences)))].request, 0.0)
 
     @precondition(lambda self: self.some("receiving", writing=False))
     @rule(data=st.data())
     def write_begins(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.some("receiving", writing=False)))
         assert self.scheduler.receiving(sequence)
-        self.lives[sequence].writing = True
+        self.sequences[sequence].writing = True
 
     @precondition(lambda self: self.some("receiving", writing=True))
     @rule(data=st.data())
     def write_ends(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.some("receiving", writing=True)))
         self.scheduler.receive_ended(sequence)
-        self.lives[sequence].writing = False
-        if self.lives[sequence].aborted:
-            del self.lives[sequence]
+        self.sequences[sequence].writing = False
+        if self.sequences[sequence].aborted:
+            del self.sequences[sequence]
 
     @precondition(lambda self: self.some("receiving", aborted=False))
     @rule(data=st.data())
     def chunk_arrives(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.some("receiving", aborted=False)))
-        life = self.lives[sequence]
+        life = self.sequences[sequence]
         start = max(life.landed, self.scheduler.num_cached(sequence))
         end = data.draw(st.integers(start, len(life.tokens) - 1))
         self.write(self.kv, sequence, self.scheduler.block_ids(sequence), start, life.tokens[start:end])
@@ -149,7 +149,7 @@ class DecodeMachine(RuleBasedStateMachine):
         self.arrive(data.draw(st.sampled_from(self.some("receiving"))), token)
 
     def arrive(self, sequence: SequenceId, token: int) -> None:
-        life = self.lives[sequence]
+        life = self.sequences[sequence]
         start = max(life.landed, self.scheduler.num_cached(sequence))
         self.write(self.kv, sequence, self.scheduler.block_ids(sequence), start, life.tokens[start:])
         ended = self.scheduler.received(sequence, token, self.now)
@@ -158,19 +158,19 @@ class DecodeMachine(RuleBasedStateMachine):
         assert (ended and ended.reason) == reason
         life.phase, life.writing = "here", False
         if reason:
-            del self.lives[sequence]
+            del self.sequences[sequence]
 
     def write(
         self, kv: WrittenKV, sequence: SequenceId, blocks: tuple[int, ...], start: int, tokens: tuple[int, ...]
     ) -> None:
-        end = kv.write(self.lives[sequence], blocks, start, tokens)
+        end = kv.write(self.sequences[sequence], blocks, start, tokens)
         if kv is self.kv:
             for block in set(blocks[start // self.size : -(-end // self.size)]):
-                others = [o for o in self.lives if o != sequence and block in self.scheduler.block_ids(o)]
+                others = [o for o in self.sequences if o != sequence and block in self.scheduler.block_ids(o)]
                 assert not others, "written into a shared block"
 
     def check_context(self, kv: WrittenKV, row: Row | DraftRow) -> None:
-        kv.check(self.lives[row.sequence_id], row.block_ids, row.start)
+        kv.check(self.sequences[row.sequence_id], row.block_ids, row.start)
 
     @rule(passed=st.sampled_from([0.0, 0.1, 2.0]))
     def begin(self, passed: float) -> None:
@@ -183,13 +183,13 @@ class DecodeMachine(RuleBasedStateMachine):
         rows = plan.rows if plan else ()
         assert len({row.sequence_id for row in rows}) == len(rows) <= self.scheduler.max_running
         for row in rows:
-            self.lives[row.sequence_id].check_row(row)
+            self.sequences[row.sequence_id].check_row(row)
             assert row.end <= len(row.block_ids) * self.size
             self.check_context(self.kv, row)
             self.write(self.kv, row.sequence_id, row.block_ids, row.start, row.tokens)
         for draft in plan.drafts if plan else ():
             self.check_context(self.draft_kv, draft)
-            life = self.lives[draft.sequence_id]
+            life = self.sequences[draft.sequence_id]
             end = draft.start + len(draft.tokens)
             assert draft.tokens and draft.tokens == life.tokens[draft.start : end]
             assert end == len(life.tokens) or not draft.num_draft_tokens
@@ -220,9 +220,9 @@ class DecodeMachine(RuleBasedStateMachine):
         )
         tokens, ended = [], []
         for row, own in zip(final.rows, sampled, strict=True):
-            life = self.lives[row.sequence_id]
+            life = self.sequences[row.sequence_id]
             if life.aborted:
-                del self.lives[row.sequence_id]
+                del self.sequences[row.sequence_id]
                 continue
             proposed = row.tokens[len(row.tokens) - max(0, row.num_sampled - 1) :]
             reason = None
@@ -233,34 +233,34 @@ class DecodeMachine(RuleBasedStateMachine):
                 if reason or position == len(proposed) or proposed[position] != token:
                     break
             if own:
-                tokens.append((row.sequence_id, life.told, tuple(life.output[life.told :])))
-                life.told = len(life.output)
+                tokens.append((row.sequence_id, life.reported, tuple(life.output[life.reported :])))
+                life.reported = len(life.output)
             if reason:
                 self.ever.append(life.tokens)
                 ended.append((row.sequence_id, reason))
-                del self.lives[row.sequence_id]
+                del self.sequences[row.sequence_id]
         assert [(e.sequence, e.first_index, e.tokens) for e in result.tokens] == tokens
         assert [(e.sequence, e.reason) for e in result.ended] == ended
 
-    @precondition(lambda self: self.lives)
+    @precondition(lambda self: self.sequences)
     @rule(data=st.data(), claim=st.booleans())
     def abort(self, data: st.DataObject, claim: bool) -> None:
         """`claim`: the caller says that a write is under way even when none is; it then also reports its end."""
-        sequence = data.draw(st.sampled_from(sorted(self.lives)))
-        life = self.lives[sequence]
+        sequence = data.draw(st.sampled_from(sorted(self.sequences)))
+        life = self.sequences[sequence]
         first_of_a_write = life.writing and not life.aborted
         assert self.scheduler.abort(sequence, in_flight=claim or first_of_a_write)
         life.aborted = True
         life.writing = life.phase == "receiving" and (claim or life.writing)
         stepping = self.plan is not None and any(row.sequence_id == sequence for row in self.plan.rows)
         if not life.writing and not stepping:
-            del self.lives[sequence]
+            del self.sequences[sequence]
 
     @rule(prompt=st.integers(1, 12), more=st.integers(2, 20))
     def arrive_whole(self, prompt: int, more: int) -> None:
-        known = set(self.lives)
+        known = set(self.sequences)
         self.offer(self.ever[-1][:prompt], 0, more, 0, "")
-        for sequence in set(self.lives) - known:
+        for sequence in set(self.sequences) - known:
             self.arrive(sequence, 7)
 
     @rule(tokens=st.lists(sampled_tokens, min_size=8, max_size=24), count=st.integers(1, 6))
@@ -283,9 +283,9 @@ class DecodeMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check()
-        assert set(self.scheduler.sequence_ids()) == set(self.lives)
+        assert set(self.scheduler.sequence_ids()) == set(self.sequences)
         assert self.scheduler.tokens_generated == self.generated
-        for sequence, life in self.lives.items():
+        for sequence, life in self.sequences.items():
             assert self.scheduler.receiving(sequence) == (life.phase == "receiving" and not life.aborted)
 
     @invariant()
@@ -307,7 +307,7 @@ class DecodeMachine(RuleBasedStateMachine):
             return
         for sequence in self.some("receiving", aborted=True):
             self.scheduler.receive_ended(sequence)
-            del self.lives[sequence]
+            del self.sequences[sequence]
         for sequence in self.some("receiving", aborted=False):
             self.arrive(sequence, 7)
         steps = 0

@@ -282,12 +282,12 @@ def grpc_fields() -> str:
     ):
         for field in message.DESCRIPTOR.fields:
             if field.name in known:
-                said = "served"
+                meaning = "served"
             elif field.name in grpc_service.NEUTRAL:
-                said = "only unset or " + ", ".join(f"`{v}`" for v in grpc_service.NEUTRAL[field.name]).lower()
+                meaning = "only unset or " + ", ".join(f"`{v}`" for v in grpc_service.NEUTRAL[field.name]).lower()
             else:
-                said = "only unset"
-            rows.append((code(prefix + field.name), said))
+                meaning = "only unset"
+            rows.append((code(prefix + field.name), meaning))
     return table(("field", ""), rows)
 
 

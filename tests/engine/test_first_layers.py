@@ -42,18 +42,18 @@ def test_it_is_told_in_the_middle_and_has_the_bits_of_a_step_as_one(
     checkpoint: Callable[..., Path], dtype: str, level: str, first: int
 ) -> None:
     model_dir = checkpoint("llama", dtype=dtype, num_layers=3)
-    plain, told = (tiny_runner(model_dir, dtype=dtype, kernels=level) for _ in range(2))
-    for runner in (plain, told):
+    plain, early = (tiny_runner(model_dir, dtype=dtype, kernels=level) for _ in range(2))
+    for runner in (plain, early):
         for layer in runner.kv.layers:
             for tensor in layer:
                 tensor.zero_()
-    heard: list[tuple[int, int, list[bool]]] = []
-    told.tell_first_layers(lambda plan: first, lambda step, layers: heard.append((step, layers, written(told))))
-    outcomes = [runner.step(last_chunk(7)) for runner in (plain, told)]
-    assert heard == [(7, first, [index < first for index in range(3)])]
+    calls: list[tuple[int, int, list[bool]]] = []
+    early.tell_first_layers(lambda plan: first, lambda step, layers: calls.append((step, layers, written(early))))
+    outcomes = [runner.step(last_chunk(7)) for runner in (plain, early)]
+    assert calls == [(7, first, [index < first for index in range(3)])]
     assert outcomes[0].sampled == outcomes[1].sampled
-    assert all(torch.equal(a, b) for a, b in zip(kv_of(plain), kv_of(told), strict=True))
-    assert torch.equal(plain.step_logits(last_chunk())[0], told.step_logits(last_chunk())[0])
+    assert all(torch.equal(a, b) for a, b in zip(kv_of(plain), kv_of(early), strict=True))
+    assert torch.equal(plain.step_logits(last_chunk())[0], early.step_logits(last_chunk())[0])
 
 
 @pytest.mark.skipif(not processor_levels(), reason="there are no compiled kernels")

@@ -62,10 +62,10 @@ def test_processes_that_start_together_compile_once(empty_cache: Path, tmp_path:
         subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         for _ in range(4)
     ]
-    said = [process.communicate(timeout=60) for process in started]
-    assert [out.decode().strip() for out, _ in said] == ["done"] * 4
+    outputs = [process.communicate(timeout=60) for process in started]
+    assert [out.decode().strip() for out, _ in outputs] == ["done"] * 4
     assert calls.read_text() == "x"
-    assert sum(b"compiling the kernels for avx512" in err for _, err in said) == 1
+    assert sum(b"compiling the kernels for avx512" in err for _, err in outputs) == 1
 
 
 def test_other_sources_or_flags_are_another_file(
@@ -80,17 +80,17 @@ def test_other_sources_or_flags_are_another_file(
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "expected"),
     [
         ("sys.stderr.write('gemm.cpp:3:1: error: no such type\\nmore'); sys.exit(1)", "failed: gemm.cpp:3:1: error"),
         ("sys.exit(1)", "cxx failed"),
     ],
 )
 def test_a_compiler_that_fails(
-    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
+    empty_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, expected: str
 ) -> None:
     monkeypatch.setenv("CXX", fake_compiler(tmp_path, script))
-    with pytest.raises(CannotBuild, match=said):
+    with pytest.raises(CannotBuild, match=expected):
         library("avx512")
     assert not list(empty_cache.glob("*.so"))
 

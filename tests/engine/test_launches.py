@@ -146,9 +146,9 @@ def test_what_does_not_fit_is_refused(target: Runner) -> None:
     with pytest.raises(InvariantError, match="no step has been launched"):
         target.collect()
     target.launch(StepPlan(7, (row("a", 0, (1, 2), 0),)))
-    told: list[StepPlan] = []
-    target.lead(told.append)
+    plans: list[StepPlan] = []
+    target.lead(plans.append)
     with pytest.raises(InvariantError, match="step 9 is fed by the step before it, and 7 was launched last"):
         target.launch(StepPlan(9, (row("a", 2, (0,), 0),), token_sources=(0,)))
     target.collect()
-    assert not told, "a follower would wait in it"
+    assert not plans, "a follower would wait in it"

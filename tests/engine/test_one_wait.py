@@ -253,12 +253,12 @@ def test_what_is_to_be_verified_has_places_for_guesses_and_others_are_refused(pa
     assert [draw.output_index for draw in draws] == [1, 2, 3, 4], "a sample at each draft token"
     assert not any(draw.drafts for draw in draws), "zeros in their places are not taken for them"
     draft_tokens = draft.queue_draft_tokens(StepPlan(1, (_first_row(plan.drafts[0], plan),)), [2])
-    told: list[StepPlan] = []
-    target.lead(told.append)
+    plans: list[StepPlan] = []
+    target.lead(plans.append)
     with pytest.raises(InvariantError, match="step 1 verifies 3 draft tokens, and has 2"):
         target.launch(plan.to_verify(), draft_tokens)
     with pytest.raises(InvariantError, match="step 1 verifies 3 draft tokens, and has None"):
         target.launch(plan.to_verify())
     with pytest.raises(InvariantError, match="step 1 verifies 3 draft tokens, and has None"):
         target.step(plan.to_verify())
-    assert not told, "a follower would wait in it"
+    assert not plans, "a follower would wait in it"

@@ -16,7 +16,7 @@ from baton.engine.rank_options import agree, difference, must_agree
 from tests.support.dict_store import DictStore
 
 
-def said(**changed: Any) -> dict[str, str]:
+def options_of(**changed: Any) -> dict[str, str]:
     facts = {"dtype": "float32", "kernels": "avx2", "digest": "ab12", "max_model_len": 256}
     facts |= {name: changed.pop(name) for name in facts if name in changed}
     options = EngineOptions(model_dir=Path("m"), **changed)
@@ -24,54 +24,63 @@ def said(**changed: Any) -> dict[str, str]:
 
 
 def test_ranks_that_are_alike_find_no_difference() -> None:
-    assert difference([said(), said(kernels="amx", threads=7, host="::1", kv_memory_bytes=1, staging_bytes=9)]) == ""
+    assert (
+        difference([options_of(), options_of(kernels="amx", threads=7, host="::1", kv_memory_bytes=1, staging_bytes=9)])
+        == ""
+    )
 
 
 def test_the_line_names_option_values_and_ranks() -> None:
-    assert difference([said(), said(), said(quantize="int8")]) == (
+    assert difference([options_of(), options_of(), options_of(quantize="int8")]) == (
         "quantize: none on rank 0 and int8 on rank 2; a worker's ranks need the same"
     )
-    assert difference([said(dtype="bfloat16"), said()]).endswith("; auto decides by the machine: name one")
-    assert difference([said(), said(digest="ab13")]) == "checkpoint digest: rank 1 has another one than rank 0"
+    assert difference([options_of(dtype="bfloat16"), options_of()]).endswith("; auto decides by the machine: name one")
+    assert (
+        difference([options_of(), options_of(digest="ab13")]) == "checkpoint digest: rank 1 has another one than rank 0"
+    )
 
 
 def test_in_bfloat16_kernels_are_all_torchs_or_all_compiled() -> None:
     """Torch's ranks exchange bfloat16, compiled ones float32."""
-    amx, avx2, torchs = (said(dtype="bfloat16", kernels=kernels) for kernels in ("amx", "avx2", "torch"))
-    assert difference([amx, avx2]) == "" and difference([said(kernels="torch"), said()]) == ""
+    amx, avx2, torchs = (options_of(dtype="bfloat16", kernels=kernels) for kernels in ("amx", "avx2", "torch"))
+    assert difference([amx, avx2]) == "" and difference([options_of(kernels="torch"), options_of()]) == ""
     assert difference([amx, torchs]).startswith("kernels: compiled on rank 0 and torch on rank 1;")
 
 
 def test_the_first_difference_is_the_one_that_explains_the_others() -> None:
-    assert difference([said(exact=True), said(dtype="bfloat16")]).startswith("exact: on on rank 0 and off on rank 1;")
-    assert difference([said(), said(digest="ab13", max_model_len=512)]).startswith("checkpoint digest")
+    assert difference([options_of(exact=True), options_of(dtype="bfloat16")]).startswith(
+        "exact: on on rank 0 and off on rank 1;"
+    )
+    assert difference([options_of(), options_of(digest="ab13", max_model_len=512)]).startswith("checkpoint digest")
 
 
 def test_an_option_that_another_version_does_not_know_is_a_difference() -> None:
-    assert difference([said(), {**said(), "more": "1"}]).startswith("more: none on rank 0 and 1 on rank 1;")
-    assert difference([{**said(), "more": "1"}, said()]).startswith("more: 1 on rank 0 and none on rank 1;")
+    assert difference([options_of(), {**options_of(), "more": "1"}]).startswith("more: none on rank 0 and 1 on rank 1;")
+    assert difference([{**options_of(), "more": "1"}, options_of()]).startswith("more: 1 on rank 0 and none on rank 1;")
 
 
 def test_every_rank_hears_the_same() -> None:
-    store, heard = DictStore(), {}
+    store, received = DictStore(), {}
 
     def rank(number: int) -> None:
         try:
-            agree(store, Ranks(number, 3, number, 3), said(block_size=16 if number < 2 else 32), 5.0)
+            agree(store, Ranks(number, 3, number, 3), options_of(block_size=16 if number < 2 else 32), 5.0)
         except StartupError as error:
-            heard[number] = error.message
+            received[number] = error.message
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(10.0)
-    assert heard == dict.fromkeys(range(3), "block-size: 16 on rank 0 and 32 on rank 2; a worker's ranks need the same")
+    assert received == dict.fromkeys(
+        range(3), "block-size: 16 on rank 0 and 32 on rank 2; a worker's ranks need the same"
+    )
 
 
 def test_a_rank_that_says_nothing_is_named() -> None:
     with pytest.raises(StartupError, match=r"rank 1 has not said its options within 0\.1 s"):
-        agree(DictStore(), Ranks(0, 2, 0, 2), said(), 0.1)
+        agree(DictStore(), Ranks(0, 2, 0, 2), options_of(), 0.1)
 
 
 def test_a_store_that_is_gone_is_a_lost_rank() -> None:
@@ -80,8 +89,8 @@ def test_a_store_that_is_gone_is_a_lost_rank() -> None:
             raise RuntimeError("Connection reset by peer\nand a stack")
 
     with pytest.raises(RankLost, match=r"store of this worker's ranks is gone: Connection reset by peer$"):
-        agree(Gone(), Ranks(0, 2, 0, 2), said(), 1.0)
+        agree(Gone(), Ranks(0, 2, 0, 2), options_of(), 1.0)
 
 
 def test_a_single_rank_needs_no_store() -> None:
-    agree(None, Ranks(), said(), 1.0)  # type: ignore[arg-type]
+    agree(None, Ranks(), options_of(), 1.0)  # type: ignore[arg-type]

@@ -142,7 +142,7 @@ def test_same_tokens_in_half_the_pool(target: Runner, draft: Runner, plain: Run,
 
 
 def test_every_request_tells_its_own_share(target: Runner, draft: Runner) -> None:
-    drafting, told = speculation("model", draft, 2), {}
+    drafting, stats = speculation("model", draft, 2), {}
     outcomes: list[StepOutcome] = []
     engine = SpeculativeEngine(target, draft)
     keep = engine.step
@@ -154,12 +154,12 @@ def test_every_request_tells_its_own_share(target: Runner, draft: Runner) -> Non
     engine.step = step  # type: ignore[method-assign]
 
     def listen(scheduler: object) -> None:
-        told.update({i: e.speculation for i, e in scheduler._entries.items()})  # type: ignore[attr-defined]
+        stats.update({i: e.speculation for i, e in scheduler._entries.items()})  # type: ignore[attr-defined]
 
     run = decode_all(target, requests(2), speculation=drafting, engine=engine, each_step=listen)
     assert sum(len(g) for o in outcomes for g in o.draft_tokens) == run.counters.drafted_tokens
     assert all(o.draft_s > 0.0 for o in outcomes if any(o.draft_tokens))
-    assert {i.request_id for i in told} == {"r0", "r1"}
+    assert {i.request_id for i in stats} == {"r0", "r1"}
 
 
 def test_draft_with_another_vocabulary_is_refused_with_both_sizes(target: Runner, tmp_path: Path) -> None:

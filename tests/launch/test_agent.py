@@ -69,8 +69,8 @@ def test_the_plan_and_the_scripts_speak_to_it() -> None:
     for role in ("prefill", "decode"):
         environment = {"PATH": os.environ["PATH"], "PYTHON": "echo", "RANKS": "2"}
         script = ["bash", str(ROOT / "launch" / f"{role}.sh"), "--host", "h"]
-        said = subprocess.run(script, env=environment, capture_output=True, text=True, check=True, timeout=20).stdout
-        assert parse_job(said.split()[2:]) == Job(role, ("--host", "h"), ranks=2)
+        output = subprocess.run(script, env=environment, capture_output=True, text=True, check=True, timeout=20).stdout
+        assert parse_job(output.split()[2:]) == Job(role, ("--host", "h"), ranks=2)
 
 
 def end(number: int, code: int, reason: str = "", hung: str = "") -> Any:
@@ -110,13 +110,13 @@ class Agent:
             signal.signal(signal.SIGHUP, before)
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text()
 
     def until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + 60
         while not condition():
-            assert time.monotonic() < deadline and self.process.poll() is None, self.said
+            assert time.monotonic() < deadline and self.process.poll() is None, self.output
             time.sleep(0.02)
 
     def ends(self) -> int:
@@ -126,7 +126,7 @@ class Agent:
 
     @property
     def box(self) -> str:
-        return " ".join(" ".join(find_box(self.said.splitlines())).replace("│", " ").split())
+        return " ".join(" ".join(find_box(self.output.splitlines())).replace("│", " ").split())
 
 
 @pytest.fixture
@@ -155,10 +155,10 @@ def agent(tmp_path: Path) -> Iterator[Callable[..., Agent]]:
 )
 def test_it_ends_as_its_rank_and_says_why(agent: Any, code: str, expected: int, shown: str) -> None:
     made = agent(code)
-    assert made.ends() == expected, made.said
+    assert made.ends() == expected, made.output
     if shown:
         assert shown in made.box and "w-0 failed" in made.box and "the_rank, rank 0 of 1, pid" in made.box
-        assert made.said.rstrip().endswith("┘")
+        assert made.output.rstrip().endswith("┘")
 
 
 def test_ranks_are_given_a_place_to_meet_and_rank_0_keeps_the_place(agent: Any) -> None:
@@ -173,7 +173,7 @@ else:
     assert "BATON_STORE_FD" not in os.environ and os.environ["OMP_NUM_THREADS"] == "1"
     assert socket.create_connection(where).recv(3) == b"met"
 """, 2)  # fmt: skip
-    assert made.ends() == 0, made.said
+    assert made.ends() == 0, made.output
 
 
 def test_a_rank_that_outlives_a_failed_one_is_killed(agent: Any) -> None:
@@ -185,7 +185,7 @@ p.record_error({LOST!r})
 os._exit(4)
 """, 2)  # fmt: skip
     began = time.monotonic()
-    assert made.ends() == 4, made.said
+    assert made.ends() == 4, made.output
     assert time.monotonic() - began >= KILL_DELAY_S
     assert "rank 0 of 2" in made.box and LOST in made.box and "memory ran out" not in made.box
 
@@ -204,8 +204,8 @@ def test_a_rank_without_a_sign_of_life_is_killed(agent: Any, tmp_path: Path) -> 
     time.sleep(4.0)
     assert made.poll() is None, "it beats"
     os.kill(rank, signal.SIGSTOP)
-    _, said = made.communicate(timeout=60)
-    assert made.returncode == 128 + signal.SIGKILL and "it hung: no sign of life for 2 s" in said
+    _, output = made.communicate(timeout=60)
+    assert made.returncode == 128 + signal.SIGKILL and "it hung: no sign of life for 2 s" in output
 
 
 DRAINS = """
@@ -221,21 +221,21 @@ time.sleep(600)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_first_signal_drains(agent: Any, number: int) -> None:
     made = agent(DRAINS, 2)
-    made.until(lambda: made.said.count("runs") == 2)
+    made.until(lambda: made.output.count("runs") == 2)
     made.process.send_signal(number)
-    assert made.ends() == 0 and made.said.count("drained") == 2
+    assert made.ends() == 0 and made.output.count("drained") == 2
 
 
 def test_ranks_that_still_load_end_well_at_a_signal(agent: Any) -> None:
     made = agent("print('runs', flush=True); time.sleep(600)")
-    made.until(lambda: "runs" in made.said)
+    made.until(lambda: "runs" in made.output)
     made.process.terminate()
     assert made.ends() == 0 and not made.box
 
 
 def test_a_second_signal_kills(agent: Any) -> None:
     made = agent("signal.signal(signal.SIGTERM, signal.SIG_IGN); print('runs', flush=True); time.sleep(600)")
-    made.until(lambda: "runs" in made.said)
+    made.until(lambda: "runs" in made.output)
     (rank,) = children(made.process.pid)
     made.process.terminate()
     time.sleep(0.5)
@@ -252,7 +252,7 @@ def test_what_a_failed_rank_had_started_ends_too(agent: Any, tmp_path: Path) -> 
 
 def test_kill_9_takes_the_ranks_along(agent: Any) -> None:
     made = agent("p.die_with_parent(); print('runs', flush=True); time.sleep(600)", 2)
-    made.until(lambda: made.said.count("runs") == 2)
+    made.until(lambda: made.output.count("runs") == 2)
     ranks = children(made.process.pid)
     made.process.kill()
     made.process.wait()
@@ -264,12 +264,12 @@ def test_a_port_that_is_taken_is_named(agent: Any) -> None:
         port = str(other.getsockname()[1])
         made = agent("", 2, "--master-port", port)
         assert made.ends() == 3
-    assert f"the ranks cannot meet at 127.0.0.1 port {port} (MASTER_ADDR, MASTER_PORT): Address already" in made.said
+    assert f"the ranks cannot meet at 127.0.0.1 port {port} (MASTER_ADDR, MASTER_PORT): Address already" in made.output
 
 
 def test_it_loads_no_torch_and_a_lone_rank_opens_no_port(agent: Any) -> None:
     made = agent("assert 'MASTER_PORT' not in os.environ; print('runs', flush=True); time.sleep(600)")
-    made.until(lambda: "runs" in made.said)
+    made.until(lambda: "runs" in made.output)
     assert "libtorch" not in Path(f"/proc/{made.process.pid}/maps").read_text()
     found = [os.readlink(entry) for entry in Path(f"/proc/{made.process.pid}/fd").iterdir()]
     assert len([f for f in found if f.startswith("socket:")]) == 2  # to wake itself at a signal

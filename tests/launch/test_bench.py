@@ -199,7 +199,7 @@ def test_goodput_is_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "expected"),
     [
         (["--sweep"], "--sweep needs --slo"),
         (["--sweep", "--slo", "ttft=1", "--against", "x"], "neither with --against"),
@@ -208,20 +208,20 @@ def test_goodput_is_shown(tmp_path: Path) -> None:
         (["--input-len", "0"], "must be at least 1"),
     ],
 )
-def test_what_does_not_go_together_is_refused(flags: list[str], said: str) -> None:
-    assert said in refused("http://127.0.0.1:1", *flags)
+def test_what_does_not_go_together_is_refused(flags: list[str], expected: str) -> None:
+    assert expected in refused("http://127.0.0.1:1", *flags)
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "expected"),
     [
         (["--input-len", "8-1"], "write a length, or a range such as 128-1024"),
         (["--slo", "itl=1"], "'itl' is neither ttft nor tpot; write ttft=0.5,tpot=50ms"),
     ],
 )
-def test_what_cannot_be_read_says_how_it_is_written(flags: list[str], said: str) -> None:
+def test_what_cannot_be_read_says_how_it_is_written(flags: list[str], expected: str) -> None:
     result = CliRunner().invoke(baton, ["bench", *flags])
-    assert result.exit_code == 2 and said in " ".join(result.output.split())
+    assert result.exit_code == 2 and expected in " ".join(result.output.split())
 
 
 def test_the_command_line_is_kept_without_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

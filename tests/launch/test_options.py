@@ -127,7 +127,7 @@ run_main(command)
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    ("how", "code", "said"),
+    ("how", "code", "expected"),
     [
         ("print", 1, "error: standard output cannot be written: No space left on device\n"),
         ("echo", 1, "error: standard output cannot be written: No space left on device\n"),
@@ -137,19 +137,19 @@ run_main(command)
     ],
 )
 def test_a_stdout_that_is_full_is_one_line_and_one_without_a_reader_none(
-    how: str, code: int, said: str, unbuffered: str
+    how: str, code: int, expected: str, unbuffered: str
 ) -> None:
     if unbuffered and how in ("failed", "refused"):
-        code, said = 1, "error: standard output cannot be written: No space left on device\n"  # it ended there
+        code, expected = 1, "error: standard output cannot be written: No space left on device\n"  # it ended there
     command, environment = [sys.executable, "-c", WRITES, how], {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "wb") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environment, timeout=60)
-    assert (done.returncode, done.stderr) == (code, said)
+    assert (done.returncode, done.stderr) == (code, expected)
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, timeout=60)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (code, said if said == "error: refused\n" else "")
+    assert (done.returncode, done.stderr) == (code, expected if expected == "error: refused\n" else "")
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -202,9 +202,9 @@ def test_a_worker_name_that_would_leave_a_directory_is_refused_before_anything_i
 
 
 @pytest.mark.parametrize(
-    ("field", "model_is_said"), [("model_digest", True), ("config_digest", True), ("dtype", False)]
+    ("field", "model_is_named"), [("model_digest", True), ("config_digest", True), ("dtype", False)]
 )
-def test_a_worker_refused_for_its_model_says_which_it_has(field: str, model_is_said: bool) -> None:
+def test_a_worker_refused_for_its_model_says_which_it_has(field: str, model_is_named: bool) -> None:
     code = (
         "from baton.core.errors import JoinRefused\nfrom baton.worker_main import worker_main\n"
         f"def load(): raise JoinRefused('decode worker d refused: {field}: a and b')\n"
@@ -212,9 +212,9 @@ def test_a_worker_refused_for_its_model_says_which_it_has(field: str, model_is_s
     )
     command = [sys.executable, "-c", code, "--worker-id", "d", "--model", "/models/m"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    own = " (--model here is /models/m)" if model_is_said else ""
-    said = f"error: d: the coordinator refused this worker: decode worker d refused: {field}: a and b{own}\n"
-    assert (done.returncode, done.stderr) == (3, said)
+    own = " (--model here is /models/m)" if model_is_named else ""
+    expected = f"error: d: the coordinator refused this worker: decode worker d refused: {field}: a and b{own}\n"
+    assert (done.returncode, done.stderr) == (3, expected)
 
 
 @pytest.mark.parametrize("tier", ["prefill", "decode"])

@@ -37,8 +37,8 @@ def plan(model: Path, first: dict[str, object], last: dict[str, object], **optio
     the one between says nothing."""
     config = UpConfig(prefill=2, device="cpu", **options)
     topology = local_topology(config, [0, 1], ())
-    told: list[dict[str, object]] = [first, {}, last]
-    workers = tuple(replace(w, options=given) for w, given in zip(topology.workers, told, strict=True))
+    per_worker: list[dict[str, object]] = [first, {}, last]
+    workers = tuple(replace(w, options=given) for w, given in zip(topology.workers, per_worker, strict=True))
     return make_plan(replace(topology, workers=workers), str(model), "m")
 
 
@@ -63,8 +63,8 @@ def test_workers_that_differ_are_refused_in_the_words_of_a_join(
         environment = {"BATON_MAX_MODEL_LEN": "64"}
     with pytest.raises(StartupError) as caught:
         check_plan(plan(model, first, last), environment)
-    said = f"decode worker decode-0 refused: {difference}; the first is that of prefill-0"
-    assert caught.value.message == said
+    expected = f"decode worker decode-0 refused: {difference}; the first is that of prefill-0"
+    assert caught.value.message == expected
 
 
 @pytest.mark.parametrize(
@@ -240,9 +240,10 @@ def test_kv_memory_that_is_not_there_is_refused(tmp_path: Path) -> None:
     check_memory(given, nodes, 17 * GIB)
     with pytest.raises(StartupError) as refused:
         check_memory(given, nodes, 16 * GIB)
-    said = refused.value.message
+    refusal = refused.value.message
     assert (
-        "16.5 GiB (prefill-0 10.0, decode-0 6.5) is more than the 16.0 GiB here" in said and "--kv-memory-gib" in said
+        "16.5 GiB (prefill-0 10.0, decode-0 6.5) is more than the 16.0 GiB here" in refusal
+        and "--kv-memory-gib" in refusal
     )
     check_memory(given, set(), 1)  # another host's
     check_memory(plan(model_dir(tmp_path), {}, {}), nodes, 1)  # chosen from what is free

@@ -107,8 +107,8 @@ def test_one_in_use_is_refused_with_the_pid_that_has_it_and_left_as_it_is(
     for _ in range(2):
         with pytest.raises(StartupError) as caught:
             open_and_leave(str(run))
-        said = f"run directory {run} is in use by pid {holder.pid}; choose another with --run-dir"
-        assert caught.value.message == said and (run / "cluster.json").exists()
+        expected = f"run directory {run} is in use by pid {holder.pid}; choose another with --run-dir"
+        assert caught.value.message == expected and (run / "cluster.json").exists()
 
 
 def test_one_whose_process_was_killed_is_free_and_its_addresses_are_gone(

@@ -176,10 +176,10 @@ def test_startup_error_of_the_coordinator_is_said_last_in_a_box(start) -> None:
     assert "error      the fake coordinator refuses" in "\n".join(shown)
 
 
-@pytest.mark.parametrize(("agent", "said"), [("", "before it joined"), ("1", "left no reason")])
-def test_worker_that_keeps_crashing_before_it_joins_ends_the_cluster(start, agent: str, said: str) -> None:
+@pytest.mark.parametrize(("agent", "message"), [("", "before it joined"), ("1", "left no reason")])
+def test_worker_that_keeps_crashing_before_it_joins_ends_the_cluster(start, agent: str, message: str) -> None:
     lines = ended(start(env={"FAKE_WORKER": "crash", "FAKE_AGENT": agent}), expect=3)
-    assert any(said in line for line in find_box(lines))
+    assert any(message in line for line in find_box(lines))
     assert any("the fake worker crashes" in line for line in lines) and lines[-1] == find_box(lines)[-1]
 
 
@@ -200,9 +200,9 @@ def test_a_second_one_in_the_same_run_directory_is_refused_and_changes_nothing(s
     command = [*FAKE_UP, "--model", str(model), "--run-dir", str(cluster.run_dir), "--port", "0", "--grpc-port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment)
-    said = f"is in use by pid {cluster.process.pid}; choose another with --run-dir"
+    message = f"is in use by pid {cluster.process.pid}; choose another with --run-dir"
     assert (done.returncode, done.stdout) == (3, "")
-    assert done.stderr == f"error: run directory {cluster.run_dir} {said}\n"
+    assert done.stderr == f"error: run directory {cluster.run_dir} {message}\n"
     assert (cluster.run_dir / "cluster.json").read_text() == known and cluster.logs() == logs
     cluster.stop()
     assert not (cluster.run_dir / "cluster.json").exists() and not (cluster.run_dir / "coordinator.json").exists()

@@ -265,13 +265,13 @@ async def test_layers_of_a_step_that_is_not_out_are_not_sent() -> None:
         source.worker.layers_computed(1, FIRST)  # none is
         source.submit(make_request("r", 8, max_tokens=4), target)
 
-        async def said_of_another() -> None:
+        async def reported_of_another() -> None:
             source.worker.outgoing._runs[R].over.first_layers = None  # what step_by_layers said
             source.worker.layers_computed(7, FIRST)
             await until(lambda: target.worker.scheduler.receiving(R), what="an accepted offer")
             await asyncio.sleep(0.1)  # in which they would go
             assert not target.worker.hand_overs.writing and not source.worker.outgoing.counters.bytes_sent
 
-        await source.step_by_layers(FIRST, said_of_another)
+        await source.step_by_layers(FIRST, reported_of_another)
         await until(lambda: source.posted.handed_over)
         target.compute()

@@ -115,9 +115,11 @@ async def test_decode_too_says_how_much_of_the_prompt_was_not_computed() -> None
             source.compute()
             await until(lambda name=name: name in {o.sequence.request_id for o in source.posted.handed_over})
             decode.compute()
-        said = {side: {e.sequence.request_id: e.cached_tokens for e in side.posted.tokens} for side in (source, decode)}
-        assert said[source] == said[decode] == {"first": 0, "second": source.worker.scheduler.prompt_tokens_cached}
-        assert said[decode]["second"] > 0
+        cached = {
+            side: {e.sequence.request_id: e.cached_tokens for e in side.posted.tokens} for side in (source, decode)
+        }
+        assert cached[source] == cached[decode] == {"first": 0, "second": source.worker.scheduler.prompt_tokens_cached}
+        assert cached[decode]["second"] > 0
 
 
 async def test_a_request_that_ends_at_its_first_token_leaves_nothing_at_decode() -> None:

@@ -58,21 +58,21 @@ class PrefillMachine(RuleBasedStateMachine):
         )
         # What is written in each block, and under which salt.
         self.written: dict[int, tuple[str, tuple[int, ...]]] = {}
-        self.lives: dict[SequenceId, Life] = {}
+        self.sequences: dict[SequenceId, Life] = {}
         self.plan: StepPlan | None = None
         self.submitted = self.computed = 0
 
     def pick(self, data: st.DataObject) -> Life:
-        return self.lives[data.draw(st.sampled_from(sorted(self.lives)))]
+        return self.sequences[data.draw(st.sampled_from(sorted(self.sequences)))]
 
     def stepping(self, life: Life) -> bool:
         return self.plan is not None and any(r.sequence_id == life.request.sequence_id for r in self.plan.rows)
 
     def forget_what_is_over(self) -> None:
-        for sequence, life in list(self.lives.items()):
+        for sequence, life in list(self.sequences.items()):
             over = life.ended or life.parked or life.aborted
             if over and not life.pinned and not self.stepping(life):
-                del self.lives[sequence]
+                del self.sequences[sequence]
 
     @rule(
         prompt=st.integers(1, 12),
@@ -97,9 +97,9 @@ class PrefillMachine(RuleBasedStateMachine):
                 self.scheduler.submit(request, 0.0, hand_over=hand_over)
             return
         self.scheduler.submit(request, 0.0, hand_over=hand_over)
-        self.lives[request.sequence_id] = Life(request, self.submitted, hand_over)
+        self.sequences[request.sequence_id] = Life(request, self.submitted, hand_over)
 
-    @precondition(lambda self: self.lives)
+    @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def submit_again(self, data: st.DataObject) -> None:
         with pytest.raises(DuplicateRequest):
@@ -111,7 +111,7 @@ class PrefillMachine(RuleBasedStateMachine):
         if self.plan is not None:
             assert plan is None
         elif plan is None:
-            waiting = [life for life in self.lives.values() if life.queued]
+            waiting = [life for life in self.sequences.values() if life.queued]
             assert all(not life.blocks for life in waiting)
             free = self.scheduler.blocks.num_free
             assert not waiting or any(self.scheduler.layout.blocks_for(life.total) > free for life in waiting)
@@ -120,16 +120,16 @@ class PrefillMachine(RuleBasedStateMachine):
             self.check_plan(plan)
 
     def check_plan(self, plan: StepPlan) -> None:
-        lives = [self.lives[row.sequence_id] for row in plan.rows]
-        for row, life in zip(plan.rows, lives, strict=True):
+        sequences = [self.sequences[row.sequence_id] for row in plan.rows]
+        for row, life in zip(plan.rows, sequences, strict=True):
             self.check_row(row, life)
-        turns = [(life.total - life.computed, life.number) for life in lives]
+        turns = [(life.total - life.computed, life.number) for life in sequences]
         assert turns == sorted(turns), "not the one with the least left first"
-        assert len({life.number for life in lives}) == len(lives)
+        assert len({life.number for life in sequences}) == len(sequences)
         assert plan.num_tokens <= self.scheduler.step_tokens
-        assert all(row.end == life.total for row, life in zip(plan.rows[:-1], lives, strict=False))
-        for life in self.lives.values():
-            if life.queued and life.blocks and life not in lives:
+        assert all(row.end == life.total for row, life in zip(plan.rows[:-1], sequences, strict=False))
+        for life in self.sequences.values():
+            if life.queued and life.blocks and life not in sequences:
                 assert plan.num_tokens == self.scheduler.step_tokens, "budget was left for one that had started"
                 assert (life.total - life.computed, life.number) > turns[-1]
 
@@ -147,7 +147,7 @@ class PrefillMachine(RuleBasedStateMachine):
         life.blocks = row.block_ids
         size = self.scheduler.layout.block_size
         for index in range(row.start // size, -(-row.end // size)):
-            others = [other for other in self.lives.values() if other is not life and other.blocks]
+            others = [other for other in self.sequences.values() if other is not life and other.blocks]
             assert all(row.block_ids[index] not in other.blocks[: other.computed // size] for other in others)
             self.written[row.block_ids[index]] = (request.cache_salt, life.tokens[: min(row.end, (index + 1) * size)])
 
@@ -170,7 +170,7 @@ class PrefillMachine(RuleBasedStateMachine):
         result = self.scheduler.finish_step(outcome, 1.0)
         progress, ended = [], []
         for row, sampled in zip(plan.rows, outcome.sampled, strict=True):
-            life = self.lives[row.sequence_id]
+            life = self.sequences[row.sequence_id]
             life.computed = row.end
             self.computed += len(row.tokens)
             if life.aborted:
@@ -186,7 +186,7 @@ class PrefillMachine(RuleBasedStateMachine):
         assert [(e.sequence, e.reason) for e in result.ended] == ended
         self.forget_what_is_over()
 
-    @precondition(lambda self: self.lives)
+    @precondition(lambda self: self.sequences)
     @rule(data=st.data(), again=st.booleans())
     def compute_all_and_perhaps_ask_for_one_again(self, data: st.DataObject, again: bool) -> None:
         life = self.pick(data)
@@ -203,7 +203,7 @@ class PrefillMachine(RuleBasedStateMachine):
     def summary(self, p: Progress) -> tuple[SequenceId, int, int, int | None, int | None]:
         return p.sequence_id, p.computed, p.cached, p.first_token, None if p.first_token is None else p.output_index
 
-    @precondition(lambda self: self.lives)
+    @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         life = self.pick(data)
@@ -211,7 +211,7 @@ class PrefillMachine(RuleBasedStateMachine):
         life.aborted = True
         self.forget_what_is_over()
 
-    @precondition(lambda self: self.lives)
+    @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def hand_over_ends(self, data: st.DataObject) -> None:
         life = self.pick(data)
@@ -229,9 +229,9 @@ class PrefillMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         self.scheduler.check()
-        assert set(self.scheduler.sequence_ids()) == set(self.lives)
+        assert set(self.scheduler.sequence_ids()) == set(self.sequences)
         assert self.scheduler.prompt_tokens_computed == self.computed
-        waiting = [life for life in self.lives.values() if life.queued or self.stepping(life)]
+        waiting = [life for life in self.sequences.values() if life.queued or self.stepping(life)]
         assert self.scheduler.backlog_tokens == sum(life.total - life.computed for life in waiting)
         assert bool(self.scheduler.num_running + self.scheduler.num_waiting) == bool(waiting)
 

@@ -36,8 +36,8 @@ async def test_a_server_listens_where_it_is_told(host: str) -> None:
 async def test_a_taken_port_and_a_foreign_address_are_two_things() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        said = f"link port {port} on 127.0.0.1 is in use; choose another with --link-port"
-        with pytest.raises(StartupError, match=said):
+        message = f"link port {port} on 127.0.0.1 is in use; choose another with --link-port"
+        with pytest.raises(StartupError, match=message):
             open_port(grpc.aio.server(), "127.0.0.1", port, "link", "--link-port")
         with pytest.raises(StartupError, match=f"^port {port} on 127.0.0.1 is in use; choose another with --port$"):
             check_free("127.0.0.1", port, "--port")

@@ -40,7 +40,7 @@ class Owner:
         self.here = [sequence for sequence in self.here if sequence in keep]
 
 
-def said(session: WorkerSession) -> list[StepEvents]:
+def posted(session: WorkerSession) -> list[StepEvents]:
     found = []
     while not session._outgoing.empty():
         events = session._outgoing.get_nowait()
@@ -61,7 +61,7 @@ async def test_what_came_between_the_join_and_the_welcome_is_kept_and_told() -> 
 
     session._begin(Welcome("run", 3.0, 1.0, b"", following=(Following(OLD, 2),)), known)
 
-    (again,) = said(session)
+    (again,) = posted(session)
     assert again.tokens == (TokenEvent(OLD, 2, (3,)), TokenEvent(NEW, 0, (5,)), TokenEvent(SHORT, 0, (6,)))
     assert again.ended == (SequenceEnded(SHORT, "stop"),)
     assert owner.here == [OLD, NEW]
@@ -71,7 +71,7 @@ async def test_what_the_coordinator_believes_here_and_is_not_is_said() -> None:
     session = WorkerSession("nowhere:1", Owner())
     following = (Following(OLD, 0), Following(NEW, 0, here=False))
     session._begin(Welcome("run", 3.0, 1.0, b"", following=following), session._known())
-    _, lost = said(session)
+    _, lost = posted(session)
     assert [(e.sequence, e.code) for e in lost.ended] == [(OLD, "unknown_sequence")]
 
 
@@ -83,7 +83,7 @@ async def test_another_run_of_the_coordinator_wants_nothing_of_all_that() -> Non
     owner.here.append(NEW)
     session.post(StepEvents(tokens=(TokenEvent(NEW, 0, (5,)),)))
     session._begin(Welcome("run", 3.0, 1.0, b""), known)
-    assert owner.here == [] and said(session) == [StepEvents()]
+    assert owner.here == [] and posted(session) == [StepEvents()]
 
 
 async def test_heartbeats_of_many_workers_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ async def test_who_finds_no_coordinator_says_so_every_half_minute(caplog: pytest
         while tries < 7:
             await asyncio.sleep(0.01)
     running.cancel()
-    said = [record.message for record in caplog.records]
-    assert 2 <= len(said) <= 4 < tries and all("retrying: nobody listens" in message for message in said)
-    times = [int(message.split(" s,")[0].rpartition(" ")[2]) for message in said]
+    warnings = [record.message for record in caplog.records]
+    assert 2 <= len(warnings) <= 4 < tries and all("retrying: nobody listens" in message for message in warnings)
+    times = [int(message.split(" s,")[0].rpartition(" ")[2]) for message in warnings]
     assert times[0] < 30 and all(later - earlier >= 30 for earlier, later in itertools.pairwise(times))

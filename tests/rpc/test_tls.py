@@ -240,12 +240,12 @@ async def test_a_worker_joins_as_what_its_certificate_says(made: Path) -> None:
     server, port = await serve_control(cluster, "127.0.0.1", 0, of(made, "coordinator"))
 
     async def join(name: str, role: str) -> object:
-        tls, said = of(made, role), make_join(name, 1)
+        tls, join_message = of(made, role), make_join(name, 1)
         method = worker_pb2_grpc.WorkerControlStub
         request = worker_pb2.SessionRequest
         peer = "coordinator"
         channel, stream, answer = await dial(
-            f"127.0.0.1:{port}", lambda c: method(c).Session, request, said, 5.0, tls, peer
+            f"127.0.0.1:{port}", lambda c: method(c).Session, request, join_message, 5.0, tls, peer
         )
         stream.end("enough")
         await channel.close()

@@ -57,9 +57,9 @@ def test_a_path_that_is_no_file_is_refused(tmp_path: Path) -> None:
 def test_tokens_are_compared_whole() -> None:
     check_token(TOKEN, TOKEN, "worker w")
     check_token("", "whatever", "worker w")
-    for said in ("", TOKEN[:-1], TOKEN + "x", "\ud800"):
+    for token in ("", TOKEN[:-1], TOKEN + "x", "\ud800"):
         with pytest.raises(JoinRefused, match="worker w refused: token: ") as caught:
-            check_token(TOKEN, said, "worker w")
+            check_token(TOKEN, token, "worker w")
         assert caught.value.param == "token" and TOKEN not in caught.value.message
 
 

@@ -83,8 +83,8 @@ class Running:
         self.step_gate: threading.Event | None = None
         self.step_s = 0.0
         self.main_loop = WorkerLoop(config, self.tier, self._step)
-        self.said: list[StepEvents] = []
-        self.main_loop.session.post = self.said.append  # type: ignore[method-assign]
+        self.sent: list[StepEvents] = []
+        self.main_loop.session.post = self.sent.append  # type: ignore[method-assign]
         self.task = asyncio.create_task(self.main_loop.run())
 
     def _step(self, plan: StepPlan) -> StepOutcome:
@@ -116,16 +116,16 @@ async def test_a_deadline_ends_a_sequence_here_and_says_so(running: Running) -> 
     running.main_loop.follow(replace(make_request("r"), deadline_s=0.15))
     await asyncio.sleep(0.05)
     assert not running.tier.ended
-    await until(lambda: running.said, timeout_s=2)
+    await until(lambda: running.sent, timeout_s=2)
     assert running.tier.ended == [(R, "deadline")]
-    (ended,) = running.said[0].ended
+    (ended,) = running.sent[0].ended
     assert (ended.sequence, ended.reason, ended.code) == (R, "error", "deadline_exceeded")
 
 
 async def test_a_deadline_of_a_sequence_that_has_left_says_nothing(running: Running) -> None:
     running.main_loop.follow(replace(make_request("r"), deadline_s=0.05))
     await until(lambda: running.tier.ended, timeout_s=2)
-    assert not running.said and not len(running.main_loop.deadlines)
+    assert not running.sent and not len(running.main_loop.deadlines)
 
 
 async def test_an_abort_of_a_known_sequence_ends_it_and_one_of_an_unknown_one_buries_it(running: Running) -> None:
@@ -144,10 +144,10 @@ async def test_steps_are_said_in_order_and_stop_when_there_is_nothing(running: R
     running.tier.here.add(R)
     running.tier.stepping = True
     running.main_loop.wake()
-    await until(lambda: len(running.said) >= 3, timeout_s=2)
+    await until(lambda: len(running.sent) >= 3, timeout_s=2)
     running.tier.here.clear()
     await asyncio.sleep(0.05)
-    assert [e.step_id for e in running.said] == list(range(1, len(running.said) + 1)) and running.main_loop.steps >= 3
+    assert [e.step_id for e in running.sent] == list(range(1, len(running.sent) + 1)) and running.main_loop.steps >= 3
 
 
 @pytest.mark.parametrize("where", ["books", "step"])
@@ -226,16 +226,20 @@ async def test_a_drain_does_not_wait_for_ever(running: Running) -> None:
     running.main_loop.command(Drain(0.1))
     assert await running.outcome() is None
     assert running.tier.ended == [(R, "the drain timeout has passed")]
-    (told,) = [e for said in running.said for e in said.ended]
-    assert (told.sequence, told.code) == (R, "abandoned")
+    (ended_event,) = [e for sent in running.sent for e in sent.ended]
+    assert (ended_event.sequence, ended_event.code) == (R, "abandoned")
 
 
 async def test_what_is_given_up_is_said_since_the_coordinator_may_count_on_it(running: Running) -> None:
     kept = SequenceId("kept")
     running.tier.here |= {R, kept}
     running.main_loop.abandon("nobody asked for it", keep=(kept,))
-    ((told,),) = [said.ended for said in running.said]
-    assert (told.sequence, told.reason, told.code) == (R, "error", "abandoned") and "nobody asked" in told.message
+    ((ended_event,),) = [sent.ended for sent in running.sent]
+    assert (ended_event.sequence, ended_event.reason, ended_event.code) == (
+        R,
+        "error",
+        "abandoned",
+    ) and "nobody asked" in ended_event.message
     assert running.tier.here == {kept}
 
 
@@ -285,7 +289,7 @@ async def ahead() -> AsyncIterator[tuple[Running, Device]]:
     await asyncio.wait({made.task})
     made.tier, device = AheadTier(), Device()
     made.main_loop = WorkerLoop(made.main_loop.config, made.tier, made._step, launcher=device)
-    made.main_loop.session.post = made.said.append  # type: ignore[method-assign]
+    made.main_loop.session.post = made.sent.append  # type: ignore[method-assign]
     yield made, device
     made.task.cancel()
     await asyncio.wait({made.task})
@@ -294,10 +298,10 @@ async def ahead() -> AsyncIterator[tuple[Running, Device]]:
 async def test_a_step_is_launched_before_the_one_before_it_is_collected(ahead: tuple[Running, Device]) -> None:
     running, device = ahead
     running.task = asyncio.create_task(running.main_loop.run())
-    await until(lambda: len(running.said) == 6, timeout_s=2)
+    await until(lambda: len(running.sent) == 6, timeout_s=2)
     expected = "launch 1, launch 2, collect 1, launch 3, collect 2, collect 3, launch 4, launch 5, collect 4, launch 6"
     assert ", ".join(device.log) == expected + ", collect 5, collect 6"
-    assert [events.step_id for events in running.said] == [1, 2, 3, 4, 5, 6] and running.main_loop.steps == 6
+    assert [events.step_id for events in running.sent] == [1, 2, 3, 4, 5, 6] and running.main_loop.steps == 6
 
 
 async def test_a_launch_that_fails_ends_the_worker(ahead: tuple[Running, Device]) -> None:
@@ -314,5 +318,5 @@ async def test_what_is_still_on_its_way_here_is_left_to_who_sends_it(running: Ru
     running.tier.here.add(R)
     running.tier.arriving.add(R)
     running.main_loop.abandon("the drain timeout has passed")
-    ((told,),) = [said.ended for said in running.said]
-    assert (told.sequence, told.code) == (R, "worker_lost") and not running.tier.here
+    ((ended_event,),) = [sent.ended for sent in running.sent]
+    assert (ended_event.sequence, ended_event.code) == (R, "worker_lost") and not running.tier.here

@@ -169,7 +169,7 @@ def make_chunk(**changes: object) -> Chunk:
     return Chunk(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def said(sequence: SequenceId, first_index: int, *tokens: int, ended: str = "") -> StepEvents:
+def step_events(sequence: SequenceId, first_index: int, *tokens: int, ended: str = "") -> StepEvents:
     """The events of a step that said `tokens` of one sequence and perhaps its end."""
     ends = (SequenceEnded(sequence, ended),) if ended else ()
     return StepEvents(tokens=(TokenEvent(sequence, first_index, tokens),) if tokens else (), ended=ends)

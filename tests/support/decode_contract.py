@@ -15,7 +15,7 @@ class Life:
 
     request: GenerateRequest
     output: list[int] = field(default_factory=list)
-    told: int = 0
+    reported: int = 0
     phase: str = "receiving"
     writing: bool = False
     aborted: bool = False

@@ -29,7 +29,7 @@ class Run:
     steps: int = 0
     preemptions: int = 0
     longest_silence_s: float = 0.0
-    told: dict[str, int] = field(default_factory=dict)
+    reported: dict[str, int] = field(default_factory=dict)
     logprobs: dict[str, list[TokenLogprob]] = field(default_factory=dict)
     ended: dict[str, str] = field(default_factory=dict)
     steps_ahead: int = 0
@@ -62,10 +62,10 @@ def decode_all(
     engine = engine or SpeculativeEngine(target, draft)
     run = Run({r.request_id: [] for r in requests}, SpeculationCounters())
     queue, out = deque(requests), 0
-    heard = dict.fromkeys(run.outputs, 0.0)
+    last_token_at = dict.fromkeys(run.outputs, 0.0)
     while queue or scheduler.num_sequences:
         while queue and scheduler.num_sequences < batch and _hand_over(scheduler, target, queue[0], run):
-            heard[queue.popleft().request_id] = time.monotonic()
+            last_token_at[queue.popleft().request_id] = time.monotonic()
         plan = scheduler.begin_step(time.monotonic())
         if launcher is not None:
             if plan is not None:
@@ -85,8 +85,8 @@ def decode_all(
             name = event.sequence.request_id
             run.logprobs.setdefault(name, []).extend(event.logprobs)
             run.outputs[name][event.first_index :] = event.tokens
-            run.longest_silence_s = max(run.longest_silence_s, now - heard[name])
-            heard[name] = now
+            run.longest_silence_s = max(run.longest_silence_s, now - last_token_at[name])
+            last_token_at[name] = now
         run.steps += 1
         if each_step is not None:
             each_step(scheduler)

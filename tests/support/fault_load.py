@@ -16,7 +16,7 @@ BYSTANDER = ([5] * 40, 150)
 
 
 @dataclass
-class Told:
+class StreamResult:
     """What a client was told of one request: its tokens, and how it ended ("" for well)."""
 
     tokens: list[int] = field(default_factory=list)
@@ -24,21 +24,21 @@ class Told:
     decoding: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
-    async def end(self) -> Told:
+    async def end(self) -> StreamResult:
         assert self.task is not None
         await self.task
         return self
 
 
-def start(client: Client, prompt: list[int] = PROMPT, count: int = COUNT) -> Told:
-    told = Told()
+def start(client: Client, prompt: list[int] = PROMPT, count: int = COUNT) -> StreamResult:
+    result = StreamResult()
 
     async def read() -> None:
         sent = body(prompt, count, stream=True)
         async with client.http.stream("POST", "/v1/completions", json=sent) as answer:
             if answer.status_code != 200:
                 await answer.aread()
-                told.error = answer.json()["error"]["code"]
+                result.error = answer.json()["error"]["code"]
                 return
             finished = False
             async for line in answer.aiter_lines():
@@ -46,14 +46,14 @@ def start(client: Client, prompt: list[int] = PROMPT, count: int = COUNT) -> Tol
                 if not line.startswith("data: {"):
                     continue
                 event: dict[str, Any] = json.loads(line[6:])
-                told.error = event.get("error", {}).get("code", told.error)
-                told.tokens += [t for c in event.get("choices", []) for t in c["token_ids"]]
-                if len(told.tokens) > 1:
-                    told.decoding.set()  # the first came from prefill
-            assert finished or told.error, "a stream ended without [DONE] and without an error"
+                result.error = event.get("error", {}).get("code", result.error)
+                result.tokens += [t for c in event.get("choices", []) for t in c["token_ids"]]
+                if len(result.tokens) > 1:
+                    result.decoding.set()  # the first came from prefill
+            assert finished or result.error, "a stream ended without [DONE] and without an error"
 
-    told.task = asyncio.create_task(read())
-    return told
+    result.task = asyncio.create_task(read())
+    return result
 
 
 async def expected(client: Client, prompt: list[int] = PROMPT, count: int = COUNT) -> list[int]:
@@ -61,7 +61,7 @@ async def expected(client: Client, prompt: list[int] = PROMPT, count: int = COUN
     return list(await client.tokens(prompt, count))
 
 
-async def disturbed(running: FaultCluster, client: Client, what: str) -> tuple[Told, Told]:
+async def disturbed(running: FaultCluster, client: Client, what: str) -> tuple[StreamResult, StreamResult]:
     """A request on its way from prefill-0 to decode-0, held in its first step, in its first send, or in its last step
     with its first layers computed and sent; and meanwhile a stream that prefill-1 has handed over to decode-1."""
     running.ask("prefill-0", "hold_step")
@@ -84,8 +84,8 @@ def sent_early(running: FaultCluster, worker: str, since: float) -> int:
     return sum(event["layers"] == [0, 2] for event in running.events(worker, "chunk_sent", since))
 
 
-async def calm(running: FaultCluster, client: Client, bystander: Told, stream: list[int]) -> None:
+async def calm(running: FaultCluster, client: Client, bystander: StreamResult, stream: list[int]) -> None:
     """The other pair has gone on, the cluster serves, and nothing is left."""
-    told = await bystander.end()
-    assert told.error == "" and told.tokens == stream, running.cluster.logs()
+    result = await bystander.end()
+    assert result.error == "" and result.tokens == stream, running.cluster.logs()
     await running.settle()

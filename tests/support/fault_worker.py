@@ -113,11 +113,11 @@ def _install(faults: Faults) -> None:
         return step(runner, plan)
 
     def held_tell(runner: Runner, wanted: Any, tell: Any) -> None:
-        def told(step_id: int, layers: int) -> None:
+        def on_layers(step_id: int, layers: int) -> None:
             tell(step_id, layers)
             faults.hold("hold_layers")
 
-        tell_first(runner, wanted, told)
+        tell_first(runner, wanted, on_layers)
 
     def faulty_send(edge: GlooEdge, buf: Any, timeout_s: float, ends: Any = (), ready: Any = lambda _: 0) -> None:
         faults.hold("hold_send", edge._meeting._aborted)

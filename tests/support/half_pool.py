@@ -57,12 +57,12 @@ def drive(streams: Sequence[Stream], num_blocks: int, *, costs: Sequence[tuple[i
     """All streams at once, their prompts computed, to the end of the last. Every block must be free then."""
     speculation = Speculation(model=StepModel(costs, budget_s=0.05))
     worker = make_decode(num_blocks, block_size=BLOCK, max_running=64, speculation=speculation, prefix_cache=False)
-    result, heard = Progress(), dict[str, float]()
+    result, last_token_at = Progress(), dict[str, float]()
     for index, stream in enumerate(streams):
         request = make_request(f"s{index}", stream.prompt, stream.output, eos=(), priority=stream.priority)
         worker.reserve(request, 0.0)
         worker.received(request.sequence_id, 5, 0.0)
-        heard[request.request_id] = result.silence_s[request.request_id] = 0.0
+        last_token_at[request.request_id] = result.silence_s[request.request_id] = 0.0
     now, steps, step_s = 0.0, 0, speculation.model.long.seconds
     while worker.num_sequences:
         plan = worker.begin_step(now)
@@ -76,8 +76,8 @@ def drive(streams: Sequence[Stream], num_blocks: int, *, costs: Sequence[tuple[i
         events = worker.finish_step(make_outcome(plan), now)
         for event in events.tokens:
             name = event.sequence.request_id
-            result.silence_s[name] = max(result.silence_s[name], now - heard[name])
-            heard[name] = now
+            result.silence_s[name] = max(result.silence_s[name], now - last_token_at[name])
+            last_token_at[name] = now
             result.tokens[name] = event.first_index + len(event.tokens)
         for ended in events.ended:
             result.ended_at[ended.sequence.request_id] = now

@@ -49,11 +49,11 @@ class Posted:
             getattr(self, name).extend(getattr(events, name))
 
     def output(self, name: str) -> dict[int, int]:
-        told: dict[int, int] = {}
+        token_at: dict[int, int] = {}
         for event in (e for e in self.tokens if e.sequence.request_id == name):
             for index, token in enumerate(event.tokens, event.first_index):
-                assert told.setdefault(index, token) == token
-        return told
+                assert token_at.setdefault(index, token) == token
+        return token_at
 
 
 def _config(name: str, timeout_s: float, step_tokens: int) -> WorkerConfig:

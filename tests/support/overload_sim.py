@@ -64,7 +64,7 @@ def overload(
     length_of = {request.request_id: length for request, length in zip(requests, lengths, strict=True)}
     for request in requests:
         dispatcher.submit(Ticket(request.choice_id, request.num_prefill_tokens, request.max_total_tokens))
-    now, arriving, heard = 0.0, list[tuple[float, GenerateRequest]](), dict[str, tuple[float, int]]()
+    now, arriving, last_token_at = 0.0, list[tuple[float, GenerateRequest]](), dict[str, tuple[float, int]]()
     while len(result.lengths) < len(requests):
         for placement in dispatcher.place():
             arriving.append((now + HAND_OVER_S, by_name[placement.name]))
@@ -78,7 +78,7 @@ def overload(
             arriving.remove(entry)
             worker.received(request.sequence_id, 7, now)
             dispatcher.handed_over(request.choice_id)
-            heard[request.request_id] = now, result.steps
+            last_token_at[request.request_id] = now, result.steps
         plan = worker.begin_step(now)
         if plan is None:
             now += 0.01
@@ -90,10 +90,10 @@ def overload(
         now += worker.speculation.model.short.seconds(plan.num_tokens)
         for event in worker.finish_step(make_outcome(plan), now).tokens:
             name, produced = event.sequence.request_id, event.first_index + len(event.tokens)
-            at, step = heard[name]
+            at, step = last_token_at[name]
             result.longest_silence_s = max(result.longest_silence_s, now - at)
             result.longest_silence_steps = max(result.longest_silence_steps, result.steps - step)
-            heard[name] = now, result.steps
+            last_token_at[name] = now, result.steps
             dispatcher.produced(event.sequence.choice_id, produced)
             if produced >= length_of[name]:
                 result.lengths[name] = produced

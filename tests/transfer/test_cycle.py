@@ -67,8 +67,8 @@ async def round_trip(
     for node in (*sources, *decodes):
         node.compute()
         assert not node.posted.parked, node.posted.parked
-        for told in (node.posted.handed_over, node.posted.tokens, node.posted.ended):
-            told.clear()
+        for queue in (node.posted.handed_over, node.posted.tokens, node.posted.ended):
+            queue.clear()
 
 
 async def cycle(

@@ -21,10 +21,10 @@ async def test_a_step_tells_the_load_when_requests_are_placed_by_it_and_at_every
         steps = decode.posted.steps
         assert len(steps) == 4 * BLOCK - 1 and steps[-1].ended
         free = decode.worker.load().blocks_free
-        told = [step.load.blocks_free if step.load is not None else None for step in steps]
-        assert told[0] is not None and told[-1] == free and steps[-1].load == decode.worker.load()
-        known = [t for t in told if t is not None]
-        assert len(known) == 1 + 3 + 1, told  # the first step, a block for every four tokens, the end
+        reported = [step.load.blocks_free if step.load is not None else None for step in steps]
+        assert reported[0] is not None and reported[-1] == free and steps[-1].load == decode.worker.load()
+        known = [t for t in reported if t is not None]
+        assert len(known) == 1 + 3 + 1, reported  # the first step, a block for every four tokens, the end
         assert all(a != b for a, b in itertools.pairwise(known))
 
 
