@@ -229,7 +229,8 @@ def graphs(checks: Checks) -> None:
 
 def engine(checks: Checks) -> None:
     with checks.part("tests/gpu/test_engine_cuda.py"):
-        pytest("tests/gpu/test_engine_cuda.py", "not mistral and not qwen2" if QUICK else "")
+        once = "not mistral and not qwen2 and (not chosen_on_the_device or min_p)"
+        pytest("tests/gpu/test_engine_cuda.py", once if QUICK else "")
 
 
 # ---- 6
