@@ -551,9 +551,9 @@ def main() -> int:
 
     if number and STAGES[int(number) - 1].name == name:
         if fault == "hang":
-            print("told to hang")
+            print("made to hang")
             time.sleep(3600)
-        raise Failed("told to fail")
+        raise Failed("made to fail")
     stages: dict[str, Callable[[Checks], None]] = {
         "environment": environment,
         "kernels": kernels,

@@ -66,7 +66,7 @@ def run(
     """All requests at once in a pool of `blocks`."""
     speculation = Speculation(model=StepModel(costs, budget_s=BUDGET_S, step_tokens=STEP_TOKENS))
     scheduler = DecodeScheduler(runner.layout, blocks, len(requests), speculation, prefix_cache=True)
-    found, heard = Found(), dict[str, float]()
+    found, last_token_at = Found(), dict[str, float]()
     first: dict[str, int] = {}
     for request in requests:
         taken = scheduler.reserve(request, clock())
@@ -75,7 +75,7 @@ def run(
     began = clock()
     for request in requests:
         scheduler.received(request.sequence_id, first[request.request_id], began)
-        heard[request.request_id], found.tokens[request.request_id] = began, []
+        last_token_at[request.request_id], found.tokens[request.request_id] = began, []
     while scheduler.num_sequences:
         plan = scheduler.begin_step(clock())
         if plan is None:
@@ -85,8 +85,8 @@ def run(
         found.recomputed += plan.num_tokens - sum(row.num_sampled for row in plan.rows)
         for event in result.tokens:
             name = event.sequence.request_id
-            found.silence_s = max(found.silence_s, now - heard[name])
-            heard[name] = now
+            found.silence_s = max(found.silence_s, now - last_token_at[name])
+            last_token_at[name] = now
             found.tokens[name][event.first_index :] = event.tokens
         found.ended_at += [now - began] * len(result.ended)
     scheduler.check()

@@ -3,7 +3,7 @@ takes: registers, spills, shared memory.
 
     python benchmarks/kernels_compiled.py [--arch 80 90 100] [--only NAME] [--out FILE]
 
-The code that launches kernels runs as in serving, on tensors of the CPU; Triton is told of a GPU and compiles instead
+The code that launches kernels runs as in serving, on tensors of the CPU; Triton is shown a GPU and compiles instead
 of launching. So what is compiled is what would be: types, alignments, constants and all. With `--json` a line each.
 """
 

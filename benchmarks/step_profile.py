@@ -97,8 +97,8 @@ async def steps(runner: Runner, timed: Timed, requests: list[GenerateRequest]) -
             compute.begin(plan)
             outcome = await compute.collect()
             computed = time.perf_counter()
-            told = worker.finish_step(outcome, time.monotonic())
-            codec.wrap(worker_pb2.SessionRequest, told).SerializeToString()
+            events = worker.finish_step(outcome, time.monotonic())
+            codec.wrap(worker_pb2.SessionRequest, events).SerializeToString()
             ended = time.perf_counter()
             if len(plan.rows) == len(requests):
                 wake = computed - planned - outcome.elapsed_s

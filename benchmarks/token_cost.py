@@ -102,7 +102,7 @@ class Cluster:
         return next(worker for worker in workers if worker["role"] == role)
 
     def _progress(self) -> tuple[int, int]:
-        """Steps and tokens of the decode worker, once a heartbeat has told them."""
+        """Steps and tokens of the decode worker, once a heartbeat has reported them."""
         time.sleep(1.0)
         decode = self._worker("decode")
         return decode["steps"], decode["tokens_generated"]

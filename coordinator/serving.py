@@ -1,4 +1,4 @@
-"""What the coordinator process opens, runs until it is told to stop, and closes."""
+"""What the coordinator process opens, runs until it is stopped, and closes."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def top_command(url: str, every_s: float, shown: int) -> int:
 def drain_command(
     worker: str, url: str, timeout_s: float, coordinator: str, cluster_token_file: str, cluster_tls_dir: str
 ) -> int:
-    """Take WORKER out of the cluster at URL: no new work, what runs finishes or goes elsewhere, its process ends."""
+    """Take WORKER out of the cluster at URL: no new work, what runs finishes or is rescheduled, its process ends."""
     from launch.drain import drain
 
     if coordinator and (wrong := host_port_error(coordinator)):

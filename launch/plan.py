@@ -70,7 +70,7 @@ class Listener:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything about a cluster that is known before its first process starts. `model` is what each process is told;
+    """Everything about a cluster that is known before its first process starts. `model` is what each process is given;
     `parts` come in the order of the workers, leaders first."""
 
     topology: Topology
@@ -233,18 +233,18 @@ def _parts(topology: Topology) -> tuple[Part, ...]:
 
 def _placements(node: Node, workers: Sequence[WorkerPlace]) -> list[Placement]:
     """The cores of a node divided among the ranks of its workers, each worker getting its ranks' together."""
-    told = [worker.config.threads for worker in workers]
+    given = [worker.config.threads for worker in workers]
     if not node.core_count:
-        if len(workers) > 1 and not all(told) and not node.gpus:
+        if len(workers) > 1 and not all(given) and not node.gpus:
             names = " and ".join(worker.name for worker in workers[:2])
             what = f"node {node.name!r} has several workers ({names}); say how many 'cores' it has"
             raise StartupError(f"topology: {what}")
-        return [Placement((), threads) for threads in told]
-    same = told[0] if len(set(told)) == 1 else 0
+        return [Placement((), threads) for threads in given]
+    same = given[0] if len(set(given)) == 1 else 0
     shares = place([worker.ranks_per_node for worker in workers], node.cores or range(node.core_count), same)
     return [
         Placement(share.cores if node.cores else (), threads or share.threads)
-        for share, threads in zip(shares, told, strict=True)
+        for share, threads in zip(shares, given, strict=True)
     ]
 
 

@@ -79,7 +79,7 @@ class PrefillWorker:
         await self.main_loop.run()
 
     def layers_wanted(self, plan: StepPlan) -> int:
-        """Of how many layers we want to hear before the step is done: what can be sent while it is computed. On any
+        """How many layers are reported before the step is done: what can be sent while it is computed. On any
         thread."""
         layers = [layer.bytes_per_token for layer in self.scheduler.layout.layers]
         last = [len(row.tokens) for row in plan.rows if _sends_layers(row)]

@@ -47,7 +47,7 @@ def processes(cores: int) -> int:
 
 
 def with_bytecode(environment: Mapping[str, str]) -> dict[str, str]:
-    """Hundreds of processes import the same files. Where Python is told to keep no bytecode, as in many containers,
+    """Hundreds of processes import the same files. Where Python is set to keep no bytecode, as in many containers,
     each would compile all of them anew: 0.15 s of a processor for a worker, 0.1 s for a coordinator."""
     return {name: value for name, value in environment.items() if name != "PYTHONDONTWRITEBYTECODE"}
 

@@ -6,7 +6,7 @@ be distinguished from the present one. `check()` proves that invariants hold; `c
 sequences that all of it is free, from totals, at the same cost whatever the number of blocks.
 
 A block that only the cache holds is idle: it counts as free, and is taken when no block is free outright, the one that
-was longest idle first. `on_evict` hears of each one taken like that, before its new holder does.
+was longest idle first. `on_evict` is called for each one taken like that, before its new holder does.
 """
 
 from __future__ import annotations

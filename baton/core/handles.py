@@ -1,8 +1,8 @@
-"""Handles: the signed right to one sequence's KV. Minted by the coordinator, checked at both ends of a hand-over.
+"""Handles: the signed right to one sequence's KV. Signed by the coordinator, checked at both ends of a hand-over.
 
 A handle binds the sequence (so the attempt), both workers with their incarnations, a nonce and when it expires. That is
-said on the clock of the run, the coordinator's: a worker hears it as it joins and counts on by its own, so it is never
-ahead, and the clocks of hosts are never compared.
+a time of the run's clock, the coordinator's: a worker receives it as it joins and counts on by its own, so it is
+never ahead, and the clocks of hosts are never compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The clock of somebody who can only hear what is said while he listens.
+"""The clock of a process that receives only while it runs.
 
-A lease ends a silence. While the process that counts it stood still (stopped, starved, its machine paused), it heard
-nobody, so nobody was silent: what came meanwhile lies unread in its sockets. On this clock such a gap counts as
+A lease ends a silence. While the process that counts it stood still (stopped, starved, its machine paused), it received
+nothing, so nobody was silent: what came meanwhile lies unread in its sockets. On this clock such a gap counts as
 `most_s` and no more. Pure; times are seconds of the caller's monotonic clock.
 """
 

@@ -1,7 +1,7 @@
 """Which KV heads travel on which edge when a prefill worker of one tensor-parallel size hands over to a decode worker
 of another.
 
-Head h of a layer with H heads lives, under TP size T, on rank h * T // H when T <= H; when T > H each head is
+Head h of a layer with H heads is held, under TP size T, on rank h * T // H when T <= H; when T > H each head is
 replicated on T / H neighbouring ranks (as attention heads are split in Megatron-LM, Shoeybi et al. 2019, with grouped
 KV heads repeated). A destination rank takes each of its heads from exactly one source rank; replicas share the work:
 the destination ranks that need the same head are spread over its replicas. Tokens do not appear here: every edge

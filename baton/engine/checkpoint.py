@@ -37,7 +37,7 @@ class StoredTensor:
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by name. Files are opened once and stay mapped while the object lives."""
+    """The tensors of a checkpoint by name. Files are opened once and stay mapped as long as the object exists."""
 
     def __init__(self, model_dir: Path, tensors: dict[str, StoredTensor], handles: dict[Path, Any]) -> None:
         self.model_dir = model_dir

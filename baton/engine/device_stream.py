@@ -71,7 +71,7 @@ def marks_of(device: torch.device) -> NewMark:
 
 class StepMarks:
     """Complete state: the events behind the last steps, oldest first. `record` belongs to the compute thread;
-    `order_behind` may come from any other. On CPU a step is computed when anybody hears of it, and there are none."""
+    `order_behind` may come from any other. On CPU a step is computed when it is launched, and there are none."""
 
     def __init__(self, device: torch.device, new_event: Callable[[], Any] | None = None) -> None:
         self._events: deque[tuple[int, Any]] = deque(maxlen=_KEPT)

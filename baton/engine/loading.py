@@ -43,8 +43,8 @@ def load_runner(
     store: Any = None,
     tensors: Tensors | None = None,
 ) -> Runner:
-    """Loads a checkpoint onto this machine; `on_stage` hears of each finished stage and its seconds. Several `ranks`
-    load their shares at the same time and meet in `store`. With `tensors` the weights come from there, and of the
+    """Loads a checkpoint onto this machine; `on_stage` is called with each finished stage and its seconds. Several
+    `ranks` load their shares at the same time and meet in `store`. With `tensors` the weights come from there, and of the
     model's directory only its config is read: for benchmarks of shapes that nobody has on disk.
 
     Raises StartupError, one plain line, for everything that is wrong with the directory or does not fit the machine,

@@ -3,7 +3,7 @@
 Life of a channel. The followers dial the leader (baton.engine.rank_peer). From then on one TCP connection per follower
 carries frames (baton.rpc.frames) in order: plans and orders down, reports up, a heartbeat each second both ways. One
 control thread per process reads them. A connection that ends, or is silent for longer than a peer may be, is a lost
-rank: `on_lost` hears of it once, from the control thread, and the process is to end, for a worker with a rank missing
+rank: `on_lost` is called once, from the control thread, and the process is to end, for a worker with a rank missing
 can compute nothing more. A drained leader sends `Stop` first: then the ends of connections mean nothing.
 
 A follower's control thread hands plans to the compute thread (`follow`). Any other frame is an order (`take_orders`):
@@ -94,7 +94,7 @@ class Channel:
                 peer.send(encode(frame))
 
     def lose(self, error: RankLost) -> None:
-        """The first loss is what `on_lost` hears of. Who lives but does not do what it must is lost, too."""
+        """`on_lost` is called for the first loss. Who runs but does not do what it must is lost, too."""
         with self._losing:
             if self._ended.is_set() or self.lost is not None:
                 return
@@ -253,7 +253,7 @@ class FollowerChannel(Channel):
         self._work.put(None)
 
     def _next(self) -> Any:
-        frame = self._work.get()  # ends: the control thread hears the leader, or loses it and says so
+        frame = self._work.get()  # ends: the control thread receives from the leader, or loses it and says so
         if frame is None:
             raise self.lost or RankLost("the leader is gone")
         return frame

@@ -1,6 +1,6 @@
 """The decoder on the C++ kernels: the same model as model.py, its plain twin, in one call per step.
 
-Weights are packed once at load. On one rank a whole step is one call (two, where somebody wants to hear of its first
+Weights are packed once at load. On one rank a whole step is one call (two, where somebody waits for its first
 layers); on several, each half of a layer is one, and the ranks' shares are summed between them. Every row is computed
 in an order that does not depend on the others (cpu/gemm.h, cpu/attention.h), in float32 and in bf16 alike.
 """

@@ -190,7 +190,7 @@ class Runner:
         return make_batch(plan, self._limits, self.kv.device, self._min_tokens)
 
     def _forward(self, batch: Batch, plan: StepPlan, draft_tokens: Queued | None = None) -> Tensor:
-        self.launches.check(plan, draft_tokens)  # before followers hear of a plan that they would wait in
+        self.launches.check(plan, draft_tokens)  # before followers receive a plan that they would wait in
         if self._announce is not None:
             self._announce(plan.to_compute())
         # The last block of a row is its newest: the one that may be the highest so far.

@@ -5,7 +5,7 @@ here a step is one entry of a queue, one future and one call into the loop, and 
 who comes by anyway.
 
 With an engine that launches, a step is two entries: one that launches it, and behind that of the next step, if there is
-one, the other that waits for it. So a device has its next step before the host hears of the last.
+one, the other that waits for it. So a device has its next step before the host has the result of the last.
 """
 
 from __future__ import annotations

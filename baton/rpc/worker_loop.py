@@ -146,7 +146,7 @@ class WorkerLoop:
         self._failures.put_nowait(error)
 
     def leave(self, timeout_s: float) -> None:
-        """Somebody asked this process to end: the coordinator hears of it, and the worker drains."""
+        """This process was asked to end: the coordinator is notified, and the worker drains."""
         self.session.leave(timeout_s)
         self._begin_drain(timeout_s)
 

@@ -93,8 +93,8 @@ def edge_layers(layers: Layers, plan: EdgePlan, side: Side) -> Layers:
 
 class LocalEnds:
     """Makes ends at this process: over its rank's `layers` in blocks of `block_size`, on its own address `host`.
-    `expect` hears of the blocks that a sequence on its way takes. All its ends share `buffers`, None keeps none. Both
-    sides of an edge must have the same `section_bytes`; the first transfer fails where they do not.
+    `expect` is called with the blocks that a sequence on its way takes. All its ends share `buffers`, None keeps none.
+    Both sides of an edge must have the same `section_bytes`; the first transfer fails where they do not.
     `order_behind(step)` is called on an edge's thread before it reads KV: what it is given then follows that step."""
 
     def __init__(

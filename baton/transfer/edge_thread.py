@@ -164,7 +164,7 @@ class EdgeWorker:
         done, _ = await asyncio.wait({job.future}, timeout=self._busy_until - now)
         if not done:
             self._die(self.spec.error(f"{job.name} outlasted its limit of {limit_s:.1f} s and is stuck"))
-            await asyncio.sleep(0)  # lets `_die` settle the future
+            await asyncio.sleep(0)  # lets `_die` complete the future
         with self._lock:
             if not self._pending:  # what ended early leaves nothing to those that come later
                 self._busy_until = 0.0

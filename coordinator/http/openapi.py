@@ -1,5 +1,5 @@
 """Routes, and what `/openapi.json` says of them: the bodies that the strict models accept, and what is answered. They
-read their bodies and write their answers themselves, so FastAPI has to be told."""
+read their bodies and write their answers themselves, which FastAPI cannot see."""
 
 from __future__ import annotations
 

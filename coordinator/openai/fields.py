@@ -1,4 +1,4 @@
-"""Every field of the public requests that is not served, as data, and what a client is told about it.
+"""Every field of the public requests that is not served, as data, and what the error says of it.
 
 `null` always counts as not given, whatever the name. Three kinds of fields besides the served ones:
 - inert: they change nothing about the answer; accepted, and named in the answer's `x-ignored-fields`;

@@ -117,7 +117,7 @@ class AssignTargets:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a command to a worker if its session is open; else it is dropped, for the redial settles it."""
+    """Send a command to a worker if its session is open; else it is dropped, for the redial makes up for it."""
 
     worker: str
     command: Command
@@ -611,7 +611,7 @@ class Requests:
         return [*self._end(r, error.code, now), r.notify]
 
     def _end(self, r: Request, reason: str, now: float) -> list[Action]:
-        """Both pools are told, and what the request held is free: now, however slowly its client reads. Without a
+        """Both pools are notified, and what the request held is free: now, however slowly its client reads. Without a
         reason the workers know that it has ended."""
         if r.ended:
             return []

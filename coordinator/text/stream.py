@@ -28,7 +28,7 @@ _MAX_UNSETTLED = 16
 
 
 class Decoder(Protocol):
-    """One text in the making. `push` gives the text that one more token settles, `flush` what is left at the end."""
+    """One text in the making. `push` gives the text that one more token completes, `flush` what is left at the end."""
 
     def push(self, token_id: int) -> str: ...
 
@@ -125,7 +125,7 @@ class TextStream:
         self.stopped: str | None = None
 
     def push(self, token_ids: Sequence[int]) -> TextPiece:
-        """The text that these ids settle, without a stop string and what follows it."""
+        """The text that these ids complete, without a stop string and what follows it."""
         if self.stopped is not None:
             return TextPiece("", self.stopped, 0)
         push = self._decoder.push

@@ -205,7 +205,7 @@ def measure_passes(draft: Runner) -> tuple[list[tuple[int, float]], list[tuple[i
 
 
 def measure_planning(runner: Runner) -> float:
-    """Seconds that planning and settling draft tokens takes beyond what a step without any does: a scheduler of one
+    """Seconds that planning draft tokens and accounting for them takes beyond a step without any: a scheduler of one
     sequence that drafts (always wrong) beside one that never does, each with the model's own step between plan and
     outcome, which drives their code out of the caches as it does in work. Of a slow model few steps only."""
     context = min(_CONTEXT // 2, runner.max_model_len - _PLANNED_TOKENS)

@@ -40,14 +40,14 @@ def test_all_eight_stages_run_without_a_gpu(quick: tuple[str, ...], tmp_path: Pa
 
 def test_a_stage_that_fails_ends_alone_with_its_name(tmp_path: Path) -> None:
     code, report = rehearse(tmp_path / "r.md", "--stage", "5", "6", "--limit-factor", "3", **{FAULT: "5:fail"})
-    assert code == 1 and "told to fail" in report
+    assert code == 1 and "made to fail" in report
     assert "stage 5 (engine): **failed with exit code 1**" in report and "| 6. 8b | ok |" in report
 
 
 def test_a_stage_that_hangs_is_ended_at_its_limit_with_all_that_it_started(tmp_path: Path) -> None:
     started = time.monotonic()
     code, report = rehearse(tmp_path / "r.md", "--stage", "8", "--limit-factor", "0.05", **{FAULT: "8:hang"})
-    assert code == 1 and "told to hang" in report, "what it printed until then is there"
+    assert code == 1 and "made to hang" in report, "what it printed until then is there"
     assert "stage 8 (transformers): **timed out**" in report and "| 8. transformers | timed out |" in report
     assert time.monotonic() - started < 60
     ours = [p for p in os.listdir("/proc") if p.isdigit() and b"gpu_stages.py\0transformers" in command_line(p)]
@@ -61,7 +61,7 @@ def test_who_ends_the_script_ends_its_stage(sig: int, tmp_path: Path) -> None:
     quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "env": {**os.environ, FAULT: "8:hang"}}
     with subprocess.Popen(command, text=True, cwd=tmp_path, **quiet) as ran:  # type: ignore[call-overload]
         assert ran.stdout is not None
-        while "told to hang" not in (line := ran.stdout.readline()):
+        while "made to hang" not in (line := ran.stdout.readline()):
             assert line, "it ended by itself"
         stage = [int(p) for p in os.listdir("/proc") if p.isdigit() and parent_of(p) == ran.pid]
         assert len(stage) == 1

@@ -10,7 +10,7 @@ namespace baton {
 namespace {
 
 constexpr int64_t TILES_PER_UNIT = 8;  // query tiles that pass by a block of keys while it is in L1
-constexpr int64_t FEW_BY_AMX = 6;      // columns up to which vectors are as fast as AMX; a guess, not measured yet
+constexpr int64_t FEW_BY_AMX = 6;      // columns up to which vectors are as fast as AMX; an estimate, not measured yet
 
 thread_local Scratch tile_memory, block_memory;
 thread_local Scratch row_memory;  // of the thread that calls; its workers read and write their parts

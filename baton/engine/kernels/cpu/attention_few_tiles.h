@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t PRODUCT = 2 * TILE;  // elements that one product of tiles sums
 
-// As long as it lives, subnormal numbers are zero, in and out, as in tiles. Only calls that are not inlined are safe inside:
+// As long as it exists, subnormal numbers are zero, in and out, as in tiles. Only calls that are not inlined are safe inside:
 // compilers move arithmetic past it.
 class Flushed {
  public:
