@@ -44,8 +44,8 @@ def load_runner(
     tensors: Tensors | None = None,
 ) -> Runner:
     """Loads a checkpoint onto this machine; `on_stage` is called with each finished stage and its seconds. Several
-    `ranks` load their shares at the same time and meet in `store`. With `tensors` the weights come from there, and of the
-    model's directory only its config is read: for benchmarks of shapes that nobody has on disk.
+    `ranks` load their shares at the same time and meet in `store`. With `tensors` the weights come from there, and of
+    the model's directory only its config is read: for benchmarks of shapes that nobody has on disk.
 
     Raises StartupError, one plain line, for everything that is wrong with the directory or does not fit the machine,
     RankLost when another rank gives up.

@@ -174,8 +174,8 @@ class StepModel:
 
     @property
     def planning_s(self) -> float:
-        """What planning draft tokens and accounting for them takes now. It follows the load as short steps do, and nothing
-        that is seen of itself: beside what surrounds a step it is less than noise."""
+        """What planning draft tokens and accounting for them takes now. It follows the load as short steps do, and
+        nothing that is seen of itself: beside what surrounds a step it is less than noise."""
         return self._planning_s * self.short.scale
 
     @property
