@@ -168,7 +168,7 @@ def right(running: Cluster, prompt: list[int], reply: StreamResult) -> bool:
 
 def test_the_same_tokens_as_on_one_host(running: Cluster) -> None:
     asked = [(prompt, running.stream(prompt, 8)) for prompt in PROMPTS * 4]
-    assert all(right(running, prompt, reply.result()) for prompt, reply in asked)
+    assert all(right(running, prompt, future.result()) for prompt, future in asked)
     known = running.workers()
     assert all(known[w]["kv_bytes_sent"] for w in ("p0", "p1")), known
     assert all(known[w]["kv_bytes_received"] for w in ("d0", "d1")), known
@@ -229,8 +229,8 @@ def test_a_cable_cut_for_ten_seconds(running: Cluster, node: str, end: str) -> N
     before = running.workers()[worker][moved]
 
     def served_by_it() -> bool:
-        reply = [(prompt, running.stream(prompt, 8)) for prompt in PROMPTS]
-        assert all(right(running, prompt, future.result()) for prompt, future in reply), running.logs()
+        asked = [(prompt, running.stream(prompt, 8)) for prompt in PROMPTS]
+        assert all(right(running, prompt, future.result()) for prompt, future in asked), running.logs()
         return bool(running.workers()[worker][moved] > before)
 
     running.wait_until(served_by_it, f"KV over the edges of {worker} again")

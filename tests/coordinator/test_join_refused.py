@@ -40,12 +40,12 @@ CASES: dict[str, tuple[Join, str]] = {
 }
 
 
-async def join(port: int, facts_sent: Join) -> Any:
+async def join(port: int, request: Join) -> Any:
     channel, stream, answer = await dial(
         f"127.0.0.1:{port}",
         lambda c: worker_pb2_grpc.WorkerControlStub(c).Session,
         worker_pb2.SessionRequest,
-        facts_sent,
+        request,
         timeout_s=5.0,
     )
     stream.end("enough")
@@ -55,12 +55,12 @@ async def join(port: int, facts_sent: Join) -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 async def test_it_is_refused_by_the_name_of_the_field(case: str, caplog: pytest.LogCaptureFixture) -> None:
-    facts_sent, field = CASES[case]
+    request, field = CASES[case]
     async with bench(token=TOKEN) as b:
         assert isinstance(await join(b.port, HERE), Welcome)
         began = time.monotonic()
         with pytest.raises(BatonError, match="refused") as caught:
-            await join(b.port, facts_sent)
+            await join(b.port, request)
         assert time.monotonic() - began < 1.0
         assert caught.value.code == "join_refused"
         assert f" {field}: " in caught.value.message
@@ -74,8 +74,8 @@ async def test_it_is_refused_by_the_name_of_the_field(case: str, caplog: pytest.
 
 async def test_what_may_differ_joins() -> None:
     async with bench(token=TOKEN) as b:
-        for number, facts_sent in enumerate((HERE, replace(facts(tensor_parallel=2), pids=(1, 2)))):
-            assert isinstance(await join(b.port, replace(facts_sent, worker_id=f"d{number}")), Welcome)
+        for number, request in enumerate((HERE, replace(facts(tensor_parallel=2), pids=(1, 2)))):
+            assert isinstance(await join(b.port, replace(request, worker_id=f"d{number}")), Welcome)
 
 
 async def test_a_token_that_the_cluster_has_not_is_refused() -> None:
