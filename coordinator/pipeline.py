@@ -39,7 +39,7 @@ from coordinator.tracing import Tracing
 
 
 class Pipeline:
-    """What both front ends call (coordinator.submission.Generator)."""
+    """What both front ends call."""
 
     def __init__(
         self,
@@ -61,7 +61,18 @@ class Pipeline:
         self._quotas = Quotas()
 
     async def generate(self, submission: Submission, sink: Sink | None = None) -> AsyncGenerator[Delta, None]:
-        """Yields deltas; see Generator."""
+        """Yields at least one delta per choice, in any order of choices, the last of each with a finish reason. Nothing
+        is yielded before the first token, so a front end can still answer with a status code. Between two deltas of a
+        choice it waits for more tokens: it cannot keep the event loop for itself.
+
+        Of a submission with one choice, deltas that are neither the first nor the last may go to `sink` while the
+        caller waits for the next one.
+
+        Raises:
+            BatonError: refused, lost or past its deadline; also in the middle of the stream.
+
+        Closing the generator (aclose, or cancelling the task) aborts the request on both pools.
+        """
         observed = self._metrics.request(submission)
         error: BaseException | None = None
         first: InFlight | None = None
@@ -145,12 +156,15 @@ class Pipeline:
         return TextStream(self._vocabulary, s.stop, s.sampling.min_tokens, s.shown_token_ids, s.include_stop)
 
     def requests(self, limit: int) -> list[Record]:
+        """At most `limit` requests: those that run, and those that ended last."""
         return self._recent.latest(self._cluster.requests, limit, time.monotonic())
 
     def request(self, request_id: str) -> list[Record]:
+        """The choices of a request; none where it is not known any more."""
         return self._recent.named(self._cluster.requests, request_id, time.monotonic())
 
     def ready(self) -> tuple[bool, str]:
+        """Whether a request would find both pools, and one line that says why not."""
         if self._cluster.requests.draining:
             return False, "draining"
         missing = self._cluster.requests.dispatcher.missing_role()
@@ -164,12 +178,15 @@ class Pipeline:
         return self._tasks[0]
 
     async def metrics(self) -> bytes:
+        """The `/metrics` document."""
         return await asyncio.to_thread(self._metrics.text, self.workers())
 
     def answered(self, status: int) -> None:
+        """Counts an answer of a front end, also one that never came to `generate`."""
         self._metrics.responses.labels(str(status)).inc()
 
     def workers(self) -> dict[str, object]:
+        """The `/workers` document."""
         cluster = self._cluster
         rows = [worker.row(cluster.lease_now()) for worker in cluster.workers.all()]
         known: dict[str, object] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -10,7 +9,6 @@ from baton.core.events import SpeculationCounters
 from baton.core.request import FinishReason, SamplingParams, TokenLogprob
 from coordinator.policy.quotas import ANYBODY, Client
 from coordinator.policy.timeline import Span
-from coordinator.recent import Record
 from coordinator.structured_output import Constraint
 
 
@@ -98,48 +96,3 @@ class Sink(Protocol):
         ...
 
     def take(self, delta: Delta) -> None: ...
-
-
-class Generates(Protocol):
-    def generate(self, submission: Submission, sink: Sink | None = None) -> AsyncGenerator[Delta, None]:
-        """Yields at least one delta per choice, in any order of choices, the last of each with a finish reason. Nothing
-        is yielded before the first token, so a front end can still answer with a status code. Between two deltas of a
-        choice it waits for more tokens: it cannot keep the event loop for itself.
-
-        Of a submission with one choice, deltas that are neither the first nor the last may go to `sink` while the
-        caller waits for the next one.
-
-        Raises:
-            BatonError: refused, lost or past its deadline; also in the middle of the stream.
-
-        Closing the generator (aclose, or cancelling the task) aborts the request on both pools.
-        """
-        ...
-
-
-class Generator(Generates, Protocol):
-    """What a front end needs of the pipeline."""
-
-    def ready(self) -> tuple[bool, str]:
-        """Whether a request would find both pools, and one line that says why not."""
-        ...
-
-    def workers(self) -> dict[str, object]:
-        """The `/workers` document."""
-        ...
-
-    def requests(self, limit: int) -> list[Record]:
-        """At most `limit` requests: those that run, and those that ended last."""
-        ...
-
-    def request(self, request_id: str) -> list[Record]:
-        """The choices of a request; none where it is not known any more."""
-        ...
-
-    async def metrics(self) -> bytes:
-        """The `/metrics` document."""
-        ...
-
-    def answered(self, status: int) -> None:
-        """Counts an answer of a front end, also one that never came to `generate`."""
-        ...

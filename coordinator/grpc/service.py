@@ -37,9 +37,10 @@ from baton.v1 import serving_pb2, types_pb2
 from coordinator import off_loop
 from coordinator.api_keys import ApiKeys
 from coordinator.connections import GRPC, connection_limit
+from coordinator.pipeline import Pipeline
 from coordinator.policy.quotas import Client
 from coordinator.structured_output import Constraint
-from coordinator.submission import Delta, Generator, Submission
+from coordinator.submission import Delta, Submission
 from coordinator.text.chat import ChatMessage
 from coordinator.translate import MAX_MESSAGES, MAX_STOPS, Options, Translator
 
@@ -76,7 +77,7 @@ class Serving(grpc.GenericRpcHandler):  # type: ignore[misc]
     """The service. A call that presents no key ends before its message is read; the messages are parsed here, since of
     bytes that are none grpc would make UNKNOWN and a traceback in the log."""
 
-    def __init__(self, generator: Generator, translator: Translator, model: str, keys: ApiKeys) -> None:
+    def __init__(self, generator: Pipeline, translator: Translator, model: str, keys: ApiKeys) -> None:
         self._generator = generator
         self._keys = keys
         self._translator = translator
@@ -290,7 +291,7 @@ class PublicServer:
 
     def __init__(
         self,
-        generator: Generator,
+        generator: Pipeline,
         translator: Translator,
         model: str,
         max_body_bytes: int,

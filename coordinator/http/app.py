@@ -1,4 +1,4 @@
-"""The HTTP front end: OpenAI's endpoints and a few about the server, over any `Generator`.
+"""The HTTP front end: OpenAI's endpoints and a few about the server, over the pipeline.
 
 A request: Guard -> route -> BodyReader -> parse_* by BodyParser -> Translator -> GenerationResponse. Whatever is
 wrong with it is raised on the way and becomes an answer in one place, `error_response`.
@@ -40,8 +40,9 @@ from coordinator.openai.render import ChatRender, CompletionRender, Head, Render
 from coordinator.openai.responses import ResponsesBody
 from coordinator.openai.responses_render import ResponsesRender
 from coordinator.openai.validation import Strict, parse
+from coordinator.pipeline import Pipeline
 from coordinator.recent import KEPT, Record
-from coordinator.submission import Generates, Generator, Submission
+from coordinator.submission import Submission
 from coordinator.text.chat import Rendering
 from coordinator.text.listing import tokens_json
 from coordinator.text.model import TextModel
@@ -80,7 +81,7 @@ class HttpSettings:
 
 
 def create_app(
-    generator: Generator,
+    generator: Pipeline,
     text_model: TextModel,
     settings: HttpSettings,
     translator: Translator | None = None,
@@ -166,7 +167,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 class _Front:
     def __init__(
-        self, generator: Generator, text: TextModel, settings: HttpSettings, translator: Translator | None
+        self, generator: Pipeline, text: TextModel, settings: HttpSettings, translator: Translator | None
     ) -> None:
         self._generator = generator
         self._text = text
@@ -344,7 +345,7 @@ class _Front:
         submissions: Sequence[Submission],
         body: schema.GenerationBody,
         render: type[Render],
-        generator: Generates | None = None,
+        generator: EchoOnly | None = None,
         **more: Any,
     ) -> Response:
         """`more` is what the head has besides."""
@@ -376,7 +377,7 @@ class _Front:
         )
 
     def _answer(
-        self, submissions: Sequence[Submission], render: Renderer, *, stream: bool, generator: Generates | None = None
+        self, submissions: Sequence[Submission], render: Renderer, *, stream: bool, generator: EchoOnly | None = None
     ) -> Response:
         return GenerationResponse(generator or self._generator, submissions, render, stream=stream)
 

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -27,14 +26,14 @@ from baton.core.events import SpeculationCounters
 from baton.core.request import TokenLogprob
 from coordinator import off_loop
 from coordinator.http.errors import error_response, note
+from coordinator.http.server import SEND, WRITER, ChunkWriter
 from coordinator.merged import merged
-from coordinator.openai.render import server_timing
-from coordinator.submission import Delta, Generates, Sink, Submission, Usage
+from coordinator.openai.render import Render, server_timing
+from coordinator.openai.responses_render import ResponsesRender
+from coordinator.pipeline import Pipeline
+from coordinator.submission import Delta, Sink, Submission, Usage
 
-SEND = "baton.send"
-"""The server's own `send`. What stands between it and an answer looks only at how the answer starts."""
-WRITER = "baton.writer"
-"""The server's BodyWriter for this answer, where it has one."""
+Renderer = Render | ResponsesRender
 SLICE_BYTES = 32 * 1024
 _NOT_SHOWN = Usage(0, 0)
 LARGE_ANSWER_BYTES = 1 << 20
@@ -49,38 +48,11 @@ _SSE_HEADERS = {
 log = logging.getLogger("baton.http")
 
 
-class Renderer(Protocol):
-    """What makes bytes of the deltas of one answer."""
-
-    @property
-    def continuous_usage(self) -> bool: ...
-
-    @property
-    def has_large_opening(self) -> bool: ...
-
-    @property
-    def end(self) -> bytes: ...
-
-    def tells(self, delta: Delta) -> bool: ...
-
-    def whole(self, answers: Sequence[Delta], usage: Usage) -> bytes: ...
-
-    def opening(self, delta: Delta, usage: Usage) -> bytes: ...
-
-    def text(self, delta: Delta, usage: Usage) -> bytes: ...
-
-    def last(self, delta: Delta, usage: Usage) -> bytes: ...
-
-    def closing(self, usage: Usage) -> bytes: ...
-
-    def failed(self, error: BaseException) -> bytes: ...
-
-
 class EchoOnly:
     """A generator whose answers end with their prompt: of `echo` with no tokens to generate. One is generated all the
     same, since the prompt's log-probabilities come with it, and thrown away."""
 
-    def __init__(self, generator: Generates) -> None:
+    def __init__(self, generator: Pipeline) -> None:
         self._generator = generator
 
     async def generate(self, submission: Submission, sink: Sink | None = None) -> AsyncGenerator[Delta, None]:
@@ -146,21 +118,10 @@ class _Whole:
         )
 
 
-class BodyWriter(Protocol):
-    """Writes parts of a body that has begun, past everything between the server and its answer."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether the client has taken enough of what was written before."""
-        ...
-
-    def write(self, body: bytes) -> None: ...
-
-
 class _Stream:
     """The sink of a stream of one choice: its events go straight to the connection once the answer has begun."""
 
-    def __init__(self, render: Renderer, counted: _Counted, writer: BodyWriter) -> None:
+    def __init__(self, render: Renderer, counted: _Counted, writer: ChunkWriter) -> None:
         self._render, self._counted, self._writer = render, counted, writer
 
     @property
@@ -207,7 +168,7 @@ class GenerationResponse(Response):
 
     def __init__(
         self,
-        generator: Generates,
+        generator: Pipeline | EchoOnly,
         submissions: Sequence[Submission],
         render: Renderer,
         *,

@@ -30,9 +30,12 @@ from baton.core.errors import StartupError, Unavailable
 from baton.rpc.status import error_body
 from coordinator.connections import ConnectionLimit
 from coordinator.http.errors import error_response
-from coordinator.http.generation import SEND, WRITER
 
 log = logging.getLogger("baton.http")
+SEND = "baton.send"
+"""The server's own `send`. What stands between it and an answer looks only at how the answer starts."""
+WRITER = "baton.writer"
+"""The server's ChunkWriter for this answer, where it has one."""
 MAX_HEAD_BYTES = 25 * 1024  # of a head that is not complete, or of trailers; more than `guard` takes of a whole head
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 MAX_PIPELINED = 16
@@ -136,7 +139,7 @@ class GuardedProtocol(HttpToolsProtocol):
             raise ValueError("too many pipelined requests")  # or the parser would go on with what it has
         if len(self._cycles) > 1:
             self.flow.resume_reading()  # else nobody would see the client leave
-        cast(dict[str, Any], self.scope)[WRITER] = _ChunkWriter(self.cycle)
+        cast(dict[str, Any], self.scope)[WRITER] = ChunkWriter(self.cycle)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -209,14 +212,16 @@ class GuardedProtocol(HttpToolsProtocol):
         self._close()
 
 
-class _ChunkWriter:
-    """coordinator.http.generation.BodyWriter: a chunk of a chunked body, as the cycle's own `send` writes it."""
+class ChunkWriter:
+    """Writes parts of a chunked body that has begun, as the cycle's own `send` does, past everything between the server
+    and its answer."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
 
     @property
     def ready(self) -> bool:
+        """Whether the client has taken enough of what was written before."""
         cycle = self._cycle
         gone = cycle.disconnected or cycle.response_complete or cycle.transport.is_closing()
         return bool(cycle.chunked_encoding) and not gone and not cycle.flow.write_paused

@@ -187,13 +187,13 @@ async def test_choices_of_one_request_wake_their_reader() -> None:
 def written(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What goes past the answer's task to the connection."""
     found: list[bytes] = []
-    write: Callable[[Any, bytes], None] = http_server._ChunkWriter.write
+    write: Callable[[Any, bytes], None] = http_server.ChunkWriter.write
 
     def counted(self: Any, body: bytes) -> None:
         found.append(body)
         write(self, body)
 
-    monkeypatch.setattr(http_server._ChunkWriter, "write", counted)
+    monkeypatch.setattr(http_server.ChunkWriter, "write", counted)
     return found
 
 
@@ -222,7 +222,7 @@ async def test_a_stream_over_a_socket_is_the_same_with_and_without(
                 async with asyncio.timeout(5):
                     answers.append(_events(answer + await client.reader.read()))
                 await client.close()
-                monkeypatch.setattr(http_server._ChunkWriter, "ready", False)
+                monkeypatch.setattr(http_server.ChunkWriter, "ready", False)
     assert answers[0] == answers[1] and len(answers[0]) == len(tokens) + 1
     assert len(written) == len(tokens) - 2  # of the first answer, all but the first and the last token
 
@@ -231,7 +231,7 @@ async def test_text_that_a_parser_holds_back_does_not_end_the_body(written: list
     """A delta may make no event: an empty chunk would be the end of the answer."""
 
     cycle = SimpleNamespace(transport=SimpleNamespace(write=written.append))
-    writer = http_server._ChunkWriter(cycle)  # type: ignore[arg-type]
+    writer = http_server.ChunkWriter(cycle)  # type: ignore[arg-type]
     written.clear()
     for body in (b"", b"abc", b""):
         writer.write(body)

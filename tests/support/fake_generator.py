@@ -1,4 +1,4 @@
-"""A `Generator` that plays a script, for tests of front ends."""
+"""A pipeline that plays a script, for tests of front ends."""
 
 from __future__ import annotations
 
