@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,6 @@ class Arguments:
 
 
 Event = Text | Reasoning | CallBegun | Arguments
-
-
-class Parser(Protocol):
-    """Takes the text of one choice piece by piece. Modified by both methods."""
-
-    def push(self, text: str) -> list[Event]: ...
-
-    def finish(self) -> list[Event]:
-        """What is left at the end of the text."""
-        ...
 
 
 FORMATS: dict[str, tuple[str, ...]] = {
@@ -189,9 +179,10 @@ def _json(text: str) -> Any:
         return None
 
 
-class _Machine:
-    """What the parsers share. State: text that is not understood yet, events that are to go out, the number of the last
-    call, and `_state`, which goes on by a piece and returns False when it needs more text."""
+class Parser:
+    """Takes the text of one choice piece by piece; this one finds nothing in it. State: text that is not understood
+    yet, events that are to go out, the number of the last call, and `_state`, which goes on by a piece and returns
+    False when it needs more text."""
 
     def __init__(self) -> None:
         self._pending = ""
@@ -206,8 +197,8 @@ class _Machine:
         return self._taken()
 
     def finish(self) -> list[Event]:
-        self._say(self._pending)
-        self._pending = ""
+        """What is left at the end of the text."""
+        self._as_text()
         return self._taken()
 
     def _taken(self) -> list[Event]:
@@ -223,6 +214,10 @@ class _Machine:
         if text:
             self._events.append(Text(text))
 
+    def _think(self, text: str) -> None:
+        if text:
+            self._events.append(Reasoning(text))
+
     def _begin_call(self, name: str) -> None:
         self._index += 1
         self._events.append(CallBegun(self._index, name))
@@ -230,6 +225,11 @@ class _Machine:
     def _argue(self, text: str) -> None:
         if text:
             self._events.append(Arguments(self._index, text))
+
+    def _go(self, state: Callable[[], bool]) -> bool:
+        """Goes on in that state."""
+        self._state = state
+        return True
 
     def _up_to(self, *markers: str) -> tuple[str, str]:
         """Takes the pending text up to the first of the markers, and the marker; without one, up to what may begin one,
@@ -250,7 +250,7 @@ class _Machine:
         return bool(self._pending)
 
 
-class _ObjectParser(_Machine):
+class _ObjectParser(Parser):
     """Calls that are objects. State: the one that is being read, and what is to be said before it if it is none."""
 
     def __init__(self) -> None:
@@ -301,15 +301,11 @@ class HermesParser(_ObjectParser):
         _, marker = self._up_to("</tool_call>", "<tool_call>")
         if marker == "<tool_call>":
             return self._open(marker, self._inside)
-        if marker:
-            self._state = self._behind_call
-        return bool(marker)
+        return bool(marker) and self._go(self._behind_call)
 
     def _behind_call(self) -> bool:
         """Blanks, before another call or the end."""
-        if self._skip():
-            self._state = self._outside
-        return bool(self._pending)
+        return self._skip() and self._go(self._outside)
 
     def finish(self) -> list[Event]:
         if self._state == self._inside:
@@ -334,23 +330,19 @@ class LlamaParser(_ObjectParser):
             raw = self._pending[: len(self._pending) - len(text)]
             self._pending = text
             return self._open(raw, self._between, self._functions)
-        self._state = self._outside
-        return True
+        return self._go(self._outside)
 
     def _outside(self) -> bool:
         text, marker = self._up_to("<|python_tag|>")
         self._say(text)
-        if marker:
-            self._state = self._between
-        return bool(marker)
+        return bool(marker) and self._go(self._between)
 
     def _between(self) -> bool:
         if not self._skip(" \t\r\n;"):
             return False
         if self._pending[0] == "{":
             return self._open("", self._between)
-        self._state = self._outside
-        return True
+        return self._go(self._outside)
 
 
 class MistralParser(_ObjectParser):
@@ -362,9 +354,7 @@ class MistralParser(_ObjectParser):
     def _outside(self) -> bool:
         text, marker = self._up_to("[TOOL_CALLS]")
         self._say(text)
-        if marker:
-            self._state = self._inside
-        return bool(marker)
+        return bool(marker) and self._go(self._inside)
 
     def _inside(self) -> bool:
         """An array of objects, or a name and its arguments."""
@@ -372,10 +362,8 @@ class MistralParser(_ObjectParser):
             return False
         if self._pending[0] == "[":
             self._pending = self._pending[1:]
-            self._state = self._between
-        else:
-            self._state = self._named
-        return True
+            return self._go(self._between)
+        return self._go(self._named)
 
     def _between(self) -> bool:
         if not self._skip(" \t\r\n,"):
@@ -383,8 +371,7 @@ class MistralParser(_ObjectParser):
         if self._pending[0] == "{":
             return self._open("", self._between)
         self._pending = self._pending.removeprefix("]")
-        self._state = self._outside
-        return True
+        return self._go(self._outside)
 
     def _named(self) -> bool:
         at = self._pending.find("{")
@@ -393,8 +380,7 @@ class MistralParser(_ObjectParser):
         name, self._pending = self._pending[:at], self._pending[at:]
         name = name.split("[CALL_ID]")[0].removesuffix("[ARGS]").strip()
         if not name:
-            self._state = self._as_text
-            return True
+            return self._go(self._as_text)
         self._begin_call(name)
         self._braces, self._state = _Braces(), self._arguments
         return True
@@ -408,7 +394,7 @@ class MistralParser(_ObjectParser):
         return self._braces.state != "reading"
 
 
-class HarmonyParser(_Machine):
+class HarmonyParser(Parser):
     """Messages one after the other: a head, which names the channel and perhaps a tool, and a body. State: what to do
     with the body that is being read."""
 
@@ -426,17 +412,12 @@ class HarmonyParser(_Machine):
         if any(head.startswith(self._pending[: len(head)]) for head in heads):
             if not self._pending.startswith(heads):
                 return False
-            self._state = self._between
-        else:
-            self._state = self._as_text
-        return True
+            return self._go(self._between)
+        return self._go(self._as_text)
 
     def _between(self) -> bool:
         _, marker = self._up_to("<|channel|>", "<|start|>")
-        if not marker:
-            return False
-        self._state = self._head
-        return True
+        return bool(marker) and self._go(self._head)
 
     def _head(self) -> bool:
         if "<|message|>" not in self._pending:
@@ -449,19 +430,12 @@ class HarmonyParser(_Machine):
             self._give = self._argue
         else:
             self._give = self._think if "analysis" in head.split() else self._say
-        self._state = self._body
-        return True
+        return self._go(self._body)
 
     def _body(self) -> bool:
         text, marker = self._up_to("<|end|>", "<|call|>", "<|return|>", "<|start|>")
         self._give(text)
-        if marker:
-            self._state = self._head if marker == "<|start|>" else self._between
-        return bool(marker)
-
-    def _think(self, text: str) -> None:
-        if text:
-            self._events.append(Reasoning(text))
+        return bool(marker) and self._go(self._head if marker == "<|start|>" else self._between)
 
     def finish(self) -> list[Event]:
         if self._state == self._body:
@@ -470,7 +444,7 @@ class HarmonyParser(_Machine):
         return super().finish()
 
 
-class ThinkParser(_Machine):
+class ThinkParser(Parser):
     """Splits the reasoning off, and leaves the rest to another parser."""
 
     def __init__(self, behind: Parser | None, thinking: bool) -> None:
@@ -485,22 +459,16 @@ class ThinkParser(_Machine):
         thinks = text.startswith("<think>")
         if thinks:
             self._pending = text.removeprefix("<think>")
-        self._state = self._thinks if thinks else self._outside
-        return True
+        return self._go(self._thinks if thinks else self._outside)
 
     def _thinks(self) -> bool:
         text, marker = self._up_to("</think>")
-        if text:
-            self._events.append(Reasoning(text))
-        if marker:
-            self._state = self._behind_think
-        return bool(marker)
+        self._think(text)
+        return bool(marker) and self._go(self._behind_think)
 
     def _behind_think(self) -> bool:
         """The blank lines that stand between."""
-        if self._skip():
-            self._state = self._outside
-        return bool(self._pending)
+        return self._skip() and self._go(self._outside)
 
     def _outside(self) -> bool:
         text, self._pending = self._pending, ""
@@ -511,11 +479,10 @@ class ThinkParser(_Machine):
         return False
 
     def finish(self) -> list[Event]:
-        text, self._pending = self._pending, ""
-        if self._state == self._thinks and text:
-            self._events.append(Reasoning(text))
-        elif self._state != self._thinks:
-            self._pending = text
+        if self._state == self._thinks:
+            self._think(self._pending)
+            self._pending = ""
+        else:
             self._outside()
         if self._parser is not None:
             self._events += self._parser.finish()
