@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from coordinator.cluster import InFlight
 from coordinator.policy.requests import Request
-from coordinator.policy.timeline import spans
-from coordinator.submission import Delta, Sink, Timeline, Usage
+from coordinator.policy.timeline import timeline
+from coordinator.submission import Delta, Sink, Usage
 from coordinator.text.stream import TextStream
 
 MAX_PUSHED_TOKENS = 64
@@ -122,20 +122,4 @@ def _last(r: Request, delta: Delta, total: int, stopped: str | None) -> Delta:
     prompt_tokens = len(r.request.prompt)
     cached = min(r.cached_tokens, prompt_tokens)
     usage = Usage(prompt_tokens, completion_tokens=total, cached_tokens=cached, speculation=r.speculation)
-    return delta._replace(finish_reason=finish, stop_reason=reason, usage=usage, timeline=_timeline(r))
-
-
-def _timeline(r: Request) -> Timeline:
-    s = r.all_stamps()
-    return Timeline(
-        queue_s=r.queued_s + s.queue_s,
-        prefill_s=s.prefill_s,
-        reserve_s=s.reserve_s,
-        transfer_s=s.transfer_s,
-        decode_queue_s=s.decode_queue_s,
-        decode_s=s.decode_s,
-        first_token_s=r.first_token_at - r.started_at if r.first_token_at else 0.0,
-        prefill_worker=r.prefill_worker,
-        decode_worker=r.decode_worker,
-        spans=spans(r, time.monotonic()),
-    )
+    return delta._replace(finish_reason=finish, stop_reason=reason, usage=usage, timeline=timeline(r, time.monotonic()))

@@ -21,7 +21,8 @@ from prometheus_client.utils import floatToGoString
 
 from baton.core.errors import BatonError
 from coordinator.policy.pool import LOAD_COLUMNS
-from coordinator.submission import Delta, Submission, Timeline, Usage
+from coordinator.policy.timeline import Timeline
+from coordinator.submission import Delta, Submission, Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 TTFT_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)

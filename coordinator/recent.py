@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from coordinator.policy.requests import Request, Stage
-from coordinator.policy.timeline import Span, spans
+from coordinator.policy.timeline import Timeline, timeline
 
 KEPT = 1_000
 _INNER = re.compile(r"((.+)-[0-9a-f]{8}|req-[0-9a-f]{32})(-[0-9]{1,3})?")
@@ -35,10 +35,7 @@ class Record:
     cached_tokens: int
     generated_tokens: int
     attempts: int
-    first_token_s: float
-    prefill_worker: str
-    decode_worker: str
-    spans: tuple[Span, ...]
+    timeline: Timeline
     error: str = ""
 
     def as_json(self) -> dict[str, Any]:
@@ -48,24 +45,8 @@ class Record:
             "admitted_at": round(self.admitted_at, 6),
             "error": self.error or None,
             **{name: getattr(self, name) for name in names},
-            **timeline_object(self.spans, self.first_token_s, self.prefill_worker, self.decode_worker),
+            **self.timeline.as_json(),
         }
-
-
-def timeline_object(
-    found: Sequence[Span], first_token_s: float, prefill_worker: str, decode_worker: str
-) -> dict[str, Any]:
-    """A timeline as JSON, in milliseconds from the admission."""
-    return {
-        "total_ms": _ms(found[-1].end_s if found else 0.0),
-        "first_token_ms": _ms(first_token_s),
-        "prefill_worker": prefill_worker,
-        "decode_worker": decode_worker,
-        "spans": [
-            {"name": s.name, "start_ms": _ms(s.start_s), "ms": _ms(s.end_s - s.start_s), "worker": s.worker}
-            for s in found
-        ],
-    }
 
 
 class RecentRequests:
@@ -115,13 +96,6 @@ def _record(request: Request, outcome: str, now: float) -> Record:
         cached_tokens=min(r.cached_tokens, len(r.request.prompt)),
         generated_tokens=r.journal.next_index,
         attempts=1 + len(r.earlier_stamps),
-        first_token_s=r.first_token_at - r.started_at if r.first_token_at else 0.0,
-        prefill_worker=r.prefill_worker,
-        decode_worker=r.decode_worker,
-        spans=spans(r, now),
+        timeline=timeline(r, now),
         error="" if r.error is None else r.error.message,
     )
-
-
-def _ms(seconds: float) -> float:
-    return round(seconds * 1e3, 3)

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from baton.core.events import SpeculationCounters
 from baton.core.request import FinishReason, SamplingParams, TokenLogprob
 from coordinator.policy.quotas import ANYBODY, Client
-from coordinator.policy.timeline import Span
+from coordinator.policy.timeline import Timeline
 from coordinator.structured_output import Constraint
 
 
@@ -51,23 +51,6 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     speculation: SpeculationCounters | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """Seconds a request spent in each stage as workers measured them, which overlap; 0 where a stage did not happen.
-    `spans` add up to the whole (policy.timeline)."""
-
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    reserve_s: float = 0.0
-    transfer_s: float = 0.0
-    decode_queue_s: float = 0.0
-    decode_s: float = 0.0
-    first_token_s: float = 0.0
-    prefill_worker: str = ""
-    decode_worker: str = ""
-    spans: tuple[Span, ...] = ()
 
 
 class Delta(NamedTuple):

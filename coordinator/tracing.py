@@ -46,7 +46,7 @@ class Tracing:
 
     def ended(self, record: Record, traceparent: str = "") -> None:
         """One choice of a request is over."""
-        trace, began = self._trace, record.admitted_at
+        trace, began, timeline = self._trace, record.admitted_at, record.timeline
         parent = self._propagator.extract({"traceparent": traceparent}) if traceparent else None
         attributes: dict[str, Any] = {
             "gen_ai.response.id": record.request_id,
@@ -56,8 +56,8 @@ class Tracing:
             "baton.choice": record.choice,
             "baton.cached_tokens": record.cached_tokens,
             "baton.attempts": record.attempts,
-            "baton.prefill_worker": record.prefill_worker,
-            "baton.decode_worker": record.decode_worker,
+            "baton.prefill_worker": timeline.prefill_worker,
+            "baton.decode_worker": timeline.decode_worker,
         }
         whole = self._tracer.start_span(
             "generate", parent, kind=trace.SpanKind.SERVER, attributes=attributes, start_time=_ns(began)
@@ -65,11 +65,11 @@ class Tracing:
         if record.error:
             whole.set_status(trace.Status(trace.StatusCode.ERROR, record.error[:200]))
         below = trace.set_span_in_context(whole)
-        for part in record.spans:
+        for part in timeline.spans:
             where = {"baton.worker": part.worker} if part.worker else {}
             span = self._tracer.start_span(part.name, below, attributes=where, start_time=_ns(began + part.start_s))
             span.end(_ns(began + part.end_s))
-        whole.end(_ns(began + (record.spans[-1].end_s if record.spans else 0.0)))
+        whole.end(_ns(began + timeline.total_s))
 
     def close(self) -> None:
         """Sends what is left, for some seconds at most."""

@@ -16,8 +16,8 @@ import xxhash
 from baton.rpc import status
 from coordinator.off_loop import is_large
 from coordinator.openai.logprobs import CompletionLogprobs, chat_logprobs, joined, prompt_logprobs
-from coordinator.recent import timeline_object
-from coordinator.submission import Delta, Timeline, Usage
+from coordinator.policy.timeline import Timeline
+from coordinator.submission import Delta, Usage
 from coordinator.text.stream import Vocabulary
 from coordinator.text.tool_calls import Arguments, CallBegun, Event, Parser, Reasoning, Text
 
@@ -122,9 +122,9 @@ class Render:
 
     def _end(self, delta: Delta) -> dict[str, Any]:
         end = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-        if (t := delta.timeline) is None or not self._head.timeline:
+        if delta.timeline is None or not self._head.timeline:
             return end
-        return end | {"timeline": timeline_object(t.spans, t.first_token_s, t.prefill_worker, t.decode_worker)}
+        return end | {"timeline": delta.timeline.as_json()}
 
     def _before(self, delta: Delta) -> bytes:
         return b'{"index":%d,' % delta.choice + self.before_text

@@ -17,8 +17,9 @@ are as long as the workers measured them, at most as long as the stage: nobody c
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from baton.core.events import StageStamps
 from coordinator.policy.requests import Entered, Request, Stage
@@ -36,6 +37,46 @@ class Span(NamedTuple):
     start_s: float
     end_s: float
     worker: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline(StageStamps):
+    """Seconds a request spent in each stage as workers measured them, which overlap; 0 where a stage did not happen.
+    `spans` add up to the whole."""
+
+    first_token_s: float = 0.0
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def total_s(self) -> float:
+        return self.spans[-1].end_s if self.spans else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """The spans, in milliseconds from the admission."""
+        return {
+            "total_ms": _ms(self.total_s),
+            "first_token_ms": _ms(self.first_token_s),
+            "prefill_worker": self.prefill_worker,
+            "decode_worker": self.decode_worker,
+            "spans": [
+                {"name": s.name, "start_ms": _ms(s.start_s), "ms": _ms(s.end_s - s.start_s), "worker": s.worker}
+                for s in self.spans
+            ],
+        }
+
+
+def timeline(r: Request, now: float) -> Timeline:
+    """Of the request up to `now`."""
+    stages = asdict(r.all_stamps())
+    return Timeline(
+        **stages | {"queue_s": r.queued_s + stages["queue_s"]},
+        first_token_s=r.first_token_at - r.started_at if r.first_token_at else 0.0,
+        prefill_worker=r.prefill_worker,
+        decode_worker=r.decode_worker,
+        spans=spans(r, now),
+    )
 
 
 def spans(request: Request, now: float) -> tuple[Span, ...]:
@@ -71,3 +112,7 @@ def _parts(stage: Stage, whole: float, stamps: StageStamps) -> Iterator[tuple[st
             yield from (("decode_queue", waited), ("decode", whole - waited))
         case Stage.ENDED:
             yield "detokenise", whole
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

@@ -20,7 +20,8 @@ from tests.support.fake_workers import begun, bench, run_out
 from tests.support.requests_kit import events
 
 SPANS = (Span("queue", 0.0, 0.25), Span("prefill", 0.25, 1.0, "p0"))
-RECORD = Record("r-1", 0, 5.0, "stop", 3, 1, 2, 1, 0.5, "p0", "d0", SPANS)
+TIMES = Timeline(first_token_s=0.5, prefill_worker="p0", decode_worker="d0", spans=SPANS)
+RECORD = Record("r-1", 0, 5.0, "stop", 3, 1, 2, 1, TIMES)
 TIMELINE = {
     "total_ms": 1000.0,
     "first_token_ms": 500.0,
@@ -89,11 +90,12 @@ async def test_the_pipeline_remembers_how_each_one_ended() -> None:
         reader = b.submit(max_tokens=4)
         p, d, s = await begun(b)
         (row,) = b.pipeline.requests(10)
-        assert row.outcome == "running" and row.spans
+        assert row.outcome == "running" and row.timeline.spans
         run_out(p, d, s)
         await reader.done()
         (row,) = b.pipeline.request(s.request_id)
-        assert (row.outcome, row.generated_tokens, row.prefill_worker, row.decode_worker) == ("length", 4, "p0", "d0")
+        assert (row.outcome, row.generated_tokens, row.timeline.prefill_worker) == ("length", 4, "p0")
+        assert row.timeline.decode_worker == "d0"
         timeline = reader.deltas[-1].timeline
         assert timeline is not None and timeline.spans
         assert timeline.spans[0].start_s == 0.0 and timeline.spans[-1].name == "detokenise"
@@ -102,8 +104,7 @@ async def test_the_pipeline_remembers_how_each_one_ended() -> None:
 async def test_the_timeline_is_in_the_last_message_where_asked_for(
     client: httpx.AsyncClient, generator: FakeGenerator
 ) -> None:
-    timeline = Timeline(first_token_s=0.5, prefill_worker="p0", decode_worker="d0", spans=SPANS)
-    generator.script = [Delta("a", (1,)), Delta("b", (2,), "stop", None, Usage(3, 2), timeline)]
+    generator.script = [Delta("a", (1,)), Delta("b", (2,), "stop", None, Usage(3, 2), TIMES)]
     wanted = {"return_timeline": True}
     for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
         assert (await client.post(path, json=body | wanted)).json()["choices"][0]["timeline"] == TIMELINE

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import StatusCode
 
 from baton.core.errors import StartupError
-from coordinator.policy.timeline import Span
+from coordinator.policy.timeline import Span, Timeline
 from coordinator.recent import Record
 from coordinator.tracing import Tracing
 from tests.support.fake_generator import FakeGenerator
@@ -33,7 +33,8 @@ class Kept(SpanExporter):
 
 
 def record(error: str = "") -> Record:
-    return Record("r", 0, 100.0, "worker_lost" if error else "stop", 3, 1, 2, 1, 1.0, "p0", "d0", SPANS, error)
+    timeline = Timeline(first_token_s=1.0, prefill_worker="p0", decode_worker="d0", spans=SPANS)
+    return Record("r", 0, 100.0, "worker_lost" if error else "stop", 3, 1, 2, 1, timeline, error)
 
 
 def exported(error: str = "", traceparent: str = "") -> dict[str, ReadableSpan]:
