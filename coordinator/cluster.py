@@ -30,9 +30,9 @@ from baton.core.commands import (
 )
 from baton.core.errors import InvariantError, JoinRefused, Unavailable
 from baton.core.events import StepEvents
+from baton.core.handles import Handle, sign
 from baton.core.listening import ListeningClock
 from baton.core.request import ChoiceId, GenerateRequest, SequenceId
-from coordinator.handle_signer import HandleSigner
 from coordinator.policy.joining import OwnModel
 from coordinator.policy.pool import Worker
 from coordinator.policy.requests import Action, AssignTargets, Log, Notify, Request, Requests, Send, StartPrefill
@@ -63,6 +63,28 @@ class InFlight:
     def expire(self) -> None:
         self.expired = True
         self.changed.set()
+
+
+class HandleSigner:
+    """Signs handles for decode workers where a placement is executed: nothing that a client sends gets into them. `key`
+    is that of this run; workers receive it when they join, with its clock: `time.monotonic` here."""
+
+    def __init__(self) -> None:
+        self.key = secrets.token_bytes(32)
+
+    def target(self, sequence: SequenceId, source: Worker, destination: Worker, deadline_at: float) -> Target:
+        """A decode worker with the right to the sequence's KV at `source`, until the request's deadline."""
+        handle = Handle(
+            sequence,
+            source.worker_id,
+            source.incarnation,
+            destination.worker_id,
+            destination.incarnation,
+            expires_ms=round(deadline_at * 1000),
+            nonce=secrets.token_bytes(12),
+        )
+        signed = sign(self.key, handle)
+        return Target(destination.worker_id, destination.incarnation, destination.join.link_address, signed)
 
 
 class Cluster:

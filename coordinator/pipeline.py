@@ -21,6 +21,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 from baton.core.errors import DeadlineExceeded, InvalidRequest
 from baton.core.request import GenerateRequest
@@ -185,11 +186,11 @@ class Pipeline:
         """Counts an answer of a front end, also one that never came to `generate`."""
         self._metrics.responses.labels(str(status)).inc()
 
-    def workers(self) -> dict[str, object]:
+    def workers(self) -> dict[str, Any]:
         """The `/workers` document."""
         cluster = self._cluster
         rows = [worker.row(cluster.lease_now()) for worker in cluster.workers.all()]
-        known: dict[str, object] = {
+        known: dict[str, Any] = {
             "workers": rows,
             "control": cluster.address,
             "joins_refused": dict(cluster.joins_refused),

@@ -1,4 +1,5 @@
-"""The HTTP front end: OpenAI's endpoints and a few about the server, over the pipeline.
+"""The HTTP front end: OpenAI's endpoints, and a few about the server under the names that vLLM and SGLang gave them,
+over the pipeline.
 
 A request: Guard -> route -> BodyReader -> parse_* by BodyParser -> Translator -> GenerationResponse. Whatever is
 wrong with it is raised on the way and becomes an answer in one place, `error_response`.
@@ -27,7 +28,6 @@ from baton.rpc.status import printable
 from coordinator import off_loop
 from coordinator.api_keys import ApiKeys
 from coordinator.batches.store import BatchStore
-from coordinator.http import server_info
 from coordinator.http.batches import BatchRoutes
 from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import HttpProblem, error_response, json_response
@@ -44,8 +44,7 @@ from coordinator.pipeline import Pipeline
 from coordinator.recent import KEPT, Record
 from coordinator.submission import Submission
 from coordinator.text.chat import Rendering
-from coordinator.text.listing import tokens_json
-from coordinator.text.model import TextModel
+from coordinator.text.model import TextModel, tokens_json
 from coordinator.text.tool_calls import make_parser
 from coordinator.translate import Translator, check_messages
 
@@ -287,19 +286,60 @@ class _Front:
         return json_response(self._generator.workers())
 
     async def server_info(self) -> Response:
-        cluster = self._generator.workers()
+        workers = [w for w in self._generator.workers()["workers"] if w["state"] != "lost"]
         return json_response(
-            server_info.server_info(self._settings.model_name, self._settings.version, self._text, cluster)
+            {
+                "version": self._settings.version,
+                "model": self._settings.model_name,
+                "max_model_len": self._text.max_model_len,
+                "vocab_size": self._text.vocab_size,
+                "tool_parser": self._text.tool_format,
+                "workers": {role: sum(w["role"] == role for w in workers) for role in ("prefill", "decode")},
+            }
         )
 
     async def model_info(self) -> Response:
-        return json_response(server_info.model_info(self._settings.model_name, self._text))
+        # As SGLang has it.
+        return json_response(
+            {
+                "model_path": self._settings.model_name,
+                "tokenizer_path": self._settings.model_name,
+                "is_generation": True,
+                "has_chat_template": self._text.has_chat,
+                "max_model_len": self._text.max_model_len,
+                "vocab_size": self._text.vocab_size,
+            }
+        )
 
     async def loads(self) -> Response:
-        return json_response(server_info.loads(self._generator.workers()))
+        # As SGLang has it: one entry, since who asks has one address to send to.
+        cluster = self._generator.workers()
+        own = cluster["coordinator"]
+        decode = [w for w in cluster["workers"] if w["role"] == "decode" and w["state"] != "lost"]
+        used = sum(w["blocks_total"] - w["blocks_free"] for w in decode)
+        total = sum(w["blocks_total"] for w in decode)
+        load = {
+            "dp_rank": 0,
+            "num_reqs": own["requests"],
+            "num_running_reqs": own["requests"] - own["queued"],
+            "num_waiting_reqs": own["queued"],
+            "token_usage": round(used / total, 4) if total else 0.0,
+        }
+        return json_response([load])
 
     async def tokenizer_info(self) -> Response:
-        return json_response(server_info.tokenizer_info(self._text))
+        # What a client needs beside /tokenize to write prompts itself.
+        names = self._text.special_tokens
+        return json_response(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "vocab_size": self._text.vocab_size,
+                "model_max_length": self._text.max_model_len,
+                "chat_template": self._text.chat_template,
+                **{name: names.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")},
+                "eos_token_ids": list(self._text.eos_token_ids),
+            }
+        )
 
     async def requests(self, request: Request) -> Response:
         text = request.query_params.get("limit", "100")

@@ -18,13 +18,14 @@ Sampling defaults are generation_config's temperature, top_p, top_k, min_p and r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import orjson
 from tokenizers import Tokenizer
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest, StartupError, Unavailable
@@ -32,7 +33,7 @@ from baton.core.model_config import ModelConfig
 from baton.core.request import SamplingParams
 from coordinator.text.chat import PLAIN, SCHEMA_WORDS, ChatEncoder, ChatMessage, Rendering
 from coordinator.text.files import TextFiles, read_text_files
-from coordinator.text.stream import TextStream, Vocabulary
+from coordinator.text.stream import Vocabulary
 from coordinator.text.tool_calls import FORMATS, THINK, detect_format
 
 INLINE_CHARS = 2_000
@@ -43,6 +44,8 @@ MAX_WAITING_BYTES = 32 * 1024 * 1024
 connections bounds those."""
 LONG_AT_ONCE = 2
 """Long prompts that are encoded at the same time; a thread more is left to the short ones."""
+SLICE = 16 * 1024
+"""Tokens of a list that are written at once."""
 VALUES_AT_ONCE = 4_096
 """Values that are looked at before the event loop gets its turn: some 0.5 ms."""
 _T = TypeVar("_T")
@@ -50,9 +53,8 @@ _T = TypeVar("_T")
 
 class TextModel:
     """The text side of a model. Nothing in it changes after construction but the threads it uses and what waits for
-    them. `tool_format` is how
-    it writes calls, None where its template knows none, `thinks` whether it may begin with reasoning, and `marker_ids`
-    are the special tokens that these are written with."""
+    them. `tool_format` is how it writes calls, None where its template knows none, `thinks` whether it may begin with
+    reasoning, and `marker_ids` are the special tokens that these are written with."""
 
     def __init__(self, files: TextFiles, *, max_model_len: int | None = None, tool_parser: str = "auto") -> None:
         self.tokenizer: Tokenizer = files.tokenizer
@@ -194,9 +196,6 @@ class TextModel:
         work = partial(self.decode, token_ids, skip_special_tokens=skip_special_tokens)
         return await self._in_turn(self._threads, 4 * len(token_ids), work)
 
-    def stream(self, stop: Iterable[str] = ()) -> TextStream:
-        return TextStream(self.vocabulary, stop)
-
     def start(self) -> None:
         """Begins what else the first conversation would wait for."""
         if self._chat is not None:
@@ -212,6 +211,19 @@ class TextModel:
             threads.shutdown(wait=False, cancel_futures=True)
         if self._chat is not None:
             self._chat.template.renderer.close()
+
+
+def tokens_json(tokenizer: Tokenizer, ids: Sequence[int], max_model_len: int, names: bool) -> bytes:
+    """The answer of /tokenize, with the tokens as texts where `names`; made slice by slice: JSON of millions in one
+    call would stop every other thread."""
+    head = orjson.dumps({"count": len(ids), "max_model_len": max_model_len})[:-1]
+    shown = _json_list(ids, tokenizer.id_to_token) if names else b"null"
+    return b"".join((head, b',"tokens":', _json_list(ids, int), b',"token_strs":', shown, b"}"))
+
+
+def _json_list(ids: Sequence[int], entry: Callable[[int], Any]) -> bytes:
+    slices = (ids[at : at + SLICE] for at in range(0, len(ids), SLICE))
+    return b"[%b]" % b",".join(orjson.dumps([entry(i) for i in each])[1:-1] for each in slices)
 
 
 def _special_markers(tokenizer: Tokenizer, form: str | None, thinks: bool) -> dict[str, int]:

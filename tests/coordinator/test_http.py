@@ -18,7 +18,7 @@ from baton.core.errors import DuplicateRequest, Unavailable, WorkerLost
 from coordinator import off_loop
 from coordinator.http.app import HttpSettings, create_app
 from coordinator.submission import Delta
-from coordinator.text import listing
+from coordinator.text import model as listing
 from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator, say
 from tests.support.requests_kit import events
