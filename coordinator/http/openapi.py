@@ -1,5 +1,9 @@
 """Routes, and what `/openapi.json` says of them: the bodies that the strict models accept, and what is answered. They
-read their bodies and write their answers themselves, which FastAPI cannot see."""
+read their bodies and write their answers themselves, which FastAPI cannot see.
+
+Objects of answers are closed: a field that is not here is a fault, which the tests find. Open are `Response` (the tests
+hold it against OpenAI's own types), `TokenizerInfo` (a file of the checkpoint) and `Workers` (what `baton ps` reads,
+which changes)."""
 
 from __future__ import annotations
 
@@ -12,34 +16,199 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
-from coordinator.http.answers import SCHEMAS
+Schema = dict[str, Any]
+TEXT: Schema = {"type": "string"}
+WHOLE: Schema = {"type": "integer", "minimum": 0}
+NUMBER: Schema = {"type": "number"}
+FLAG: Schema = {"type": "boolean"}
+ANY: Schema = {"type": "object"}
 
-_ERROR = {
+
+def _object(**fields: Schema) -> Schema:
+    """Fields whose name ends in `_` (left out then) need not be there."""
+    names = {name.rstrip("_"): schema for name, schema in fields.items()}
+    required = [name for name in fields if not name.endswith("_")]
+    return {"type": "object", "properties": names, "required": required, "additionalProperties": False}
+
+
+def _each(schema: Schema, *names: str) -> dict[str, Schema]:
+    """Fields of the same kind."""
+    return dict.fromkeys(names, schema)
+
+
+def _list(of: Schema) -> Schema:
+    return {"type": "array", "items": of}
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _const(value: str) -> Schema:
+    return {"const": value}
+
+
+def _map(of: Schema) -> Schema:
+    return {"type": "object", "additionalProperties": of}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+_IDS = _list(WHOLE)
+_SPAN = _object(**_each(TEXT, "name", "worker"), **_each(NUMBER, "start_ms", "ms"))
+_TIMELINE = {
+    **_each(NUMBER, "total_ms", "first_token_ms"),
+    **_each(TEXT, "prefill_worker", "decode_worker"),
+    "spans": _list(_SPAN),
+}
+_PROMPT_SCORES = _list(_or_null(_map(_object(logprob=NUMBER, rank=WHOLE, decoded_token=TEXT))))
+_CHOICE = {
+    "index": WHOLE,
+    "finish_reason": _or_null(TEXT),
+    "stop_reason": _or_null({"type": ["string", "integer"]}),
+    "timeline_": _object(**_TIMELINE),
+    **_each(_or_null(_IDS), "token_ids_", "prompt_token_ids_"),
+    "prompt_logprobs_": _or_null(_PROMPT_SCORES),
+}
+_TOKEN: dict[str, Schema] = {"token": TEXT, "logprob": NUMBER, "bytes": _or_null(_IDS)}
+_SCORED = _object(**_TOKEN, top_logprobs_=_list(_object(**_TOKEN)))
+_LOGPROBS = _object(
+    tokens=_list(TEXT),
+    token_logprobs=_list(_or_null(NUMBER)),
+    top_logprobs=_list(_or_null(_map(NUMBER))),
+    text_offset=_IDS,
+)
+_USAGE = _object(
+    **_each(WHOLE, "prompt_tokens", "completion_tokens", "total_tokens"),
+    prompt_tokens_details_=_object(cached_tokens=WHOLE),
+    completion_tokens_details_=_map(WHOLE),
+    speculation_=_object(**_each(WHOLE, "steps", "drafted_tokens", "accepted_tokens"), forced=FLAG),
+)
+_CALL = _object(id=TEXT, type=_const("function"), function=_object(name=TEXT, arguments=TEXT))
+_HEAD = {"id": TEXT, "created": WHOLE, "model": TEXT, "system_fingerprint_": TEXT, "usage": _USAGE}
+_STAMPS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+
+
+def _page(of: str) -> Schema:
+    ends = _each(_or_null(TEXT), "first_id", "last_id")
+    return _object(object=_const("list"), data=_list(_ref(of)), **ends, has_more=FLAG)
+
+
+SCHEMAS: dict[str, Schema] = {
+    "Completion": _object(
+        object=_const("text_completion"),
+        choices=_list(_object(text=TEXT, logprobs=_or_null(_LOGPROBS), **_CHOICE)),
+        **_HEAD,
+    ),
+    "ChatCompletion": _object(
+        object=_const("chat.completion"),
+        choices=_list(
+            _object(
+                message=_object(
+                    role=_const("assistant"),
+                    content=_or_null(TEXT),
+                    refusal_=_or_null(TEXT),
+                    reasoning_content_=TEXT,
+                    tool_calls_=_list(_CALL),
+                ),
+                logprobs=_or_null(_object(content=_or_null(_list(_SCORED)), refusal_=_or_null(_list(_SCORED)))),
+                **_CHOICE,
+            )
+        ),
+        prompt_logprobs_=_or_null(_PROMPT_SCORES),
+        prompt_token_ids_=_or_null(_list(WHOLE)),
+        **_HEAD,
+    ),
+    "Response": {
+        "type": "object",
+        "properties": {
+            **_each(TEXT, "id", "model"),
+            "object": _const("response"),
+            "created_at": WHOLE,
+            "status": {"enum": ["completed", "incomplete", "failed"]},
+            "output": _list(ANY),
+            "usage": _or_null(ANY),
+        },
+        "required": ["id", "object", "created_at", "status", "model", "output", "usage"],
+    },
+    "Model": _object(
+        **_each(TEXT, "id", "owned_by"), object=_const("model"), **_each(WHOLE, "created", "max_model_len")
+    ),
+    "ModelList": _object(object=_const("list"), data=_list(_ref("Model"))),
+    "Tokens": _object(count=WHOLE, max_model_len=WHOLE, tokens=_list(WHOLE), token_strs=_or_null(_list(TEXT))),
+    "Text": _object(prompt=TEXT),
+    "Version": _object(version=TEXT),
+    "ModelInfo": _object(
+        **_each(TEXT, "model_path", "tokenizer_path"),
+        **_each(FLAG, "is_generation", "has_chat_template"),
+        **_each(WHOLE, "max_model_len", "vocab_size"),
+    ),
+    "TokenizerInfo": {"type": "object", "required": ["vocab_size"], "properties": {"vocab_size": WHOLE}},
+    "ServerInfo": _object(
+        **_each(TEXT, "version", "model"),
+        **_each(WHOLE, "max_model_len", "vocab_size"),
+        tool_parser=_or_null(TEXT),
+        workers=_object(prefill=WHOLE, decode=WHOLE),
+    ),
+    "Loads": _list(
+        _object(**_each(WHOLE, "dp_rank", "num_reqs", "num_running_reqs", "num_waiting_reqs"), token_usage=NUMBER)
+    ),
+    "Live": _object(status=_const("ok")),
+    "Ready": _object(ready=FLAG, reason_=TEXT),
+    "Workers": {
+        "type": "object",
+        "properties": {"workers": _list(ANY), "coordinator": ANY},
+        "required": ["workers", "coordinator"],
+    },
+    "Request": _object(
+        **_each(TEXT, "id", "outcome"),
+        **_each(WHOLE, "choice", "prompt_tokens", "cached_tokens", "generated_tokens", "attempts"),
+        admitted_at=NUMBER,
+        error=_or_null(TEXT),
+        **_TIMELINE,
+    ),
+    "Requests": _object(requests=_list(_ref("Request"))),
+    "File": _object(
+        **_each(TEXT, "id", "filename", "purpose", "status"),
+        object=_const("file"),
+        **_each(WHOLE, "bytes", "created_at"),
+        status_details=_or_null(TEXT),
+        expires_at=_or_null(WHOLE),
+    ),
+    "FileList": _page("File"),
+    "FileDeleted": _object(id=TEXT, object=_const("file"), deleted=FLAG),
+    "Batch": _object(
+        **_each(TEXT, "id", "endpoint", "input_file_id", "completion_window"),
+        object=_const("batch"),
+        errors=_or_null(_object(object=_const("list"), data=_list(ANY))),
+        status={"enum": ["validating", *_STAMPS]},
+        **_each(_or_null(TEXT), "output_file_id", "error_file_id"),
+        **_each(WHOLE, "created_at", "expires_at"),
+        request_counts=_object(**_each(WHOLE, "total", "completed", "failed")),
+        metadata=_or_null(_map(TEXT)),
+        **_each(_or_null(WHOLE), *(f"{name}_at" for name in _STAMPS)),
+    ),
+    "BatchList": _page("Batch"),
+}
+_NULLABLE: Schema = {"type": ["string", "null"]}
+_ERROR: Schema = {
     "type": "object",
     "required": ["error"],
     "properties": {
         "error": {
             "type": "object",
             "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
+            "properties": _each(TEXT, "message", "type") | _each(_NULLABLE, "param", "code"),
         }
     },
 }
-
-
-_EVENT = {
-    "type": "object",
-    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
-    "required": ["data"],
-}
-_LIMIT = {"name": "limit", "in": "query", "required": False, "schema": {"type": "integer", "minimum": 1}}
-_AFTER = {"name": "after", "in": "query", "required": False, "schema": {"type": "string"}}
-_PURPOSE = {"name": "purpose", "in": "query", "required": False, "schema": {"type": "string"}}
+_EVENT: Schema = {"type": "object", "properties": _each(TEXT, "event", "data"), "required": ["data"]}
+_LIMIT, _AFTER, _PURPOSE = (
+    {"name": name, "in": "query", "required": False, "schema": schema}
+    for name, schema in (("limit", {"type": "integer", "minimum": 1}), ("after", TEXT), ("purpose", TEXT))
+)
 QUERIES = {
     "/requests": [_LIMIT],
     "/v1/files": [_LIMIT, _AFTER, _PURPOSE],
