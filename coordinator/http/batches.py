@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
-from contextlib import AbstractContextManager
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from baton.core.errors import Cancelled, InvalidRequest, NotFound
+from baton.core.errors import Cancelled, InvalidRequest, NotFound, QuotaExceeded, Unavailable
 from coordinator.api_keys import ApiKeys
 from coordinator.batches.runner import Answer, BatchRunner
 from coordinator.batches.store import BatchStore
@@ -27,7 +28,6 @@ from coordinator.http.errors import HttpProblem, json_response
 from coordinator.http.generation import SLICE_BYTES
 from coordinator.http.guard import CLIENT
 from coordinator.http.openapi import add_route
-from coordinator.http.slots import Slots
 from coordinator.openai.schema import BatchBody
 from coordinator.openai.validation import parse
 from coordinator.policy.quotas import Client
@@ -40,8 +40,40 @@ MAX_UPLOADS, MAX_UPLOADS_OF_OWNER = 8, 2  # each may take the room of the larges
 MAX_DOWNLOADS, MAX_DOWNLOADS_OF_OWNER = 64, 16  # each has a file open beside its connection
 MAX_BODY_BYTES = 64 * 1024  # of a new batch, whose metadata has some 10 KB; it is parsed on the event loop
 _PIECE, _READ_BYTES = 1 << 20, 1 << 18
+RETRY_S = 5.0
 _MAX_NAME = 256
 _OVERHEAD_BYTES = 1 << 16  # of a form, beside the file in it
+
+
+class Slots:
+    """How many of something that takes long may go on at once, so that those who are slow leave room for others:
+    `most`, and `of_owner` of one owner where clients have API keys; `what` they are, for messages. State: how many go
+    on of each owner."""
+
+    def __init__(self, what: str, most: int, of_owner: int) -> None:
+        self._what, self._most, self._of_owner = what, most, of_owner
+        self.taken: Counter[str] = Counter()
+
+    @contextmanager
+    def one(self, client: Client) -> Iterator[None]:
+        """Takes a slot meanwhile.
+
+        Raises:
+            QuotaExceeded: the owner has as many as one may have.
+            Unavailable: all are taken.
+        """
+        owner = client.tenant
+        if client.key and self.taken[owner] >= self._of_owner:
+            raise QuotaExceeded(f"{self._of_owner} of your files {self._what} already", retry_after_s=RETRY_S)
+        if self.taken.total() >= self._most:
+            raise Unavailable(f"{self._most} files {self._what} already", retry_after_s=RETRY_S)
+        self.taken[owner] += 1
+        try:
+            yield
+        finally:
+            self.taken[owner] -= 1
+            if not self.taken[owner]:
+                del self.taken[owner]
 
 
 class BatchRoutes:

@@ -2,11 +2,11 @@
 
 The coordinator holds the queue (late dispatch): a prefill worker has at most two step budgets of uncomputed tokens, so
 what waits can still go anywhere. A request is dispatched when a prefill worker has room and a decode worker has blocks
-for its prompt and for an output of expected length (expectation.py), beside the expected growth of the sequences there,
-and not many more than run there at once; and could hold all its output alone: what is accepted can finish. Lower
-priority first, then first come, first served, by the age of the request, so that a rescheduled one keeps its place; the
-head waits for blocks rather than being overtaken, so a long request is not starved by short ones. Only a request that
-no present worker can hold is passed over.
+for its prompt and for an output of expected length, beside the expected growth of the sequences there, and not many
+more than run there at once; and could hold all its output alone: what is accepted can finish. Lower priority first,
+then first come, first served, by the age of the request, so that a rescheduled one keeps its place; the head waits for
+blocks rather than being overtaken, so a long request is not starved by short ones. Only a request that no present
+worker can hold is passed over.
 
 Of several prefill workers the one is chosen that would have computed the prompt first: the fewest tokens to compute, in
 its backlog and of this prompt, of which it may hold a prefix already. Of decode workers the one that holds the longest
@@ -24,11 +24,12 @@ from dataclasses import dataclass, field
 from baton.core.commands import Role
 from baton.core.errors import ContextLengthExceeded, DuplicateRequest, InvariantError, Unavailable
 from baton.core.request import ChoiceId
-from coordinator.policy.expectation import OutputExpectation
 from coordinator.policy.pool import ORDER_BITS, RUNNING_SHIFT, Pool, Prefix, Worker
 from coordinator.policy.workers import WorkerTable
 
 PREFIX_SLACK = 4
+START_TOKENS = 128.0  # of an answer, before any has been seen
+_WEIGHT = 0.05  # of one more answer
 _Place = tuple[int, int, int]
 """In the queue: priority, age, and the number of the submission."""
 
@@ -77,6 +78,34 @@ class _Active:
     produced: int = 0
     room: int = 0
     growth: int = 0
+
+
+class OutputExpectation:
+    """How many blocks a sequence will probably take: its prompt's, and those of as much output as answers had of late.
+
+    `max_tokens` is a bad estimate: most answers end long before it, and a plan by it leaves most of the memory idle.
+    The prompt alone is another: sequences that were let in with nothing to grow into preempt each other, and what is
+    preempted is computed again.
+
+    Complete state: `mean_tokens`, a moving average of the lengths of answers that have ended.
+    """
+
+    def __init__(self) -> None:
+        self.mean_tokens = START_TOKENS
+
+    def ended(self, produced: int) -> None:
+        """An answer of that many tokens has ended, however it did."""
+        if produced > 0:
+            self.mean_tokens += _WEIGHT * (produced - self.mean_tokens)
+
+    def blocks(self, prefill_tokens: int, total_tokens: int, block_size: int) -> int:
+        """All that a sequence is expected to take: never more than its `total_tokens` need."""
+        return _blocks(min(total_tokens, prefill_tokens + round(self.mean_tokens)), block_size)
+
+    def growth(self, prefill_tokens: int, total_tokens: int, produced: int, block_size: int) -> int:
+        """What one that is there is expected to take yet, at least one block: decode keeps that free for each."""
+        expected = self.blocks(prefill_tokens, total_tokens, block_size)
+        return max(1, expected - _blocks(prefill_tokens + produced, block_size))
 
 
 class Dispatcher:
@@ -254,7 +283,7 @@ class Dispatcher:
         active.prefill = None
         worker = self._workers.get(active.decode or "")
         if worker is not None and active.arriving:
-            worker.count(reserved=-_blocks(worker, active.ticket.prefill_tokens))
+            worker.count(reserved=-_blocks(active.ticket.prefill_tokens, worker.block_size))
         active.arriving = False
 
     def produced(self, name: ChoiceId, tokens: int) -> None:
@@ -285,7 +314,7 @@ class Dispatcher:
             at_decode.setdefault(active.decode or "", []).append(active)
         for worker in self._workers.present():
             mine = at_decode.get(worker.worker_id, [])
-            blocks = sum(_blocks(worker, a.ticket.prefill_tokens) for a in mine if a.arriving)
+            blocks = sum(_blocks(a.ticket.prefill_tokens, worker.block_size) for a in mine if a.arriving)
             tokens = sum(a.to_compute for a in at_prefill.get(worker.worker_id, []) if a.prefilling)
             counted = (worker.reserved_blocks, worker.backlog_tokens, worker.running, worker.growth)
             if (blocks, tokens, len(mine), growth := sum(a.growth for a in mine)) != counted:
@@ -370,7 +399,7 @@ class Dispatcher:
         prompt and of its output so far. It is computed anew when the sequence has taken one of them."""
         ticket = active.ticket
         before, size = active.growth, worker.block_size
-        active.room = _blocks(worker, ticket.prefill_tokens + active.produced) * size - ticket.prefill_tokens
+        active.room = _blocks(ticket.prefill_tokens + active.produced, worker.block_size) * size - ticket.prefill_tokens
         active.growth = self.expectation.growth(ticket.prefill_tokens, ticket.total_tokens, active.produced, size)
         worker.count(growth=active.growth - before)
 
@@ -378,13 +407,13 @@ class Dispatcher:
         active.decode, active.arriving = decode, True
         worker = self._workers.get(decode or "")
         if worker is not None:
-            worker.count(reserved=_blocks(worker, active.ticket.prefill_tokens), running=1)
+            worker.count(reserved=_blocks(active.ticket.prefill_tokens, worker.block_size), running=1)
             self._expect_growth(active, worker)
 
     def _release_decode(self, active: _Active) -> None:
         worker = self._workers.get(active.decode or "")
         if worker is not None:
-            reserved = _blocks(worker, active.ticket.prefill_tokens) if active.arriving else 0
+            reserved = _blocks(active.ticket.prefill_tokens, worker.block_size) if active.arriving else 0
             worker.count(reserved=-reserved, running=-1, growth=-active.growth)
         active.decode, active.growth = None, 0
 
@@ -400,5 +429,5 @@ class Dispatcher:
         return max(1.0, round(self._queued_tokens / budget * 0.05))
 
 
-def _blocks(worker: Worker, tokens: int) -> int:
-    return -(-tokens // worker.block_size)
+def _blocks(tokens: int, block_size: int) -> int:
+    return -(-tokens // block_size)

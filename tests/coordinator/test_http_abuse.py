@@ -15,7 +15,7 @@ from coordinator.http import body as http_body
 from coordinator.http import generation as http_generation
 from coordinator.http import server as http_server
 from coordinator.http.app import HttpSettings, create_app
-from coordinator.openai.logprobs import CompletionLogprobs
+from coordinator.openai.render import CompletionLogprobs
 from coordinator.submission import Delta, Usage
 from coordinator.text.chat import ChatMessage
 from coordinator.text.model import TextModel

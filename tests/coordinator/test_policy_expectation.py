@@ -7,8 +7,7 @@ import random
 import pytest
 
 from baton.core.events import Load
-from coordinator.policy.dispatch import Dispatcher, Ticket
-from coordinator.policy.expectation import START_TOKENS, OutputExpectation
+from coordinator.policy.dispatch import START_TOKENS, Dispatcher, OutputExpectation, Ticket
 from coordinator.policy.pool import Worker
 from coordinator.policy.workers import WorkerTable
 from tests.support.builders import add_worker, make_request

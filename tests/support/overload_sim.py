@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from baton.core.errors import Unavailable
 from baton.core.events import Load
 from baton.core.request import GenerateRequest
-from coordinator.policy.dispatch import Dispatcher, Ticket
-from coordinator.policy.expectation import OutputExpectation
+from coordinator.policy.dispatch import Dispatcher, OutputExpectation, Ticket
 from coordinator.policy.workers import WorkerTable
 from decode.scheduler import DecodeScheduler
 from decode.speculation.policy import Speculation
