@@ -16,24 +16,14 @@ Neutral = Mapping[str, tuple[Any, ...]]
 
 INERT = frozenset(
     {
-        "guided_decoding_backend",
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "reasoning_effort",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-        "verbosity",
+        *("guided_decoding_backend", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity"),
     }
 )
 """Of a request. Some are in the models too, which bound their size."""
 MAX_NAMED = 20  # in the header; a body has room for half a million
 
 _BOTH: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (),
     "length_penalty": (1, 1.0),
     "logits_processors": (),
     "request_id": (),
@@ -41,10 +31,7 @@ _BOTH: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "use_beam_search": (False,),
 }
-COMPLETION: Neutral = _BOTH | {
-    "add_special_tokens": (True,),
-    "suffix": (),
-}
+COMPLETION: Neutral = _BOTH | {"add_special_tokens": (True,), "suffix": ()}
 CHAT: Neutral = _BOTH | {
     "add_special_tokens": (False,),
     "audio": (),

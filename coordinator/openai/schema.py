@@ -253,21 +253,12 @@ class MessageBody(Strict):
         """An assistant that called tools may have said nothing."""
         return {"content": ""} | given if given.get("role") == "assistant" else given
 
+    def message(self) -> ChatMessage:
+        calls = tuple(call.as_template_value() for call in self.tool_calls or ())
+        return ChatMessage(self.role, self.content, self.name, self.tool_call_id, calls)
+
 
 _Messages = Annotated[list[MessageBody], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
-
-
-def _chat(messages: list[MessageBody]) -> list[ChatMessage]:
-    return [
-        ChatMessage(
-            m.role,
-            m.content,
-            m.name,
-            m.tool_call_id,
-            tuple(call.as_template_value() for call in m.tool_calls or ()),
-        )
-        for m in messages
-    ]
 
 
 class ChatBody(GenerationBody):
@@ -302,7 +293,7 @@ class ChatBody(GenerationBody):
         return replace(options, max_tokens=self.max_completion_tokens, max_tokens_param=name)
 
     def chat(self) -> list[ChatMessage]:
-        return _chat(self.messages)
+        return [message.message() for message in self.messages]
 
     def rendering(self) -> Rendering:
         """Raises InvalidRequest for what cannot go together."""
@@ -345,7 +336,7 @@ class TokenizeBody(Strict):
         return self
 
     def chat(self) -> list[ChatMessage]:
-        return _chat(self.messages or [])
+        return [message.message() for message in self.messages or ()]
 
 
 class DetokenizeBody(Strict):

@@ -31,10 +31,6 @@ class GrammarQueue(Generic[G]):
         self._used_s: dict[str, float] = {}
         self._level_s = 0.0
 
-    def __repr__(self) -> str:
-        waiting = {client: len(grammars) for client, grammars in self._waiting.items()}
-        return f"<GrammarQueue {waiting or 'nothing'} waiting, {[*self._running] or 'nobody'} served>"
-
     def add(self, client: str, grammar: G) -> None:
         """A request wants a grammar. `client` is a name; the empty one stands for all without an API key.
 

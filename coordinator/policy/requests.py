@@ -661,14 +661,8 @@ class Requests:
     def _size(self, r: Request) -> Ticket:
         request = r.request
         needs_decode = request.max_tokens - len(request.output) > 1
-        return Ticket(
-            r.name,
-            request.num_prefill_tokens,
-            request.max_total_tokens,
-            needs_decode,
-            age=r.age,
-            priority=request.priority,
-        )
+        sizes = request.num_prefill_tokens, request.max_total_tokens
+        return Ticket(r.name, *sizes, needs_decode, age=r.age, priority=request.priority)
 
     def _prefix(self, r: Request) -> Prefix:
         """The blocks that a worker may hold already; the last token is computed in any case."""

@@ -52,10 +52,6 @@ class WorkerTable:
         self._left: dict[str, int] = {}
         self.prefill, self.decode = Pool("prefill"), Pool("decode")
 
-    def __repr__(self) -> str:
-        states = [w.state for w in self._workers.values()]
-        return "<WorkerTable " + ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states)) + ">"
-
     def get(self, worker_id: str) -> Worker | None:
         """The present worker of that name."""
         worker = self._workers.get(worker_id)
