@@ -80,13 +80,13 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     front = bind(config.host, config.port)
     settings = _settings(config, name, keys, "api" if apart else "all", front)
     store = BatchStore(config.data_dir, round(config.max_data_mib * (1 << 20))) if config.data_dir else None
-    app = create_app(pipeline, text, settings, translator, store)
+    app = create_app(pipeline, text, settings, store)
     allow_connections()
     http = HttpServer(app, front, grace_s=2.0, tls=front_tls.context if front_tls else None)
     servers, apps = {"HTTP server": http}, [app]
     if apart:
         admin = bind(config.control_host, config.admin_port)
-        apps.append(create_app(pipeline, text, _settings(config, name, ApiKeys(), "admin", admin), translator))
+        apps.append(create_app(pipeline, text, _settings(config, name, ApiKeys(), "admin", admin)))
         servers["admin server"] = HttpServer(apps[-1], admin, grace_s=2.0)
     credentials = front_tls.credentials if front_tls else None
     public = PublicServer(pipeline, translator, name, settings.max_body_bytes, keys, credentials)

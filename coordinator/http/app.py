@@ -28,7 +28,7 @@ from baton.rpc.status import printable
 from coordinator import off_loop
 from coordinator.api_keys import ApiKeys
 from coordinator.batches.store import BatchStore
-from coordinator.http.batches import BatchRoutes
+from coordinator.http.batches import BatchRoutes, limit_of
 from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import HttpProblem, error_response, json_response
 from coordinator.http.generation import EchoOnly, GenerationResponse, Renderer
@@ -80,17 +80,13 @@ class HttpSettings:
 
 
 def create_app(
-    generator: Pipeline,
-    text_model: TextModel,
-    settings: HttpSettings,
-    translator: Translator | None = None,
-    store: BatchStore | None = None,
+    generator: Pipeline, text_model: TextModel, settings: HttpSettings, store: BatchStore | None = None
 ) -> FastAPI:
     """The application. With a `store` files and batches are served, and `app.state.batches` is the runner to be run. It
     owns nothing but the process that parses large bodies, which `app.state.close()` ends: generator and text model
     outlive it."""
     app = FastAPI(title="Baton", version=settings.version, docs_url=None, redoc_url=None, redirect_slashes=False)
-    front = _Front(generator, text_model, settings, translator)
+    front = _Front(generator, text_model, settings)
     app.state.close = front.close
     for_all = (
         ("GET", "/", front.page, "text/html"),
@@ -120,14 +116,8 @@ def create_app(
     )
     app.state.batches = None
     if store is not None and settings.routes != "admin":
-        app.state.batches = BatchRoutes(
-            store,
-            app,
-            front.reader,
-            settings.max_file_bytes,
-            settings.api_keys,
-            settings.allowed_origins,
-        ).runner
+        limits = settings.max_file_bytes, settings.api_keys, settings.allowed_origins
+        app.state.batches = BatchRoutes(store, app, front.reader, *limits).runner
     elif settings.routes != "admin":
         for path in ("/v1/files", "/v1/batches"):
             app.add_api_route(
@@ -165,15 +155,13 @@ async def _answer_error(request: Request, error: Exception) -> Response:
 
 
 class _Front:
-    def __init__(
-        self, generator: Pipeline, text: TextModel, settings: HttpSettings, translator: Translator | None
-    ) -> None:
+    def __init__(self, generator: Pipeline, text: TextModel, settings: HttpSettings) -> None:
         self._generator = generator
         self._text = text
         self._settings = settings
         self.reader = BodyReader(settings.max_body_bytes, settings.body_timeout_s)
         self._parser = BodyParser()
-        self._translator = translator or Translator(text, deadline_s=settings.request_timeout_s)
+        self._translator = Translator(text, deadline_s=settings.request_timeout_s)
         self._fingerprint = f"baton-{settings.version}"
 
     def close(self) -> None:
@@ -342,9 +330,7 @@ class _Front:
         )
 
     async def requests(self, request: Request) -> Response:
-        text = request.query_params.get("limit", "100")
-        if not (text.isascii() and text.isdigit() and 0 < (limit := int(text[:9])) <= KEPT):
-            raise InvalidRequest(f"limit must be a number from 1 to {KEPT}", param="limit")
+        limit = limit_of(request, KEPT)
         return json_response(await off_loop.make(limit > 50, _as_json, self._generator.requests(limit)))
 
     async def request(self, request_id: str) -> Response:

@@ -87,7 +87,7 @@ class BatchRoutes:
         reader: BodyReader,
         max_file_bytes: int,
         keys: ApiKeys,
-        allowed_origins: Collection[str] = (),
+        allowed_origins: Collection[str],
     ) -> None:
         self.runner = BatchRunner(store, partial(ask, app), keys.named)
         self._origins = allowed_origins
@@ -201,15 +201,21 @@ class BatchRoutes:
     async def _list(
         self, request: Request, find: Callable[[str, int, str | None], list[dict[str, Any]]], most: int
     ) -> Response:
-        text = request.query_params.get("limit", str(min(most, 100)))
-        if not (text.isascii() and text.isdigit() and 0 < (limit := int(text[:9])) <= most):
-            raise InvalidRequest(f"limit must be a number from 1 to {most}", param="limit")
+        limit = limit_of(request, most)
         after = request.query_params.get("after")
         found = await self.runner.on_disk(find, request.scope[CLIENT].tenant, limit + 1, after)
         shown = found[:limit]
         ids = [each["id"] for each in shown] or [None]
         ends = {"first_id": ids[0], "last_id": ids[-1]}
         return json_response({"object": "list", "data": shown, **ends, "has_more": len(found) > limit})
+
+
+def limit_of(request: Request, most: int) -> int:
+    """How many entries of a list are asked for. Raises InvalidRequest for what is no number, or more than `most`."""
+    text = request.query_params.get("limit", "100")
+    if not (text.isascii() and text.isdigit() and 0 < (limit := int(text[:9])) <= most):
+        raise InvalidRequest(f"limit must be a number from 1 to {most}", param="limit")
+    return limit
 
 
 def check_origin(request: Request, allowed: Collection[str]) -> None:

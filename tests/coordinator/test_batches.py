@@ -79,7 +79,7 @@ async def served(
     directory: Path, generator: Echo, text_model: TextModel, **more: Any
 ) -> AsyncIterator[tuple[openai.AsyncOpenAI, FastAPI]]:
     store = BatchStore(str(directory), more.pop("max_bytes", 1 << 20))
-    app = create_app(generator, text_model, HttpSettings("tiny", **more), None, store)
+    app = create_app(generator, text_model, HttpSettings("tiny", **more), store)
     runs = asyncio.create_task(app.state.batches.run())
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton")
     try:

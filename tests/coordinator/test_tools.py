@@ -29,7 +29,6 @@ from coordinator.openai.validation import parse
 from coordinator.structured_output import GrammarCompiler
 from coordinator.text.model import TextModel
 from coordinator.text.tool_calls import FORMATS, Arguments, CallBegun, make_parser
-from coordinator.translate import Translator
 from tests.coordinator.test_schema_openai import fits
 from tests.support import tokenizers_kit
 from tests.support.fake_generator import FakeGenerator, say
@@ -302,7 +301,7 @@ async def test_markers_that_are_special_tokens_are_seen(tmp_path: Path, generato
         special = [*FORMATS[form]]
         model = model_of(form, tmp_path / form, special)
         assert set(model.marker_ids) == set(FORMATS[form])
-        app = create_app(generator, model, HttpSettings("tiny", created=1), Translator(model))
+        app = create_app(generator, model, HttpSettings("tiny", created=1))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
             assert (await client.post(CHAT, json=GOOD[CHAT] | {"tools": [TOOL]})).status_code == 200
             assert generator.submissions[-1].shown_token_ids == frozenset(model.marker_ids.values())
@@ -322,7 +321,7 @@ async def test_reasoning_is_apart_from_the_answer(tmp_path: Path, generator: Fak
     template = TEMPLATES["hermes"] + "{% if add_generation_prompt %}<think>\n{% endif %}{# ends at </think> #}"
     directory = text_dir(tmp_path / "m", template=template, config={"max_position_embeddings": 4096})
     model = TextModel.load(directory)
-    app = create_app(generator, model, HttpSettings("tiny", created=1), Translator(model))
+    app = create_app(generator, model, HttpSettings("tiny", created=1))
     generator.script = say("Hm", "m.</thi", "nk>\n\n", "Yes.")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://baton") as client:
         message = (await whole(client))["message"]
