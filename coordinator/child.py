@@ -22,12 +22,37 @@ def start_child(prepare: Callable[..., None] | None = None, *arguments: Any, nic
     return ProcessPoolExecutor(1, context, initializer=_begin, initargs=(os.getpid(), nice, prepare, arguments))
 
 
+class Child:
+    """The place of a child. State: its executor, from the first work until it is killed; the next work starts another
+    one."""
+
+    def __init__(self, start: Callable[[], Executor]) -> None:
+        self._start = start
+        self.executor: Executor | None = None
+
+    def started(self) -> Executor:
+        executor = self.executor
+        if executor is None:
+            executor = self.executor = self._start()
+        return executor
+
+    def close(self) -> None:
+        """Kills the child, whatever it does."""
+        executor, self.executor = self.executor, None
+        if executor is not None:
+            kill_child(executor)
+
+
 def kill_child(executor: Executor) -> None:
     """Whatever it does. What waits for it ends with BrokenProcessPool."""
     processes = list((getattr(executor, "_processes", None) or {}).values())
     executor.shutdown(wait=False)
     for process in processes:
         process.kill()
+
+
+def ready() -> None:
+    """Work that is done when the child has begun."""
 
 
 def _begin(coordinator: int, nice: int, prepare: Callable[..., None] | None, arguments: tuple[Any, ...]) -> None:

@@ -28,7 +28,7 @@ import orjson
 from baton.core.errors import InvalidRequest, InvariantError, Unavailable
 from baton.core.sampling_limits import MAX_GRAMMAR_CHARS
 from baton.engine.grammars import STACK_BYTES, GrammarError, compile_grammar, first_line, load_tokenizer
-from coordinator.child import kill_child, start_child
+from coordinator.child import Child, ready, start_child
 from coordinator.policy.grammar_queue import GrammarQueue
 
 log = logging.getLogger("baton.grammars")
@@ -68,42 +68,31 @@ class Constraint:
         return options | ({"whitespace_pattern": self.whitespace} if self.whitespace else {})
 
 
-class _Child:
-    """A process that compiles one grammar at a time. State: its executor, from the first grammar until it is killed;
-    the next one starts another."""
-
-    def __init__(self, start: Callable[[], Executor]) -> None:
-        self._start = start
-        self.executor: Executor | None = None
+class _Compiling(Child):
+    """A process that compiles one grammar at a time."""
 
     async def compile(self, constraint: Constraint) -> str:
         """Empty where the child has died. Raises GrammarError, and InvalidRequest for what takes too long: on a busy
         machine that may be anything, so it is not kept."""
-        executor, loop = self.executor or await self._started(), asyncio.get_running_loop()
+        executor, loop = self.executor or await self._begun(), asyncio.get_running_loop()
         try:
             async with asyncio.timeout(COMPILE_S):
                 return await loop.run_in_executor(executor, compile_here, constraint)
         except BrokenProcessPool:
-            self.kill()
+            self.close()
             log.warning("a process that compiles grammars has died; it starts again with the next one")
             return ""
         except TimeoutError:
-            self.kill()
+            self.close()
             raise _refused(constraint, f"compiling it takes over {COMPILE_S:g} s") from None
 
-    def kill(self) -> None:
-        """Whatever it does."""
-        executor, self.executor = self.executor, None
-        if executor is not None:
-            kill_child(executor)
-
-    async def _started(self) -> Executor:
-        self.executor = executor = self._start()
+    async def _begun(self) -> Executor:
+        executor = self.started()
         try:
             async with asyncio.timeout(START_S):
-                await asyncio.get_running_loop().run_in_executor(executor, _ready)
+                await asyncio.get_running_loop().run_in_executor(executor, ready)
         except (BrokenProcessPool, TimeoutError):
-            self.kill()
+            self.close()
             raise InvariantError("the process that compiles grammars did not start") from None
         return executor
 
@@ -115,7 +104,7 @@ class GrammarCompiler:
 
     def __init__(self, model_dir: Path, vocab_size: int, start: Callable[[], Executor] | None = None) -> None:
         start = start or (lambda: start_child(_begin, model_dir, vocab_size))
-        self._children = [_Child(start) for _ in range(CHILDREN)]
+        self._children = [_Compiling(start) for _ in range(CHILDREN)]
         self._free = self._children[::-1]
         self._queue: GrammarQueue[Constraint] = GrammarQueue()
         self._answers: dict[Constraint, asyncio.Future[Verdict]] = {}
@@ -146,7 +135,7 @@ class GrammarCompiler:
         for task in self._tasks:
             task.cancel()
         for child in self._children:
-            child.kill()
+            child.close()
 
     async def _answer(self, constraint: Constraint, client: str) -> Verdict:
         self._queue.add(client, constraint)
@@ -168,7 +157,7 @@ class GrammarCompiler:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _take_turn(self, client: str, constraint: Constraint, child: _Child) -> None:
+    async def _take_turn(self, client: str, constraint: Constraint, child: _Compiling) -> None:
         began, answer = time.monotonic(), self._answers[constraint]
         try:
             answer.set_result(await self._decide(constraint, child))
@@ -180,7 +169,7 @@ class GrammarCompiler:
         self._free.append(child)
         self._begin_turns()
 
-    async def _decide(self, constraint: Constraint, child: _Child) -> Verdict:
+    async def _decide(self, constraint: Constraint, child: _Compiling) -> Verdict:
         try:
             # A child may have been killed while it had nothing to do: who kills two is at fault.
             verdict: Verdict = (
@@ -226,10 +215,6 @@ def _begin(model_dir: Path, vocab_size: int) -> None:
         _tokenizer = load_tokenizer(model_dir, vocab_size)
     except GrammarError as error:
         _no_tokenizer = str(error)
-
-
-def _ready() -> None:
-    """Answers when the child has begun."""
 
 
 def compile_here(constraint: Constraint) -> str:

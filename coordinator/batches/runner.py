@@ -17,7 +17,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from baton.core.errors import NotFound, Unavailable
 from coordinator.api_keys import MAX_PRIORITY
 from coordinator.batches.store import FLAG, BatchStore, Line, read_line, read_lines
-from coordinator.child import kill_child, start_child
+from coordinator.child import Child, start_child
 from coordinator.policy.quotas import Client
 
 log = logging.getLogger("baton.batches")
@@ -72,7 +72,7 @@ class BatchRunner:
     def __init__(self, store: BatchStore, ask: Ask, client_of: Callable[[str], Client | None]) -> None:
         self._store, self._ask, self._client_of = store, ask, client_of
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._child: Executor | None = None
+        self._child = Child(lambda: start_child())
         self._closing = False
         self._wake = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -123,15 +123,10 @@ class BatchRunner:
     def close(self) -> None:
         """Once `run` has ended. A file that is being checked is checked again by the next coordinator."""
         self._closing = True
-        self._kill_child()  # the thread waits for it
+        self._child.close()  # the thread waits for it
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._kill_child()  # it may just have been starting
+        self._child.close()  # it may just have been starting
         self._store.close()
-
-    def _kill_child(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            kill_child(child)
 
     async def _guarded(self, batch: dict[str, Any]) -> None:
         """What goes wrong with one batch costs that batch; a failing disk costs it time."""
@@ -200,11 +195,11 @@ class BatchRunner:
             return read_line(text, number, batch_id, endpoint)
         if self._closing:
             raise Unavailable("the coordinator ends")
-        child = self._child = self._child or start_child()
+        child = self._child.started()
         try:
             return child.submit(read_line, text, number, batch_id, endpoint).result(PARSE_S)
         except (BrokenProcessPool, TimeoutError):
-            self._kill_child()  # the next long line starts another one
+            self._child.close()  # the next long line starts another one
             raise Unavailable(f"the process that parses long lines has died or hangs, at line {number}") from None
 
     async def _answer_all(self, batch_id: str, batch: dict[str, Any], client: Client) -> str:

@@ -13,7 +13,7 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 
 from baton.core.errors import Cancelled, InvalidRequest, Unavailable
-from coordinator.child import kill_child, start_child
+from coordinator.child import Child, start_child
 from coordinator.http.errors import HttpProblem
 from coordinator.openai.validation import count_values
 
@@ -82,15 +82,14 @@ def check_declared(request: Request, max_bytes: int) -> None:
         raise _too_large(max_bytes)
 
 
-class BodyParser:
+class BodyParser(Child):
     """Parses small bodies at once and large ones in a child process, one after the other: a JSON parser holds the
     interpreter, so a thread would block the event loop (0.1 to 0.4 s for 4 MiB).
 
     Its state: the child, once a large body has come, and the bytes of large bodies that wait for it or are in it."""
 
     def __init__(self, start: Callable[[], Executor] | None = None) -> None:
-        self._start = start
-        self._executor: Executor | None = None
+        super().__init__(start or (lambda: start_child()))
         self._bytes = 0
 
     async def parse(self, parse: Callable[[bytes], _T], body: bytes) -> _T:
@@ -105,25 +104,17 @@ class BodyParser:
             return parse(body)
         if self._bytes and self._bytes + len(body) > MAX_WAITING_BYTES:
             raise Unavailable("too many large bodies wait to be parsed", retry_after_s=1)
-        if self._executor is None:
-            self._executor = (self._start or start_child)()
-        executor = self._executor
+        executor = self.started()
         self._bytes += len(body)
         try:
             async with asyncio.timeout(PARSE_S):
                 return await asyncio.get_running_loop().run_in_executor(executor, _few_values, parse, body)
         except (BrokenProcessPool, TimeoutError):
-            if self._executor is executor:
+            if self.executor is executor:
                 self.close()  # the next large body starts another one
             raise Unavailable("the process that parses large bodies has died or hangs", retry_after_s=1) from None
         finally:
             self._bytes -= len(body)
-
-    def close(self) -> None:
-        """Kills the child, whatever it does."""
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            kill_child(executor)
 
 
 def _few_values(parse: Callable[[bytes], _T], body: bytes) -> _T:

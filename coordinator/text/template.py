@@ -26,7 +26,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.core.errors import InvalidRequest, StartupError, Unavailable
-from coordinator.child import kill_child, start_child
+from coordinator.child import Child, ready, start_child
 
 TIME_LIMIT_S = 0.2
 KILL_S = 5.0
@@ -35,21 +35,21 @@ CHILD_BYTES = 512 << 20
 MAX_EXTRA_CHARS = 1 << 18
 
 
-class Renderer:
+class Renderer(Child):
     """State: the child, once it is needed, and what is done when it has begun. Renderings wait for each other, for
     KILL_S each at most."""
 
     def __init__(self) -> None:
-        self._child: Executor | None = None
+        super().__init__(lambda: start_child(_begin, nice=0))  # every chat waits for it
         self._begun: Future[None] = Future()
         self._lock = threading.Lock()
 
     def start(self) -> Executor:
         """The child; one that is new takes some tenths of a second to begin, which are not waited for here."""
-        if self._child is None:
-            self._child = start_child(_begin, nice=0)  # every chat waits for it
-            self._begun = self._child.submit(_ready)
-        return self._child
+        is_new, child = self.executor is None, self.started()
+        if is_new:
+            self._begun = child.submit(ready)
+        return child
 
     def render(self, source: str, variables: Mapping[str, Any], max_chars: int) -> str:
         """Raises as ChatTemplate.render."""
@@ -87,12 +87,6 @@ class Renderer:
         except BrokenProcessPool:
             self.close()
             return None
-
-    def close(self) -> None:
-        """Kills the child, whatever it does."""
-        child, self._child = self._child, None
-        if child is not None:
-            kill_child(child)
 
 
 class ChatTemplate:
@@ -181,10 +175,6 @@ def _begin() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, _out_of_time)
     gc.disable()  # searches take most of the time of a large conversation; what a rendering leaves is no cycle
-
-
-def _ready() -> None:
-    """Answers when the child has begun."""
 
 
 def _compile_error(source: str) -> str:
