@@ -31,7 +31,7 @@ from coordinator.batches.store import BatchStore
 from coordinator.http.batches import BatchRoutes, limit_of
 from coordinator.http.body import BodyParser, BodyReader
 from coordinator.http.errors import HttpProblem, error_response, json_response
-from coordinator.http.generation import EchoOnly, GenerationResponse, Renderer
+from coordinator.http.generation import EchoOnly, GenerationResponse
 from coordinator.http.guard import CLIENT, IGNORED, REQUEST_ID, Guard, Names
 from coordinator.http.openapi import add_route, describe
 from coordinator.metrics import CONTENT_TYPE
@@ -87,7 +87,7 @@ def create_app(
     outlive it."""
     app = FastAPI(title="Baton", version=settings.version, docs_url=None, redoc_url=None, redirect_slashes=False)
     front = _Front(generator, text_model, settings)
-    app.state.close = front.close
+    app.state.close = front.parser.close
     for_all = (
         ("GET", "/", front.page, "text/html"),
         ("GET", "/live", front.live, "Live"),
@@ -160,12 +160,9 @@ class _Front:
         self._text = text
         self._settings = settings
         self.reader = BodyReader(settings.max_body_bytes, settings.body_timeout_s)
-        self._parser = BodyParser()
+        self.parser = BodyParser()
         self._translator = Translator(text, deadline_s=settings.request_timeout_s)
         self._fingerprint = f"baton-{settings.version}"
-
-    def close(self) -> None:
-        self._parser.close()
 
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, schema.CompletionBody)
@@ -182,22 +179,21 @@ class _Front:
         if body.echo:
             echos = tuple([p if isinstance(p, str) else await self._text.decode_soon(p) for p in body.prompt])
             check_count("echo", sum(map(len, echos)) * submissions[0].n, MAX_ECHO_CHARS, "characters in all choices")
-        generator = EchoOnly(self._generator) if body.echo_only else self._generator
-        name = request.scope[REQUEST_ID]
-        return self._generate(name, submissions, body, CompletionRender, generator, echos=echos)
+        return self._generate(request, submissions, body, CompletionRender, echos=echos)
 
     async def chat_completions(self, request: Request) -> Response:
         body = await self._body(request, schema.ChatBody)
         self._check_model(body.model)
         submission, more = await self._conversation(request, body)
-        return self._generate(request.scope[REQUEST_ID], [submission], body, ChatRender, **more)
+        return self._generate(request, [submission], body, ChatRender, **more)
 
     async def responses(self, request: Request) -> Response:
         body = await self._body(request, ResponsesBody)
         self._check_model(body.model)
         submission, more = await self._conversation(request, body)
-        head = self._head(request.scope[REQUEST_ID], [submission], **more)
-        return self._answer([submission], ResponsesRender(head, body), stream=bool(body.stream))
+        head = self._head(request, [submission], **more)
+        render = ResponsesRender(head, body)
+        return GenerationResponse(self._generator, [submission], render, stream=bool(body.stream))
 
     async def _conversation(
         self, request: Request, body: schema.ChatBody | ResponsesBody
@@ -347,7 +343,7 @@ class _Front:
         return json_response({"version": self._settings.version})
 
     async def _body(self, request: Request, model: type[_T]) -> _T:
-        body = await self._parser.parse(partial(parse, model), await self.reader.read(request))
+        body = await self.parser.parse(partial(parse, model), await self.reader.read(request))
         request.scope[IGNORED] = body.ignored
         return body
 
@@ -367,17 +363,18 @@ class _Front:
 
     def _generate(
         self,
-        request_id: str,
+        request: Request,
         submissions: Sequence[Submission],
         body: schema.GenerationBody,
         render: type[Render],
-        generator: EchoOnly | None = None,
         **more: Any,
     ) -> Response:
         """`more` is what the head has besides."""
         wanted = body.stream_options
+        echo_only = isinstance(body, schema.CompletionBody) and body.echo_only
+        generator = EchoOnly(self._generator) if echo_only else self._generator
         head = self._head(
-            request_id,
+            request,
             submissions,
             include_usage=bool(wanted and wanted.include_usage),
             continuous_usage=bool(wanted and wanted.continuous_usage_stats),
@@ -387,11 +384,11 @@ class _Front:
             prompt_logprobs=body.prompt_logprobs is not None,
             **more,
         )
-        return self._answer(submissions, render(head), stream=bool(body.stream), generator=generator)
+        return GenerationResponse(generator, submissions, render(head), stream=bool(body.stream))
 
-    def _head(self, request_id: str, submissions: Sequence[Submission], **more: Any) -> Head:
+    def _head(self, request: Request, submissions: Sequence[Submission], **more: Any) -> Head:
         return Head(
-            request_id=request_id,
+            request_id=request.scope[REQUEST_ID],
             unique_id=submissions[0].request_id,
             model=self._settings.model_name,
             created=int(time.time()),
@@ -401,11 +398,6 @@ class _Front:
             n=submissions[0].n,
             **more,
         )
-
-    def _answer(
-        self, submissions: Sequence[Submission], render: Renderer, *, stream: bool, generator: EchoOnly | None = None
-    ) -> Response:
-        return GenerationResponse(generator or self._generator, submissions, render, stream=stream)
 
 
 def _owned(submission: Submission, request: Request) -> Submission:

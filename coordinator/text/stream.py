@@ -19,20 +19,12 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _MAX_UNSETTLED = 16
-
-
-class Decoder(Protocol):
-    """One text in the making. `push` gives the text that one more token completes, `flush` what is left at the end."""
-
-    def push(self, token_id: int) -> str: ...
-
-    def flush(self) -> str: ...
 
 
 class Vocabulary:
@@ -234,6 +226,10 @@ class _Grouped:
         self._before, self._group = self._group, []
         self._before_text = self._vocabulary.tokenizer.decode(self._before, skip_special_tokens=True)
         return fresh
+
+
+Decoder = _Showing | _ByteLevel | _Grouped
+"""One text in the making. `push` gives the text that one more token completes, `flush` what is left at the end."""
 
 
 def _is_byte(token: str) -> bool:
