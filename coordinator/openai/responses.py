@@ -3,7 +3,6 @@ the whole conversation, and `previous_response_id` is refused."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PlainValidator, ValidationInfo, model_validator
@@ -12,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from baton.core.errors import InvalidRequest
 from coordinator.openai import fields
 from coordinator.openai.schema import Metadata
-from coordinator.openai.structured import JsonSchema, ResponseFormat, constraint_of
+from coordinator.openai.structured import ANY_OBJECT, of_json
 from coordinator.openai.tools import (
     MAX_TOOLS,
     Arguments,
@@ -189,21 +188,19 @@ class ResponsesBody(Strict):
 
     def options(self) -> Options:
         wanted = self.text.format if self.text is not None else None
-        response_format = None
-        if wanted is not None:
-            schema = None
-            if wanted.type == "json_schema":
-                if wanted.schema_ is None:
-                    raise InvalidRequest("'text.format.schema' is required", param="text.format.schema")
-                schema = JsonSchema(name=wanted.name or "", schema=wanted.schema_, strict=wanted.strict)
-            response_format = ResponseFormat(type=wanted.type, json_schema=schema)
-        constraint = constraint_of(response_format, None, {}, None)
+        constraint = None
+        if wanted is not None and wanted.type == "json_schema":
+            if wanted.schema_ is None:
+                raise InvalidRequest("'text.format.schema' is required", param="text.format.schema")
+            constraint = of_json(wanted.schema_, "text.format", lenient=not wanted.strict)
+        elif wanted is not None and wanted.type == "json_object":
+            constraint = of_json(ANY_OBJECT, "text.format")
         return Options(
             max_tokens=self.max_output_tokens,
             max_tokens_param="max_output_tokens",
             temperature=self.temperature,
             top_p=self.top_p,
-            constraint=None if constraint is None else replace(constraint, param="text.format"),
+            constraint=constraint,
         )
 
     def chat(self) -> list[ChatMessage]:

@@ -17,7 +17,7 @@ from coordinator.structured_output import Constraint, json_text
 
 MAX_ALTERNATIVES = 4_096
 MAX_WHITESPACE_CHARS = 1_024
-_ANY_OBJECT = '{"type":"object"}'
+ANY_OBJECT = '{"type":"object"}'
 _Schema = dict[str, Any]
 
 
@@ -98,22 +98,22 @@ def _of_response_format(wanted: ResponseFormat) -> Constraint | None:
         raise InvalidRequest(what, param="response_format.json_schema")
     if wanted.json_schema is not None:
         schema, lenient = wanted.json_schema.schema_, not wanted.json_schema.strict
-        return _json(schema, "response_format.json_schema.schema", lenient=lenient)
-    return None if wanted.type == "text" else _json(_ANY_OBJECT, "response_format")
+        return of_json(schema, "response_format.json_schema.schema", lenient=lenient)
+    return None if wanted.type == "text" else of_json(ANY_OBJECT, "response_format")
 
 
 def _of_vllm(name: str, value: Any, prefix: str) -> Constraint | None:
     param = prefix + name
     if name == "json":
-        return _json(value, param)
+        return of_json(value, param)
     if name == "json_object":
-        return _json(_ANY_OBJECT, param) if value else None
+        return of_json(ANY_OBJECT, param) if value else None
     if name == "choice":
         return _measured(Constraint("choice", json_text(value, param), param))
     return _measured(Constraint("regex" if name == "regex" else "lark", value, param))
 
 
-def _json(schema: _Schema | str, param: str, *, lenient: bool = False) -> Constraint:
+def of_json(schema: _Schema | str, param: str, *, lenient: bool = False) -> Constraint:
     text = schema if isinstance(schema, str) else json_text(schema, param)
     constraint = _measured(Constraint("json_schema", text, param, lenient=lenient))
     if isinstance(schema, str):
