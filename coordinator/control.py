@@ -87,8 +87,7 @@ def _handlers(servicer: _Servicer) -> grpc.GenericRpcHandler:
         response_serializer=worker_pb2.SessionResponse.SerializeToString,
     )
     drain = grpc.unary_unary_rpc_method_handler(
-        servicer.DrainWorker,
-        response_serializer=worker_pb2.DrainWorkerResponse.SerializeToString,
+        servicer.DrainWorker, response_serializer=worker_pb2.DrainWorkerResponse.SerializeToString
     )
     name = worker_pb2.DESCRIPTOR.services_by_name["WorkerControl"].full_name
     return grpc.method_handlers_generic_handler(name, {"Session": session, "DrainWorker": drain})

@@ -59,10 +59,7 @@ _SCALARS = tuple(
 )
 SERVED_SAMPLING = frozenset(_SCALARS) | {*("logit_bias", "stop_token_ids", "bad_words", "allowed_token_ids", "grammar")}
 # Fields this version does not serve, with the values that ask for nothing.
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    "include_stop_str_in_output": (False,),
-    "echo": (False,),
-}
+NEUTRAL: dict[str, tuple[object, ...]] = {"include_stop_str_in_output": (False,), "echo": (False,)}
 MAX_CONCURRENT_STREAMS = 256
 """Of a connection. Many users may share a channel; what is over the limit waits at the client."""
 MAX_MESSAGE_BYTES = 1 << 20

@@ -29,10 +29,7 @@ class HttpProblem(Exception):
         super().__init__(message)
         self.http = http
         self.body = status.error_body(
-            status.printable(message, status.MAX_MESSAGE_CHARS),
-            type="invalid_request_error",
-            param=param,
-            code=code,
+            status.printable(message, status.MAX_MESSAGE_CHARS), type="invalid_request_error", param=param, code=code
         )
         self.headers = {"connection": "close"} if close else {}
 

@@ -167,12 +167,7 @@ class GenerationResponse(Response):
     prompt are numbered behind those of the first."""
 
     def __init__(
-        self,
-        generator: Pipeline | EchoOnly,
-        submissions: Sequence[Submission],
-        render: Renderer,
-        *,
-        stream: bool,
+        self, generator: Pipeline | EchoOnly, submissions: Sequence[Submission], render: Renderer, *, stream: bool
     ) -> None:
         super().__init__()
         self._generator = generator

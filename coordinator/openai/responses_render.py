@@ -91,11 +91,7 @@ class ResponsesRender:
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
         item: dict[str, Any] = {"id": f"{prefix}_{self._head.request_id}_{index}", "type": kind}
         if kind == "function_call":
-            item |= {
-                "call_id": f"call_{self._head.unique_id}_{index}",
-                "arguments": "",
-                "status": "in_progress",
-            } | more
+            item |= {"call_id": f"call_{self._head.unique_id}_{index}", "arguments": "", "status": "in_progress"} | more
         elif kind == "message":
             item |= {"role": "assistant", "status": "in_progress", "content": []}
         else:

@@ -58,8 +58,7 @@ def _choice(value: Any) -> str | ChosenTool:
 
 
 ToolChoice = Annotated[
-    str | ChosenTool,
-    PlainValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | ChosenTool),
+    str | ChosenTool, PlainValidator(_choice, json_schema_input_type=Literal["none", "auto", "required"] | ChosenTool)
 ]
 
 

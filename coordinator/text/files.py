@@ -28,11 +28,7 @@ _SAMPLING = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 100.0),
 }
-_NOT_SERVED = {
-    "typical_p": (None, 1, 1.0),
-    "no_repeat_ngram_size": (None, 0),
-    "num_beams": (None, 1),
-}
+_NOT_SERVED = {"typical_p": (None, 1, 1.0), "no_repeat_ngram_size": (None, 0), "num_beams": (None, 1)}
 
 
 @dataclass(frozen=True, slots=True)
