@@ -124,7 +124,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
         await stop.wait()  # until SIGTERM or SIGINT, or a background task fails
         await cluster.drain(config.drain_timeout_s)
         for server in servers.values():
-            server.shutdown()
+            server.stop()
         await asyncio.wait(serving, timeout=5.0)
     finally:
         await public.stop(grace_s=2.0)

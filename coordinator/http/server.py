@@ -2,7 +2,7 @@
 
     bind(host, port)         at once: a port in use is a StartupError of one line
     await server.serve()     accepts until shutdown, returns when running answers have ended or the grace is over
-    server.shutdown()        stop accepting, close idle connections, let running answers end
+    server.stop()            stop accepting, close idle connections, let running answers end
 
 What uvicorn leaves open is closed in `GuardedProtocol`: an endless or dripping head, a body that goes on after its
 answer or never comes, endless trailers, answers that are not read, whatever else would keep a connection open without a
@@ -81,7 +81,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._answering: dict[RequestResponseCycle, asyncio.Task[None]] = {}
         self._timer = self.loop.call_later(HEAD_TIMEOUT_S, self._too_slow)
         self._unread_timer: asyncio.TimerHandle | None = None
-        if hasattr(transport, "max_size"):  # TLS has its own, see `_Quiet`
+        if hasattr(transport, "max_size"):  # TLS has its own, see `HttpServer`
             transport.max_size = READ_BYTES
         sock = transport.get_extra_info("socket")
         if sock is not None:  # left alone, the kernel would buffer megabytes for a client that reads nothing
@@ -231,15 +231,17 @@ class ChunkWriter:
             self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
-class HttpServer:
-    """A bound server; `address` is where it listens."""
+class HttpServer(uvicorn.Server):
+    """A bound server; `address` is where it listens. Signals belong to the process, not to one of its servers; and it
+    listens itself. asyncio takes one number for the queue of the kernel and for how many connections it accepts in one
+    turn of the loop: here they differ. And of a TLS handshake uvicorn sets no limit; asyncio's is a minute."""
 
     def __init__(self, app: ASGIApp, sock: socket.socket, *, grace_s: float, tls: ssl.SSLContext | None = None) -> None:
-        self._sock = sock
+        self._sock, self._tls = sock, tls
         self._connection_limit = ConnectionLimit()
         host, port = sock.getsockname()[:2]
         self.address: tuple[str, int] = (host, port)
-        self._server = _Quiet(
+        super().__init__(
             uvicorn.Config(
                 _Ending(app),
                 http=partial(GuardedProtocol, self._connection_limit),  # type: ignore[arg-type]
@@ -252,33 +254,52 @@ class HttpServer:
                 server_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=max(1, round(grace_s)),
-            ),
-            sock,
-            tls,
+            )
         )
 
-    @property
-    def started(self) -> bool:
-        return self._server.started
-
-    async def serve(self) -> None:
-        """Returns after `shutdown`. Cancelling it closes the listening socket too."""
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Returns after `stop`. Cancelling it closes the listening socket too."""
         counting = asyncio.create_task(self._count_files())
         try:
-            await self._server.serve(sockets=[])
+            await super().serve([])
         finally:
             counting.cancel()
             self._sock.close()
-            await asyncio.gather(*self._server.server_state.tasks, return_exceptions=True)
+            await asyncio.gather(*self.server_state.tasks, return_exceptions=True)
 
     async def _count_files(self) -> None:
         while True:
             await asyncio.to_thread(self._connection_limit.count_files)
             await asyncio.sleep(COUNT_FILES_S)
 
-    def shutdown(self) -> None:
+    def stop(self) -> None:
         """Begins the end; `serve` returns when it is over."""
-        self._server.should_exit = True
+        self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        config, secure = self.config, self._tls is not None
+        if secure:  # of each connection asyncio would take 256 KiB for it
+            sslproto.SSLProtocol.max_size = READ_BYTES
+        server = await asyncio.get_running_loop().create_server(
+            lambda: config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            ),
+            sock=self._sock,
+            backlog=ACCEPTS_PER_TURN,
+            ssl=self._tls,
+            ssl_handshake_timeout=HEAD_TIMEOUT_S if secure else None,
+            ssl_shutdown_timeout=CLOSE_S if secure else None,
+        )
+        self.servers.append(server)
+        self._sock.listen(BACKLOG)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    def _log_started_message(self, listeners: Any) -> None:
+        pass
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -320,38 +341,3 @@ class _Ending:
         except asyncio.CancelledError:
             if not started:
                 await error_response(Unavailable("the server is stopping", code="draining"))(scope, receive, send)
-
-
-class _Quiet(uvicorn.Server):
-    """Signals belong to the process, not to one of its servers; and it listens itself. asyncio takes one number for the
-    queue of the kernel and for how many connections it accepts in one turn of the loop: here they differ. And of a TLS
-    handshake uvicorn sets no limit; asyncio's is a minute."""
-
-    def __init__(self, config: uvicorn.Config, sock: socket.socket, tls: ssl.SSLContext | None) -> None:
-        super().__init__(config)
-        self._sock, self._tls = sock, tls
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup([])
-        config, secure = self.config, self._tls is not None
-        if secure:  # of each connection asyncio would take 256 KiB for it
-            sslproto.SSLProtocol.max_size = READ_BYTES
-        server = await asyncio.get_running_loop().create_server(
-            lambda: config.http_protocol_class(  # type: ignore[call-arg]
-                config=config, server_state=self.server_state, app_state=self.lifespan.state
-            ),
-            sock=self._sock,
-            backlog=ACCEPTS_PER_TURN,
-            ssl=self._tls,
-            ssl_handshake_timeout=HEAD_TIMEOUT_S if secure else None,
-            ssl_shutdown_timeout=CLOSE_S if secure else None,
-        )
-        self.servers.append(server)
-        self._sock.listen(BACKLOG)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        yield
-
-    def _log_started_message(self, listeners: Any) -> None:
-        pass

@@ -126,7 +126,7 @@ async def test_a_whole_answer_that_nobody_reads_is_cut(text_model: TextModel, mo
     async with running(app) as server:
         client = await RawClient.that_reads_nothing(server)
         await client.post("/v1/completions", {"prompt": "Hello"})
-        protocols = server._server.server_state.connections
+        protocols = server.server_state.connections
         async with asyncio.timeout(FOREVER):
             while not protocols:
                 await asyncio.sleep(0.01)
@@ -142,7 +142,7 @@ async def test_pipelined_answers_that_nobody_reads_are_cut(
     app = create_app(FakeGenerator(), text_model, HttpSettings("tiny"))
     async with running(app) as server:
         client = await RawClient.that_reads_nothing(server)
-        protocols = server._server.server_state.connections
+        protocols = server.server_state.connections
         await client.send(b"GET / HTTP/1.1\r\nhost: t\r\n\r\n" * http_server.MAX_PIPELINED)
         async with asyncio.timeout(FOREVER):
             while not protocols:
@@ -375,7 +375,7 @@ async def test_a_connection_whose_last_answer_is_not_read_ends(
     async with running(app) as server:
         client = await RawClient.that_reads_nothing(server)
         await client.post("/v1/completions", {"prompt": "Hello"})
-        protocols = server._server.server_state.connections
+        protocols = server.server_state.connections
         async with asyncio.timeout(20.0):
             while not protocols:
                 await asyncio.sleep(0.01)

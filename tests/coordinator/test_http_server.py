@@ -125,7 +125,7 @@ async def test_stop_lets_a_running_answer_end(app: FastAPI, generator: FakeGener
         client, idle = [await RawClient.connect(server) for _ in range(2)]
         await client.post("/v1/completions", TEXT)
         await generator.until(submitted=1)
-        server.shutdown()
+        server.stop()
         assert await idle.closed()
         status, headers, body = await client.answer()
         assert (status, headers["connection"]) == (200, "close")

@@ -27,7 +27,7 @@ async def running(
     try:
         yield server
     finally:
-        server.shutdown()
+        server.stop()
         await task
 
 
