@@ -39,7 +39,7 @@ from coordinator.openai import schema
 from coordinator.openai.render import ChatRender, CompletionRender, Head, Render
 from coordinator.openai.responses import ResponsesBody
 from coordinator.openai.responses_render import ResponsesRender
-from coordinator.openai.validation import Strict, parse
+from coordinator.openai.validation import ModelBody, parse
 from coordinator.pipeline import Pipeline
 from coordinator.recent import KEPT, Record
 from coordinator.submission import Submission
@@ -48,7 +48,7 @@ from coordinator.text.model import TextModel, tokens_json
 from coordinator.text.tool_calls import make_parser
 from coordinator.translate import Translator, check_messages
 
-_T = TypeVar("_T", bound=Strict)
+_T = TypeVar("_T", bound=ModelBody)
 MAX_TRACEPARENT = 64
 MAX_ECHO_CHARS = 4 * 1024 * 1024
 PAGE = Path(__file__).with_name("page.html").read_bytes()
@@ -166,7 +166,6 @@ class _Front:
 
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, schema.CompletionBody)
-        self._check_model(body.model)
         options, request_id = body.options(), _unique_id(request)
         params, submissions = self._translator.checked(options), []
         for number, prompt in enumerate(body.prompt):
@@ -183,13 +182,11 @@ class _Front:
 
     async def chat_completions(self, request: Request) -> Response:
         body = await self._body(request, schema.ChatBody)
-        self._check_model(body.model)
         submission, more = await self._conversation(request, body)
         return self._generate(request, [submission], body, ChatRender, **more)
 
     async def responses(self, request: Request) -> Response:
         body = await self._body(request, ResponsesBody)
-        self._check_model(body.model)
         submission, more = await self._conversation(request, body)
         head = self._head(request, [submission], **more)
         render = ResponsesRender(head, body)
@@ -230,7 +227,6 @@ class _Front:
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._body(request, schema.TokenizeBody)
-        self._check_model(body.model)
         if body.prompt is not None:
             ids = await self._text.encode_soon(body.prompt, add_special_tokens=body.add_special_tokens)
         else:
@@ -244,7 +240,6 @@ class _Front:
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._body(request, schema.DetokenizeBody)
-        self._check_model(body.model)
         if len(body.tokens) > self._text.max_model_len:
             raise InvalidRequest(f"at most {self._text.max_model_len} tokens", param="tokens")
         if body.tokens:
@@ -345,6 +340,7 @@ class _Front:
     async def _body(self, request: Request, model: type[_T]) -> _T:
         body = await self.parser.parse(partial(parse, model), await self.reader.read(request))
         request.scope[IGNORED] = body.ignored
+        self._check_model(body.model)
         return body
 
     def _check_model(self, name: str | None) -> None:

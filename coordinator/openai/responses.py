@@ -24,7 +24,7 @@ from coordinator.openai.tools import (
     few_values,
     template_call,
 )
-from coordinator.openai.validation import Strict, at_most, counted, validate
+from coordinator.openai.validation import ModelBody, Strict, at_most, counted, validate
 from coordinator.structured_output import json_text
 from coordinator.text.chat import ChatMessage, Rendering
 from coordinator.translate import MAX_MESSAGES, ROLES, Options
@@ -157,12 +157,11 @@ def _items(value: Any, info: ValidationInfo[set[str]]) -> list[Item]:
     return found
 
 
-class ResponsesBody(Strict):
+class ResponsesBody(ModelBody):
     inert = INERT
     neutral = NEUTRAL
 
     input: Annotated[list[Item], PlainValidator(_items, json_schema_input_type=str | list[dict[str, Any]])]
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None

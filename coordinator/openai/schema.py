@@ -27,7 +27,7 @@ from coordinator.openai.structured import (
     constraint_of,
 )
 from coordinator.openai.tools import MAX_TOOLS, Tool, ToolCall, ToolChoice, Tools, few_values
-from coordinator.openai.validation import Strict, at_most, counted
+from coordinator.openai.validation import ModelBody, Strict, at_most, counted
 from coordinator.text.chat import RESERVED_VARIABLES, ChatMessage, Rendering
 from coordinator.translate import MAX_BAD_WORDS, MAX_CHOICES, MAX_MESSAGES, MAX_STOPS, Options
 
@@ -134,12 +134,11 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
-class GenerationBody(Strict):
+class GenerationBody(ModelBody):
     """What completions and chat share. The last block is inert."""
 
     inert = INERT
 
-    model: str | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -319,10 +318,9 @@ class ChatBody(GenerationBody):
         )
 
 
-class TokenizeBody(Strict):
+class TokenizeBody(ModelBody):
     """Either a text or a conversation."""
 
-    model: str | None = None
     prompt: str | None = None
     messages: _Messages | None = None
     add_special_tokens: bool = True
@@ -339,8 +337,7 @@ class TokenizeBody(Strict):
         return [message.message() for message in self.messages or ()]
 
 
-class DetokenizeBody(Strict):
-    model: str | None = None
+class DetokenizeBody(ModelBody):
     tokens: _Ids
 
 

@@ -74,6 +74,12 @@ class Strict(BaseModel):
         return cls.completed(kept)
 
 
+class ModelBody(Strict):
+    """The body of a request to the model, which it need not name: one is served."""
+
+    model: str | None = None
+
+
 @cache
 def _names(model: type[Strict]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in model.model_fields.items())
