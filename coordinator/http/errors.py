@@ -53,8 +53,5 @@ def error_response(error: BaseException) -> Response:
 def note(error: BaseException) -> None:
     """Logs our own bugs, with their traceback."""
     if status.row(error).hide:
-        log.error("internal error: %s", type(error).__name__, exc_info=None if _expected(error) else error)
-
-
-def _expected(error: BaseException) -> bool:
-    return isinstance(error, BatonError) and error.__traceback__ is None
+        expected = isinstance(error, BatonError) and error.__traceback__ is None
+        log.error("internal error: %s", type(error).__name__, exc_info=None if expected else error)

@@ -203,7 +203,9 @@ class GenerationResponse(Response):
                 response = error_response(error)
             if response is not None:
                 with _LARGE.sent(response) as response:
-                    await self._write_whole(response, send)
+                    head = {"status": response.status_code, "headers": response.raw_headers}
+                    await send({"type": "http.response.start", **head})
+                    await self._write(send, bytes(response.body), more=False)
             else:
                 await self._events(delta, deltas, scope, send)
         finally:
@@ -232,10 +234,6 @@ class GenerationResponse(Response):
         answers = [choice.delta() for choice in choices]
         body = await off_loop.make(off_loop.is_large(answers), self._render.whole, answers, counted.usage)
         return Response(body, headers=server_timing(answers[0].timeline), media_type="application/json")
-
-    async def _write_whole(self, response: Response, send: Send) -> None:
-        await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
-        await self._write(send, bytes(response.body), more=False)
 
     async def _events(self, delta: Delta, deltas: AsyncGenerator[Delta, None], scope: Scope, send: Send) -> None:
         headers = [(name.encode(), value.encode()) for name, value in _SSE_HEADERS.items()]
