@@ -106,16 +106,6 @@ class TextModel:
             return ids[1:]
         return ids
 
-    def encode_chat(self, messages: Sequence[ChatMessage], how: Rendering = PLAIN) -> list[int]:
-        """The ids of a conversation through the model's template.
-
-        Raises:
-            InvalidRequest: the model has no template, or it refuses these messages.
-        """
-        if self._chat is None:
-            raise InvalidRequest("this model has no chat template: use /v1/completions", param="messages")
-        return self._chat.encode(messages, how)
-
     def bad_word(self, text: str) -> list[tuple[int, ...]]:
         """The token sequences that write a word: at the beginning of a line, and after a space. None is empty."""
         alone = self.encode(text, add_special_tokens=False)
@@ -138,7 +128,12 @@ class TextModel:
             return await self._in_turn(self._threads, size, work)
 
     async def encode_chat_soon(self, messages: Sequence[ChatMessage], how: Rendering = PLAIN) -> list[int]:
-        """`encode_chat` without holding up the event loop. Raises also what `encode_soon` does."""
+        """The ids of a conversation through the model's template, without holding up the event loop.
+
+        Raises:
+            InvalidRequest: the model has no template, or it refuses these messages.
+            ContextLengthExceeded, Unavailable: as `encode_soon`.
+        """
         size = sum(_utf8_length(message.content) for message in messages)
         size += await _text_bytes([message.tool_calls for message in messages if message.tool_calls])
         self._check_bytes(size, param="messages")
@@ -146,7 +141,7 @@ class TextModel:
             size += await _text_bytes(given)
             self._check_bytes(size, param=param)
         if (chat := self._chat) is None:
-            return self.encode_chat(messages, how)
+            raise InvalidRequest("this model has no chat template: use /v1/completions", param="messages")
         size += MESSAGE_BYTES * len(messages)  # one without text takes as long as one of so many
         with self._waiting(size):
             rendered = await self._in_turn(self._rendering, size, partial(chat.render, messages, how, guard=True))

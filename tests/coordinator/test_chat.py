@@ -54,7 +54,7 @@ TALKS: list[list[dict[str, str]]] = [
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA_2, FANCY], ids=["chatml", "llama2", "fancy"])
 @pytest.mark.parametrize("make", [kit.byte_level, kit.byte_fallback], ids=["byte_level", "byte_fallback"])
-def test_ids_equal_transformers(tmp_path: Path, template: str, make: Any) -> None:
+async def test_ids_equal_transformers(tmp_path: Path, template: str, make: Any) -> None:
     from transformers import PreTrainedTokenizerFast
 
     directory = text_dir(tmp_path, make(), template=template)
@@ -64,7 +64,7 @@ def test_ids_equal_transformers(tmp_path: Path, template: str, make: Any) -> Non
         for prompt in (True, False):
             expected = oracle.apply_chat_template(talk, add_generation_prompt=prompt, return_dict=False)
             messages = [ChatMessage(m["role"], m["content"], m.get("name")) for m in talk]
-            assert model.encode_chat(messages, Rendering(add_generation_prompt=prompt)) == list(expected)
+            assert await model.encode_chat_soon(messages, Rendering(add_generation_prompt=prompt)) == list(expected)
     model.close()
 
 

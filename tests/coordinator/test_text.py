@@ -41,14 +41,14 @@ def test_encoding_equals_transformers(tmp_path: Path) -> None:
         model.close()
 
 
-def test_bos_is_never_doubled(tmp_path: Path) -> None:
+async def test_bos_is_never_doubled(tmp_path: Path) -> None:
     model = TextModel.load(text_dir(tmp_path, kit.byte_fallback()))
     assert model.bos_token_id == 1
     assert model.encode("Hello")[0] == 1 and model.encode("Hello").count(1) == 1
     assert model.encode("<s>Hello").count(1) == 1
     assert model.encode("<s>Hello", add_special_tokens=False).count(1) == 1
     starts = TextModel.load(text_dir(tmp_path / "b", kit.byte_fallback(), template="{{ bos_token }}hi"))
-    assert starts.encode_chat(USER).count(1) == 1
+    assert (await starts.encode_chat_soon(USER)).count(1) == 1
 
 
 def test_eos_is_the_union(tmp_path: Path) -> None:
@@ -77,17 +77,17 @@ def test_the_context_is_the_models_unless_cut(tmp_path: Path) -> None:
         TextModel.load(directory, max_model_len=129)
 
 
-def test_chat_templates_are_found_where_they_may_be(tmp_path: Path) -> None:
+async def test_chat_templates_are_found_where_they_may_be(tmp_path: Path) -> None:
     assert not TextModel.load(text_dir(tmp_path / "none", template=None)).has_chat
     with pytest.raises(InvalidRequest, match="no chat template"):
-        TextModel.load(text_dir(tmp_path / "none", template=None)).encode_chat(USER)
+        await TextModel.load(text_dir(tmp_path / "none", template=None)).encode_chat_soon(USER)
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     for name, value, text in (("one", "C", "C"), ("named", named, "D")):
         directory = text_dir(tmp_path / name, template=None, tokenizer_config={"chat_template": value})
         model = TextModel.load(directory)
-        assert model.decode(model.encode_chat(USER)) == text
+        assert model.decode(await model.encode_chat_soon(USER)) == text
     directory = text_dir(tmp_path / "both", template="F", tokenizer_config={"chat_template": "C"})
-    assert TextModel.load(directory).decode(TextModel.load(directory).encode_chat(USER)) == "F"
+    assert TextModel.load(directory).decode(await TextModel.load(directory).encode_chat_soon(USER)) == "F"
 
 
 def damage(directory: Path, name: str, text: str | None) -> Path:
@@ -212,7 +212,7 @@ def test_the_bound_on_bytes_per_token_holds(tmp_path: Path) -> None:
     assert TextModel.load(text_dir(tmp_path / "b", kit.metaspace())).max_token_bytes is None
 
 
-def test_a_tokenizer_that_truncates_or_pads_is_set_right(tmp_path: Path) -> None:
+async def test_a_tokenizer_that_truncates_or_pads_is_set_right(tmp_path: Path) -> None:
     tokenizer: Any = kit.renamed(kit.byte_level())
     tokenizer.enable_truncation(4)
     tokenizer.enable_padding(length=8)
@@ -220,7 +220,7 @@ def test_a_tokenizer_that_truncates_or_pads_is_set_right(tmp_path: Path) -> None
     model = TextModel.load(text_dir(tmp_path, tokenizer))
     assert model.decode(model.encode("Hello world, this is long")) == "Hello world, this is long"
     assert len(model.encode("a")) == 1
-    ids = model.encode_chat([ChatMessage("user", "Hello world, this is long")])
+    ids = await model.encode_chat_soon([ChatMessage("user", "Hello world, this is long")])
     assert model.decode(ids) == "user\nHello world, this is long\nassistant\n"
 
 

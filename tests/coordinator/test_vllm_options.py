@@ -57,11 +57,11 @@ async def test_variables_of_the_template(tmp_path: Path, generator: FakeGenerato
         assert ids.count(model.tokenizer.token_to_id("<|im_end|>")) == 1
 
 
-def test_a_template_that_hides_the_last_message_cannot_go_on_with_it(tmp_path: Path) -> None:
+async def test_a_template_that_hides_the_last_message_cannot_go_on_with_it(tmp_path: Path) -> None:
     model = TextModel.load(text_dir(tmp_path / "m", template="{{ messages[0].content }}"))
     talk = [ChatMessage("user", "a"), ChatMessage("assistant", "bcd")]
     with pytest.raises(Exception, match="does not show the last message"):
-        model.encode_chat(talk, Rendering(continue_final_message=True))
+        await model.encode_chat_soon(talk, Rendering(continue_final_message=True))
 
 
 async def test_the_end_of_a_prompt(client: httpx.AsyncClient, generator: FakeGenerator) -> None:
