@@ -69,7 +69,7 @@ async def stubs(control: str, model: str, step_s: float, decoders: int) -> None:
 
     directory = Path(model)
     config = read_model_config(directory)
-    text = TextModel.load(directory, config)
+    text = TextModel.load(directory)
     ids = tuple(text.tokenizer.encode(TEXT, add_special_tokens=False).ids)
     facts = WorkerFacts(
         model_digest=model_digest(directory),

@@ -61,7 +61,7 @@ async def run_coordinator(config: CoordinatorConfig) -> None:
     name = config.served_model_name or served_name(config.model)
     own_model = _own_model(model_dir)
     longest = config.max_model_len or None
-    text = TextModel.load(model_dir, own_model.config, max_model_len=longest, tool_parser=config.tool_parser)
+    text = TextModel.load(model_dir, max_model_len=longest, tool_parser=config.tool_parser)
     text.start()
     _warn_of(text, config)
     for noisy in ("uvicorn.error", "python_multipart"):

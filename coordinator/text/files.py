@@ -46,10 +46,9 @@ class TextFiles:
     ignored: tuple[str, ...] = ()
 
 
-def read_text_files(directory: Path, config: ModelConfig | None = None) -> TextFiles:
-    """Reads `directory`; `config` where the caller has parsed config.json already. Raises StartupError."""
-    if config is None:
-        config = parse_model_config(parse_config_json(_read(directory / "config.json")))
+def read_text_files(directory: Path) -> TextFiles:
+    """Raises StartupError."""
+    config = parse_model_config(parse_config_json(_read(directory / "config.json")))
     tokenizer, parts = _tokenizer(directory / "tokenizer.json")
     settings = _object(directory / "tokenizer_config.json")
     generation = _object(directory / "generation_config.json")

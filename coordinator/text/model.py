@@ -29,7 +29,6 @@ import orjson
 from tokenizers import Tokenizer
 
 from baton.core.errors import ContextLengthExceeded, InvalidRequest, StartupError, Unavailable
-from baton.core.model_config import ModelConfig
 from baton.core.request import SamplingParams
 from coordinator.text.chat import PLAIN, SCHEMA_WORDS, ChatEncoder, ChatMessage, Rendering
 from coordinator.text.files import TextFiles, read_text_files
@@ -84,16 +83,9 @@ class TextModel:
         self._waiting_bytes = 0
 
     @classmethod
-    def load(
-        cls,
-        directory: Path,
-        config: ModelConfig | None = None,
-        *,
-        max_model_len: int | None = None,
-        tool_parser: str = "auto",
-    ) -> TextModel:
+    def load(cls, directory: Path, *, max_model_len: int | None = None, tool_parser: str = "auto") -> TextModel:
         """Reads a model directory. Raises StartupError with one line that names the file."""
-        return cls(read_text_files(directory, config), max_model_len=max_model_len, tool_parser=tool_parser)
+        return cls(read_text_files(directory), max_model_len=max_model_len, tool_parser=tool_parser)
 
     @property
     def has_chat(self) -> bool:
