@@ -31,11 +31,9 @@ has died closes its connections at once, and its requests need not wait for the 
 
 
 class Joined(NamedTuple):
-    """`resumed`: the same incarnation has redialled and keeps its sequences. `replaced`: another incarnation that was
-    still present."""
+    """`replaced`: another incarnation that was still present."""
 
     worker: Worker
-    resumed: bool
     replaced: Worker | None
 
 
@@ -101,8 +99,8 @@ class WorkerTable:
             known.join, known.connected, known.lease_until = join, True, now + self.lease_s
             if known.state == "joining":
                 known.state, known.since = "ready", now
-            return Joined(known, resumed=True, replaced=None)
-        return Joined(self.add(join, now, now + self.lease_s), resumed=False, replaced=known)
+            return Joined(known, replaced=None)  # it has redialled, and keeps its sequences
+        return Joined(self.add(join, now, now + self.lease_s), replaced=known)
 
     def add(self, join: Join, now: float, lease_until: float) -> Worker:
         """Takes it in, whatever the others are, in the place of an earlier incarnation."""

@@ -186,7 +186,8 @@ def test_a_broken_stream_may_come_back_within_the_lease(workers: WorkerTable) ->
     workers.renew_lease("d0", 1, Load(blocks_total=8, blocks_free=3), 0.5)
     assert workers.disconnected("d0", 1, 1.0)
     assert state(workers) == "joining"
-    assert workers.join(join(), 2.0).resumed
+    known = workers.get("d0")
+    assert known is not None and workers.join(join(), 2.0).worker is known
     assert state(workers) == "ready"
     assert next(w.row(100.0) for w in workers.all())["blocks_free"] == 3  # what it said last still stands
     assert workers.expire(4.9) == []
