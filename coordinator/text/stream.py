@@ -109,7 +109,7 @@ class TextStream:
         include_stop: bool = False,
     ) -> None:
         decoder = vocabulary.decoder()
-        self._decoder = _Showing(vocabulary, decoder, shown_ids) if shown_ids else decoder
+        self._decoder: Decoder = _Showing(vocabulary, decoder, shown_ids) if shown_ids else decoder
         self._unchecked = min_tokens
         self._stop = tuple(dict.fromkeys(stop))
         self._include_stop = include_stop
