@@ -140,8 +140,8 @@ class Dispatcher:
 
     def missing_role(self) -> Role | None:
         """The role that no ready worker has, if any."""
-        workers = self._workers
-        return "prefill" if not workers.prefill.any_ready else "decode" if not workers.decode.any_ready else None
+        pools = self._workers.prefill, self._workers.decode
+        return next((pool.role for pool in pools if not any(w.ready for w in pool.workers)), None)
 
     def forget_worker(self, worker_id: str) -> None:
         """A worker is gone, and its counters with it. What requests hold elsewhere stays until `finish`."""
@@ -154,7 +154,8 @@ class Dispatcher:
     @property
     def held_block_sizes(self) -> set[int]:
         """Block sizes of the workers that hold anything: for these a request's prefix is worth computing."""
-        return self._workers.prefill.held_block_sizes | self._workers.decode.held_block_sizes
+        pools = self._workers.prefill, self._workers.decode
+        return {size for pool in pools if pool.index for size in pool.block_sizes}
 
     def submit(self, ticket: Ticket, choices: int = 1) -> None:
         """Queues a request, or refuses it before any work was done. Room is taken for all its `choices`: the later ones

@@ -300,20 +300,11 @@ class Pool:
         return self.workers[rank & (1 << ORDER_BITS) - 1]
 
     @property
-    def any_ready(self) -> bool:
-        return any(w.ready for w in self.workers)
-
-    @property
     def capacity(self) -> int:
         """Tokens of the longest sequence that one can hold, without draining ones: they take nothing. 0 for none."""
         if self._capacity is None:
             self._capacity = max((w.max_tokens for w in self.workers if w.state != "draining"), default=0)
         return self._capacity
-
-    @property
-    def held_block_sizes(self) -> set[int]:
-        """For these a request's prefix is worth computing."""
-        return self.block_sizes if self.index else set()
 
     def fitting(self, workers: list[Worker], tokens: int, room: Mapping[int, int]) -> list[int]:
         """The ranks of those of its workers that can hold so many tokens and have the room, by block size, left."""
