@@ -130,8 +130,9 @@ class Pipeline:
         sink: Sink | None = None,
         observe: Callable[[Delta], None] = lambda delta: None,
     ) -> AsyncGenerator[Delta, None]:
-        request, reason = in_flight.request, "the client left"
-        reader = ChoiceReader(in_flight, self._text(submission), sink, observe)
+        s, request, reason = submission, in_flight.request, "the client left"
+        text = TextStream(self._vocabulary, s.stop, s.sampling.min_tokens, s.shown_token_ids, s.include_stop)
+        reader = ChoiceReader(in_flight, text, sink, observe)
         # One timer for the whole choice, not one for each wait: waits are as many as steps.
         timer = asyncio.get_running_loop().call_later(request.deadline_at - time.monotonic(), in_flight.expire)
         try:
@@ -151,10 +152,6 @@ class Pipeline:
             record = self._recent.ended(request, _outcome(request, reason), time.monotonic())
             if self._tracing is not None:
                 self._tracing.ended(record, submission.traceparent)
-
-    def _text(self, submission: Submission) -> TextStream:
-        s = submission
-        return TextStream(self._vocabulary, s.stop, s.sampling.min_tokens, s.shown_token_ids, s.include_stop)
 
     def requests(self, limit: int) -> list[Record]:
         """At most `limit` requests: those that run, and those that ended last."""

@@ -85,8 +85,7 @@ def _own_id(inner: str) -> set[str]:
     return {inner, *filter(None, parts.group(1, 2))} if parts else {inner}
 
 
-def _record(request: Request, outcome: str, now: float) -> Record:
-    r = request
+def _record(r: Request, outcome: str, now: float) -> Record:
     return Record(
         request_id=r.request.request_id,
         choice=r.request.choice,
