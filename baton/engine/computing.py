@@ -1,4 +1,7 @@
-"""What computes the steps of a model: with which arithmetic and attention, and what samples and drafts tokens."""
+"""What computes the steps of a model: with which arithmetic and attention, and what samples and drafts tokens.
+
+Triton comes with torch's CUDA builds alone: what uses it is imported where a GPU computes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from torch import Tensor
 from baton.core.model_config import ModelConfig
 from baton.engine.attention import Attention, FastAttention
 from baton.engine.attention_exact import ExactAttention
-from baton.engine.batch import Batch
+from baton.engine.batch import Batch, Limits
+from baton.engine.draft_tokens_device import DeviceDraftTokens
 from baton.engine.kernels.native import Kernels
 from baton.engine.kv_pool import KVPool
 from baton.engine.layers import Rotary, plain
@@ -35,40 +39,30 @@ def build_model(
     """This rank's share of the model, its weights read and packed. `config` is the whole model's, `longest` the most
     positions of a sequence; `kernels` None are torch's."""
     if kernels is not None:
-        return NativeModel(config, weights, group, kernels, longest, weights.dtype, options.threads)
+        return NativeModel(config, weights, group, kernels, longest, options.threads)
     rotary = Rotary(config, longest, weights.dtype, weights.device)
     if weights.device.type == "cuda":
-        from baton.engine.kernels.fused import fused  # Triton comes with torch's CUDA builds alone
+        from baton.engine.kernels.fused import fused
 
         return Model(config, weights, group, fused(rotary))
     return Model(config, weights, group, plain(rotary, exact=options.exact))
 
 
 def how_to_compute(
-    model: Model | NativeModel,
-    kv: KVPool,
-    config: ModelConfig,
-    group: TPGroup,
-    kernels: Kernels | None,
-    longest: int,
-    options: EngineOptions,
+    model: Model | NativeModel, kv: KVPool, config: ModelConfig, group: TPGroup, longest: int, options: EngineOptions
 ) -> Computing:
     """Of a model as `build_model` made it, with the same arguments."""
     if isinstance(model, NativeModel):
-        choose = None if kernels is None else chooser(kernels, options.threads)
-        mask = None if kernels is None else masker(kernels)
-        compute = partial(model.forward, kv=kv)
+        compute, choose, mask = (
+            partial(model.forward, kv),
+            chooser(model.kernels, options.threads),
+            masker(model.kernels),
+        )
         if group.size > 1:
             return Computing(compute, choose, mask=mask)
-
-        def in_two(batch: Batch, layers: int, on_first: Callable[[], None]) -> Tensor:
-            return model.forward(batch, kv, layers, on_first)
-
-        return Computing(compute, choose, mask=mask, propose=partial(model.propose, kv=kv), compute_in_two=in_two)
+        return Computing(compute, choose, mask=mask, propose=partial(model.propose, kv), compute_in_two=compute)
     if kv.device.type == "cuda":
-        from baton.engine.computing_cuda import on_cuda  # as above
-
-        return on_cuda(model, kv, config, group, longest, options.decode_rows)
+        return _on_cuda(model, kv, config, group, longest, options.decode_rows)
     local, size = shard_config(config, group), kv.layout.block_size
     attention: Attention
     if options.exact:
@@ -77,3 +71,27 @@ def how_to_compute(
         attention = FastAttention(local, size, kv.zero_block, kv.storage[0][0].dtype, kv.device)
     # Compiled kernels make no graph of gradients: there it would only cost their steps time.
     return Computing(torch.no_grad()(partial(model.forward, kv=kv, attention=attention)))
+
+
+def _on_cuda(
+    model: Model, kv: KVPool, config: ModelConfig, group: TPGroup, longest: int, decode_rows: int
+) -> Computing:
+    """Triton's attention, decode steps as graphs, draft tokens that stay there. `decode_rows` is the most sequences of
+    a decode step, 0 where there are none and no step is captured."""
+    from baton.engine.attention_triton import TritonAttention
+    from baton.engine.decode_graphs import DecodeGraphs
+    from baton.engine.kernels.sampling import decide
+
+    size = kv.layout.block_size
+    longest = min(longest, kv.num_blocks * size)
+    attention = TritonAttention(shard_config(config, group), size, kv.storage[0][0].dtype, kv.device)
+    compute: Callable[[Batch], Tensor] = partial(model.forward, kv=kv, attention=attention)
+    prepare: Callable[[], None] | None = None
+    if decode_rows:
+        graphs = DecodeGraphs(model, kv, attention, longest, decode_rows)
+        compute, prepare = graphs.compute, torch.no_grad()(partial(graphs.capture, config.vocab_size))
+    propose = None
+    if group.size == 1:
+        limits = Limits(size, kv.num_blocks, config.vocab_size, longest)
+        propose = DeviceDraftTokens(compute, limits, kv.device, decide)
+    return Computing(torch.no_grad()(compute), decide=decide, propose=propose, prepare=prepare)

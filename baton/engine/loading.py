@@ -82,7 +82,7 @@ def load_runner(
     grammars = None
     if group.leads and tensors is None:
         grammars = Grammars.load(options.model_dir, config.vocab_size)
-    computing = how_to_compute(model, kv, config, group, kernels, longest, options)
+    computing = how_to_compute(model, kv, config, group, longest, options)
     runner = Runner(
         computing,
         config,

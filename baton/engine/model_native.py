@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.core.model_config import ModelConfig
 from baton.engine.batch import Batch
 from baton.engine.kernels import native
-from baton.engine.kernels.native import Arena, Kernels, PackedWeight
+from baton.engine.kernels.native import Arena, Kernels
 from baton.engine.kv_pool import KVPool
 from baton.engine.layers import inverse_frequencies
 from baton.engine.model import Embedding, shard_config
@@ -43,14 +43,12 @@ class NativeModel:
         group: TPGroup,
         kernels: Kernels,
         max_positions: int,
-        dtype: torch.dtype,
         threads: int,
     ) -> None:
         local = shard_config(config, group)
-        self._kernels, self._group = kernels, group
-        self._hidden, self._vocab_size, self._dtype = config.hidden_size, config.vocab_size, dtype
-        self._arena = Arena()
-        self._kept: list[object] = []  # what the structs point at
+        self.kernels, self._group, self._arena = kernels, group, Arena()
+        self._hidden, self._vocab_size, self._dtype = config.hidden_size, config.vocab_size, weights.dtype
+        self._kept: list[Tensor] = []  # what the structs point at
         self._kv: KVPool | None = None
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(config))
         table = weights.embedding()
@@ -60,7 +58,7 @@ class NativeModel:
         )
         head = self._pack(weights.head())
         self._head_rows = head.n
-        self._few = torch.empty((_FEW_TOKENS, config.hidden_size), dtype=dtype)
+        self._few = torch.empty((_FEW_TOKENS, config.hidden_size), dtype=weights.dtype)
         self._few_logits = torch.empty((_FEW_DRAFTED, head.n), dtype=torch.float32)
         self._model = native.Model(
             hidden=config.hidden_size,
@@ -75,12 +73,12 @@ class NativeModel:
             layers=self._layers,
             head=head,
             eps=config.rms_norm_eps,
-            is_bf16=dtype == torch.bfloat16,
+            is_bf16=weights.dtype == torch.bfloat16,
             threads=threads,
         )
 
     def forward(
-        self, batch: Batch, kv: KVPool, first_layers: int = 0, on_first: Callable[[], None] | None = None
+        self, kv: KVPool, batch: Batch, first_layers: int = 0, on_first: Callable[[], None] | None = None
     ) -> Tensor:
         """Computes all rows, writes their KV, and returns logits [S, vocab] in float32 at the sampled positions; on
         followers none: [0, vocab]. On one rank `on_first` is called when the first layers have written theirs."""
@@ -90,20 +88,20 @@ class NativeModel:
         model, reference = ctypes.byref(self._model), ctypes.byref(step)
         if self._group.size == 1:
             if on_first is not None:
-                self._kernels.forward(model, reference, 0, first_layers)
+                self.kernels.forward(model, reference, 0, first_layers)
                 on_first()
-            self._kernels.forward(model, reference, first_layers if on_first else 0, len(self._layers))
+            self.kernels.forward(model, reference, first_layers if on_first else 0, len(self._layers))
             return logits
         self._forward_on_ranks(batch, x, model, step)
         if not batch.sampled_at:
             return torch.empty((0, self._vocab_size), dtype=torch.float32)
-        self._kernels.head(model, reference)
+        self.kernels.head(model, reference)
         gathered = self._group.gather(logits)
         if gathered is None:
             return torch.empty((0, self._vocab_size), dtype=torch.float32)
         return gathered[:, : self._vocab_size]
 
-    def propose(self, batch: Batch, counts: Sequence[int], kv: KVPool) -> list[list[int]]:
+    def propose(self, kv: KVPool, batch: Batch, counts: Sequence[int]) -> list[list[int]]:
         """Computes all rows and the `counts[i]` tokens, at least one, that follow sampled position i, each from those
         before it, but the last of them. One rank; draws that change no logits; no row samples twice."""
         most, number = max(counts), len(counts)
@@ -117,7 +115,7 @@ class NativeModel:
         asked = wanted(batch.draws, row_of, counts)
         step = self._step(batch, kv, rows, x, logits)
         model, reference = ctypes.byref(self._model), ctypes.byref(step)
-        self._kernels.propose(model, reference, asked, number, most, ctypes.byref(draft_tokens))
+        self.kernels.propose(model, reference, asked, number, most, ctypes.byref(draft_tokens))
         return [draft_tokens[most * index : most * index + count] for index, count in enumerate(counts)]
 
     def _room(self, tokens: int, sampled: int) -> tuple[Tensor, Tensor]:
@@ -148,7 +146,7 @@ class NativeModel:
         x.copy_(self._embedding(batch.tokens))
         partial = torch.empty_like(x)
         for index in range(len(self._layers)):
-            for half in (self._kernels.attention, self._kernels.mlp):
+            for half in (self.kernels.attention, self.kernels.mlp):
                 half(model, index, ctypes.byref(step), partial.data_ptr())
                 x += self._group.all_reduce(partial)
 
@@ -172,11 +170,11 @@ class NativeModel:
         )
 
     def _pack(self, projection: Projection) -> native.Linear:
-        packed: PackedWeight = native.pack_weight(
-            self._kernels, self._arena, projection.weight, projection.bias, projection.scale, dtype=self._dtype
+        struct, tensors = native.pack_weight(
+            self.kernels, self._arena, projection.weight, projection.bias, projection.scale, dtype=self._dtype
         )
-        self._kept.append(packed)
-        return packed.struct
+        self._kept += tensors
+        return struct
 
     def _address(self, tensor: Tensor | None) -> int | None:
         if tensor is None:

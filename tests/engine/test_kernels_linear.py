@@ -30,16 +30,16 @@ class Layer:
     def __init__(self, level: str, weight: Tensor, bias: Tensor | None = None, *, int8: bool = False) -> None:
         self.kernels, self.dtype = load(level), weight.dtype
         steps, scale = quantize(weight) if int8 else (weight, None)
-        self.packed = pack_weight(self.kernels, Arena(), steps, bias, scale, dtype=weight.dtype)
+        self.layer, self.tensors = pack_weight(self.kernels, Arena(), steps, bias, scale, dtype=weight.dtype)
 
     def __call__(self, x: Tensor, into: int = STORE, y: Tensor | None = None, threads: int = 1) -> Tensor:
         rows, k = x.shape
-        n = self.packed.struct.n
+        n = self.layer.n
         x = F.pad(x, (0, padded(k, self.dtype) - k)).contiguous()
         if y is None:
             width = n // 2 if into == SWIGLU else n
             y = torch.full((rows, width), torch.nan, dtype=torch.float32 if into == FLOAT else self.dtype)
-        layer = ctypes.byref(self.packed.struct)
+        layer = ctypes.byref(self.layer)
         is_bf16 = self.dtype == torch.bfloat16
         self.kernels.linear(is_bf16, layer, x.data_ptr(), x.shape[1], rows, y.data_ptr(), y.shape[1], into, threads)
         return y

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -188,17 +187,9 @@ def padded(elements: int, dtype: torch.dtype) -> int:
     return -(-elements // step) * step
 
 
-def prefer_huge_pages(tensor: Tensor) -> None:
-    """Asks for 2 MiB pages where they lie within the tensor: streams of weights wait less for addresses (measured).
-    Only a wish; the system may ignore it."""
-    begin = -(-tensor.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-    size = tensor.data_ptr() + tensor.numel() * tensor.element_size() - begin
-    if size >= _HUGE_PAGE:
-        ctypes.CDLL(None).madvise(c_void_p(begin), ctypes.c_size_t(size), _MADV_HUGEPAGE)
-
-
 class Arena:
-    """Memory for packed weights, one after the other in large pieces of huge pages."""
+    """Memory for packed weights, one after the other in large pieces. Streams of weights wait less for addresses in
+    pages of 2 MiB (measured), which is only a wish: the system may ignore it."""
 
     _PIECE = 64 << 20
 
@@ -210,18 +201,11 @@ class Arena:
         size = -(-size // 64) * 64
         if size > self._free.numel():
             piece = torch.empty(max(size, self._PIECE) + _HUGE_PAGE, dtype=torch.uint8)
-            prefer_huge_pages(piece)
             self._free = piece[-piece.data_ptr() % _HUGE_PAGE :]
+            length = ctypes.c_size_t(self._free.numel())
+            ctypes.CDLL(None).madvise(c_void_p(self._free.data_ptr()), length, _MADV_HUGEPAGE)
         taken, self._free = self._free[:size], self._free[size:]
         return taken
-
-
-@dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """A weight [n, k] in packed form; `struct` points into the tensors, which live as long as this."""
-
-    struct: Linear
-    tensors: tuple[Tensor, ...]
 
 
 def pack_weight(
@@ -232,9 +216,10 @@ def pack_weight(
     scale: Tensor | None = None,
     *,
     dtype: torch.dtype,
-) -> PackedWeight:
+) -> tuple[Linear, list[Tensor]]:
     """weight [n, k] and bias [n], outputs in the order in which they are to be computed, for rows in `dtype`; the
-    weight has that dtype too, or is steps in int8 of `scale` [n] (quantize.py)."""
+    weight has that dtype too, or is steps in int8 of `scale` [n] (quantize.py). The weight in packed form, and what it
+    points into."""
     n, k = weight.shape
     weight = weight.contiguous()
     int8, is_bf16 = weight.dtype == torch.int8, dtype == torch.bfloat16
@@ -248,6 +233,6 @@ def pack_weight(
     floats = None if bias is None else bias.float().contiguous()
     kernels.pack(is_bf16, int8, weight.data_ptr(), n, k, packed.data_ptr())
     kind = _INT8 if int8 else _BFLOAT16 if is_bf16 else _FLOAT32
-    addresses = (None if tensor is None else tensor.data_ptr() for tensor in (packed, floats, scale))
-    struct = Linear(*addresses, n, k, kind)
-    return PackedWeight(struct, tuple(tensor for tensor in (packed, scale, floats) if tensor is not None))
+    tensors = (packed, floats, scale)
+    struct = Linear(*(None if tensor is None else tensor.data_ptr() for tensor in tensors), n, k, kind)
+    return struct, [tensor for tensor in tensors if tensor is not None]
