@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from baton.core.kv_layout import KVLayout, LayerKV
-from baton.engine import pages_ahead
-from baton.engine.kv_pool import KVPool
-from baton.engine.pages_ahead import PagesAhead
+from baton.engine import kv_pool
+from baton.engine.kv_pool import KVPool, PagesAhead
 
 BLOCK = 64 << 10
 MANY = 1024  # blocks
@@ -76,7 +75,7 @@ def test_no_byte_changes() -> None:
 def test_a_system_that_cannot_is_told_once_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pages_ahead, "_POPULATE_WRITE", 9999)
+    monkeypatch.setattr(kv_pool, "_POPULATE_WRITE", 9999)
     pages = PagesAhead(tensors(), MANY)
     for block in (0, 900):
         pages.expect(block)
