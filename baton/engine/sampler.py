@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.core.request import SamplingParams
-from baton.engine.philox import philox4x32
 from baton.engine.processors import Draw
 
 Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
+Words = NDArray[np.uint64]
 Choose = Callable[[Tensor, Sequence[Draw]], list[int | None]]
 """Processed logits [S, vocab] and their draws -> the token of each, or None: undecided."""
 Decide = Callable[[Tensor, Sequence[Draw]], Tensor]
@@ -40,6 +40,9 @@ Decide = Callable[[Tensor, Sequence[Draw]], Tensor]
 
 _FIRST_DRAFT = 64  # candidates looked at first by top-p; most distributions have their mass in fewer
 _GROWTH = 8
+_PHILOX_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_PHILOX_WEYL = 0x9E3779B9, 0xBB67AE85
+_LOW = 0xFFFFFFFF
 
 
 def choose_tokens(logits: Tensor, draws: Sequence[Draw], choose: Choose | None = None) -> list[int]:
@@ -77,7 +80,7 @@ def noised_logits(logits: NDArray[np.float32], draw: Draw) -> tuple[Ids, Floats]
 def gumbel(ids: Ids, draw: Draw) -> Floats:
     """The noise of each token id at this draw. `ids` must rise."""
     seed = draw.sampling.seed
-    key = (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)
+    key = (seed & _LOW, (seed >> 32) & _LOW)
     blocks = ids >> 2
     new = np.diff(blocks, prepend=-1) != 0  # four neighbouring ids share one counter
     where = np.cumsum(new) - 1
@@ -85,6 +88,21 @@ def gumbel(ids: Ids, draw: Draw) -> Floats:
     v = (words[where, ids & 3] + 0.5) * 2.0**-32
     noise: Floats = -np.log(-np.log1p(-v))
     return noise
+
+
+def philox4x32(counter: tuple[Words | Ids, int, int, int], key: tuple[int, int]) -> Words:
+    """Four words of 32 random bits for each counter, [n, 4] in uint64, by Philox-4x32-10 (Salmon, Moraes, Dror, Shaw:
+    "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The first counter word is an array [n]."""
+    c0 = counter[0].astype(np.uint64)
+    c1, c2, c3 = (np.full_like(c0, word) for word in counter[1:])
+    k0, k1 = key
+    low, half = np.uint64(_LOW), np.uint64(32)
+    for _ in range(10):
+        product_0, product_1 = _PHILOX_MULTIPLIERS[0] * c0, _PHILOX_MULTIPLIERS[1] * c2
+        c0, c2 = (product_1 >> half) ^ c1 ^ np.uint64(k0), (product_0 >> half) ^ c3 ^ np.uint64(k1)
+        c1, c3 = product_1 & low, product_0 & low
+        k0, k1 = (k0 + _PHILOX_WEYL[0]) & _LOW, (k1 + _PHILOX_WEYL[1]) & _LOW
+    return np.stack([c0, c1, c2, c3], axis=1)
 
 
 def survivors(logits: NDArray[np.float32], params: SamplingParams) -> Ids:

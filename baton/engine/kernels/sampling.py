@@ -53,7 +53,7 @@ def _key(x):
 
 @triton.jit
 def _noise(ids, seed_low, seed_high, output_index, choice):
-    """Gumbel noise in float64 of Philox-4x32-10 (Salmon et al. 2011), keyed as in philox.py."""
+    """Gumbel noise in float64 of Philox-4x32-10 (Salmon et al. 2011), keyed as in sampler.py."""
     mask = 0xFFFFFFFF
     c0, c1 = (ids // 4).to(tl.int64), ids.to(tl.int64) * 0 + output_index
     c2, c3 = ids.to(tl.int64) * 0 + choice, ids.to(tl.int64) * 0
