@@ -15,7 +15,9 @@ import torch
 
 from baton.core.errors import StartupError
 from baton.core.ranks import Ranks
+from baton.core.request import SamplingParams, SequenceId, TokenBias
 from baton.core.reshard import local_layout
+from baton.core.step import History, Row, StepPlan
 from baton.engine.checkpoint import Checkpoint, model_digest, read_model_config
 from baton.engine.computing import build_model, how_to_compute
 from baton.engine.device import choose_device, choose_dtype
@@ -29,10 +31,11 @@ from baton.engine.quantize import check_quantize
 from baton.engine.rank_options import agree, must_agree
 from baton.engine.runner import Runner
 from baton.engine.selftest import check_exact, prove_row_invariance
-from baton.engine.warm_up import warm_up
 from baton.engine.weights import Tensors, WeightReader
 
 OnStage = Callable[[str, float], None]
+_LONG_ROW = 128
+"""Tokens of a row that is computed as prompts are."""
 
 
 def load_runner(
@@ -114,3 +117,38 @@ def _stage(name: str, on_stage: OnStage | None) -> Iterator[None]:
     yield
     if on_stage is not None:
         on_stage(name, time.perf_counter() - started)
+
+
+def warm_up(runner: Runner) -> None:
+    """One prefill and one decode step, and on a GPU steps of every kind, so that kernels are compiled and loaded before
+    the first request. They leave KV in blocks that nobody owns yet."""
+    length = min(runner.layout.block_size, runner.max_model_len)
+    for start, tokens in ((0, (0,) * length), (length - 1, (0,))):
+        row = Row(SequenceId("warm-up"), start, tokens, (0,), SamplingParams(temperature=0.0), num_sampled=1)
+        runner.step(StepPlan(0, (row,)))
+    if runner.launches_ahead:
+        for plan in load_kernels(runner):
+            runner.step(plan)
+
+
+def load_kernels(runner: Runner) -> list[StepPlan]:
+    """Steps of every kind of a first request, for a GPU: it loads a kernel when it is first used, and may stop for that
+    until a receive that somebody has posted is served. A long row, and draws that use every way of changing logits."""
+    length = max(min(_LONG_ROW, runner.max_model_len - 2), 1)
+    blocks = tuple(range(min(runner.num_blocks, runner.layout.blocks_for(length + 2))))
+    sampling = SamplingParams(
+        temperature=0.8,
+        top_p=0.9,
+        top_k=5,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        logit_bias=(TokenBias(0, 1.0),),
+        bad_words=((1,),),
+        logprobs=1,
+    )
+    long = Row(SequenceId("warm-up"), 0, (0,) * length, blocks, SamplingParams(), 1)
+    history = History((0,) * length, (0,), ())
+    drawn = Row(SequenceId("warm-up"), length, (0,), blocks, sampling, 1, 1, history)
+    greedy = Row(SequenceId("other"), length, (0,), blocks, SamplingParams(temperature=0.0), 1, 1)
+    return [StepPlan(0, (long,)), StepPlan(0, (drawn, greedy)), StepPlan(0, (greedy,))]

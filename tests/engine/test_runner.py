@@ -18,8 +18,8 @@ from baton.core.step import Row, StepPlan
 from baton.engine import device as device_module
 from baton.engine.device import choose_dtype
 from baton.engine.kernels import build
+from baton.engine.loading import load_kernels
 from baton.engine.processors import Draw
-from baton.engine.warm_up import load_kernels
 from tests.engine.driver import GREEDY, Job, all_logits, random_tokens, run, tiny_runner
 from tests.engine.sampler_cases import sample
 
