@@ -23,9 +23,9 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotReady
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -153,42 +153,6 @@ class _Followed:
         return self.masks is not None and self.output == output and self.drafts[: len(drafts)] == drafts
 
 
-class _MaskThreads:
-    """The threads that compute masks. A grammar is compiled once, however many sequences have it (unless two threads
-    come to it at the same moment)."""
-
-    def __init__(self, tokenizer: LLTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._compiled = lru_cache(COMPILED)(lambda grammar: compile_grammar(tokenizer, grammar))
-        self._pool = _new_pool()
-
-    def start(self, followed: _Followed, grammar: str, ends: tuple[int, ...]) -> Future[Masks]:
-        """The masks behind the output and drafts of `followed`."""
-        return self._pool.submit(self._compute, followed, grammar, followed.output, followed.drafts, ends)
-
-    def _compute(
-        self,
-        followed: _Followed,
-        grammar: str,
-        output: tuple[int, ...],
-        drafts: tuple[int, ...],
-        ends: tuple[int, ...],
-    ) -> Masks:
-        began = time.thread_time()
-        try:
-            if followed.automaton is None:
-                followed.automaton = Automaton(self._tokenizer, self._compiled(grammar).deep_copy())
-            return followed.automaton.masks(output, drafts, ends)
-        except GrammarError:
-            followed.automaton = None  # an error stays in it; a draft model's output may be another one next time
-            raise
-        finally:
-            followed.spent_s += time.thread_time() - began
-            in_all, each = BUDGET_S
-            if followed.spent_s > in_all + each * len(output):
-                raise GrammarError("it is too complex: what may come next takes too long to find out")
-
-
 class Grammars:
     """The automata of sequences, each kept as long as its sampling parameters exist, that is as its sequence.
 
@@ -198,7 +162,10 @@ class Grammars:
     def __init__(self, tokenizer: LLTokenizer | None, reason: str = "", wait_s: float = WAIT_S) -> None:
         self._reason = reason
         self._wait_s = wait_s
-        self._threads = None if tokenizer is None else _MaskThreads(tokenizer)
+        self._tokenizer: Any = tokenizer
+        # Once for all sequences, unless two threads come to it at the same moment; never without a tokenizer.
+        self._compiled = lru_cache(COMPILED)(partial(compile_grammar, tokenizer))  # type: ignore[arg-type]
+        self._threads = None if tokenizer is None else _new_pool()
         self._followed: dict[SequenceId, _Followed] = {}
         self._all_late = False
         self.unsampled: dict[SequenceId, str] = {}
@@ -263,8 +230,24 @@ class Grammars:
         if not busy and not followed.answers(output, draw.drafts):
             ends = () if draw.history is None else draw.history.end_token_ids
             followed.output, followed.drafts, followed.late = output, draw.drafts, False
-            followed.masks = self._threads.start(followed, draw.sampling.grammar, ends)
+            followed.masks = self._threads.submit(self._compute, followed, draw.sampling.grammar, ends)
         return followed
+
+    def _compute(self, followed: _Followed, grammar: str, ends: tuple[int, ...]) -> Masks:
+        """On a thread: the masks behind the output and drafts of `followed`, which stay as they are meanwhile."""
+        began = time.thread_time()
+        try:
+            if followed.automaton is None:
+                followed.automaton = Automaton(self._tokenizer, self._compiled(grammar).deep_copy())
+            return followed.automaton.masks(followed.output, followed.drafts, ends)
+        except GrammarError:
+            followed.automaton = None  # an error stays in it; a draft model's output may be another one next time
+            raise
+        finally:
+            followed.spent_s += time.thread_time() - began
+            in_all, each = BUDGET_S
+            if followed.spent_s > in_all + each * len(followed.output):
+                raise GrammarError("it is too complex: what may come next takes too long to find out")
 
     def _forget(self, key: SequenceId, ref: weakref.ref[SamplingParams]) -> None:
         followed = self._followed.get(key)

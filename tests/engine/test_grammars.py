@@ -27,7 +27,7 @@ from baton.core.errors import InvariantError
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId, finish_reason
 from baton.core.step import DraftRow, History, Row, StepPlan
 from baton.engine import grammars
-from baton.engine.grammars import Automaton, GrammarError, Grammars, _MaskThreads, compile_grammar, load_tokenizer
+from baton.engine.grammars import Automaton, GrammarError, Grammars, compile_grammar, load_tokenizer
 from baton.engine.processors import Drafted, Draw, SeenTables, process
 from baton.engine.runner import Runner
 from baton.model_source import builtin_directory
@@ -161,13 +161,13 @@ def test_other_masks_hold_too_unless_they_would_leave_nothing(tokenizer: LLToken
 
 
 def test_a_late_mask_holds_up_its_own_row_alone(tokenizer: LLTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, compute = threading.Event(), _MaskThreads._compute
+    go, compute = threading.Event(), Grammars._compute
 
-    def slow(self: _MaskThreads, followed: Any, grammar: str, *rest: Any) -> Any:
+    def slow(self: Grammars, followed: Any, grammar: str, *rest: Any) -> Any:
         assert grammar == LETTERS or go.wait(30)
         return compute(self, followed, grammar, *rest)
 
-    monkeypatch.setattr(_MaskThreads, "_compute", slow)
+    monkeypatch.setattr(Grammars, "_compute", slow)
     tables, logits = patient(tokenizer), torch.zeros(3, VOCAB)
     draws = [draw_of(name="quick"), draw_of(GRAMMAR, name="late"), Draw(SamplingParams(), 0, 0)]
     tables.grammars.mask(draws[0], tables.grammars.deadline())
