@@ -53,11 +53,8 @@ def how_to_compute(
 ) -> Computing:
     """Of a model as `build_model` made it, with the same arguments."""
     if isinstance(model, NativeModel):
-        compute, choose, mask = (
-            partial(model.forward, kv),
-            chooser(model.kernels, options.threads),
-            masker(model.kernels),
-        )
+        compute, mask = partial(model.forward, kv), masker(model.kernels)
+        choose = chooser(model.kernels, options.threads)
         if group.size > 1:
             return Computing(compute, choose, mask=mask)
         return Computing(compute, choose, mask=mask, propose=partial(model.propose, kv), compute_in_two=compute)

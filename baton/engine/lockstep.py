@@ -220,14 +220,18 @@ class FollowerChannel(Channel):
         """Computes what the leader plans, on the calling thread, until the leader stops it; returns the reason. Raises
         RankLost when the leader is gone."""
         while True:
-            frame = self._next()
-            match frame:
-                case Stop(reason):
-                    return reason
-                case _:
-                    step(frame)
-                    for order in self._due_after(frame.step_id):
-                        self._obey(order)
+            frame = self._work.get()  # ends: the control thread receives from the leader, or loses it and says so
+            if frame is None:
+                raise self.lost or RankLost("the leader is gone")
+            if isinstance(frame, Stop):
+                return frame.reason
+            step(frame)
+            with self._computing:
+                self._computed = frame.step_id
+                due = [order for order in self._later if order.after_step <= frame.step_id]
+                self._later = [order for order in self._later if order.after_step > frame.step_id]
+            for order in due:
+                self._obey(order)
 
     def handle(self, peer: Peer, frame: Any) -> None:
         if isinstance(frame, Stop):
@@ -241,22 +245,9 @@ class FollowerChannel(Channel):
                 return
         self._obey(frame)
 
-    def _due_after(self, step_id: int) -> list[Any]:
-        with self._computing:
-            self._computed = step_id
-            due = [order for order in self._later if order.after_step <= step_id]
-            self._later = [order for order in self._later if order.after_step > step_id]
-        return due
-
     def lose(self, error: RankLost) -> None:
         super().lose(error)
         self._work.put(None)
-
-    def _next(self) -> Any:
-        frame = self._work.get()  # ends: the control thread receives from the leader, or loses it and says so
-        if frame is None:
-            raise self.lost or RankLost("the leader is gone")
-        return frame
 
     def _obey(self, order: Any) -> None:
         with self._computing:

@@ -105,10 +105,6 @@ class TPGroup:
     def barrier(self, what: str) -> None:
         self.minimum(0, what)
 
-    def close(self) -> None:
-        """Drops the connections. Every rank is to have ended its last operation."""
-        self._group = None
-
     def _all_reduce_by_shares(self, partial: Tensor) -> Tensor:
         """The same bits for fewer bytes and one more exchange: each rank sums a share, then all gather the shares."""
         options = _options("AllToAllOptions", OPERATION_TIMEOUT_S)
@@ -133,8 +129,6 @@ class TPGroup:
         if not self._in_use.acquire(blocking=False):
             raise InvariantError(f"tensor-parallel {what} while another thread uses the group")
         try:
-            if self._group is None:
-                raise InvariantError(f"tensor-parallel {what} on a closed group")
             work = launch()
             if self._device.type == "cpu":
                 work.wait(timedelta(seconds=timeout_s))

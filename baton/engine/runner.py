@@ -79,7 +79,6 @@ class Runner:
         self.num_blocks = kv.num_blocks
         self.max_model_len = max_model_len
         self.digest = digest
-        self.exact = options.exact
         self.threads = options.threads
         self.kv = kv
         self.group = group
@@ -113,11 +112,10 @@ class Runner:
     def step(self, plan: StepPlan) -> StepOutcome:
         """Computes the plan's rows and samples from them; a follower samples nothing. Raises InvariantError for a plan
         that does not fit, RankLost when another rank is gone."""
-        started = time.perf_counter()
         if self.group.leads:
             return self.launches.finish(self._launch(plan))
         self._forward(self._batch(plan), plan)
-        return StepOutcome(plan.step_id, (), time.perf_counter() - started)
+        return StepOutcome(plan.step_id, ())
 
     def launch(self, plan: StepPlan, draft_tokens: Queued | None = None) -> None:
         """The first half of `step`, on the leader: on a GPU it returns before the step is computed, and the next one

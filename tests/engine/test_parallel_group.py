@@ -111,9 +111,6 @@ def test_a_rank_that_does_not_call_is_not_awaited_for_ever(monkeypatch: pytest.M
     with pytest.raises(RankLost, match="tensor-parallel all-reduce of rank 0 failed: "):
         group.ranks[0].all_reduce(partial(0))
     assert time.monotonic() - started < 5.0
-    group.ranks[0].close()
-    with pytest.raises(InvariantError, match="closed"):
-        group.ranks[0].barrier("end")
     store.close()
 
 
