@@ -139,8 +139,7 @@ def make_batch(plan: StepPlan, limits: Limits, device: torch.device, min_tokens:
     scored: list[int] = []
     sampled: list[int] = []
     for row in rows:
-        if row.scored or not _fits(row, limits):
-            _check_row(row, limits)
+        _check_row(row, limits)
         first = len(tokens)
         table += first, row.start, len(row.tokens), len(block_ids)
         tokens += row.tokens
@@ -152,7 +151,7 @@ def make_batch(plan: StepPlan, limits: Limits, device: torch.device, min_tokens:
     packed, blocks = array("q", tokens), array("q", block_ids)
     if _beyond(packed, limits.vocab_size) or _beyond(blocks, limits.num_blocks):
         for row in rows:
-            _check_row(row, limits)
+            _check_ids(row, limits)
     return Batch(
         rows=rows,
         token_ids=packed,
@@ -198,19 +197,6 @@ def _ranges(starts: Ints, lengths: Ints) -> Ints:
     return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
 
 
-def _fits(row: Row, limits: Limits) -> bool:
-    """But for its ids."""
-    length = len(row.tokens)
-    end = row.start + length
-    return (
-        length > 0
-        and 0 <= row.num_sampled <= length
-        and row.start >= 0
-        and end <= limits.max_model_len
-        and end <= len(row.block_ids) * limits.block_size
-    )
-
-
 def _beyond(numbers: array[int], limit: int) -> bool:
     if len(numbers) <= _FEW:
         return len(numbers) > 0 and (min(numbers) < 0 or max(numbers) >= limit)
@@ -219,15 +205,21 @@ def _beyond(numbers: array[int], limit: int) -> bool:
 
 
 def _check_row(row: Row, limits: Limits) -> None:
-    if not row.tokens or row.start < 0 or row.end > limits.max_model_len:
-        raise InvariantError(f"{row.sequence_id}: positions {row.start}..{row.end} outside 0..{limits.max_model_len}")
-    if not 0 <= row.num_sampled <= len(row.tokens):
-        raise InvariantError(f"{row.sequence_id}: {row.num_sampled} samples of {len(row.tokens)} tokens")
-    if len(row.scored) > len(row.tokens) or max(row.scored, default=0) >= limits.vocab_size:
-        raise InvariantError(f"{row.sequence_id}: {len(row.scored)} tokens to score after {len(row.tokens)}")
-    if min(row.block_ids, default=0) < 0 or max(row.block_ids, default=0) >= limits.num_blocks:
+    """But for its ids."""
+    length = len(row.tokens)
+    end = row.start + length
+    if not length or row.start < 0 or end > limits.max_model_len:
+        raise InvariantError(f"{row.sequence_id}: positions {row.start}..{end} outside 0..{limits.max_model_len}")
+    if not 0 <= row.num_sampled <= length:
+        raise InvariantError(f"{row.sequence_id}: {row.num_sampled} samples of {length} tokens")
+    if row.scored and (len(row.scored) > length or max(row.scored) >= limits.vocab_size):
+        raise InvariantError(f"{row.sequence_id}: {len(row.scored)} tokens to score after {length}")
+    if len(row.block_ids) * limits.block_size < end:
+        raise InvariantError(f"{row.sequence_id}: {len(row.block_ids)} blocks do not cover {end} positions")
+
+
+def _check_ids(row: Row, limits: Limits) -> None:
+    if min(row.block_ids) < 0 or max(row.block_ids) >= limits.num_blocks:
         raise InvariantError(f"{row.sequence_id}: block id outside the pool of {limits.num_blocks}")
-    if len(row.block_ids) * limits.block_size < row.end:
-        raise InvariantError(f"{row.sequence_id}: {len(row.block_ids)} blocks do not cover {row.end} positions")
     if min(row.tokens) < 0 or max(row.tokens) >= limits.vocab_size:
         raise InvariantError(f"{row.sequence_id}: token id outside the vocabulary of {limits.vocab_size}")
