@@ -77,14 +77,23 @@ def noised_logits(logits: NDArray[np.float32], draw: Draw) -> tuple[Ids, Floats]
     return ids, logits[ids] + params.temperature * gumbel(ids, draw)
 
 
+def numbers(draw: Draw) -> tuple[float, float, float, int, int, int, int, int]:
+    """What kernels read of a draw, in the order in which they do. float64 holds every one of these numbers exactly."""
+    s = draw.sampling
+    return s.temperature, s.top_p, s.min_p, s.top_k, *philox_key(s.seed), draw.output_index, draw.choice
+
+
+def philox_key(seed: int) -> tuple[int, int]:
+    """Its low word and its high word."""
+    return seed & _LOW, seed >> 32 & _LOW
+
+
 def gumbel(ids: Ids, draw: Draw) -> Floats:
     """The noise of each token id at this draw. `ids` must rise."""
-    seed = draw.sampling.seed
-    key = (seed & _LOW, (seed >> 32) & _LOW)
     blocks = ids >> 2
     new = np.diff(blocks, prepend=-1) != 0  # four neighbouring ids share one counter
     where = np.cumsum(new) - 1
-    words = philox4x32((blocks[new], draw.output_index, draw.choice, 0), key)
+    words = philox4x32((blocks[new], draw.output_index, draw.choice, 0), philox_key(draw.sampling.seed))
     v = (words[where, ids & 3] + 0.5) * 2.0**-32
     noise: Floats = -np.log(-np.log1p(-v))
     return noise

@@ -15,11 +15,10 @@ from torch import Tensor
 from baton.engine.grammars import Bits
 from baton.engine.kernels.native import Kernels
 from baton.engine.processors import ApplyMask, Draw
-from baton.engine.sampler import Choose
+from baton.engine.sampler import Choose, numbers
 
 _DRAW = struct.Struct("dddqIIII")  # native.Draw; filling a ctypes struct by names takes four times as long
 _PLACE = struct.Struct("qq")  # what native.Wanted has behind its draw
-_LOW = 0xFFFFFFFF
 
 
 def chooser(kernels: Kernels, threads: int = 1) -> Choose:
@@ -30,7 +29,7 @@ def chooser(kernels: Kernels, threads: int = 1) -> Choose:
             logits = logits.contiguous()
         count = len(draws)
         tokens = (ctypes.c_int64 * count)()
-        packed = b"".join(map(_packed, draws))
+        packed = b"".join([_DRAW.pack(*numbers(draw)) for draw in draws])
         stride, vocab = logits.stride(0), logits.shape[1]
         kernels.choose(logits.data_ptr(), stride, vocab, packed, count, threads, ctypes.byref(tokens))
         return [token if token >= 0 else None for token in tokens]
@@ -50,18 +49,4 @@ def masker(kernels: Kernels) -> ApplyMask:
 def wanted(draws: Sequence[Draw], rows: Sequence[int], counts: Sequence[int]) -> bytes:
     """Draws from processed logits as an array of native.Wanted: `counts[i]` draft tokens behind row `rows[i]`."""
     places = map(_PLACE.pack, rows, counts)
-    return b"".join([_packed(draw) + place for draw, place in zip(draws, places, strict=True)])
-
-
-def _packed(draw: Draw) -> bytes:
-    params = draw.sampling
-    return _DRAW.pack(
-        params.temperature,
-        params.top_p,
-        params.min_p,
-        params.top_k,
-        params.seed & _LOW,
-        params.seed >> 32 & _LOW,
-        draw.output_index,
-        draw.choice,
-    )
+    return b"".join([_DRAW.pack(*numbers(draw)) + place for draw, place in zip(draws, places, strict=True)])

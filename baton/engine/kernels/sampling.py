@@ -20,6 +20,7 @@ from torch import Tensor
 
 from baton.engine.device_stream import to_device
 from baton.engine.processors import Draw
+from baton.engine.sampler import numbers
 
 _BLOCK = 2048
 _CUT = 1e-10  # of the sum of all weights: 2**17 of them are summed to within 2e-11
@@ -32,16 +33,9 @@ def decide(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     block = min(_BLOCK, triton.next_power_of_2(vocab))
-    table = to_device(torch.tensor([_columns(draw) for draw in draws], dtype=torch.float64), logits.device)
+    table = to_device(torch.tensor([numbers(draw) for draw in draws], dtype=torch.float64), logits.device)
     _choose[len(logits),](logits, table, tokens, logits.stride(0), vocab, _CUT, _PART, BLOCK=block, num_warps=8)
     return tokens
-
-
-def _columns(draw: Draw) -> tuple[float, ...]:
-    """What the kernel reads of a draw: float64 holds every one of these numbers exactly."""
-    s = draw.sampling
-    key = s.seed & 0xFFFFFFFF, s.seed >> 32 & 0xFFFFFFFF
-    return s.temperature, s.top_p, s.min_p, s.top_k, *key, draw.output_index, draw.choice
 
 
 @triton.jit
