@@ -124,12 +124,8 @@ class TritonAttention:
         return out.flatten(1)
 
     def _tiles(self, spans: list[Span], queries: int) -> Tiles:
-        rows: list[int] = []
-        offsets: list[int] = []
-        for number, span in enumerate(spans):
-            starts = range(0, span.length, queries)
-            rows.extend([number] * len(starts))
-            offsets.extend(starts)
+        offsets = [offset for span in spans for offset in range(0, span.length, queries)]
+        rows = [number for number, span in enumerate(spans) for _ in range(0, span.length, queries)]
         width = max(-(-span.end // self._block_size) for span in spans)
         table: list[int] = []
         for span in spans:

@@ -89,11 +89,12 @@ class DecodeGraphs:
 
     def shapes(self) -> list[Shape]:
         """All that are captured, largest first: later ones fit into the memory of earlier ones."""
-        found = []
-        for length in self._lengths:
-            for rows in (1 << power for power in range(self._most_rows(length).bit_length())):
-                for splits in split_buckets(rows * self._attention.kv_heads, self._max_positions):
-                    found.append(Shape(rows, length, splits))
+        found = [
+            Shape(rows, length, splits)
+            for length in self._lengths
+            for rows in (1 << power for power in range(self._most_rows(length).bit_length()))
+            for splits in split_buckets(rows * self._attention.kv_heads, self._max_positions)
+        ]
         return sorted(found, key=lambda shape: (shape.tokens, shape.splits), reverse=True)
 
     def capture(self, vocab_size: int) -> None:

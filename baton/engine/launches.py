@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from baton.engine.device_stream import Mark, NewMark, marks_of, to_device, to_ho
 from baton.engine.draft_tokens_device import Queued
 from baton.engine.logprobs import asked, sampled_rows, scored_rows
 from baton.engine.parallel import TPGroup
-from baton.engine.processors import Drafted, Draw, SeenTables, process
+from baton.engine.processors import Drafted, SeenTables, process
 from baton.engine.sampler import Choose, Decide, choose_tokens
 
 
@@ -44,8 +44,7 @@ class Launched:
     at once where `tokens` is None."""
 
     plan: StepPlan
-    draws: tuple[Draw, ...]
-    num_scored: int
+    batch: Batch
     logits: Tensor
     tokens: Tensor | None
     host_token_ids: Tensor | list[int]
@@ -155,23 +154,11 @@ class Launches:
         lines, ready = None if reported is None else to_host(reported), self._new_mark()
         ready.record()
         unsampled = seen.grammars.take_unsampled()
-        return Launched(
-            plan,
-            batch.draws,
-            scored,
-            processed,
-            tokens,
-            host_token_ids,
-            lines,
-            ready,
-            began_at,
-            draft_tokens,
-            unsampled,
-        )
+        return Launched(plan, batch, processed, tokens, host_token_ids, lines, ready, began_at, draft_tokens, unsampled)
 
     def add(self, step: Launched) -> None:
         """It is out: the next step may be fed its tokens, and `collect` comes to it."""
-        known = step.host_token_ids[: len(step.draws)]
+        known = step.host_token_ids[: len(step.batch.draws)]
         tokens = torch.tensor(known, dtype=torch.int64) if step.tokens is None else step.tokens
         self._newest = step.plan, tokens
         self._steps.append(step)
@@ -193,7 +180,8 @@ class Launches:
         host_token_ids = step.host_token_ids
         if isinstance(host_token_ids, Tensor):
             host_token_ids = host_token_ids.tolist()
-        tokens, drafted = host_token_ids[: len(step.draws)], iter(host_token_ids[len(step.draws) :])
+        draws, num_scored = len(step.batch.draws), step.batch.num_scored
+        tokens, drafted = host_token_ids[:draws], iter(host_token_ids[draws:])
         corrected = self._correct(step, tokens) if min(tokens, default=0) < 0 else ()
         draft_tokens = tuple(tuple(islice(drafted, count)) for count in step.plan.drafted)
         left = iter(tokens)
@@ -201,8 +189,8 @@ class Launches:
         scored: tuple[tuple[TokenLogprob, ...], ...] = ()
         logprobs = scored
         if step.lines is not None:
-            scored = scored_rows(step.plan, step.lines[: step.num_scored])
-            logprobs = sampled_rows(step.plan, step.lines[step.num_scored :], sampled)
+            scored = scored_rows(step.plan, step.lines[:num_scored])
+            logprobs = sampled_rows(step.plan, step.lines[num_scored:], sampled)
         now = time.perf_counter()
         took_s = now - max(step.began_at, self._collected_at)
         self._collected_at = now
@@ -219,10 +207,8 @@ class Launches:
 
     def _pick(self, plan: StepPlan) -> Tensor:
         before, tokens = self._before(plan)
-        ends = [0]
-        for row in before.rows:
-            ends.append(ends[-1] + row.num_sampled)
-        samples = [ends[source + 1] - 1 for source in plan.token_sources if source >= 0]
+        ends = list(accumulate(row.num_sampled for row in before.rows))
+        samples = [ends[source] - 1 for source in plan.token_sources if source >= 0]
         if samples == list(range(len(tokens))):
             return tokens
         return tokens.index_select(0, to_device(torch.tensor(samples), self._device))
@@ -232,7 +218,7 @@ class Launches:
         left = [index for index, token in enumerate(tokens) if token < 0]
         lines = step.logits.index_select(0, to_device(torch.tensor(left), self._device)).cpu()
         self.waits += 1
-        right = choose_tokens(lines, [step.draws[index] for index in left])
+        right = choose_tokens(lines, [step.batch.draws[index] for index in left])
         wrong = {index for index, token in zip(left, right, strict=True) if token != -1 - tokens[index]}
         for index, token in zip(left, right, strict=True):
             tokens[index] = token

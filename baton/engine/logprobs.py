@@ -37,13 +37,8 @@ def scored_rows(plan: StepPlan, logits: Tensor) -> tuple[tuple[TokenLogprob, ...
 
 def asked(plan: StepPlan) -> list[int]:
     """Which of the samples of a plan's rows, in order, are to be reported with log-probabilities."""
-    found: list[int] = []
-    number = 0
-    for row in plan.rows:
-        if row.sampling.logprobs is not None:
-            found += range(number, number + row.num_sampled)
-        number += row.num_sampled
-    return found
+    asking = [row.sampling.logprobs is not None for row in plan.rows for _ in range(row.num_sampled)]
+    return [number for number, asks in enumerate(asking) if asks]
 
 
 def sampled_rows(
@@ -54,8 +49,7 @@ def sampled_rows(
     if all(row.sampling.logprobs is None for row in plan.rows):
         return ()
     lines = iter(logits.cpu().numpy())
-    found: list[tuple[TokenLogprob, ...]] = []
-    for row, tokens in zip(plan.rows, sampled, strict=True):
-        top = row.sampling.logprobs
-        found.append(() if top is None else tuple(token_logprob(next(lines), token, top) for token in tokens))
-    return tuple(found)
+    return tuple(
+        () if (top := row.sampling.logprobs) is None else tuple(token_logprob(next(lines), t, top) for t in tokens)
+        for row, tokens in zip(plan.rows, sampled, strict=True)
+    )
