@@ -30,20 +30,15 @@ LOCK_TIMEOUT_S = 330.0
 """Longest that another process may take to compile."""
 
 _SOURCES = Path(__file__).parent / "cpu"
-_LOWEST = ("avx2", "fma")
 _BASE = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "avx2")
 _NEEDED = {  # flags as /proc/cpuinfo writes them
-    "avx2": frozenset(_LOWEST),
-    "avx512": frozenset(_BASE),
-    "avx512_bf16": frozenset((*_BASE, "avx512_bf16")),
-    "amx": frozenset((*_BASE, "avx512_bf16", "amx_tile", "amx_bf16")),
+    "avx2": ("avx2", "fma"),
+    "avx512": _BASE,
+    "avx512_bf16": (*_BASE, "avx512_bf16"),
+    "amx": (*_BASE, "avx512_bf16", "amx_tile", "amx_bf16"),
 }
-_TARGETS = {
-    "avx2": tuple(f"-m{flag}" for flag in _LOWEST),
-    "avx512": tuple(f"-m{flag}" for flag in _BASE),
-    "avx512_bf16": (*(f"-m{flag}" for flag in _BASE), "-mavx512bf16"),
-    "amx": (*(f"-m{flag}" for flag in _BASE), "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-}
+_COMPILER_WRITES = {"avx512_bf16": "avx512bf16", "amx_tile": "amx-tile", "amx_bf16": "amx-bf16"}
+_TARGETS = {level: tuple(f"-m{_COMPILER_WRITES.get(f, f)}" for f in flags) for level, flags in _NEEDED.items()}
 # Nothing is contracted behind our back: a product and a sum round where the source says so.
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno")
 
@@ -55,7 +50,7 @@ class CannotBuild(Exception):
 def processor_levels(cpuinfo: str | None = None) -> tuple[str, ...]:
     """Those of LEVELS that this processor has (or the one that `cpuinfo` describes)."""
     flags = set(_line(_cpuinfo() if cpuinfo is None else cpuinfo, "flags").split())
-    return tuple(level for level in LEVELS if _NEEDED[level] <= flags)
+    return tuple(level for level in LEVELS if flags.issuperset(_NEEDED[level]))
 
 
 def fastest_level(cpuinfo: str | None = None) -> str | None:
@@ -118,10 +113,6 @@ def cache_dir() -> Path:
     return path
 
 
-def sources() -> list[Path]:
-    return sorted(_SOURCES.glob("*.cpp"))
-
-
 def _compiler() -> str:
     return os.environ.get("CXX") or "g++"
 
@@ -140,7 +131,8 @@ def _compile(compiler: str, level: str, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as work:
         made = Path(work) / "kernels.so"
         where = f"-DBATON_LEVEL={LEVELS.index(level)}"
-        command = [compiler, *_FLAGS, *_TARGETS[level], where, "-o", str(made), *(str(path) for path in sources())]
+        sources = map(str, sorted(_SOURCES.glob("*.cpp")))
+        command = [compiler, *_FLAGS, *_TARGETS[level], where, "-o", str(made), *sources]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:

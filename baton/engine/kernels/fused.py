@@ -61,22 +61,10 @@ class FusedHeads:
         cos, sin = self._tables
         weights = (cos, cos) if self._norms is None else (self._norms[0].weight, self._norms[1].weight)
         _turn_and_store[tokens, triton.cdiv(heads, _HEADS)](
-            qkv,
-            turn,
-            slots,
-            cos,
-            sin,
-            *weights,
-            queries,
-            *cache,
-            0.0 if self._norms is None else self._norms[0].eps,
-            NORMS=self._norms is not None,
-            QUERY_HEADS=self._num_heads,
-            KV_HEADS=self._num_kv_heads,
-            HEAD_DIM=head_dim,
-            WIDTH=triton.next_power_of_2(head_dim),
-            HEADS=_HEADS,
-        )
+            qkv, turn, slots, cos, sin, *weights, queries, *cache, 0.0 if self._norms is None else self._norms[0].eps,
+            NORMS=self._norms is not None, QUERY_HEADS=self._num_heads, KV_HEADS=self._num_kv_heads, HEAD_DIM=head_dim,
+            WIDTH=triton.next_power_of_2(head_dim), HEADS=_HEADS,
+        )  # fmt: skip
         return queries
 
 

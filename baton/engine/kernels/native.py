@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -142,16 +143,9 @@ class Kernels:
             return self.level
         return f"{self.level} (few queries in tiles: vectors sum otherwise than this processor's tiles)"
 
-    pack: ctypes._FuncPointer
-    forward: ctypes._FuncPointer
-    attention: ctypes._FuncPointer
-    mlp: ctypes._FuncPointer
-    head: ctypes._FuncPointer
-    attend: ctypes._FuncPointer
-    choose: ctypes._FuncPointer
-    mask: ctypes._FuncPointer
-    linear: ctypes._FuncPointer
-    propose: ctypes._FuncPointer
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> ctypes._FuncPointer: ...
 
 
 @cache

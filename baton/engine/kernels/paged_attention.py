@@ -59,15 +59,6 @@ class Workspace:
         return cls(torch.zeros(tiles * kv_heads, dtype=torch.int32, device=device))
 
 
-def key_tile(rows: int, dtype: torch.dtype) -> int:
-    """Keys in a tile: float32 products are computed on registers, which fewer keys leave enough of."""
-    return 32 if dtype == torch.float32 or rows > 64 else 64
-
-
-def warps(rows: int) -> int:
-    return 8 if rows > 64 else 4
-
-
 def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, window: int, out: Tensor, workspace: Workspace
 ) -> None:
@@ -81,44 +72,18 @@ def paged_attention(
     stored = (count, kv_heads, tiles.splits, rows) if tiles.splits > 1 else (1, 1, 1, 1)
     partial = torch.empty((*stored, width), dtype=torch.float32, device=q.device)
     sums = torch.empty((2, *stored), dtype=torch.float32, device=q.device)
+    # Float32 products are computed on registers, which fewer keys leave enough of.
+    keys_of_tile = 32 if q.dtype == torch.float32 or rows > 64 else 64
     _attend[count, kv_heads, tiles.splits](
-        q,
-        keys,
-        values,
-        out,
-        partial,
-        sums[0],
-        sums[1],
-        workspace.arrived,
-        tiles.row,
-        tiles.offset,
-        tiles.first,
-        tiles.start,
-        tiles.length,
-        tiles.table,
-        tiles.table.stride(0),
-        tiles.splits,
-        tiles.split_tokens,
-        tiles.queries,
-        window,
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
-        *keys.stride()[:3],
-        *values.stride()[:3],
+        q, keys, values, out, partial, sums[0], sums[1], workspace.arrived,
+        tiles.row, tiles.offset, tiles.first, tiles.start, tiles.length, tiles.table,
+        tiles.table.stride(0), tiles.splits, tiles.split_tokens, tiles.queries, window,
+        q.stride(0), q.stride(1), out.stride(0), out.stride(1), *keys.stride()[:3], *values.stride()[:3],
         head_dim**-0.5 * _LOG2_E,
-        WINDOWED=window > 0,
-        BLOCK_SIZE=keys.shape[1],
-        KEYS=key_tile(rows, q.dtype),
-        EXACT_DOT=q.dtype == torch.float32,
-        NO_SCORE=_NO_SCORE,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        ROWS=rows,
-        WIDTH=width,
-        num_warps=warps(rows),
-    )
+        WINDOWED=window > 0, BLOCK_SIZE=keys.shape[1], KEYS=keys_of_tile,
+        EXACT_DOT=q.dtype == torch.float32, NO_SCORE=_NO_SCORE, GROUP=group, HEAD_DIM=head_dim, ROWS=rows, WIDTH=width,
+        num_warps=8 if rows > 64 else 4,
+    )  # fmt: skip
 
 
 @triton.jit(
