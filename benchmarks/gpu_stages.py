@@ -427,7 +427,7 @@ def transformers(checks: Checks) -> None:
 
 
 class RandomTensors:
-    """A checkpoint of random weights that are made where they are used; see weights.Tensors."""
+    """A checkpoint of random weights that are made where they are used; see checkpoint.Checkpoint."""
 
     def __init__(self, config: Any, device: Any, dtype: Any) -> None:
         from types import SimpleNamespace

@@ -31,7 +31,7 @@ from baton.engine.quantize import check_quantize
 from baton.engine.rank_options import agree, must_agree
 from baton.engine.runner import Runner
 from baton.engine.selftest import check_exact, prove_row_invariance
-from baton.engine.weights import Tensors, WeightReader
+from baton.engine.weights import WeightReader
 
 OnStage = Callable[[str, float], None]
 _LONG_ROW = 128
@@ -44,7 +44,7 @@ def load_runner(
     *,
     ranks: Ranks | None = None,
     store: Any = None,
-    tensors: Tensors | None = None,
+    tensors: Checkpoint | None = None,
 ) -> Runner:
     """Loads a checkpoint onto this machine; `on_stage` is called with each finished stage and its seconds. Several
     `ranks` load their shares at the same time and meet in `store`. With `tensors` the weights come from there, and of

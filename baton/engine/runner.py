@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from baton.core.errors import InvariantError
-from baton.core.kv_layout import KVLayout
 from baton.core.model_config import ModelConfig
 from baton.core.step import StepOutcome, StepPlan
 from baton.engine.batch import Batch, Limits, make_batch
@@ -53,10 +52,10 @@ class Computing:
 
 class Runner:
     """A loaded model with its KV pool. Facts that others read: `model_config`, `layout` (the whole model's),
-    `local_layout` (this rank's part of it, which `kv` has), `num_blocks`, `max_model_len` (positions per sequence),
-    `dtype_name`, `threads`, `digest` (of the checkpoint), `kv`, `group`, `parameter_bytes` (of this rank's weights),
-    `kernels` (which, and why), `launches_ahead` (whether steps are launched and then collected, as on a GPU: without a
-    draft one may be launched while another computes; with a draft, draft tokens and tokens are waited for together)."""
+    `num_blocks`, `max_model_len` (positions per sequence), `dtype_name`, `threads`, `digest` (of the checkpoint), `kv`
+    (this rank's part of the layout), `group`, `parameter_bytes` (of this rank's weights), `kernels` (which, and why),
+    `launches_ahead` (whether steps are launched and then collected, as on a GPU: without a draft one may be launched
+    while another computes; with a draft, draft tokens and tokens are waited for together)."""
 
     def __init__(
         self,
@@ -73,7 +72,6 @@ class Runner:
         grammars: Grammars | None = None,
     ) -> None:
         self.model_config = model_config
-        self.local_layout: KVLayout = kv.layout
         self.dtype_name: str = kv.layout.layers[0].dtype
         self.layout = model_config.kv_layout(kv.layout.block_size, kv.layout.layers[0].dtype)
         self.num_blocks = kv.num_blocks

@@ -9,9 +9,7 @@ of the same quantised weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +19,7 @@ from baton.core.errors import StartupError
 from baton.core.model_config import ModelConfig
 from baton.core.reshard import local_heads
 from baton.engine import quantize
+from baton.engine.checkpoint import Checkpoint
 from baton.engine.parallel import TPGroup
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -113,21 +112,6 @@ def parameter_bytes(config: ModelConfig, size: int, rank: int, item_bytes: int, 
     return total
 
 
-class Tensors(Protocol):
-    """What is needed of a checkpoint."""
-
-    @property
-    def tensors(self) -> Mapping[str, Any]:
-        """By name, each with its `file`."""
-        ...
-
-    def verify(self, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None) -> None:
-        """Raises StartupError unless these are its tensors."""
-        ...
-
-    def read(self, name: str, rows: slice = ..., columns: slice = ...) -> Tensor: ...
-
-
 class WeightReader:
     """Reads one rank's share of a verified checkpoint in the dtype and on the device it is computed in.
 
@@ -137,7 +121,7 @@ class WeightReader:
 
     def __init__(
         self,
-        checkpoint: Tensors,
+        checkpoint: Checkpoint,
         config: ModelConfig,
         group: TPGroup,
         dtype: torch.dtype,

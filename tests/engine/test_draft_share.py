@@ -98,7 +98,7 @@ def test_the_target_of_a_draft_loads_with_less(tmp_path: Path, monkeypatch: pyte
     options = EngineOptions(model_dir=target, dtype="float32", kernels="torch", draft_dir=draft, max_running=3)
     beside, alone = load_runner(options), load_runner(replace(options, draft_dir=None))
     share = draft_share(read_model_config(draft), beside.max_model_len, 16, "float32", 3)
-    block = alone.local_layout.bytes_per_block
+    block = alone.kv.layout.bytes_per_block
     assert both_take(share, beside.num_blocks, block) <= 1_000_000 < both_take(share, alone.num_blocks, block)
 
 

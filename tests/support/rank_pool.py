@@ -235,7 +235,7 @@ def _facts(runner: Runner, rank: int, pids: tuple[int, ...]) -> Facts:
         rank,
         pids,
         runner.layout,
-        runner.local_layout,
+        runner.kv.layout,
         shapes,
         runner.num_blocks,
         runner.max_model_len,
