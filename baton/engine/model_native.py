@@ -185,7 +185,7 @@ class NativeModel:
 
 
 def _rows(batch: Batch) -> array[int]:
-    """[R, 4] native.Row by row; the last column points into the batch's block ids."""
+    """[R, 4] Row of attention.h by row; the last column points into the batch's block ids."""
     rows, blocks = batch.table[:], batch.block_ids.buffer_info()[0]
     for last in range(3, len(rows), 4):
         rows[last] = blocks + 8 * rows[last]

@@ -17,8 +17,8 @@ from baton.engine.kernels.native import Kernels
 from baton.engine.processors import ApplyMask, Draw
 from baton.engine.sampler import Choose, numbers
 
-_DRAW = struct.Struct("dddqIIII")  # native.Draw; filling a ctypes struct by names takes four times as long
-_PLACE = struct.Struct("qq")  # what native.Wanted has behind its draw
+_DRAW = struct.Struct("dddqIIII")  # Draw of sampling.h; filling a ctypes struct by names takes four times as long
+_PLACE = struct.Struct("qq")  # what Wanted of draft.cpp has behind its draw
 
 
 def chooser(kernels: Kernels, threads: int = 1) -> Choose:
@@ -47,6 +47,6 @@ def masker(kernels: Kernels) -> ApplyMask:
 
 
 def wanted(draws: Sequence[Draw], rows: Sequence[int], counts: Sequence[int]) -> bytes:
-    """Draws from processed logits as an array of native.Wanted: `counts[i]` draft tokens behind row `rows[i]`."""
+    """Draws from processed logits as an array of Wanted: `counts[i]` draft tokens behind row `rows[i]`."""
     places = map(_PLACE.pack, rows, counts)
     return b"".join([_DRAW.pack(*numbers(draw)) + place for draw, place in zip(draws, places, strict=True)])

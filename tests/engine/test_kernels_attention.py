@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.kernels import native
 from tests.engine.driver import bfloat16_levels, float32_levels
+from tests.engine.single_kernels import AttentionShape, Row, attend
 from tests.engine.tiles import emulated_kind, load
 
 KINDS = [(level, torch.float32) for level in float32_levels()] + [
@@ -65,18 +65,18 @@ class Case:
         """The output of each row [length, heads, head_dim]. Queries beyond a row's end do not exist yet."""
         queries = torch.cat([self.queries[s][start:end] for s, start, end in rows])
         tables = [torch.tensor(self.tables[s]) for s, _, _ in rows]
-        packed = (native.Row * len(rows))()
+        packed = (Row * len(rows))()
         first = 0
         for row, (_, start, end), table in zip(packed, rows, tables, strict=True):
             row.first, row.start, row.length, row.blocks = first, start, end - start, table.data_ptr()
             first += end - start
-        shape = native.AttentionShape(self.heads, self.kv_heads, self.head_dim, self.block_size, self.window)
+        shape = AttentionShape(self.heads, self.kv_heads, self.head_dim, self.block_size, self.window)
         width = self.heads * self.head_dim
         output = torch.full((first, width), torch.nan, dtype=self.dtype)
         addresses: tuple[Any, ...] = (self.keys.data_ptr(), self.values.data_ptr(), output.data_ptr())
-        load(level).attend(
-            self.dtype == torch.bfloat16, ctypes.byref(shape), packed, len(rows), queries.data_ptr(), width,
-            *addresses, width, threads,
+        attend(
+            load(level), self.dtype == torch.bfloat16, ctypes.byref(shape), packed, len(rows), queries.data_ptr(),
+            width, *addresses, width, threads,
         )  # fmt: skip
         parts = output.view(-1, self.heads, self.head_dim).split([end - start for _, start, end in rows])
         return list(parts)

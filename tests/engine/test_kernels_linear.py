@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.kernels.native import ADD, FLOAT, STORE, SWIGLU, Arena, pack_weight, padded
+from baton.engine.kernels.native import Arena, pack_weight, padded
 from baton.engine.quantize import quantize
 from tests.engine.driver import bfloat16_levels, float32_levels
+from tests.engine.single_kernels import ADD, FLOAT, STORE, SWIGLU, linear
 from tests.engine.tiles import emulated_kind, load
 
 KINDS = [(level, torch.float32) for level in float32_levels()] + [
@@ -41,7 +42,8 @@ class Layer:
             y = torch.full((rows, width), torch.nan, dtype=torch.float32 if into == FLOAT else self.dtype)
         layer = ctypes.byref(self.layer)
         is_bf16 = self.dtype == torch.bfloat16
-        self.kernels.linear(is_bf16, layer, x.data_ptr(), x.shape[1], rows, y.data_ptr(), y.shape[1], into, threads)
+        addresses = (x.data_ptr(), x.shape[1], rows, y.data_ptr(), y.shape[1])
+        linear(self.kernels, is_bf16, layer, *addresses, into, threads)
         return y
 
 

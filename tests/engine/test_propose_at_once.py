@@ -14,12 +14,12 @@ from baton.core.errors import InvariantError
 from baton.core.request import SamplingParams, SequenceId
 from baton.core.step import DraftRow, History, Row, StepPlan
 from baton.engine.draft_tokens_device import DeviceDraftTokens
-from baton.engine.kernels import native
 from baton.engine.processors import Draw
 from baton.engine.runner import Runner
 from baton.engine.sampler_native import wanted
 from decode.speculation.engine import SpeculativeEngine, propose_pass_by_pass
 from tests.engine.driver import random_tokens, tiny_runner
+from tests.engine.single_kernels import Wanted
 from tests.support.device_choice import decide
 
 GREEDY, WARM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=7)
@@ -113,8 +113,8 @@ def test_what_does_not_fit_is_refused(pair: tuple[Runner, Runner]) -> None:
 def test_guesses_are_asked_for_in_the_struct_that_the_kernels_read() -> None:
     draws = (Draw(NUCLEUS, 3, 7), Draw(WARM, 0, 1 << 31))
     asked = wanted(draws, (5, 9), (8, 2))
-    assert len(asked) == 2 * ctypes.sizeof(native.Wanted)
-    first, second = (native.Wanted * 2).from_buffer_copy(asked)
+    assert len(asked) == 2 * ctypes.sizeof(Wanted)
+    first, second = (Wanted * 2).from_buffer_copy(asked)
     assert (first.draw.temperature, first.draw.top_p, first.draw.min_p, first.draw.top_k) == (0.9, 0.9, 0.02, 0)
     assert (first.draw.key_low, first.draw.key_high) == (0, 1 << 31)
     assert (first.draw.output_index, first.draw.choice, first.row, first.count) == (7, 3, 5, 8)

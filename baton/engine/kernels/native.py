@@ -7,7 +7,7 @@ alive.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,6 @@ from baton.core.errors import InvariantError, StartupError
 from baton.engine.kernels.build import LEVELS, CannotBuild, fastest_level, library, processor_levels
 
 GROUP = 32  # outputs of a linear layer that are packed together
-STORE, ADD, SWIGLU, FLOAT = range(4)
 _FLOAT32, _BFLOAT16, _INT8 = range(3)
 _HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
@@ -34,14 +33,6 @@ class Linear(ctypes.Structure):
         ("kind", c_int32),
         ("reserved", c_int32),
     )
-
-
-class Row(ctypes.Structure):
-    _fields_ = (("first", c_int64), ("start", c_int64), ("length", c_int64), ("blocks", c_void_p))
-
-
-class AttentionShape(ctypes.Structure):
-    _fields_ = tuple((name, c_int64) for name in ("heads", "kv_heads", "head_dim", "block_size", "window"))
 
 
 class Layer(ctypes.Structure):
@@ -87,32 +78,15 @@ class Step(ctypes.Structure):
     )
 
 
-class Draw(ctypes.Structure):
-    _fields_ = (
-        *((name, c_double) for name in ("temperature", "top_p", "min_p")),
-        ("top_k", c_int64),
-        *((name, c_uint32) for name in ("key_low", "key_high", "output_index", "choice")),
-    )
-
-
-class Wanted(ctypes.Structure):
-    _fields_ = (("draw", Draw), ("row", c_int64), ("count", c_int64))
-
-
 _FUNCTIONS = {
     "baton_pack": (c_int, c_int, c_void_p, c_int64, c_int64, c_void_p),
     "baton_forward": (POINTER(Model), POINTER(Step), c_int64, c_int64),
     "baton_attention": (POINTER(Model), c_int64, POINTER(Step), c_void_p),
     "baton_mlp": (POINTER(Model), c_int64, POINTER(Step), c_void_p),
     "baton_head": (POINTER(Model), POINTER(Step)),
-    "baton_attend": (
-        *(c_int, POINTER(AttentionShape), c_void_p, c_int64, c_void_p, c_int64),
-        *(c_void_p, c_void_p, c_void_p, c_int64, c_int),
-    ),
     "baton_choose": (c_void_p, c_int64, c_int64, c_char_p, c_int64, c_int, c_void_p),
     "baton_mask": (c_void_p, c_void_p, c_int64),
     "baton_propose": (POINTER(Model), POINTER(Step), c_void_p, c_int64, c_int64, c_void_p),
-    "baton_linear": (c_int, POINTER(Linear), c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int, c_int),
 }
 
 

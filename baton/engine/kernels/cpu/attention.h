@@ -15,7 +15,7 @@ namespace baton {
 
 constexpr int64_t KEYS = 64;  // of a block
 
-// Mirrored by ctypes (native.py). One row of a step: positions [start, start + length) of one sequence, packed tokens
+// As model_native.py fills it in. One row of a step: positions [start, start + length) of one sequence, packed tokens
 // [first, first + length), and the ids of the sequence's KV blocks.
 struct Row {
   int64_t first, start, length;

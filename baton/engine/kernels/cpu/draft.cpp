@@ -9,7 +9,7 @@
 
 namespace baton {
 
-// `count` tokens to draft for row `row` of the first pass; `draw` is that of the first. Mirrored by ctypes (native.py).
+// `count` tokens to draft for row `row` of the first pass; `draw` is that of the first. As sampler_native.py packs it.
 struct Wanted {
   Draw draw;
   int64_t row, count;

@@ -57,10 +57,6 @@ BATON_LANES void store_whole(float* to, Floats x) {
   _mm256_storeu_ps(to, x.low);
   _mm256_storeu_ps(to + 8, x.high);
 }
-BATON_LANES void store_whole(int32_t* to, Ints x) {
-  _mm256_storeu_si256(integers(to), x.low);
-  _mm256_storeu_si256(integers(to + 8), x.high);
-}
 BATON_LANES void store_whole(double* to, Doubles x) {
   _mm256_storeu_pd(to, x.low);
   _mm256_storeu_pd(to + 4, x.high);
@@ -217,7 +213,6 @@ BATON_LANES Doubles times_power(Doubles x, Doubles whole) {
 BATON_LANES Doubles only(uint8_t lanes, Doubles x) {
   return {_mm256_and_pd(x.low, spread_doubles(lanes & 0xf)), _mm256_and_pd(x.high, spread_doubles(lanes >> 4))};
 }
-BATON_LANES Doubles add_where(uint8_t lanes, Doubles a, Doubles b) { return a + only(lanes, b); }
 BATON_LANES double sum(Doubles x) {
   const __m256d four = _mm256_add_pd(x.low, x.high);
   const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(four), _mm256_extractf128_pd(four, 1));

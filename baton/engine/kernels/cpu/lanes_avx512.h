@@ -26,8 +26,6 @@ BATON_LANES void store_where(Mask lanes, float* to, Floats x) { _mm512_mask_stor
 BATON_LANES Floats load_whole(const float* from) { return _mm512_loadu_ps(from); }
 BATON_LANES Ints load_whole(const int32_t* from) { return _mm512_loadu_si512(from); }
 BATON_LANES Doubles load_whole(const double* from) { return _mm512_loadu_pd(from); }
-BATON_LANES void store_whole(float* to, Floats x) { _mm512_storeu_ps(to, x); }
-BATON_LANES void store_whole(int32_t* to, Ints x) { _mm512_storeu_si512(to, x); }
 BATON_LANES void store_whole(double* to, Doubles x) { _mm512_storeu_pd(to, x); }
 
 BATON_LANES __m256i first_of_eight(const void* from, int64_t count) {
@@ -90,7 +88,6 @@ BATON_LANES Doubles max(Doubles a, Doubles b) { return _mm512_max_pd(a, b); }
 BATON_LANES Doubles nearest(Doubles x) { return _mm512_roundscale_pd(x, _MM_FROUND_TO_NEAREST_INT); }
 BATON_LANES Doubles times_power(Doubles x, Doubles whole) { return _mm512_scalef_pd(x, whole); }
 BATON_LANES Doubles only(__mmask8 lanes, Doubles x) { return _mm512_maskz_mov_pd(lanes, x); }
-BATON_LANES Doubles add_where(__mmask8 lanes, Doubles a, Doubles b) { return _mm512_mask_add_pd(a, lanes, a, b); }
 BATON_LANES double sum(Doubles x) { return _mm512_reduce_add_pd(x); }
 BATON_LANES Doubles lower_doubles(Floats x) { return _mm512_cvtps_pd(_mm512_castps512_ps256(x)); }
 BATON_LANES Doubles upper_doubles(Floats x) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)); }

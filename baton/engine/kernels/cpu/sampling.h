@@ -5,7 +5,7 @@
 
 namespace baton {
 
-// Mirrored by ctypes (native.py).
+// As sampler_native.py packs it.
 struct Draw {
   double temperature, top_p, min_p;
   int64_t top_k;
