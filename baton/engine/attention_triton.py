@@ -24,8 +24,6 @@ from baton.engine.batch import Span
 from baton.engine.device_stream import to_device
 from baton.engine.kernels.paged_attention import MIN_ROWS, Tiles, Workspace, paged_attention
 
-_LONG_TILE_ROWS = {torch.float32: 32}  # queries x heads of a group in a tile of a long row
-_DEFAULT_LONG_TILE_ROWS = 128
 _FLASH_TOKENS = 64
 """Rows from which gathering the context into one piece costs less than FlashAttention gains."""
 _PROGRAMS = 512
@@ -94,7 +92,7 @@ class TritonAttention:
         self._block_size, self._device = block_size, device
         self._group = config.num_heads // config.num_kv_heads
         self.kv_heads = config.num_kv_heads
-        long_rows = _LONG_TILE_ROWS.get(dtype, _DEFAULT_LONG_TILE_ROWS)
+        long_rows = 32 if dtype == torch.float32 else 128  # queries x heads of a group in a tile of a long row
         self._long_tile = max(1, long_rows // self._group)
         self._short_tile = max(1, MIN_ROWS // self._group)  # fewer queries would leave rows of a tile idle
         self._flash = flash_supports(config.head_dim, dtype, device)

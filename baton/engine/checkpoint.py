@@ -1,6 +1,6 @@
 """A Hugging Face checkpoint directory: which tensor is in which safetensors file, and reading slices of them.
 
-`Checkpoint.open` reads headers only; `verify` compares them with what the model expects; `read` maps one tensor (or a
+`Checkpoint` reads headers only; `verify` compares them with what the model expects; `read` maps one tensor (or a
 slice of it) and refuses NaN and Inf. Everything wrong with a directory is a StartupError of one line that names the
 file and, where there is one, the tensor. Only safetensors are read: nothing is unpickled.
 """
@@ -39,19 +39,14 @@ class StoredTensor:
 class Checkpoint:
     """The tensors of a checkpoint by name. Files are opened once and stay mapped as long as the object exists."""
 
-    def __init__(self, model_dir: Path, tensors: dict[str, StoredTensor], handles: dict[Path, Any]) -> None:
+    def __init__(self, model_dir: Path) -> None:
         self.model_dir = model_dir
-        self.tensors = tensors
-        self._handles = handles
-
-    @classmethod
-    def open(cls, model_dir: Path) -> Checkpoint:
-        tensors: dict[str, StoredTensor] = {}
-        handles: dict[Path, Any] = {}
+        self.tensors = tensors = dict[str, StoredTensor]()
+        self._handles: dict[Path, Any] = {}
         weight_map = _weight_map(model_dir)
         for file in weight_files(model_dir):
-            handles[file] = _open_file(file)
-            for name in handles[file].keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
+            handle = self._handles[file] = _open_file(file)
+            for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
                 if name.endswith(_IGNORED_SUFFIX):
                     continue
                 if name in tensors:
@@ -59,7 +54,7 @@ class Checkpoint:
                 if weight_map is not None and weight_map.get(name) != file.name:
                     indexed = weight_map.get(name, "nowhere")
                     raise StartupError(f"{_INDEX}: tensor {name} is in {file.name}, but the index says {indexed}")
-                part = handles[file].get_slice(name)
+                part = handle.get_slice(name)
                 dtype = _DTYPES.get(part.get_dtype())
                 if dtype is None:
                     raise StartupError(f"{file.name}: tensor {name} has unsupported dtype {part.get_dtype()}")
@@ -67,7 +62,6 @@ class Checkpoint:
         for name, file_name in (weight_map or {}).items():
             if name not in tensors and not name.endswith(_IGNORED_SUFFIX):
                 raise StartupError(f"{file_name}: tensor {name} is missing, but {_INDEX} says it is there")
-        return cls(model_dir, tensors, handles)
 
     def verify(self, expected: Mapping[str, tuple[int, ...]], dtype: torch.dtype | None) -> None:
         """Compares names, shapes and dtypes with what the config implies (`dtype` None: any, but one for all)."""

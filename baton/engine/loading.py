@@ -62,7 +62,7 @@ def load_runner(
     with _stage("check", on_stage), torch.no_grad():
         config = read_model_config(options.model_dir)
         share = TPGroup(ranks.rank, ranks.size)  # says who has what; connected further down
-        checkpoint = Checkpoint.open(options.model_dir) if tensors is None else tensors
+        checkpoint = Checkpoint(options.model_dir) if tensors is None else tensors
         weights = WeightReader(checkpoint, config, share, getattr(torch, dtype), device, int8=int8)
         longest = config.longest(options.max_model_len)
         digest = model_digest(options.model_dir) if tensors is None else ""

@@ -39,17 +39,15 @@ def must_agree(
         "exact": "on" if options.exact else "off",
         "dtype": dtype,
         "quantize": options.quantize,
-        "kernels": kernels,
+        "kernels": kernels if options.exact or kernels == "torch" else "compiled",
         "block-size": str(options.block_size),
         "tokens of a step (from step-tokens and max-running)": str(options.max_num_tokens),
         "edge-kind": options.edge_kind,
         "checkpoint digest": digest,
         "max-model-len": str(max_model_len),
     }
-    if not options.exact:
-        agreed["kernels"] = "torch" if kernels == "torch" else "compiled"
-        if dtype != "bfloat16":
-            del agreed["kernels"]
+    if not options.exact and dtype != "bfloat16":
+        del agreed["kernels"]
     return agreed
 
 
@@ -62,15 +60,15 @@ def agree(store: Store, ranks: Ranks, mine: Mapping[str, str], timeout_s: float)
     """
     if ranks.size == 1:
         return
-    deadline = time.monotonic() + timeout_s
+    deadline, keys = time.monotonic() + timeout_s, [f"options/{rank}" for rank in range(ranks.size)]
     try:
-        store.set(_key(ranks.rank), json.dumps(dict(mine)))
-        for rank in range(ranks.size):  # in short looks: a signal to end is handled between them
-            while not store.check([_key(rank)]):
+        store.set(keys[ranks.rank], json.dumps(dict(mine)))
+        for rank, key in enumerate(keys):  # in short looks: a signal to end is handled between them
+            while not store.check([key]):
                 if time.monotonic() > deadline:
                     raise StartupError(f"rank {rank} has not said its options within {timeout_s:g} s")
                 time.sleep(_LOOK_S)
-        everyone = [json.loads(store.get(_key(rank))) for rank in range(ranks.size)]
+        everyone = [json.loads(store.get(key)) for key in keys]
     except RuntimeError as error:
         raise RankLost(f"the store of this worker's ranks is gone: {str(error).splitlines()[0]}") from None
     found = difference(everyone)
@@ -92,7 +90,3 @@ def difference(by_rank: Sequence[Mapping[str, str]]) -> str:
             where = "; auto decides by the machine: name one" if name in _BY_MACHINE else ""
             return f"{name}: {first} on rank 0 and {other} on rank {rank}; a worker's ranks need the same{where}"
     return ""
-
-
-def _key(rank: int) -> str:
-    return f"options/{rank}"

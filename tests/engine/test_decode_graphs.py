@@ -43,7 +43,7 @@ class Twins:
         from baton.engine.decode_graphs import DecodeGraphs
 
         config, group = read_model_config(model_dir), TPGroup(0, 1)
-        weights = WeightReader(Checkpoint.open(model_dir), config, group, torch.float32, CPU)
+        weights = WeightReader(Checkpoint(model_dir), config, group, torch.float32, CPU)
         self.model = Model(config, weights, group, plain(Rotary(config, LONGEST, torch.float32, CPU), exact=False))
         self.pools = [KVPool(config.kv_layout(size, "float32"), BLOCKS, CPU) for _ in range(2)]
         local = shard_config(config, group)

@@ -93,7 +93,7 @@ def test_a_model_of_fused_layers_computes_what_the_plain_one_does(arch: Arch, tm
     from baton.engine.kernels.fused import fused
 
     config, group = read_model_config(make_checkpoint(tmp_path, arch)), TPGroup()
-    weights = WeightReader(Checkpoint.open(tmp_path), config, group, torch.float32, CPU)
+    weights = WeightReader(Checkpoint(tmp_path), config, group, torch.float32, CPU)
     rotary = Rotary(config, 64, torch.float32, CPU)
     plain, quick = (Model(config, weights, group, made(rotary)) for made in (partial(layers.plain, exact=False), fused))
     pools = [KVPool(config.kv_layout(16, "float32"), 4, CPU) for _ in range(2)]

@@ -94,7 +94,7 @@ def test_bfloat16_is_row_invariant_and_as_close_to_float32_as_unquantised_torch(
 def linears(model_dir: Path, rank: int, size: int) -> list[Projection]:
     config = read_model_config(model_dir)
     share = TPGroup(rank, size)
-    reader = WeightReader(Checkpoint.open(model_dir), config, share, torch.float32, CPU, int8=True)
+    reader = WeightReader(Checkpoint(model_dir), config, share, torch.float32, CPU, int8=True)
     layers = [reader.layer(index) for index in range(config.num_layers)]
     values = [getattr(layer, field.name) for layer in layers for field in fields(layer)]
     return [value for value in values if isinstance(value, Projection)] + [reader.head()]

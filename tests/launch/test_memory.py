@@ -46,7 +46,7 @@ def test_parameters_are_those_that_each_rank_reads(arch: Arch, size: int, int8: 
     config = read_model_config(model)
     for rank in range(size):
         share, cpu = TPGroup(rank, size), torch.device("cpu")
-        reader = WeightReader(Checkpoint.open(model), config, share, torch.float32, cpu, int8=int8)
+        reader = WeightReader(Checkpoint(model), config, share, torch.float32, cpu, int8=int8)
         reader.embedding(), reader.head(), reader.final_norm()
         for layer in range(config.num_layers):
             reader.layer(layer)
