@@ -90,16 +90,14 @@ class NativeModel:
             if on_first is not None:
                 self.kernels.forward(model, reference, 0, first_layers)
                 on_first()
-            self.kernels.forward(model, reference, first_layers if on_first else 0, len(self._layers))
+            self.kernels.forward(model, reference, first_layers, len(self._layers))
             return logits
         self._forward_on_ranks(batch, x, model, step)
-        if not batch.sampled_at:
-            return torch.empty((0, self._vocab_size), dtype=torch.float32)
-        self.kernels.head(model, reference)
-        gathered = self._group.gather(logits)
-        if gathered is None:
-            return torch.empty((0, self._vocab_size), dtype=torch.float32)
-        return gathered[:, : self._vocab_size]
+        gathered = None
+        if batch.sampled_at:
+            self.kernels.head(model, reference)
+            gathered = self._group.gather(logits)
+        return torch.empty((0, self._vocab_size)) if gathered is None else gathered[:, : self._vocab_size]
 
     def propose(self, kv: KVPool, batch: Batch, counts: Sequence[int]) -> list[list[int]]:
         """Computes all rows and the `counts[i]` tokens, at least one, that follow sampled position i, each from those

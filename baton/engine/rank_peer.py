@@ -74,13 +74,7 @@ class Peer:
     def receive(self) -> list[Any]:
         """What has arrived, or after at most the socket's timeout RankLost."""
         try:
-            data = self._socket.recv(_READ_BYTES)
-        except OSError as error:
-            raise RankLost(f"{self.name} is gone: {error.strerror or error}") from None
-        if not data:
-            raise RankLost(f"{self.name} is gone: its connection ended")
-        try:
-            frames = self._reader.feed(data)
+            frames = self._reader.feed(self._some(_READ_BYTES))
         except FrameError as error:
             raise RankLost(f"{self.name} sent a bad frame: {error.message}") from None
         self.last_received_at = time.monotonic()
@@ -90,17 +84,21 @@ class Peer:
         """Waits for the heartbeat that says this rank is let in, and reads no byte of what may already follow it."""
         self._socket.settimeout(CONNECT_TIMEOUT_S)
         answer = b""
-        try:
-            while len(answer) < len(LET_IN):
-                data = self._socket.recv(len(LET_IN) - len(answer))
-                if not data:
-                    raise RankLost(f"{self.name} is gone: its connection ended")
-                answer += data
-        except OSError as error:
-            raise RankLost(f"{self.name} is gone: {error.strerror or error}") from None
+        while len(answer) < len(LET_IN):
+            answer += self._some(len(LET_IN) - len(answer))
         if answer != LET_IN:
             raise RankLost(f"{self.name} answered with something else")
         self._socket.settimeout(_SEND_TIMEOUT_S)
+
+    def _some(self, most: int) -> bytes:
+        """Bytes that have arrived, at least one. Raises RankLost."""
+        try:
+            data = self._socket.recv(most)
+        except OSError as error:
+            raise RankLost(f"{self.name} is gone: {error.strerror or error}") from None
+        if not data:
+            raise RankLost(f"{self.name} is gone: its connection ended")
+        return data
 
     def check_answer(self, silence_s: float) -> None:
         silent_s = time.monotonic() - self.last_received_at
