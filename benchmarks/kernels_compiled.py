@@ -170,7 +170,7 @@ def attention_calls(model: Model, kernel: TritonAttention) -> None:
             table = torch.zeros(rows, splits, dtype=torch.int32)
             parts = (ints[:rows], ints[3 : 3 + rows], ints[5 : 5 + rows], ints[7 : 7 + rows], ints[1 : 1 + rows])
             tiles = Tiles(*parts, table, splits, tokens, length)
-            paged_attention(queries, keys, values, tiles, model.window, torch.empty_like(queries), kernel.workspace)
+            paged_attention(queries, keys, values, tiles, model.window, torch.empty_like(queries), kernel.arrived)
 
 
 def layer_calls(model: Model) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from baton.core.model_config import ModelConfig
 from baton.engine.batch import Span
 from baton.engine.device_stream import to_device
-from baton.engine.kernels.paged_attention import MIN_ROWS, Tiles, Workspace, paged_attention
+from baton.engine.kernels.paged_attention import MIN_ROWS, Tiles, paged_attention
 
 _FLASH_TOKENS = 64
 """Rows from which gathering the context into one piece costs less than FlashAttention gains."""
@@ -86,7 +86,7 @@ class Prepared:
 
 class TritonAttention:
     """`config` is this rank's own (`shard_config`); the KV pool has blocks of `block_size` tokens. Belongs to one
-    stream: its `workspace` serves one call at a time."""
+    stream: `arrived` (paged_attention) serves one call at a time."""
 
     def __init__(self, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._block_size, self._device = block_size, device
@@ -96,13 +96,13 @@ class TritonAttention:
         self._long_tile = max(1, long_rows // self._group)
         self._short_tile = max(1, MIN_ROWS // self._group)  # fewer queries would leave rows of a tile idle
         self._flash = flash_supports(config.head_dim, dtype, device)
-        self.workspace = Workspace.of(0, 0, device)
+        self.arrived = torch.zeros(0, dtype=torch.int32, device=device)
 
     def reserve(self, tiles: int) -> None:
-        """Makes the workspace large enough for steps of that many tiles. What was captured with a smaller one keeps
+        """Makes `arrived` large enough for steps of that many tiles. What was captured with a smaller one keeps
         it."""
-        if len(self.workspace.arrived) < tiles * self.kv_heads:
-            self.workspace = Workspace.of(tiles, self.kv_heads, self._device)
+        if len(self.arrived) < tiles * self.kv_heads:
+            self.arrived = torch.zeros(tiles * self.kv_heads, dtype=torch.int32, device=self._device)
 
     def prepare(self, spans: Sequence[Span], window: int) -> Prepared:
         short = [span for span in spans if span.length <= self._short_tile]
@@ -116,7 +116,7 @@ class TritonAttention:
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, prepared: Prepared) -> Tensor:
         out = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for tiles in prepared.tiles:
-            paged_attention(queries, keys, values, tiles, prepared.window, out, self.workspace)
+            paged_attention(queries, keys, values, tiles, prepared.window, out, self.arrived)
         for row in prepared.flash:
             flash_attention(queries, keys, values, row, prepared.window, out)
         return out.flatten(1)

@@ -235,4 +235,4 @@ class DecodeGraphs:
                 logits,
             )
 
-        return step, (number, offset, first, steps, everything, tiles, self._attention.workspace, logits)
+        return step, (number, offset, first, steps, everything, tiles, self._attention.arrived, logits)

@@ -31,7 +31,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.core.request import SamplingParams, SequenceId
-from baton.core.step import History
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -275,8 +274,7 @@ def _key(draw: Draw) -> SequenceId:
 
 
 def _output(draw: Draw) -> tuple[int, ...]:
-    history: History | None = draw.history
-    return () if history is None else history.output
+    return () if draw.history is None else draw.history.output
 
 
 def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:

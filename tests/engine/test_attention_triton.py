@@ -99,7 +99,7 @@ def test_splits_are_joined_by_the_program_that_ends_last_and_counted_from_zero_a
     assert prepared.tiles[0].splits == 9, "1,102 keys in splits of 128"
     found = [kernel.attend(queries, keys, values, prepared) for _ in range(2)]
     assert torch.equal(*found)
-    assert not kernel.workspace.arrived.any(), "the next call counts from zero"
+    assert not kernel.arrived.any(), "the next call counts from zero"
 
 
 def test_a_row_has_the_same_bits_alone_and_in_a_batch_of_the_same_splits() -> None:

@@ -217,8 +217,8 @@ def test_everything_that_a_graph_reads_lives_as_long_as_it(tmp_path: Path, monke
         captured.inputs.untyped_storage().data_ptr()
     }
     assert {reference().untyped_storage().data_ptr() for reference in alive} <= held, "held by what lives with it"
-    workspace = graphs._attention.workspace.arrived
-    assert any(tensor is workspace for tensor in tensors_in(captured.reads))
+    arrived = graphs._attention.arrived
+    assert any(tensor is arrived for tensor in tensors_in(captured.reads))
 
 
 def tensors_in(values: Any) -> list[Tensor]:

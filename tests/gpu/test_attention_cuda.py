@@ -37,7 +37,7 @@ def test_the_kernel_agrees_with_the_plain_attention(
         assert torch.allclose(found.float(), expected.float(), rtol=0, atol=tolerance)
         if REHEARSAL:
             break
-    assert len(spans) == len(ROWS) and not kernel.workspace.arrived.any()
+    assert len(spans) == len(ROWS) and not kernel.arrived.any()
 
 
 @pytest.mark.skipif(REHEARSAL, reason="torch has FlashAttention on CUDA alone")

@@ -48,22 +48,12 @@ class Tiles:
     queries: int
 
 
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """`arrived` int32 [tiles x KV heads at most]: how many splits of a tile have been computed, 0 between calls."""
-
-    arrived: Tensor
-
-    @classmethod
-    def of(cls, tiles: int, kv_heads: int, device: torch.device) -> Workspace:
-        return cls(torch.zeros(tiles * kv_heads, dtype=torch.int32, device=device))
-
-
 def paged_attention(
-    q: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, window: int, out: Tensor, workspace: Workspace
+    q: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, window: int, out: Tensor, arrived: Tensor
 ) -> None:
     """q [T, H, D] against keys and values [blocks, block_size, K, D] into out [T, H, D]. Tokens of no row keep what
-    `out` held. `window` 0 sees everything before. Calls that share a workspace follow each other on one stream."""
+    `out` held. `window` 0 sees everything before. `arrived` int32 [tiles x KV heads at least] counts the splits of a
+    tile that have been computed, 0 between calls: calls that share it follow each other on one stream."""
     heads, head_dim = q.shape[1], q.shape[2]
     kv_heads, group = keys.shape[2], heads // keys.shape[2]
     rows = max(MIN_ROWS, triton.next_power_of_2(tiles.queries * group))
@@ -75,7 +65,7 @@ def paged_attention(
     # Float32 products are computed on registers, which fewer keys leave enough of.
     keys_of_tile = 32 if q.dtype == torch.float32 or rows > 64 else 64
     _attend[count, kv_heads, tiles.splits](
-        q, keys, values, out, partial, sums[0], sums[1], workspace.arrived,
+        q, keys, values, out, partial, sums[0], sums[1], arrived,
         tiles.row, tiles.offset, tiles.first, tiles.start, tiles.length, tiles.table,
         tiles.table.stride(0), tiles.splits, tiles.split_tokens, tiles.queries, window,
         q.stride(0), q.stride(1), out.stride(0), out.stride(1), *keys.stride()[:3], *values.stride()[:3],
