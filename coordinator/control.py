@@ -11,8 +11,7 @@ import grpc.aio
 from baton.core.commands import Join
 from baton.core.errors import BatonError, InvariantError, JoinRefused
 from baton.core.names import host_port
-from baton.rpc.first_message import FirstMessage
-from baton.rpc.parsed import parsed
+from baton.rpc.first_message import FirstMessage, parsed
 from baton.rpc.ports import open_port
 from baton.rpc.status import grpc_code
 from baton.rpc.streams import SERVER_OPTIONS, LinkLost, MessageStream, deserializer, serve_stream

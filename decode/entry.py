@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.core.events import SpeculationCounters, StageStamps
-from baton.core.prefix_use import PrefixUse
+from baton.core.prefix_cache import PrefixUse
 from baton.core.sequence import Sequence
 
 

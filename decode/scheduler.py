@@ -22,8 +22,7 @@ from baton.core.blocks import BlockTable, Holder
 from baton.core.errors import DuplicateRequest, InvariantError, Unavailable
 from baton.core.events import SequenceEnded, TokenEvent, grammar_failed
 from baton.core.kv_layout import KVLayout
-from baton.core.prefix_cache import PrefixCache
-from baton.core.prefix_use import PrefixUse
+from baton.core.prefix_cache import PrefixCache, PrefixUse
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Sequence, State
 from baton.core.step import Row, StepOutcome, StepPlan

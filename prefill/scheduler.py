@@ -21,8 +21,7 @@ from baton.core.blocks import BlockTable, Holder
 from baton.core.errors import DuplicateRequest, HandoffError, InvalidRequest, InvariantError, Unavailable
 from baton.core.events import SequenceEnded, StageStamps, grammar_failed
 from baton.core.kv_layout import KVLayout
-from baton.core.prefix_cache import PrefixCache
-from baton.core.prefix_use import PrefixUse
+from baton.core.prefix_cache import PrefixCache, PrefixUse
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.sequence import Sequence, State
 from baton.core.step import Row, StepOutcome, StepPlan, check_outcome

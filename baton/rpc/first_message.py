@@ -10,13 +10,17 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError, Message
+
+from baton.core.errors import InvalidRequest
 
 RECEIVE_S = 30.0
 MAX_ARRIVING = 256
 """Of a server, over all connections: with one call more the oldest ends, since a message arrives at once or never."""
+_Message = TypeVar("_Message", bound=Message)
 Method = Callable[[Any, grpc.aio.ServicerContext], Any]
 
 
@@ -75,3 +79,13 @@ class FirstMessage(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if reading.exception() is not None or reading.result() is grpc.aio.EOF:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no message of its type")
         return reading.result()
+
+
+def parsed(kind: type[_Message], content: bytes) -> _Message:
+    """A request, parsed in the method that it is for. Raises InvalidRequest for bytes that are no message of this
+    type."""
+    try:
+        return kind.FromString(content)
+    except DecodeError as e:
+        what = f"the request is not a message of its type: {str(e)[:200]}"
+        raise InvalidRequest(what, param="request") from None

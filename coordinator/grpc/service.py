@@ -29,8 +29,7 @@ from baton.core.sampling_limits import (
     check_count,
 )
 from baton.rpc import codec, health, status
-from baton.rpc.first_message import FirstMessage
-from baton.rpc.parsed import parsed
+from baton.rpc.first_message import FirstMessage, parsed
 from baton.rpc.ports import open_port
 from baton.rpc.streams import SERVER_OPTIONS
 from baton.v1 import serving_pb2, types_pb2

@@ -7,6 +7,7 @@ written over by the next. Its blocks are few bytes each and their own pool; wher
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,9 +17,9 @@ from baton.core.kv_layout import KVLayout
 from baton.core.request import SequenceId
 from baton.core.sequence import Sequence
 from baton.core.step import DraftRow
-from decode.speculation.ngram import NgramIndex
 
 CATCH_UP = 16  # tokens that a draft may be behind and still draft in the same step
+LONGEST, SHORTEST = 4, 2  # n-grams that are looked up
 
 
 class Drafts(Protocol):
@@ -54,6 +55,39 @@ class Drafts(Protocol):
     def check(self, sequence_ids: set[SequenceId]) -> None:
         """Raises InvariantError when what is here is not of exactly these sequences."""
         ...
+
+
+class NgramIndex:
+    """Prompt lookup: the last few tokens are looked up in what came before; what followed them there is the draft
+    token. Longer matches first. Complete state: the tokens of one sequence, and for each n-gram in them the position
+    behind its latest occurrence but for the one at the very end, which is entered when the next token comes."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            end = len(self._tokens)
+            for length in range(SHORTEST, LONGEST + 1):
+                if end >= length:
+                    self._after[tuple(self._tokens[end - length :])] = end
+            self._tokens.append(token)
+
+    def propose(self, count: int) -> tuple[int, ...]:
+        """Up to `count` tokens that may come next; none where nothing like the end came before."""
+        end = len(self._tokens)
+        for length in range(min(LONGEST, end), SHORTEST - 1, -1):
+            start = self._after.get(tuple(self._tokens[end - length :]))
+            if start is not None:
+                found = self._tokens[start : start + count]
+                while len(found) < count:  # it ran into the end: the text repeats itself with that period
+                    found.append(found[start - end])
+                return tuple(found)
+        return ()
 
 
 class NgramDrafts:

@@ -13,7 +13,6 @@ from baton.core.events import SpeculationCounters
 from baton.core.request import SequenceId
 from baton.core.sequence import Sequence
 from baton.core.step import DraftRow, Row, StepPlan
-from decode.speculation.acceptance import accepted_length, forced_length
 from decode.speculation.draft_length import (
     MAX_DRAFT_TOKENS,
     Acceptance,
@@ -32,6 +31,7 @@ _MARGIN = 1.5  # times its cost that bringing a draft up to date must be expecte
 _LOOKS = 8  # steps between two looks at a sequence alone for which nothing is drafted
 _USUAL_TOKENS = 128.0  # of an answer, until some have ended
 _USUAL_WEIGHT = 0.1  # of one in their average
+_MODULUS = 1 << 16  # of `forced_length`
 
 # Of so many positions after its last token, how many the sequence has blocks for.
 Room = Callable[[Sequence, int], int]
@@ -231,3 +231,27 @@ class Speculation:
                 rows.append(row)
                 tokens -= len(row.tokens)
         return rows
+
+
+def accepted_length(draft_tokens: tuple[int, ...], own: tuple[int, ...]) -> int:
+    """How many of the draft tokens are the target's own tokens, from the first on. `own` has one token more.
+
+    The own token at each position was sampled as if the draft tokens before it were output, with the same noise as
+    without any draft (docs/numerics.md). So while draft and own token are equal, the own token is exactly what plain
+    decoding would have sampled; the first own token that differs still is, and nothing behind it is.
+    """
+    for index, draft_token in enumerate(draft_tokens):
+        if draft_token != own[index]:
+            return index
+    return len(draft_tokens)
+
+
+def forced_length(count: int, output_index: int, seed: int, rate: float) -> int:
+    """For benchmarks alone: how many of `count` draft tokens count as right when each does with probability `rate`,
+    whatever the target says. A pure function of the place, so that runs can be repeated."""
+    for index in range(count):
+        word = ((output_index + index + 1) * 0x9E3779B97F4A7C15 ^ (seed + 1) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+        word = (word ^ word >> 30) * 0x94D049BB133111EB & (2**64 - 1)
+        if (word >> 40) % _MODULUS >= rate * _MODULUS:
+            return index
+    return count

@@ -19,10 +19,7 @@ PURE_DECODE = (
     "decode/ahead.py",
     "decode/entry.py",
     "decode/anti_starvation.py",
-    *(
-        f"decode/speculation/{name}.py"
-        for name in ("policy", "drafts", "draft_length", "acceptance", "ngram", "step_cost", "trials")
-    ),
+    *(f"decode/speculation/{name}.py" for name in ("policy", "drafts", "draft_length", "step_cost", "trials")),
 )
 PURE_PREFILL = ("prefill/scheduler.py", "prefill/handover.py")
 PURE = ("baton/core/*", *PURE_PREFILL, *PURE_DECODE, "coordinator/policy/*")

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.blocks import BlockTable
-from baton.core.prefix_cache import PrefixCache
-from baton.core.prefix_use import PrefixUse
+from baton.core.prefix_cache import PrefixCache, PrefixUse
 from baton.core.sequence import Sequence, State
 from decode.anti_starvation import (
     BOOST_TOKENS,

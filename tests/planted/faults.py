@@ -159,7 +159,7 @@ FAULTS = (
         "tests/core/test_prefix_cache.py",
     ),
     Fault(
-        "baton/core/prefix_use.py",
+        "baton/core/prefix_cache.py",
         "request.tenant, request.cache_salt",
         '"", request.cache_salt',
         "tests/cluster/test_secured.py",
