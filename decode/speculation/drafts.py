@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from baton.core.blocks import BlockTable, Holder
 from baton.core.errors import InvariantError
@@ -20,41 +19,6 @@ from baton.core.step import DraftRow
 
 CATCH_UP = 16  # tokens that a draft may be behind and still draft in the same step
 LONGEST, SHORTEST = 4, 2  # n-grams that are looked up
-
-
-class Drafts(Protocol):
-    def open(self, sequence: Sequence) -> None: ...
-
-    def close(self, sequence_id: SequenceId) -> None: ...
-
-    def behind(self, sequence: Sequence) -> int:
-        """Tokens of a sequence that would have to be computed before a draft token at what follows."""
-        ...
-
-    def room(self, sequence: Sequence, count: int) -> int:
-        """Of `count` draft tokens at the tokens after the last, how many can be made in this step."""
-        ...
-
-    def propose(self, sequence: Sequence, row: int, count: int) -> tuple[int, ...] | DraftRow:
-        """At most `count` draft tokens, no more than there is room for, for row `row` of the plan: known already, or
-        what a draft model makes of this row."""
-        ...
-
-    def on_verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Draft tokens behind the tokens that `sequence` has still were verified."""
-        ...
-
-    def fill(self, sequence: Sequence, tokens: int) -> DraftRow | None:
-        """A row of at most `tokens` that brings the draft's KV of a sequence nearer to its end, if one can."""
-        ...
-
-    def check_idle(self) -> None:
-        """Raises InvariantError, in constant time, when something of a sequence is left."""
-        ...
-
-    def check(self, sequence_ids: set[SequenceId]) -> None:
-        """Raises InvariantError when what is here is not of exactly these sequences."""
-        ...
 
 
 class NgramIndex:
@@ -155,9 +119,11 @@ class ModelDrafts:
             self.blocks.release(draft.block_ids, Holder("sequence", sequence_id))
 
     def behind(self, sequence: Sequence) -> int:
+        """Tokens of a sequence that would have to be computed before a draft token at what follows."""
         return sequence.num_tokens - self._drafts[sequence.id].computed
 
     def room(self, sequence: Sequence, count: int) -> int:
+        """Of `count` draft tokens at the tokens after the last, how many can be made in this step."""
         draft, end = self._drafts[sequence.id], sequence.num_tokens
         if end - draft.computed > CATCH_UP:
             return 0
@@ -165,15 +131,19 @@ class ModelDrafts:
         return max(0, min(count, self._reach(sequence.id, end + count - 1) - end + 1))
 
     def propose(self, sequence: Sequence, row: int, count: int) -> DraftRow:
+        """What makes at most `count` draft tokens, no more than there is room for, for row `row` of the plan. (Of the
+        text they are known already.)"""
         draft = self._drafts[sequence.id]
         tokens = sequence.tokens(draft.computed, sequence.num_tokens)
         return DraftRow(sequence.id, draft.computed, tokens, draft.block_ids, count, row)
 
     def on_verified(self, sequence: Sequence, drafted: int, accepted: int) -> None:
+        """Draft tokens behind the tokens that `sequence` has still were verified."""
         if drafted:
             self._drafts[sequence.id].computed = sequence.num_tokens + min(accepted, drafted - 1)
 
     def fill(self, sequence: Sequence, tokens: int) -> DraftRow | None:
+        """A row of at most `tokens` that brings the draft's KV of a sequence nearer to its end, if one can."""
         draft = self._drafts[sequence.id]
         start = draft.computed
         # The last token is left for the row that drafts what follows it: that one needs a token to compute.
@@ -184,6 +154,7 @@ class ModelDrafts:
         return DraftRow(sequence.id, start, sequence.tokens(start, end), draft.block_ids)
 
     def check_idle(self) -> None:
+        """Raises InvariantError, in constant time, when something of a sequence is left."""
         self._check_drafts(set())
         self.blocks.check_idle()
 
@@ -205,3 +176,6 @@ class ModelDrafts:
         if needed > 0:
             draft.block_ids += self.blocks.allocate(needed, Holder("sequence", sequence_id)) or ()
         return min(end, len(draft.block_ids) * size)
+
+
+Drafts = NgramDrafts | ModelDrafts
