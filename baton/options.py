@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import math
 import os
 import sys
@@ -138,7 +139,7 @@ def describe(config: object) -> str:
     changed = differences(config)
     if not changed:
         return "# every value is at its default"
-    return "\n".join(f"{key} = {_toml(value)}" for key, value in changed.items())
+    return "\n".join(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in changed.items())
 
 
 def flags_of(options: Mapping[str, object]) -> list[str]:
@@ -191,11 +192,3 @@ def _parameter(f: Field[Any], kind: type) -> click.Option:
     choices = f.metadata.get("choices")
     type_ = click.Choice(choices) if choices else {int: click.INT, float: click.FLOAT}.get(kind, click.STRING)
     return click.Option([flag, f.name], type=type_, default=None, help=text)
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return str(value)
