@@ -38,27 +38,24 @@ def peer_of(sock: socket.socket) -> Address:
     return host.removeprefix("::ffff:"), port
 
 
-def hang_up(dialled: Address | None, accepted: Address | None = None) -> int:
-    """Shuts down what this process has dialled at the one address or accepted at the other; returns how many
-    connections that was. Does not block or raise."""
-    return _to_each(lambda sock: peer_of(sock) == dialled or sock.getsockname() == accepted, _shut_down)
+def hang_up(dialled: Address | None, accepted: Address | None = None) -> None:
+    """Shuts down what this process has dialled at the one address or accepted at the other. Does not block or raise."""
+    _to_each(lambda sock: peer_of(sock) == dialled or sock.getsockname() == accepted, _shut_down)
 
 
-def free_from(port: int, thread: int) -> bool:
+def free_from(port: int, thread: int) -> None:
     """Shuts down the connection to `port` of a peer that a thread of this process (its native id) waits for in a system
-    call; returns whether there was one. The kernel says what a thread waits for. Does not block or raise."""
+    call. The kernel says what a thread waits for. Does not block or raise."""
     try:
         number = _awaited(thread)
         if not stat.S_ISSOCK(os.fstat(number).st_mode):
-            return False
+            return
         # A duplicate, looked at again: as long as the thread waits for it, nobody else can have got its number.
         with socket.socket(fileno=os.dup(number)) as held:
             if held.getpeername()[1] == port and os.path.sameopenfile(_awaited(thread), held.fileno()):
                 held.shutdown(socket.SHUT_RDWR)
-                return True
     except (OSError, ValueError, OverflowError, IndexError):
         pass  # it waits for nothing of the kind, or does not any more
-    return False
 
 
 def _awaited(thread: int) -> int:
@@ -67,17 +64,17 @@ def _awaited(thread: int) -> int:
         return int(call.read().split()[1], 16)
 
 
-def deafen(listener: Address | None) -> int:
+def deafen(listener: Address | None) -> None:
     """Nobody is let in any more: the kernel drops what comes to the listener.
 
     To close it or to shut it down would end the process, as running out of descriptors would: Gloo takes whoever
-    comes, and an error of that as fatal (measured). Returns how many listeners that was, 0 or 1. Does not raise.
+    comes, and an error of that as fatal (measured). Does not raise.
     """
 
     def wanted(sock: socket.socket) -> bool:
         return bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) and sock.getsockname() == listener
 
-    return _to_each(wanted, _drop_packets)
+    _to_each(wanted, _drop_packets)
 
 
 def _sockets() -> Iterator[socket.socket]:
@@ -96,9 +93,8 @@ def _sockets() -> Iterator[socket.socket]:
             sock.detach()
 
 
-def _to_each(wanted: Callable[[socket.socket], bool], act: Callable[[socket.socket], None]) -> int:
-    """Acts on those that are wanted; returns how many it was. Does not raise."""
-    count = 0
+def _to_each(wanted: Callable[[socket.socket], bool], act: Callable[[socket.socket], None]) -> None:
+    """Acts on those that are wanted. Does not raise."""
     for sock in _sockets():
         try:
             if wanted(sock):
@@ -106,10 +102,8 @@ def _to_each(wanted: Callable[[socket.socket], bool], act: Callable[[socket.sock
                 with sock.dup() as held:
                     if wanted(held):
                         act(held)
-                        count += 1
         except OSError:
             continue  # closed meanwhile, or not connected
-    return count
 
 
 def _shut_down(sock: socket.socket) -> None:
