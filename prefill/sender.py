@@ -23,6 +23,7 @@ from baton.core.kv_layout import KVLayout
 from baton.core.request import GenerateRequest, SequenceId, TokenLogprob
 from baton.core.reshard import EdgeKey, EdgePlan
 from baton.event_log import EventLog
+from baton.rpc.streams import seen
 from baton.rpc.tls import ClusterTls
 from baton.transfer.edge_end import MakeEnd
 from baton.transfer.staging_room import StagingRoom
@@ -304,7 +305,7 @@ class Sender:
             # Shielded: once posted, the peer waits for these bytes whatever becomes of the sequence.
             run.holds_edges = False
             run.sending = asyncio.create_task(self._when_computed(run, link, edges), name=f"chunk {index}")
-            run.sending.add_done_callback(_seen)  # after an abort nobody may come to wait for it
+            run.sending.add_done_callback(seen)  # after an abort nobody may come to wait for it
             await asyncio.shield(run.sending)
             async with asyncio.timeout(self._edge_timeout_s):  # wait_for would lose an abort that comes with it
                 intact = {key: (await ack).ok for key, ack in acks.items()}
@@ -388,15 +389,10 @@ class Sender:
         finally:
             for task in filter(None, (packing, sending)):
                 task.cancel()
-                task.add_done_callback(_seen)
+                task.add_done_callback(seen)
         over.chunk_sent(chunk.num_bytes)
         return chunk.num_bytes
 
 
 def _failed(task: asyncio.Task[Any]) -> bool:
     return task.cancelled() or task.exception() is not None
-
-
-def _seen(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.exception()

@@ -87,13 +87,12 @@ class OutputLog:
     def since(self, following: Iterable[Following]) -> StepEvents:
         """What to say again."""
         tokens: list[TokenEvent] = []
-        ended: list[SequenceEnded] = []
-        parked: list[Parked] = []
-        over: list[HandedOver] = []
+        records: list[_Record] = []
         for item in following:
             record = self._records.get(item.sequence)
             if record is None:
                 continue
+            records.append(record)
             first = record.first_index or 0
             start = max(item.next_index, first)
             rest = tuple(record.tokens[start - first :])
@@ -101,13 +100,12 @@ class OutputLog:
                 logprobs = tuple(record.logprobs[start - first :])
                 scores, cached = record.prompt_logprobs, record.cached_tokens
                 tokens.append(TokenEvent(item.sequence, start, rest, logprobs, scores, cached, record.speculation))
-            if record.ended is not None:
-                ended.append(record.ended)
-            if record.parked is not None:
-                parked.append(record.parked)
-            if record.handed_over is not None:
-                over.append(record.handed_over)
-        return StepEvents(tokens=tuple(tokens), ended=tuple(ended), parked=tuple(parked), handed_over=tuple(over))
+        return StepEvents(
+            tokens=tuple(tokens),
+            ended=tuple(record.ended for record in records if record.ended is not None),
+            parked=tuple(record.parked for record in records if record.parked is not None),
+            handed_over=tuple(record.handed_over for record in records if record.handed_over is not None),
+        )
 
     def release(self, sequences: Iterable[SequenceId]) -> None:
         for sequence in sequences:

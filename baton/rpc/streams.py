@@ -98,7 +98,7 @@ class MessageStream:
         message = self._wrapped(value)
         # Shielded: cancelling a write cancels the whole call, and others send on it too.
         writing = asyncio.create_task(self._write(message, timeout_s))
-        writing.add_done_callback(_seen)
+        writing.add_done_callback(seen)
         await asyncio.shield(writing)
 
     async def send_to_the_end(self, value: object, timeout_s: float = 5.0) -> None:
@@ -158,7 +158,7 @@ class MessageStream:
                 cancel()
 
 
-def _seen(task: asyncio.Task[None]) -> None:
+def seen(task: asyncio.Task[Any]) -> None:
     """A sender that was cancelled does not come to see how its write ended: that is no error to log."""
     if not task.cancelled():
         task.exception()

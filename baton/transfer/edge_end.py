@@ -72,11 +72,8 @@ class MakeEnd(Protocol):
     (`bind_host`, `device`) need not be in the spec. `kind` says how the ends move bytes; both sides of a link must
     agree."""
 
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def section_bytes(self) -> int: ...
+    kind: str
+    section_bytes: int
 
     def __call__(self, plan: EdgePlan, spec: EdgeSpec) -> EdgeEnd: ...
 
