@@ -172,7 +172,7 @@ class LocalEnd:
         try:
             # An error ends the edge before a send that is queued behind it begins: Gloo never wakes a receive that has
             # got part of a message.
-            await self.worker.run(packing.begin, fatal=True)
+            await self.worker.run(packing.begin)
         except BaseException:
             if self._packing is packing:
                 self.drop()

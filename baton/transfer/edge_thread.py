@@ -3,7 +3,7 @@
 Life: `EdgeWorker(spec)` starts nothing. The first call starts the thread, which makes the edge and then runs jobs in
 order: connect, send, receive, and `run` for the packing, scattering and hashing that must not happen in the loop. So at
 most one operation is in flight; a call made while another is under way waits its turn, since the peer may act on the
-end of an operation before the event loop here knows of it. The first failed edge operation, an overdue one, or
+end of an operation before the event loop here knows of it. The first failed job, an overdue one, or
 `abort` makes the worker dead: every waiter gets the same HandoffError at once, the edge is aborted, and the thread
 closes the edge and ends when the backend lets go of it. A dead worker is replaced by a new one with the next
 generation's spec. `close` ends a living one in order.
@@ -38,8 +38,8 @@ _FINISH_S = 1.0
 class _Job:
     """One call for the thread and the future its caller waits on."""
 
-    def __init__(self, name: str, call: Callable[[], Any], ends_edge: bool) -> None:
-        self.name, self.ends_edge = name, ends_edge
+    def __init__(self, name: str, call: Callable[[], Any]) -> None:
+        self.name = name
         self.call: Callable[[], Any] | None = call  # holds the tensors until the job has ended
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[Any] = self.loop.create_future()
@@ -119,11 +119,10 @@ class EdgeWorker:
 
         await self._edge_op("recv", lambda edge: edge.recv(buf, limit_s, posted, ends, arrived), limit_s)
 
-    async def run(self, fn: Callable[[], T], timeout_s: float = _RUN_TIMEOUT_S, *, fatal: bool = False) -> T:
-        """Runs `fn` on the edge's thread, in order with the transfers, and returns its result.
-        What it raises is raised here and leaves the edge alive, unless it is `fatal`: then the edge is dead before the
-        next job. Outlasting `timeout_s` kills the edge."""
-        result: T = await self._submit(_Job("run", fn, fatal), timeout_s)
+    async def run(self, fn: Callable[[], T], timeout_s: float = _RUN_TIMEOUT_S) -> T:
+        """Runs `fn` on the edge's thread, in order with the transfers, and returns its result. What it raises ends the
+        edge before the next job; so does outlasting `timeout_s`. Raises HandoffError."""
+        result: T = await self._submit(_Job("run", fn), timeout_s)
         return result
 
     def abort(self, reason: str) -> None:
@@ -147,7 +146,7 @@ class EdgeWorker:
 
     async def _edge_op(self, name: str, call: Callable[[Edge], None], limit_s: float) -> None:
         connect_s = 0.0 if self.connected else self.spec.connect_timeout_s
-        await self._submit(_Job(name, lambda: call(self._connected_edge()), True), limit_s + connect_s)
+        await self._submit(_Job(name, lambda: call(self._connected_edge())), limit_s + connect_s)
 
     async def _submit(self, job: _Job, limit_s: float) -> Any:
         with self._lock:
@@ -229,15 +228,12 @@ class EdgeWorker:
                 finish(self._kv_device, _FINISH_S)  # what was queued reads buffers that `call` keeps alive
         del call
         self.in_flight = None
-        if error is not None and job.ends_edge:
+        if error is not None:
             self._die(error if isinstance(error, HandoffError) else self.spec.error(f"{job.name}: {error!r}"))
-        else:
-            self._finish(job, result, error)
-
-    def _finish(self, job: _Job, result: Any, error: BaseException | None) -> None:
+            return
         with self._lock:
             self._pending.discard(job)
-        job.resolve(result, error)
+        job.resolve(result)
 
     def _connected_edge(self) -> Edge:
         if self._edge is None:

@@ -81,19 +81,11 @@ async def test_jobs_run_in_order_on_one_thread_of_their_own() -> None:
         await worker.send(zeros(1))
 
 
-async def test_what_run_raises_leaves_the_edge_alive() -> None:
-    worker, _ = fake()
-    with pytest.raises(ZeroDivisionError):
-        await worker.run(lambda: 1 // 0)
-    await worker.send(zeros(1))
-    assert await worker.close()
-
-
-async def test_what_a_fatal_job_raises_ends_the_edge_before_what_is_queued_behind_it() -> None:
+async def test_what_a_job_raises_ends_the_edge_before_what_is_queued_behind_it() -> None:
     """A send that had begun would leave part of a message at the peer, whose receive nothing wakes then."""
     worker, edge = fake()
     await worker.connect()
-    failing = asyncio.create_task(worker.run(lambda: 1 // 0, fatal=True))
+    failing = asyncio.create_task(worker.run(lambda: 1 // 0))
     queued = asyncio.create_task(worker.send(zeros(1)))
     for task in (failing, queued):
         with pytest.raises(HandoffError, match="ZeroDivisionError"):
