@@ -83,7 +83,8 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
         if not config.worker_id:
             config = replace(config, worker_id=f"{role}-{socket.gethostname()}-{os.getpid()}")
         ranks = Ranks.from_environment(os.environ)
-        _take_cores(ranks)
+        if ranks.local_size > 1:  # ranks of one machine keep off each other's cores
+            os.sched_setaffinity(0, ranks.cores(sorted(os.sched_getaffinity(0))))
         try:
             if wrong := name_error(config.worker_id):
                 raise StartupError(f"--worker-id: {wrong}")
@@ -108,12 +109,6 @@ def worker_main(role: Role, load: Callable[[], MakeWorker], argv: list[str] | No
         os._exit(0)  # all is closed; the C++ threads of torch and grpc may abort a process that unwinds under them
 
     run_main(command, argv, prog_name=role)
-
-
-def _take_cores(ranks: Ranks) -> None:
-    """Ranks of one machine keep off each other's cores."""
-    if ranks.local_size > 1:
-        os.sched_setaffinity(0, ranks.cores(sorted(os.sched_getaffinity(0))))
 
 
 def _take_signals() -> None:

@@ -154,34 +154,25 @@ class Admission:
     draining: bool = False
 
 
+@dataclass(eq=False)
 class HandOvers:
     """Complete state: the number of chunks being received into the blocks of each sequence (`writing`), who offered
     each sequence (name and incarnation), the handles that were used, and the counters. The scheduler, deadlines and
     tombstones are the worker's."""
 
-    def __init__(
-        self,
-        scheduler: DecodeScheduler,
-        deadlines: Deadlines,
-        tombstones: Tombstones,
-        *,
-        worker_id: str,
-        incarnation: int,
-        vocab_size: int,
-    ) -> None:
-        self._scheduler = scheduler
-        self._deadlines = deadlines
-        self._tombstones = tombstones
-        self._worker_id = worker_id
-        self._incarnation = incarnation
-        self._vocab_size = vocab_size
-        self._sources: dict[SequenceId, tuple[str, int]] = {}
-        self._spent = SpentHandles()
-        self.writing: Counter[SequenceId] = Counter()
-        self.bytes_received = 0
-        self.chunks_damaged = 0
-        self.stale_messages = 0
-        self.handles_refused = 0
+    scheduler: DecodeScheduler
+    deadlines: Deadlines
+    tombstones: Tombstones
+    worker_id: str
+    incarnation: int
+    vocab_size: int
+    _sources: dict[SequenceId, tuple[str, int]] = field(default_factory=dict)
+    _spent: SpentHandles = field(default_factory=SpentHandles)
+    writing: Counter[SequenceId] = field(default_factory=Counter)
+    bytes_received: int = 0
+    chunks_damaged: int = 0
+    stale_messages: int = 0
+    handles_refused: int = 0
 
     # From a peer.
 
@@ -194,11 +185,11 @@ class HandOvers:
         except BatonError as e:
             return Refuse(sequence, e.code, e.message)
         # Those that have ended are forgotten.
-        self._sources = {s: source for s, source in self._sources.items() if self._scheduler.knows(s)}
+        self._sources = {s: source for s, source in self._sources.items() if self.scheduler.knows(s)}
         self._sources[sequence] = (peer.worker_id, peer.incarnation)
-        cached = self._scheduler.num_cached(sequence)
+        cached = self.scheduler.num_cached(sequence)
         arrived = dict.fromkeys(peer.plans, cached)
-        peer.transfers[sequence] = Transfer(blocks, offer.num_tokens, self._vocab_size, arrived)
+        peer.transfers[sequence] = Transfer(blocks, offer.num_tokens, self.vocab_size, arrived)
         return Accept(sequence, cached)
 
     def reserve(self, peer: Peer, offer: Offer, admission: Admission, now: float) -> tuple[int, ...]:
@@ -211,24 +202,24 @@ class HandOvers:
                 sequence=sequence,
                 source=peer.worker_id,
                 source_incarnation=peer.incarnation,
-                destination=self._worker_id,
-                incarnation=self._incarnation,
+                destination=self.worker_id,
+                incarnation=self.incarnation,
                 now_ms=admission.run_clock_ms,
             )
             self._spent.spend(offer.handle, admission.run_clock_ms)
         except StaleHandle:
             self.handles_refused += 1
             raise
-        if self._tombstones.covers(sequence, now):
+        if self.tombstones.covers(sequence, now):
             raise Unavailable("the sequence was aborted", code="aborted")
         if admission.draining:
             raise Unavailable("this decode worker is draining", code="draining")
         if offer.num_tokens != request.num_prefill_tokens:
             raise Unavailable(f"{offer.num_tokens} tokens offered of {request.num_prefill_tokens}")
-        check_tokens(request, self._vocab_size)
-        check_sampling(request.sampling, request.max_tokens, self._vocab_size)
-        blocks = self._scheduler.reserve(request, now)
-        self._deadlines.add(sequence, now + request.deadline_s)
+        check_tokens(request, self.vocab_size)
+        check_sampling(request.sampling, request.max_tokens, self.vocab_size)
+        blocks = self.scheduler.reserve(request, now)
+        self.deadlines.add(sequence, now + request.deadline_s)
         return blocks
 
     def on_chunk(self, peer: Peer, chunk: Chunk, now: float, *, edge_open: bool) -> list[Action]:
@@ -241,9 +232,9 @@ class HandOvers:
                 self.stale_messages += 1
                 actions.append(_edge_closed(peer, chunk))
                 raise HandoffError(f"edge generation {chunk.edge_generation} is closed")
-            if transfer is None or not self._scheduler.receiving(sequence):
+            if transfer is None or not self.scheduler.receiving(sequence):
                 raise HandoffError("the sequence is not being received here")
-            transfer.check(chunk, peer.plans[key], self._scheduler.layout)
+            transfer.check(chunk, peer.plans[key], self.scheduler.layout)
         except HandoffError as e:
             return actions + self.refused(peer, sequence, e.message, now)
         self.writing[sequence] += 1
@@ -261,7 +252,7 @@ class HandOvers:
         """A prefill worker may end its own sequences, and those that are not here (yet)."""
         sequence = message.sequence
         source = (peer.worker_id, peer.incarnation)
-        if self._scheduler.knows(sequence) and self._sources.get(sequence) != source:
+        if self.scheduler.knows(sequence) and self._sources.get(sequence) != source:
             self.stale_messages += 1
             return []
         return self._give_up(peer, sequence, message.reason, now, message.tombstone_s)
@@ -270,8 +261,8 @@ class HandOvers:
         """What had not arrived completely ends."""
         actions: list[Action] = []
         for sequence in list(peer.transfers):
-            if self._scheduler.receiving(sequence):
-                lost = f"{self._worker_id} lost its KV source: {reason}"
+            if self.scheduler.receiving(sequence):
+                lost = f"{self.worker_id} lost its KV source: {reason}"
                 actions.append(Ended(SequenceEnded(sequence, "error", "worker_lost", lost)))
             actions += self._give_up(peer, sequence, reason, now)
         return actions
@@ -286,7 +277,7 @@ class HandOvers:
         self.writing[sequence] -= 1
         if not self.writing[sequence]:
             del self.writing[sequence]
-            self._scheduler.receive_ended(sequence)
+            self.scheduler.receive_ended(sequence)
 
     def receive_failed(self, peer: Peer, chunk: Chunk, error: str, now: float, *, edge_open: bool) -> list[Action]:
         actions = self._give_up(peer, chunk.sequence, error, now)
@@ -296,7 +287,7 @@ class HandOvers:
 
     def received(self, peer: Peer, chunk: Chunk, now: float, *, intact: bool) -> list[Action]:
         """All bytes of a chunk have come; `intact`: each section as it was sent."""
-        sequence, key, scheduler = chunk.sequence, (chunk.prefill_rank, chunk.decode_rank), self._scheduler
+        sequence, key, scheduler = chunk.sequence, (chunk.prefill_rank, chunk.decode_rank), self.scheduler
         self.bytes_received += chunk.num_bytes
         transfer = peer.transfers.get(sequence)
         if transfer is None or not scheduler.receiving(sequence):
@@ -314,7 +305,7 @@ class HandOvers:
             del peer.transfers[sequence]
             ended = scheduler.received(sequence, chunk.first_token, now, chunk.first_logprob, chunk.cached_tokens)
             if ended is not None:
-                self._deadlines.forget(sequence)
+                self.deadlines.forget(sequence)
             actions.append(Ready(sequence) if ended is None else Ended(ended))
         elif intact:
             scheduler.landed(sequence, transfer.landed)
@@ -329,7 +320,7 @@ class HandOvers:
         for peer in peers:
             if peer.transfers.pop(sequence, None) is not None and sequence not in self.writing:
                 actions.append(Reply(peer, AbortTransfer(sequence, reason, 0.0)))
-        self._scheduler.abort(sequence, in_flight=sequence in self.writing)
+        self.scheduler.abort(sequence, in_flight=sequence in self.writing)
         return actions
 
     def _give_up(
@@ -337,12 +328,12 @@ class HandOvers:
     ) -> list[Action]:
         actions: list[Action] = [Dropped(sequence, reason)]
         peer.transfers.pop(sequence, None)
-        if self._scheduler.generating(sequence):  # prefill has missed the last acknowledgement, and may die with it
-            message = f"{self._worker_id} ended it: {reason}"
+        if self.scheduler.generating(sequence):  # prefill has missed the last acknowledgement, and may die with it
+            message = f"{self.worker_id} ended it: {reason}"
             actions.append(Ended(SequenceEnded(sequence, "error", "abandoned", message)))
-        self._deadlines.forget(sequence)
-        if not self._scheduler.abort(sequence, in_flight=sequence in self.writing) and tombstone_s > 0:
-            self._tombstones.add(sequence, now, tombstone_s)
+        self.deadlines.forget(sequence)
+        if not self.scheduler.abort(sequence, in_flight=sequence in self.writing) and tombstone_s > 0:
+            self.tombstones.add(sequence, now, tombstone_s)
         return actions
 
     def _refuse(self, peer: Peer, sequence: SequenceId, reason: str) -> list[Action]:

@@ -43,7 +43,11 @@ def check_free(host: str, port: int, whose: str, what: str = "") -> None:
     which port it is."""
     named = f"{what} port {port} on {host}".strip()
     try:
-        _listen(host, port)
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise StartupError(f"{named} is in use; choose another with {whose}") from None
@@ -54,12 +58,3 @@ def _reason(error: OSError, port_flag: str) -> str:
     what = error.strerror or str(error)
     host_flag = "--control-host" if port_flag.startswith(("--control", "--admin")) else "--host"
     return f"{what}; {host_flag} has to be one of this machine's" if error.errno == errno.EADDRNOTAVAIL else what
-
-
-def _listen(host: str, port: int) -> None:
-    """Raises OSError."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(address)
-        probe.listen(1)

@@ -12,7 +12,7 @@ Everything that prices are compared of is followed in the same way, so that nois
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -79,11 +79,7 @@ class StepCost:
 
     def tokens_within(self, seconds: float, limit: int) -> int:
         """The most tokens, up to `limit`, that a step of that length computes; 0 if not even one."""
-        low, high = 0, limit
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.seconds(middle) <= seconds else (low, middle - 1)
-        return low
+        return bisect_right(range(1, limit + 1), seconds, key=self.seconds)
 
     def _curve(self, tokens: int) -> float:
         index = bisect_left(self._tokens, tokens)
