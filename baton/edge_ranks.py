@@ -35,7 +35,7 @@ from baton.core.edge_orders import (
 from baton.core.errors import BatonError, HandoffError, RankLost
 from baton.core.reshard import EdgePlan
 from baton.engine.lockstep import LeaderChannel
-from baton.transfer.edge import EdgeSpec
+from baton.transfer.edge import EdgeSpec, Side
 from baton.transfer.edge_end import EdgeEnd, LocalEnd, LocalEnds
 
 log = logging.getLogger("baton.edges")
@@ -233,27 +233,19 @@ class FollowerEnds:
     def _begin(self, order: Any) -> None:
         match order:
             case AbortEdge(edge, reason):
-                end = self._ends.pop(edge, None)
-                if end is not None:
-                    end.abort(reason)
+                if edge in self._ends:
+                    self._ends.pop(edge).abort(reason)
                 return
             case DropEdge(edge):
                 if edge in self._ends:
                     self._ends[edge].drop()
                 return
-            case OpenEdge():
-                self._ends[order.edge] = self._local(
-                    order.plan,
-                    EdgeSpec(
-                        host=order.host,
-                        port=order.port,
-                        prefix=order.prefix,
-                        generation=order.generation,
-                        side="prefill" if order.side == "prefill" else "decode",
-                        connect_timeout_s=order.connect_timeout_s,
-                        operation_timeout_s=order.operation_timeout_s,
-                    ),
+            case OpenEdge(_, edge, plan, side, host, port, prefix, generation, connect_s, operation_s):
+                here: Side = "prefill" if side == "prefill" else "decode"
+                spec = EdgeSpec(
+                    host, port, prefix, generation, here, connect_timeout_s=connect_s, operation_timeout_s=operation_s
                 )
+                self._ends[edge] = self._local(plan, spec)
         task = self._loop.create_task(self._carry_out(order))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)

@@ -241,12 +241,9 @@ class HandOver:
             return message, Fail(error)
         return message, self._park() if accepted else self._offer_next()
 
-    def may_assign(self) -> bool:
-        return self.stage is Stage.PARKED
-
     def assign(self, targets: Sequence[Target], attempt: int) -> None:
         """The coordinator names others for parked KV; `reoffer` follows."""
-        if not self.may_assign():
+        if self.stage is not Stage.PARKED:
             raise InvariantError(f"{self!r} is given targets")
         self.request = replace(self.request, attempt=attempt)
         self.targets = tuple(targets)

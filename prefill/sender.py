@@ -39,6 +39,7 @@ from prefill.handover import (
     Park,
     SendChunk,
     Span,
+    Stage,
 )
 from prefill.link import Link
 
@@ -161,7 +162,7 @@ class Sender:
     def assign(self, sequence: SequenceId, targets: Sequence[Target], attempt: int) -> bool:
         """Names new targets for parked KV. False when no parked KV of it is here."""
         run = self._runs.get(self.find(sequence) or sequence)
-        if run is None or not run.over.may_assign():
+        if run is None or run.over.stage is not Stage.PARKED:
             return False
         run.over.assign(targets, attempt)
         run.assigned.set()

@@ -42,7 +42,6 @@ class Llama3Rope:
 class ModelConfig:
     """One dense decoder-only transformer. `windows[i]` is layer i's sliding window in positions, 0 for none."""
 
-    architecture: Architecture
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -114,7 +113,6 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelConfig:
     biased = _bool(config, "attention_bias")
     llama_like = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
     return ModelConfig(
-        architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=_int(config, "intermediate_size", high=1 << 20),

@@ -78,10 +78,6 @@ class _Sections:
         """Those layers of that part."""
         return self.part.identity + _LAYERS.pack(section.first, section.last)
 
-    def checksum_of(self, section: Section) -> int:
-        """Of what is in the buffer now."""
-        return checksum(self.identity_of(section), self.bytes_of(section))
-
 
 class Packing(_Sections):
     """A part that is packed before it is sent, and while it is sent. Complete state: the checksums of the sections that
@@ -173,7 +169,7 @@ class Storing(_Sections):
             self._writable = False
 
     def _store(self, section: Section, sum_: int) -> None:
-        if self.checksum_of(section) != sum_:
+        if checksum(self.identity_of(section), self.bytes_of(section)) != sum_:
             self._intact = False
             return
         view, layers = self.bytes_of(section), self.layers_of(section)

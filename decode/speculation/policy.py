@@ -154,7 +154,9 @@ class Speculation:
         if not sequences:
             return []
         self._steps += 1
-        if self._far_off(behind) and self._steps % _LOOKS:
+        # A sequence alone that cannot be drafted for, and nothing is tried: then there is nothing to choose.
+        far_off = len(self._open) == 1 and behind[0] > CATCH_UP and self.trials.sequence_id is None
+        if far_off and self._steps % _LOOKS:
             self._skipped += 1
             return [0]
         limits = [limit if n <= CATCH_UP else 0 for limit, n in zip(most, behind, strict=True)]
@@ -176,10 +178,6 @@ class Speculation:
             if sequence.id == self.trials.sequence_id and limits[index] > 0:
                 lengths[index] = max(lengths[index], 1)
         return lengths
-
-    def _far_off(self, behind: list[int]) -> bool:
-        """Whether a sequence alone cannot be drafted for and nothing is tried: then there is nothing to choose."""
-        return len(self._open) == 1 and behind[0] > CATCH_UP and self.trials.sequence_id is None
 
     def _look(self, plan: StepPlan, sequence: Sequence, behind: int, rows: int) -> None:
         """Wants the draft of one of the `rows` sequences, for which nothing is drafted, where that will be paid back,

@@ -76,10 +76,10 @@ def test_parked_kv_is_offered_again_under_the_next_attempt() -> None:
     over = hand_over()
     action = over.begin((1,))
     assert isinstance(action, Park) and action.event.reason == "no target named"
-    assert over.may_assign()
+    assert over.stage is Stage.PARKED
     over.assign([target("d7")], 2)
     assert over.sequence == R._replace(attempt=2) and over.reoffer() == OfferTo(target("d7"))
-    assert not over.may_assign()
+    assert over.stage is not Stage.PARKED
     with pytest.raises(InvariantError, match="is given targets"):
         over.assign([target("d8")], 3)
 

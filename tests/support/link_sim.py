@@ -118,7 +118,7 @@ class Sender:
 
     def assign(self, sequence: SequenceId, targets: Sequence[Target], attempt: int) -> bool:
         run = self.find(sequence)
-        if run is None or not run.over.may_assign():
+        if run is None or run.over.stage is not Stage.PARKED:
             return False
         run.over.assign(targets, attempt)
         self._execute(run, run.over.reoffer())

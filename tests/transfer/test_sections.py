@@ -13,6 +13,7 @@ import torch
 from baton.core.edge_orders import Part
 from baton.core.errors import HandoffError
 from baton.transfer import sections
+from baton.transfer.checksum import checksum
 from baton.transfer.edge import EdgeSpec
 from baton.transfer.edge_end import LocalEnd
 from baton.transfer.gloo import GlooEdge
@@ -220,7 +221,7 @@ def test_nothing_is_stored_once_it_was_stopped() -> None:
     source, target, kept = pool(1.0), pool(0.0), StagingBuffers(1 << 16)
     storing = Storing(PagedLayers.of(target), BLOCK, PART, kept.take(PART.num_bytes), LAYER_BYTES)
     storing.buffer.view.copy_(pack_tokens(source, PART.block_ids, BLOCK, 0, 8))
-    sums = [storing.checksum_of(section) for section in storing.sections]
+    sums = [checksum(storing.identity_of(section), storing.bytes_of(section)) for section in storing.sections]
     storing.arrived(0, sums[0])
     storing.stop()
     storing.arrived(1, sums[1])
