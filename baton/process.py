@@ -124,13 +124,10 @@ def set_death_signal() -> None:
 def descendants(pid: int) -> list[int]:
     """The living processes below `pid`, nearest first. A worker runs in a session of its own, so a process group does
     not reach it; this does."""
-    found: list[int] = []
-    queue = [pid]
-    while queue:
-        for child in children(queue.pop(0)):
-            found.append(child)
-            queue.append(child)
-    return found
+    found = [pid]
+    for one in found:  # which grows meanwhile
+        found += children(one)
+    return found[1:]
 
 
 def kill_tree(pid: int) -> None:
@@ -143,16 +140,10 @@ def kill_tree(pid: int) -> None:
 def children(pid: int) -> list[int]:
     """The living processes that `pid` started itself."""
     found: list[int] = []
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except OSError:
-        return found
-    for thread in threads:
-        try:
-            with open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += [int(word) for word in file.read().split()]
-        except OSError:
-            continue
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
     return found
 
 

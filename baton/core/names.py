@@ -16,17 +16,13 @@ _ADDRESS = re.compile(_LABELS + r"[A-Za-z0-9:][A-Za-z0-9._:%-]{0,252}|\[[A-Fa-f0
 
 def name_error(name: str) -> str | None:
     """What is wrong with a name, in one line of ASCII; None when nothing is."""
-    if _NAME.fullmatch(name) is not None:
-        return None
-    return f"{_shown(name)} is not 1 to 128 of A-Z a-z 0-9 . _ -"
+    return None if _NAME.fullmatch(name) else f"{_shown(name)} is not 1 to 128 of A-Z a-z 0-9 . _ -"
 
 
 def address_error(address: str) -> str | None:
     """What is wrong with a host name or an IP address, in one line of ASCII; None when it may be one. Whether somebody
     has it is not looked up."""
-    if _ADDRESS.fullmatch(address) is not None:
-        return None
-    return f"{_shown(address)} is no host name and no IP address"
+    return None if _ADDRESS.fullmatch(address) else f"{_shown(address)} is no host name and no IP address"
 
 
 def host_port(host: str, port: int | str) -> str:
