@@ -35,10 +35,8 @@ class WorkerFacts:
     def first_difference(self, other: WorkerFacts) -> str | None:
         """The first field in which two workers differ, with both values, or None. Protocol first: other fields of
         another version may not mean what they seem to."""
-        names = ["protocol_version"] + [f.name for f in fields(self) if f.name not in ("protocol_version", "layout")]
-        for name in names:
-            if name == "tensor_parallel":
-                continue
+        apart = ("protocol_version", "tensor_parallel", "layout")
+        for name in ("protocol_version", *(f.name for f in fields(self) if f.name not in apart)):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 if name.endswith("_digest"):

@@ -40,8 +40,7 @@ class SpeculationCounters:
 
     def plus(self, drafted: int, accepted: int, *, forced: bool = False) -> SpeculationCounters:
         """With one more step that verified `drafted` tokens."""
-        drafted, accepted = self.drafted_tokens + drafted, self.accepted_tokens + accepted
-        return SpeculationCounters(self.steps + 1, drafted, accepted, self.forced or forced)
+        return self + SpeculationCounters(1, drafted, accepted, forced)
 
     def __add__(self, other: SpeculationCounters) -> SpeculationCounters:
         """Of two sequences together."""

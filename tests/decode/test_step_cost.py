@@ -110,11 +110,6 @@ def test_tokens_that_fit_a_time() -> None:
     assert StepCost(CURVE).tokens_within(1.0, 100) == 100
 
 
-def test_points_must_rise() -> None:
-    with pytest.raises(ValueError, match="do not rise"):
-        StepCost([(2, 0.1), (1, 0.2)])
-
-
 def test_a_slow_draft_is_not_timed_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_model, "MEASURING_S", 0.05)
     calls: list[list[int]] = []
