@@ -99,17 +99,13 @@ class Edge(Protocol):
 MakeEdge = Callable[[EdgeSpec], Edge]
 
 
-def check_buffer(spec: EdgeSpec, buf: Tensor) -> None:
-    """Raises HandoffError unless `buf` is what an edge can move."""
+def cut_buffer(spec: EdgeSpec, buf: Tensor, ends: Sequence[int]) -> list[Tensor]:
+    """`buf` as its sections. Raises HandoffError unless it is what an edge can move, each of `ends` lies behind the one
+    before it, and the last is the end."""
     if str(buf.dtype) != "torch.uint8" or buf.dim() != 1 or not buf.is_contiguous() or buf.numel() == 0:
         raise spec.error(f"a buffer must be uint8, 1-D, contiguous, not empty: {buf.dtype} {tuple(buf.shape)}")
     if buf.device.type != spec.device.split(":")[0]:
         raise spec.error(f"the buffer is on {buf.device}, the edge on {spec.device}")
-
-
-def cut_buffer(spec: EdgeSpec, buf: Tensor, ends: Sequence[int]) -> list[Tensor]:
-    """`buf` as its sections. Raises HandoffError unless each of `ends` lies behind the one before it and the last is
-    the end."""
     ends = tuple(ends) or (buf.numel(),)
     starts = (0, *ends[:-1])
     if ends[-1] != buf.numel() or any(start >= end for start, end in zip(starts, ends, strict=True)):
