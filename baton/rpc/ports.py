@@ -51,10 +51,8 @@ def check_free(host: str, port: int, whose: str, what: str = "") -> None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise StartupError(f"{named} is in use; choose another with {whose}") from None
-        raise StartupError(f"{named} ({whose}) cannot be used: {_reason(error, whose)}") from None
-
-
-def _reason(error: OSError, port_flag: str) -> str:
-    what = error.strerror or str(error)
-    host_flag = "--control-host" if port_flag.startswith(("--control", "--admin")) else "--host"
-    return f"{what}; {host_flag} has to be one of this machine's" if error.errno == errno.EADDRNOTAVAIL else what
+        reason = error.strerror or str(error)
+        if error.errno == errno.EADDRNOTAVAIL:
+            host_flag = "--control-host" if whose.startswith(("--control", "--admin")) else "--host"
+            reason += f"; {host_flag} has to be one of this machine's"
+        raise StartupError(f"{named} ({whose}) cannot be used: {reason}") from None
