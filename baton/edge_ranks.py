@@ -121,11 +121,7 @@ class RemoteEnd:
     def __init__(self, ranks: WorkerEnds, rank: int, edge: int, plan: EdgePlan, spec: EdgeSpec) -> None:
         self.dead: HandoffError | None = None
         self._ranks, self._rank, self._edge, self._plan, self._spec = ranks, rank, edge, plan, spec
-        self._opened = False
-
-    @property
-    def generation(self) -> int:
-        return self._spec.generation
+        self.generation, self._opened = spec.generation, False
 
     async def connect(self) -> None:
         s, self._opened = self._spec, True

@@ -87,7 +87,7 @@ class WorkerSession:
         self._owner = owner
         self._clock = clock
         self._outgoing: asyncio.Queue[StepEvents | Leave | Drained] = asyncio.Queue()
-        self._connected = False
+        self.connected = False  # whether what is posted now goes out at once
         self._leaves_by: float | None = None
         self._empty = False
         self._left = asyncio.Event()
@@ -98,15 +98,10 @@ class WorkerSession:
         self.log = OutputLog()
         self._gpu: GpuUsage | None = None
 
-    @property
-    def connected(self) -> bool:
-        """Whether what is posted now goes out at once."""
-        return self._connected
-
     def post(self, events: StepEvents) -> None:
         """Tells the coordinator. Safe at any time: while no stream is open, the log keeps it."""
         self.log.record(events)
-        if self._connected:
+        if self.connected:
             self._outgoing.put_nowait(events)
 
     def show_gpu(self, usage: GpuUsage | None) -> None:
@@ -152,13 +147,13 @@ class WorkerSession:
     def leave(self, timeout_s: float) -> None:
         """Says that this worker drains for at most `timeout_s`, so that it gets no new work."""
         self._leaves_by = self._clock() + timeout_s
-        if self._connected:
+        if self.connected:
             self._outgoing.put_nowait(Leave(timeout_s))
 
     async def drained(self, timeout_s: float) -> None:
         """Says that this worker has nothing left, and waits until that is acknowledged, for at most `timeout_s`."""
         self._empty = True
-        if self._connected:
+        if self.connected:
             self._outgoing.put_nowait(Drained())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -192,7 +187,7 @@ class WorkerSession:
         except* InvalidRequest as e:
             log.warning("invalid message from the coordinator at %s: %s", self._address, e.exceptions[0])
         finally:
-            self._connected, self._stream = False, None
+            self.connected, self._stream = False, None
             stream.end("closed here")
             await channel.close()
         return stream.ended or ""
@@ -221,7 +216,7 @@ class WorkerSession:
         )
         self._owner.welcome(welcome)
         self._owner.abandon("the coordinator no longer follows them", {*new, *(f.sequence for f in welcome.following)})
-        self._connected = True
+        self.connected = True
         if self._leaves_by is not None:
             self._outgoing.put_nowait(Leave(max(self._leaves_by - self._clock(), 0.0)))
         self._outgoing.put_nowait(again)

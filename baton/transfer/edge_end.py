@@ -145,6 +145,7 @@ class LocalEnd:
 
     def __init__(self, spec: EdgeSpec, layers: Layers, rank: LocalEnds) -> None:
         """Over the `layers` that the edge carries, of a rank that works with the settings and buffers of `rank`."""
+        self.generation = spec.generation
         self.packed_while_sending = 0  # sections
         self.worker = EdgeWorker(spec, make_edge(rank.kind), kv_device=layers[0][0].device)
         self._rank, self._buffers = rank, rank.buffers
@@ -154,10 +155,6 @@ class LocalEnd:
     @property
     def dead(self) -> HandoffError | None:
         return self.worker.dead
-
-    @property
-    def generation(self) -> int:
-        return self.worker.spec.generation
 
     async def connect(self) -> None:
         await self.worker.connect()

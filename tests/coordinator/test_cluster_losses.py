@@ -80,7 +80,7 @@ async def test_a_new_incarnation_replaces_the_old_one_at_once_and_takes_over_its
         old.wire.refuses = True
         old.wire._flows.set()
         old.say(s, 0, 5)
-        await until(lambda: not old.session._connected, what="the old one to be cut off")
+        await until(lambda: not old.session.connected, what="the old one to be cut off")
         again = command.request.sequence_id
         p.say(again, 1, 6)
         p.hand_over(again, "d0")
