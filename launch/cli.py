@@ -218,7 +218,7 @@ def emit_slurm_command(topology: str) -> int:
 @baton.command("version")
 def version_command() -> int:
     """Print the versions of baton and its main dependencies."""
-    from launch.versions import versions
+    from launch.console import versions
 
     for name, version in versions("baton-serve", "torch", "grpcio", "fastapi", "tokenizers").items():
         click.echo(f"{name:<12} {version}")

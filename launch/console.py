@@ -1,11 +1,13 @@
-"""Timed lines on the terminal. A terminal that has gone away must not end the cluster."""
+"""Timed lines on the terminal, which may go away without ending the cluster; and which versions are installed."""
 
 from __future__ import annotations
 
 import contextlib
+import platform
 import sys
 import time
 from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
 
 
 class Console:
@@ -27,3 +29,14 @@ class Console:
     def plain(self, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             print(line, file=sys.stdout, flush=True)
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of these packages ("not installed" where one is missing) and of Python."""
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return {**found, "python": platform.python_version()}

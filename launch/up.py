@@ -12,7 +12,7 @@ from baton.core.errors import StartupError
 from baton.model_source import resolve_model, served_name
 from baton.options import EXIT_STARTUP_ERROR, flush_stdout, read_config_file
 from baton.rpc.ports import check_free
-from launch.console import Console
+from launch.console import Console, versions
 from launch.gpus import visible_gpus
 from launch.local import LocalCluster
 from launch.members import Members, Programs, check_cores, nodes_here
@@ -22,7 +22,6 @@ from launch.run_directory import run_directory, write_token
 from launch.supervisor import Backoff, MemberFailed
 from launch.topology import parse_topology
 from launch.up_config import DoctorConfig, UpConfig
-from launch.versions import versions
 
 TOKEN_VARIABLE = "BATON_CLUSTER_TOKEN_FILE"
 _WITH_TOPOLOGY = {"topology", "node", "dry_run", "run_dir", "start_timeout_s", "drain_timeout_s"} | (

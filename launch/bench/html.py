@@ -8,7 +8,7 @@ from html import escape
 
 from launch.bench.report import PACKAGES, Report, best, machine_line, stage_times, tables
 from launch.bench.stats import Record, Summary
-from launch.versions import versions
+from launch.console import versions
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 460, 240, 56, 34
 COLORS = ("#2b7bd9", "#d9822b", "#238551", "#7a4fd0")

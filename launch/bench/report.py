@@ -14,8 +14,8 @@ from rich.console import Console
 
 from coordinator.policy.timeline import SPANS
 from launch.bench.stats import Record, Slo, Statistics, Summary, interval, statistics, summarize
+from launch.console import versions
 from launch.tables import make_table, show
-from launch.versions import versions
 
 _TIMES = (
     ("TTFT", "ttft", "first text - sent"),

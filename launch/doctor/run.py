@@ -1,6 +1,6 @@
 """`baton doctor`: tries, on every node, what a cluster will need before it is started.
 
-On each node it checks what the node has (`node_checks`) and starts one probe (`probe`) for each rank that the plan puts
+On each node it checks what the node has (`findings`) and starts one probe (`probe`) for each rank that the plan puts
 there. The doctor on the coordinator's node hosts the board, opens step after step, collects the results that the probes
 leave there, and prints the verdict; the doctors of other nodes wait for it and print the same.
 """
@@ -22,8 +22,7 @@ from baton.core.errors import StartupError
 from baton.model_source import resolve_model
 from launch.child import Child, ChildSpec
 from launch.doctor.board import Board, BoardClient
-from launch.doctor.node_checks import Finding, check_node, compare, on_node
-from launch.doctor.report import print_verdict, read_results
+from launch.doctor.findings import Finding, check_node, compare, on_node, print_verdict, read_results
 from launch.doctor.tasks import STEPS, Task, exited_key, make_tasks, plan_digest
 from launch.failure import describe_exit
 from launch.plan import Plan

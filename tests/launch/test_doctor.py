@@ -18,8 +18,7 @@ from rich.console import Console
 from baton.core.errors import StartupError
 from baton.options import read_config_file
 from launch.doctor.board import Board, BoardClient
-from launch.doctor.node_checks import compare, on_node
-from launch.doctor.report import print_verdict, read_results
+from launch.doctor.findings import compare, on_node, print_verdict, read_results
 from launch.doctor.run import doctor
 from launch.doctor.tasks import STEPS, Task, make_tasks, plan_digest, task_from_json
 from launch.plan import Plan, make_plan
