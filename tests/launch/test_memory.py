@@ -18,9 +18,8 @@ from baton.engine.parallel import TPGroup
 from baton.engine.weights import WeightReader, parameter_bytes
 from baton.transfer import nccl
 from decode.speculation.draft_model import load_draft
-from launch.dry_run import dry_run
+from launch.dry_run import CHANNEL_BYTES, RankMemory, dry_run, rank_memory
 from launch.members import Programs
-from launch.memory import CHANNEL_BYTES, RankMemory, rank_memory
 from launch.plan import Plan, local_topology, make_plan
 from launch.up_config import UpConfig
 from tests.engine.driver import kv_bytes
