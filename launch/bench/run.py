@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from launch.bench.html import as_html
 from launch.bench.load import Load, Session
 from launch.bench.report import Report, Run, as_json, as_markdown, print_report
 from launch.bench.stats import Record, Slo, statistics
-from launch.bench.sweep import Search
 
 SWEEP_S = 20.0
+MOST_STEPS = 16
+PRECISION = 0.1
 _RENDER: dict[str, Callable[[Report], str]] = {
     "json": lambda report: orjson.dumps(as_json(report), option=orjson.OPT_INDENT_2).decode() + "\n",
     "markdown": as_markdown,
@@ -163,6 +165,47 @@ async def _measure(
             bar.update(running, advance=1, failed=f"[red]{failures} failed" if failures else "")
 
         return await run_load(target, measured, options.concurrency, done)
+
+
+@dataclass(slots=True)
+class Search:
+    """For the highest rate of an open loop at which a server keeps to its limits: rates out, verdicts in.
+
+    From `first` on the rate is doubled while the limits are kept (halved while they are not), then the step between the
+    highest rate that did and the lowest that did not is halved on a logarithmic scale, until it is less than PRECISION.
+    `kept` and `missed` are the rates tried so far, in requests a second.
+    """
+
+    first: float
+    kept: list[float] = field(default_factory=list)
+    missed: list[float] = field(default_factory=list)
+
+    def next(self) -> float | None:
+        """The rate to try now; None when the search is over."""
+        if len(self.kept) + len(self.missed) >= MOST_STEPS:
+            return None
+        if not self.kept and not self.missed:
+            return self.first
+        if not self.missed:
+            return max(self.kept) * 2
+        if not self.kept:
+            lowest = min(self.missed) / 2
+            return lowest if lowest > self.first / 1000 else None
+        low, high = max(self.kept), min(self.missed)
+        return math.sqrt(low * high) if high / low > 1 + PRECISION else None
+
+    def tried(self, rate: float, *, kept: bool) -> None:
+        """A rate that was missed below one that was kept takes back what stood above it: servers are noisy."""
+        if kept:
+            self.kept.append(rate)
+        else:
+            self.missed.append(rate)
+            self.kept = [each for each in self.kept if each < rate]
+
+    @property
+    def best(self) -> float:
+        """The highest rate that was kept; 0.0 where none was."""
+        return max(self.kept, default=0.0)
 
 
 def _sweep(target: Target, options: Options, slo: Slo, report: Report) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from launch.bench.load import Lengths, Load, parse_lengths, read_trace
+from launch.bench.run import MOST_STEPS, Search
 from launch.bench.stats import Record, interval, parse_slo, percentile, statistics, summarize
-from launch.bench.sweep import MOST_STEPS, Search
 
 
 def test_percentile_is_linear_between_ranks() -> None:
