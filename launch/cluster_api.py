@@ -1,21 +1,23 @@
-"""What the launcher and the commands that look at a cluster ask its coordinator."""
+"""What the launcher and the commands that look at a cluster ask its coordinator; and one JSON request over HTTP, as the
+doctor and the bench send them too."""
 
 from __future__ import annotations
 
-import itertools
+import http.client
+import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 from baton.core.errors import StartupError
 from baton.rpc.status import printable
-from launch.http_json import request_json
 
 TIMEOUT_S = 2.0
 REQUESTS_TIMEOUT_S = 10.0
 MAX_CHARS = 2000  # of a text in an answer
+MAX_BYTES = 16 << 20
 Row = Mapping[str, Any]
 
 
@@ -79,16 +81,43 @@ def get_requests(url: str, request_id: str = "", limit: int = 1000) -> list[Row]
     raise StartupError(f"{url}: {what}")
 
 
-def looks(
-    look: Callable[[], ClusterView], every_s: float, count: int | None = None
-) -> Iterator[tuple[ClusterView, ClusterView, float]]:
-    """The cluster again and again, `count` times or without end: as it is, as it was before, the seconds between."""
-    before, looked_at = look(), time.monotonic()
-    for _ in itertools.count() if count is None else range(count):
-        time.sleep(every_s)
-        cluster, now = look(), time.monotonic()
-        yield cluster, before, now - looked_at
-        before, looked_at = cluster, now
+def request_json(
+    method: str, url: str, timeout_s: float, body: object = None, headers: Mapping[str, str] | None = None
+) -> tuple[int, Any]:
+    """The status and the JSON value of the answer, None where its body is not JSON. `timeout_s` limits each wait for
+    the socket, and the whole of the answer's body; `url` may lack its scheme (http).
+
+    Raises:
+        OSError: `url` is no address, nothing answers in time, or what answers does not speak HTTP or does not end
+            within MAX_BYTES.
+    """
+    try:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        host = ""
+    if not host:
+        raise OSError(f"{url!r} is no address")
+    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = connect(host, port, timeout=timeout_s)
+    path = parts.path or "/"
+    try:
+        data = None if body is None else json.dumps(body)
+        connection.request(method, f"{path}?{parts.query}" if parts.query else path, data, dict(headers or {}))
+        answer = connection.getresponse()
+        text, deadline = bytearray(), time.monotonic() + timeout_s
+        while part := answer.read1(1 << 16):
+            text += part
+            if len(text) > MAX_BYTES or time.monotonic() > deadline:
+                raise OSError(f"{method} {parts.path}: the answer does not end ({len(text)} bytes so far)")
+    except (http.client.HTTPException, ValueError) as error:
+        raise OSError(f"{method} {parts.path}: {error!r}") from None
+    finally:
+        connection.close()
+    try:
+        return answer.status, json.loads(text)
+    except (ValueError, RecursionError):
+        return answer.status, None
 
 
 def _get(url: str, path: str, timeout_s: float) -> tuple[int, Any]:

@@ -3,8 +3,9 @@ and the last requests with their timelines, renewed in place."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -13,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from launch.cluster_api import ClusterView, Row, WorkerView, looks
+from launch.cluster_api import ClusterView, Row, WorkerView
 from launch.tables import make_table, show
 
 BAR_CHARS = 48
@@ -52,17 +53,12 @@ def cluster_view(cluster: ClusterView, before: ClusterView | None = None, betwee
         parts.append(f"{counts.get('requests', '?')} requests, {counts.get('queued', '?')} queued{oldest}")
     if not cluster.workers:
         return [*parts, "no workers have joined"]
-    earlier = {} if before is None else {worker.id: worker for worker in before.workers}
+    earlier = {_start(worker): worker.fields for worker in before.workers} if before is not None else {}
     measured = ("tokens/s", "steps/s", "step ms") if before is not None else ()
     numbers = ("blocks free", "running", "waiting", *measured, "since")
     table = make_table(("worker", "role", "tp", "host", "state", *numbers), right=("tp", *numbers))
     for worker in cluster.workers:
         fields = worker.fields
-        rates: tuple[str, ...] = ()
-        if before is not None:
-            names = (_TOKENS.get(worker.role, ""), "steps")
-            old = earlier.get(worker.id)
-            rates = (*(_rate(worker, old, name, between_s) for name in names), _step_ms(worker, old))
         table.add_row(
             escape(worker.id),
             escape(worker.role),
@@ -72,10 +68,22 @@ def cluster_view(cluster: ClusterView, before: ClusterView | None = None, betwee
             f"{fields.get('blocks_free', '?')}/{fields.get('blocks_total', '?')}",
             str(fields.get("running", "?")),
             str(fields.get("waiting", "?")),
-            *rates,
+            *(() if before is None else _rates(worker, earlier.get(_start(worker), {}), between_s)),
             since(fields.get("since_s")),
         )
     return [*parts, table]
+
+
+def looks(
+    look: Callable[[], ClusterView], every_s: float, count: int | None = None
+) -> Iterator[tuple[ClusterView, ClusterView, float]]:
+    """The cluster again and again, `count` times or without end: as it is, as it was before, the seconds between."""
+    before, looked_at = look(), time.monotonic()
+    for _ in itertools.count() if count is None else range(count):
+        time.sleep(every_s)
+        cluster, now = look(), time.monotonic()
+        yield cluster, before, now - looked_at
+        before, looked_at = cluster, now
 
 
 def watch(
@@ -88,22 +96,22 @@ def watch(
         print_cluster(cluster, before, between_s, console)
 
 
-def _rate(worker: WorkerView, before: WorkerView | None, name: str, between_s: float) -> str:
-    """How fast a count rises; `-` where it is not one, or that of another start of the worker."""
-    old: Any = None if before is None else before.fields.get(name)
-    new: Any = worker.fields.get(name)
-    same = before is not None and before.fields.get("incarnation") == worker.fields.get("incarnation")
-    if not same or not isinstance(old, int) or not isinstance(new, int) or between_s <= 0:
-        return "-"
-    return f"{(new - old) / between_s:.0f}"
+def _start(worker: WorkerView) -> tuple[str, object]:
+    """Counts of a worker rise from one look to the next only within the same incarnation."""
+    return worker.id, worker.fields.get("incarnation")
 
 
-def _step_ms(worker: WorkerView, before: WorkerView | None) -> str:
-    """How long a step took on average; `-` where there was none."""
-    if before is None or before.fields.get("incarnation") != worker.fields.get("incarnation"):
-        return "-"
-    steps, seconds = (worker.fields.get(name, 0) - before.fields.get(name, 0) for name in ("steps", "step_s"))
-    return f"{seconds / steps * 1e3:.1f}" if steps > 0 else "-"
+def _rates(worker: WorkerView, before: Mapping[str, Any], between_s: float) -> tuple[str, str, str]:
+    """Tokens and steps per second, and how long a step took on average; `-` where a count is not there twice."""
+
+    def rise(name: str) -> float | None:
+        old, new = before.get(name), worker.fields.get(name)
+        return new - old if isinstance(old, int | float) and isinstance(new, int | float) else None
+
+    tokens, steps, seconds = rise(_TOKENS.get(worker.role, "")), rise("steps"), rise("step_s")
+    step_ms = f"{seconds / steps * 1e3:.1f}" if steps and seconds is not None else "-"
+    per_s = ["-" if count is None else f"{count / between_s:.0f}" for count in (tokens, steps)]
+    return per_s[0], per_s[1], step_ms
 
 
 def since(seconds: object) -> str:

@@ -22,7 +22,7 @@ import orjson
 from baton.rpc.status import printable
 from launch.bench.load import Job, Session
 from launch.bench.stats import Record
-from launch.http_json import request_json
+from launch.cluster_api import request_json
 
 CONNECT_TIMEOUT_S = 10.0
 _MAX_SHOWN = 200

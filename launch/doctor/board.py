@@ -15,7 +15,7 @@ from typing import Any
 
 from baton.core.errors import StartupError
 from baton.core.names import host_port
-from launch.http_json import request_json
+from launch.cluster_api import request_json
 
 _PLAN_HEADER = "x-baton-plan"
 _MAX_BYTES = 1 << 20

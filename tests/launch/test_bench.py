@@ -287,7 +287,7 @@ def test_a_sweep_of_a_server_that_answers_nothing_ends(tmp_path: Path, monkeypat
 
 
 def test_an_answer_that_does_not_end_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.http_json.MAX_BYTES", 1 << 20)
+    monkeypatch.setattr("launch.cluster_api.MAX_BYTES", 1 << 20)
     monkeypatch.setattr("launch.bench.client._MAX_EVENT_BYTES", 1 << 20)
     endless = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {"
 
