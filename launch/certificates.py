@@ -24,6 +24,8 @@ CA_KEY = "ca-key.pem"
 SERVER = "server"
 DEFAULT_HOSTS = ("localhost", "127.0.0.1", "::1")
 _CA_DAYS = 3650
+_AUTHORITY = "Baton cluster authority"
+_Key = ec.EllipticCurvePrivateKey
 _COMMAND = "baton certs:"
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _NAME = re.compile(rf"(?=.{{1,253}}$)(\*\.)?{_LABEL}(\.{_LABEL})*")
@@ -52,6 +54,22 @@ def make_certificates(
 
 
 def _make(directory: Path, hosts: Sequence[str], days: int, now: datetime.datetime) -> Iterator[Path]:
+    def sign(
+        name: str, key: _Key, issuer: x509.Name, until: datetime.datetime, *extensions: x509.ExtensionType
+    ) -> x509.Certificate:
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(_name(name))
+            .issuer_name(issuer)
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - _BACKDATED)
+            .not_valid_after(until)
+        )
+        for extension in extensions:
+            builder = builder.add_extension(extension, isinstance(extension, x509.BasicConstraints | x509.KeyUsage))
+        return builder.sign(signer, hashes.SHA256())
+
     ca_path, ca_key_path = directory / CA, directory / CA_KEY
     if ca_path.exists() != ca_key_path.exists():
         raise StartupError(f"{directory}: of {CA} and {CA_KEY} one is missing; the other cannot sign anything")
@@ -60,12 +78,21 @@ def _make(directory: Path, hosts: Sequence[str], days: int, now: datetime.dateti
         check_time(authority, ca_path, _COMMAND)
         if not is_authority(authority):
             raise StartupError(f"{ca_path}: the certificate may not sign others (its basic constraints)")
-        signer = check_key(authority, read_pem(ca_key_path, _COMMAND, secret=True), ca_path, _COMMAND)
-        if not isinstance(signer, ec.EllipticCurvePrivateKey):
+        found = check_key(authority, read_pem(ca_key_path, _COMMAND, secret=True), ca_path, _COMMAND)
+        if not isinstance(found, _Key):
             raise StartupError(f"{ca_key_path}: not a key that `baton certs` has made")
+        signer: _Key = found
     else:
         signer = ec.generate_private_key(ec.SECP256R1())
-        authority = _authority(signer, now)
+        authority = sign(
+            _AUTHORITY,
+            signer,
+            _name(_AUTHORITY),
+            now + datetime.timedelta(_CA_DAYS),
+            x509.BasicConstraints(ca=True, path_length=0),
+            x509.KeyUsage(False, False, False, False, False, True, True, False, False),  # signs certificates and lists
+            x509.SubjectKeyIdentifier.from_public_key(signer.public_key()),
+        )
         yield _write_key(ca_key_path, signer)
         yield _write(ca_path, authority)
     names = {role: [role + DOMAIN] for role in ROLES} | {SERVER: list(hosts or DEFAULT_HOSTS)}
@@ -76,7 +103,18 @@ def _make(directory: Path, hosts: Sequence[str], days: int, now: datetime.dateti
             continue
         key = ec.generate_private_key(ec.SECP256R1())
         yield _write_key(key_path, key)
-        yield _write(path, _certificate(name, of, key.public_key(), authority, signer, now, days))
+        usages = [ExtendedKeyUsageOID.SERVER_AUTH, *([] if name == SERVER else [ExtendedKeyUsageOID.CLIENT_AUTH])]
+        certificate = sign(
+            f"baton {name}",
+            key,
+            authority.subject,
+            min(now + datetime.timedelta(days), authority.not_valid_after_utc),
+            x509.SubjectAlternativeName([_general_name(host) for host in of]),
+            x509.BasicConstraints(ca=False, path_length=None),
+            x509.ExtendedKeyUsage(usages),
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()),
+        )
+        yield _write(path, certificate)
 
 
 def _check_present(directory: Path, name: str, hosts: Sequence[str]) -> None:
@@ -89,61 +127,12 @@ def _check_present(directory: Path, name: str, hosts: Sequence[str]) -> None:
     check_time(certificate, path, _COMMAND)
     check_key(certificate, read_pem(directory / f"{SERVER}-key.pem", _COMMAND, secret=True), path, _COMMAND)
     there = dns_names(certificate)
-    if hosts and {_canonical(host) for host in hosts} != {_canonical(host) for host in there}:
+    if hosts and {_general_name(host.lower()) for host in hosts} != {_general_name(host.lower()) for host in there}:
         raise StartupError(f"{path} is for {', '.join(there)}; remove it for a certificate with other hosts")
 
 
-def _authority(key: ec.EllipticCurvePrivateKey, now: datetime.datetime) -> x509.Certificate:
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Baton cluster authority")])
-    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # signs certificates and lists
-    builder = _builder(name, name, key.public_key(), now, now + datetime.timedelta(_CA_DAYS))
-    return (
-        builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-
-
-def _certificate(
-    name: str,
-    hosts: Sequence[str],
-    key: ec.EllipticCurvePublicKey,
-    authority: x509.Certificate,
-    signer: ec.EllipticCurvePrivateKey,
-    now: datetime.datetime,
-    days: int,
-) -> x509.Certificate:
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"baton {name}")])
-    usages = [ExtendedKeyUsageOID.SERVER_AUTH, *([] if name == SERVER else [ExtendedKeyUsageOID.CLIENT_AUTH])]
-    until = min(now + datetime.timedelta(days), authority.not_valid_after_utc)
-    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
-    return (
-        _builder(subject, authority.subject, key, now, until)
-        .add_extension(x509.SubjectAlternativeName([_general_name(host) for host in hosts]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
-        .add_extension(identifier, critical=False)
-        .sign(signer, hashes.SHA256())
-    )
-
-
-def _builder(
-    subject: x509.Name,
-    issuer: x509.Name,
-    key: ec.EllipticCurvePublicKey,
-    now: datetime.datetime,
-    until: datetime.datetime,
-) -> x509.CertificateBuilder:
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _BACKDATED)
-        .not_valid_after(until)
-    )
+def _name(common: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common)])
 
 
 def _general_name(host: str) -> x509.GeneralName:
@@ -158,11 +147,7 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _canonical(host: str) -> str:
-    return str(ipaddress.ip_address(host)) if _is_address(host) else host.lower()
-
-
-def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> Path:
+def _write_key(path: Path, key: _Key) -> Path:
     data = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
