@@ -6,18 +6,21 @@ import contextlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import NoReturn
 
 import click
 
-from baton.core.errors import StartupError
+from baton.core.errors import BatonError, StartupError
 from baton.core.names import host_port_error
 from baton.options import NumberRange, config_command, run_main
 from launch.bench.command import bench_command
 from launch.up_config import DoctorConfig, UpConfig, check_environment
 
 DEFAULT_URL = "http://127.0.0.1:8100"
+DRAIN_POLL_S = 0.2
+DRAIN_GRACE_S = 10.0
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -154,11 +157,36 @@ def drain_command(
     worker: str, url: str, timeout_s: float, coordinator: str, cluster_token_file: str, cluster_tls_dir: str
 ) -> int:
     """Take WORKER out of the cluster at URL: no new work, what runs finishes or is rescheduled, its process ends."""
-    from launch.drain import drain
+    from baton.rpc.admin import drain_worker
+    from baton.tls_files import read_cluster_tls
+    from baton.token_file import read_token
+    from launch.cluster_api import ClusterView, get_cluster
+    from launch.console import Console
+    from launch.run_directory import local_token
+
+    def incarnation(cluster: ClusterView) -> object:
+        """None when it is not there."""
+        there = (w.fields.get("incarnation") for w in cluster.workers if w.id == worker and w.state != "lost")
+        return next(there, None)
 
     if coordinator and (wrong := host_port_error(coordinator)):
         raise StartupError(f"--coordinator {wrong}")
-    return drain(worker, url, timeout_s, cluster_token_file, coordinator, cluster_tls_dir)
+    console = Console()
+    try:
+        cluster = get_cluster(url)
+        token, tls = read_token(cluster_token_file or local_token(url)), read_cluster_tls(cluster_tls_dir, "operator")
+        drain_worker(coordinator or cluster.control, worker, timeout_s, token, tls=tls)
+        console.stage(worker, f"draining   for up to {timeout_s:g} s")
+        deadline = time.monotonic() + timeout_s + DRAIN_GRACE_S
+        while incarnation(get_cluster(url)) == incarnation(cluster):
+            if time.monotonic() > deadline:
+                console.stage(worker, "still there; `baton ps` shows its state")
+                return 1
+            time.sleep(DRAIN_POLL_S)
+    except BatonError as error:
+        raise StartupError(error.message) from None
+    console.stage(worker, "left")
+    return 0
 
 
 @baton.command("certs")
