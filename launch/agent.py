@@ -244,7 +244,9 @@ def first_failure(failed: Sequence[Rank]) -> Rank:
 def _report(job: Job, rank: Rank) -> int:
     """The box about one rank; returns the exit code to pass on."""
     code = rank.code or 0
-    who = _option(job.arguments, "--worker-id") or job.module
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    options.add_argument("--worker-id", nargs="?")
+    who = options.parse_known_args(job.arguments)[0].worker_id or job.module
     where = f"{job.module}, rank {rank.number} of {job.nodes * job.ranks}, pid {rank.pid}"
     reason = rank.reason or "it left no reason; the log above this box is all there is"
     print(
@@ -268,16 +270,6 @@ def _listen(job: Job) -> socket.socket:
         where = f"{job.master_addr} port {job.master_port} (MASTER_ADDR, MASTER_PORT)"
         raise OSError(f"the ranks cannot meet at {where}: {error.strerror or error}") from None
     return listener
-
-
-def _option(words: Sequence[str], name: str) -> str:
-    """The last value of an option on the worker's command line."""
-    for index in range(len(words) - 1, -1, -1):
-        if words[index].startswith(name + "="):
-            return words[index].partition("=")[2]
-        if words[index] == name and index + 1 < len(words):
-            return words[index + 1]
-    return ""
 
 
 def main() -> NoReturn:

@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from baton.core.errors import StartupError
 from baton.process import PARENT_VARIABLE, descendants, kill_tree, set_death_signal
@@ -34,7 +33,7 @@ class ChildSpec:
     note: str = ""
 
 
-class Child:
+class Child(subprocess.Popen[bytes]):
     """A process that runs. Must be made on the main thread: the kernel ties its death to the thread that forked it.
 
     Raises StartupError when it cannot be started, or its log not be opened.
@@ -42,6 +41,16 @@ class Child:
 
     def __init__(self, spec: ChildSpec) -> None:
         self.spec = spec
+        launcher = os.getpid()
+        always = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", PARENT_VARIABLE: str(launcher)}
+
+        def before_exec() -> None:
+            set_death_signal()
+            if os.getppid() != launcher:
+                os._exit(1)
+            if spec.cores:
+                os.sched_setaffinity(0, spec.cores)
+
         try:
             log = spec.log.open("ab", buffering=0)
         except OSError as error:
@@ -50,33 +59,36 @@ class Child:
             with contextlib.suppress(OSError):  # a full disk costs the log and not the process
                 log.write(f"$ {shlex.join(spec.command)}\n".encode())
             self._log_start = log.seek(0, os.SEEK_END)
-            self._process = _start(spec, log)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
-        return self._process.poll()
+            try:
+                super().__init__(
+                    spec.command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **spec.environment, **always},
+                    start_new_session=True,
+                    preexec_fn=before_exec,
+                )
+            except OSError as error:
+                raise StartupError(f"{spec.name} cannot be started: {error}") from None
+            except subprocess.SubprocessError:  # of what runs before exec; only pinning can fail there
+                where = f"cores {ranges(spec.cores)}"
+                raise StartupError(f"{spec.name} cannot be started: it may not run on {where}") from None
 
     def pids(self) -> set[int]:
         """Itself and everything below it."""
         return {self.pid, *descendants(self.pid)}
 
-    def terminate(self) -> None:
-        self._process.terminate()
-
     def kill(self, wait_s: float = 5.0) -> None:
         """SIGKILL to it and everything below it, then reaps it."""
-        if self._process.poll() is None:
+        if self.poll() is None:
             kill_tree(self.pid)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(wait_s)
+            self.wait(wait_s)
 
-    def tail(self, lines: int = TAIL_LINES) -> list[str]:
+    def tail(self) -> list[str]:
         """The last lines this run wrote."""
-        return self._lines()[-lines:]
+        return self._lines()[-TAIL_LINES:]
 
     def error_line(self) -> str:
         """The first `error: ...` this run wrote, without the word: the root cause comes before what it broke. Empty
@@ -95,30 +107,3 @@ class Child:
                 return log.read().decode("utf-8", "replace").splitlines()
         except OSError:
             return []
-
-
-def _start(spec: ChildSpec, log: IO[bytes]) -> subprocess.Popen[bytes]:
-    launcher, cores = os.getpid(), spec.cores
-    always = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", PARENT_VARIABLE: str(launcher)}
-
-    def before_exec() -> None:
-        set_death_signal()
-        if os.getppid() != launcher:
-            os._exit(1)
-        if cores:
-            os.sched_setaffinity(0, cores)
-
-    try:
-        return subprocess.Popen(
-            spec.command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, **spec.environment, **always},
-            start_new_session=True,
-            preexec_fn=before_exec,
-        )
-    except OSError as error:
-        raise StartupError(f"{spec.name} cannot be started: {error}") from None
-    except subprocess.SubprocessError:  # of what runs before exec; only pinning can fail there
-        raise StartupError(f"{spec.name} cannot be started: it may not run on cores {ranges(cores)}") from None
