@@ -47,7 +47,6 @@ def dry_run(plan: Plan, programs: Programs, console: Console | None = None) -> i
         StartupError: memory is too small for the model.
     """
     console = console or Console(soft_wrap=True)
-    place = plan.topology.coordinator
     memory = _memory(plan)  # first: what it refuses shall not stand below half a plan
     console.print(f"model {plan.served_name}   {plan.model}")
     for title, found in (("placement", _placement(plan)), ("ports", _ports(plan)), ("memory of each rank", memory)):
@@ -60,10 +59,9 @@ def dry_run(plan: Plan, programs: Programs, console: Console | None = None) -> i
         if node.address and not _resolves(node.address):
             console.print(f"\n[yellow]node {escape(node.name)}: {escape(node.address)} does not resolve here[/]")
     console.print("\n[bold]commands[/]")
-    if not place.control_port:
+    if not plan.topology.coordinator.config.control_port:
         console.print("# workers get the control port that the coordinator takes in place of 0")
-    host = plan.topology.node(place.node)
-    console.print(f"# {COORDINATOR}   node {host.name}")
+    console.print(f"# {COORDINATOR}   node {plan.topology.front.name}")
     console.out(shlex.join([*programs.coordinator, *plan.coordinator_command()]), highlight=False)
     for part in plan.parts:
         words = [f"{key}={value}" for key, value in part.environment.items()]
@@ -82,7 +80,7 @@ def _resolves(address: str) -> bool:
 
 def _placement(plan: Plan) -> Table:
     table = make_table(("member", "node", "address", "ranks", "cores", "gpus"))
-    node = plan.topology.node(plan.topology.coordinator.node)
+    node = plan.topology.front
     table.add_row(COORDINATOR, node.name, node.address, "", "not pinned", "")
     for part in plan.parts:
         first = part.node_rank * part.ranks

@@ -81,37 +81,35 @@ class Plan:
     @property
     def control(self) -> str:
         """The address that workers dial."""
-        place = self.topology.coordinator
-        return host_port(self.topology.node(place.node).address, place.control_port)
+        return host_port(self.topology.front.address, self.topology.coordinator.config.control_port)
 
     @property
     def url(self) -> str:
         """Where the other nodes find HTTP."""
-        place = self.topology.coordinator
-        host = self.topology.node(place.node).address if place.host in ("0.0.0.0", "::") else place.host
-        scheme = "https" if place.config.tls_cert_file else "http"
-        return f"{scheme}://{host_port(host, place.port)}"
+        config = self.topology.coordinator.config
+        host = self.topology.front.address if config.host in ("0.0.0.0", "::") else config.host
+        return f"{'https' if config.tls_cert_file else 'http'}://{host_port(host, config.port)}"
 
     @property
     def admin(self) -> str:
         """Where operators find it; empty where they ask HTTP as everybody does."""
-        place = self.topology.coordinator
-        if not place.config.api_key_file and not place.config.tls_cert_file:
+        config = self.topology.coordinator.config
+        if not config.api_key_file and not config.tls_cert_file:
             return ""
-        return host_port(self.topology.node(place.node).address, place.config.admin_port)
+        return host_port(self.topology.front.address, config.admin_port)
 
     def coordinator_command(self, ports: Mapping[str, int] | None = None) -> tuple[str, ...]:
         """The flags of the coordinator; `ports` by their options are those of an earlier run."""
-        place = self.topology.coordinator
+        config = self.topology.coordinator.config
         options = {
-            "host": place.host,
-            "port": place.port,
-            "grpc_port": place.grpc_port,
-            "control_host": self.topology.node(place.node).address,
-            "control_port": place.control_port,
+            "host": config.host,
+            "port": config.port,
+            "grpc_port": config.grpc_port,
+            "control_host": self.topology.front.address,
+            "control_port": config.control_port,
         }
         named = ("--model", self.model, "--served-model-name", self.served_name)
-        return (*named, *flags_of({**options, **place.options, **(ports or {})}))
+        return (*named, *flags_of({**options, **self.topology.coordinator.options, **(ports or {})}))
 
     def agent_flags(self, part: Part) -> tuple[str, ...]:
         """The flags of the agent of a part; torchrun takes the same."""
@@ -127,15 +125,15 @@ class Plan:
 
     def worker_command(self, part: Part, control: str = "") -> tuple[str, ...]:
         """The flags of each rank of a part."""
-        worker = part.worker
-        share = worker.config.gpu_share or (1 / part.gpu_ranks if part.gpu_ranks > 1 else 0)
+        worker, config = part.worker, part.worker.config
+        share = config.gpu_share or (1 / part.gpu_ranks if part.gpu_ranks > 1 else 0)
         options = {
             "worker_id": worker.name,
             "coordinator": control or self.control,
             "host": part.node.address,
             "threads": part.placement.threads,
-            "link_port": worker.link_port,
-            "store_port": worker.store_port,
+            "link_port": config.link_port,
+            "store_port": config.store_port,
             "gpu_share": f"{share:.4f}" if share else 0,
         }
         placed = {name: value for name, value in options.items() if value}
@@ -144,21 +142,19 @@ class Plan:
 
     def listeners(self) -> tuple[Listener, ...]:
         """Every port of the cluster that has a key. Edges and the channels between ranks take any free ones besides."""
-        place = self.topology.coordinator
-        own = self.topology.node(place.node).address
-        found = [
-            Listener(place.node, host, getattr(place, key), COORDINATOR, key)
-            for host, key in ((place.host, "port"), (place.host, "grpc_port"), (own, "control_port"))
-        ]
+        front, config = self.topology.front, self.topology.coordinator.config
+        hosts = {"port": config.host, "grpc_port": config.host, "control_port": front.address}
         if self.admin:
-            found.append(Listener(place.node, own, place.config.admin_port, COORDINATOR, "admin_port"))
+            hosts["admin_port"] = front.address
+        found = [Listener(front.name, host, getattr(config, key), COORDINATOR, key) for key, host in hosts.items()]
         for worker in self.topology.workers:
-            leader = self.topology.node(worker.nodes[0])
-            keys = ("rendezvous_port", "link_port", "store_port") if worker.role == "decode" else ("rendezvous_port",)
-            for key in keys:
-                found.append(Listener(leader.name, leader.address, getattr(worker, key), worker.name, key))
-            if port := worker.config.health_port:
-                found.append(Listener(leader.name, leader.address, port, worker.name, "health_port"))
+            leader, options = self.topology.node(worker.nodes[0]), worker.config
+            ports = {"rendezvous_port": worker.rendezvous_port}
+            if worker.role == "decode":
+                ports |= {"link_port": options.link_port, "store_port": options.store_port}
+            if options.health_port:
+                ports["health_port"] = options.health_port
+            found += [Listener(leader.name, leader.address, port, worker.name, key) for key, port in ports.items()]
         return tuple(found)
 
 
@@ -183,7 +179,6 @@ def local_topology(config: UpConfig, cores: Sequence[int], gpus: Sequence[str]) 
     """What the options of `baton up` mean: one node, this machine, on loopback, every port but the public ones free."""
     node = Node("local", LOOPBACK, tuple(cores), len(cores), () if config.device == "cpu" else tuple(gpus))
     options = {name: getattr(config, name) for name in COORDINATOR_FIELDS}
-    ports = {key: options.pop(key) for key in ("host", "port", "grpc_port", "control_port")}
     shared = {name: getattr(config, name) for name in WORKER_FIELDS}
     if config.threads:
         shared["threads"] = config.threads
@@ -198,7 +193,7 @@ def local_topology(config: UpConfig, cores: Sequence[int], gpus: Sequence[str]) 
         for role, count, ranks, size in pools
         for index in range(count)
     ]
-    coordinator = CoordinatorPlace(node.name, **ports, options=options)
+    coordinator = CoordinatorPlace(node.name, options)
     return Topology(config.model, config.served_model_name, (node,), coordinator, tuple(workers))
 
 
@@ -206,8 +201,9 @@ def with_addresses(topology: Topology, addresses: Mapping[str, str]) -> Topology
     """The same topology with other addresses for its nodes; the coordinator's own default follows."""
     nodes = tuple(replace(node, address=addresses[node.name]) for node in topology.nodes)
     place = topology.coordinator
-    host = addresses[place.node] if place.host == topology.node(place.node).address else place.host
-    return replace(topology, nodes=nodes, coordinator=replace(place, host=host))
+    if place.config.host == topology.front.address:
+        place = replace(place, options={**place.options, "host": addresses[place.node]})
+    return replace(topology, nodes=nodes, coordinator=place)
 
 
 def check_addresses(topology: Topology) -> None:

@@ -97,7 +97,7 @@ def check_files(plan: Plan, nodes: Collection[str], environment: Mapping[str, st
     if place.node in nodes:
         with naming(COORDINATOR):
             token_file = resolve(CoordinatorConfig, file={}, env=environment, flags=place.options).cluster_token_file
-            check_listening("--control-host", plan.topology.node(place.node).address, read_token(token_file))
+            check_listening("--control-host", plan.topology.front.address, read_token(token_file))
     for part in (part for part in parts if part.node_rank == 0):  # only a worker's leader drafts and listens
         with naming(part.name):
             resolved = resolve(WorkerConfig, file={}, env=environment, flags=part.worker.options)

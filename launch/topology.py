@@ -60,30 +60,21 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorPlace:
-    """`options` are those of its own command line that somebody set."""
+    """`options` are those of its own command line that somebody set, and where HTTP listens."""
 
     node: str
-    host: str
-    port: int
-    grpc_port: int
-    control_port: int
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any]
 
     @property
     def config(self) -> CoordinatorConfig:
         """What its command line says of it, with the defaults of what it does not say."""
-        return CoordinatorConfig(
-            host=self.host,
-            port=self.port,
-            grpc_port=self.grpc_port,
-            control_port=self.control_port,
-            **self.options,
-        )
+        return CoordinatorConfig(**self.options)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """A worker, its ranks divided evenly over `nodes`, the first of which leads. Port 0: any free one."""
+    """A worker, its ranks divided evenly over `nodes`, the first of which leads. `options` are those of its own command
+    line that somebody set. Port 0: any free one."""
 
     name: str
     role: Role
@@ -91,14 +82,12 @@ class WorkerPlace:
     tensor_parallel: int = 1
     devices: tuple[str, ...] = ()
     rendezvous_port: int = 0
-    link_port: int = 0
-    store_port: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def config(self) -> WorkerConfig:
         """What its command line says of it, with the defaults of what it does not say."""
-        return WorkerConfig(link_port=self.link_port, store_port=self.store_port, **self.options)
+        return WorkerConfig(**self.options)
 
     @property
     def ranks_per_node(self) -> int:
@@ -118,6 +107,11 @@ class Topology:
 
     def node(self, name: str) -> Node:
         return next(node for node in self.nodes if node.name == name)
+
+    @property
+    def front(self) -> Node:
+        """The coordinator's."""
+        return self.node(self.coordinator.node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +213,7 @@ def _coordinator(
     host = found.host if "host" in table else node.address
     if "host" in table:
         _check(address_error(host), "coordinator: 'host'")
-    options = {key: value for key, value in table.items() if key not in _PORTS}
-    return CoordinatorPlace(name, host, found.port, found.grpc_port, found.control_port, options)
+    return CoordinatorPlace(name, {key: value for key, value in table.items() if key != "node"} | {"host": host})
 
 
 def _worker(
@@ -256,18 +249,10 @@ def _worker(
     rendezvous = found.rendezvous_port or (base if len(on) > 1 else 0)
     if len(on) > 1 and not rendezvous:
         raise StartupError(f"{where}: a worker over several nodes needs 'rendezvous_port' or 'base_port'")
-    options = {k: v for k, v in table.items() if k not in _PLACING and k not in ("link_port", "store_port")}
-    return WorkerPlace(
-        name,
-        role,
-        on,
-        ranks,
-        devices,
-        rendezvous,
-        found.link_port or (base + 1 if base and decodes else 0),
-        found.store_port or (base + 2 if base and decodes else 0),
-        options,
-    )
+    options = {key: value for key, value in table.items() if key not in _PLACING}
+    if base and decodes:
+        options |= {"link_port": found.link_port or base + 1, "store_port": found.store_port or base + 2}
+    return WorkerPlace(name, role, on, ranks, devices, rendezvous, options)
 
 
 def _on_gpus(worker: WorkerPlace, nodes: tuple[Node, ...]) -> WorkerPlace:

@@ -44,24 +44,23 @@ def doctor(plan: Plan, nodes: frozenset[str], config: DoctorConfig, probe: tuple
     """
     local = {name: check_node(plan, name, config.full_digest) for name in sorted(nodes)}
     tasks = make_tasks(plan, _heads(plan), config.limit_s)
-    place = plan.topology.coordinator
-    host, port, digest = plan.topology.node(place.node).address, place.control_port, plan_digest(plan)
+    front, port, digest = plan.topology.front, plan.topology.coordinator.config.control_port, plan_digest(plan)
     with ExitStack() as stack:
         board = None
-        if place.node in nodes:
+        if front.name in nodes:
             try:
-                board = Board(host, port, digest)
+                board = Board(front.address, port, digest)
             except StartupError as error:
-                return print_verdict(_without_board(place.node, error.message, plan.url, local))
+                return print_verdict(_without_board(front.name, error.message, plan.url, local))
             stack.callback(board.close)
             port = board.address[1]
-        client = BoardClient(host, port, digest)
+        client = BoardClient(front.address, port, digest)
         _put_findings(client, local, plan, config.wait_s)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-doctor-")))
         probes = Probes(probe)
         stack.callback(probes.close)
         for task in (task for name in sorted(nodes) for task in tasks[name]):
-            probes.start(task, (host, port, digest), directory)
+            probes.start(task, (front.address, port, digest), directory)
         if board is not None:
             verdict = _collect(board, plan, tasks, config, probes)
             board.values["report"] = [asdict(finding) for finding in verdict]
@@ -73,7 +72,7 @@ def doctor(plan: Plan, nodes: frozenset[str], config: DoctorConfig, probe: tuple
                     probes.report_exited(client.put)
                 report = client.wait("report", _REPORT_EVERY_S)
             if report is None:
-                raise StartupError(f"the doctor of node {place.node} at {host}:{port} gave no verdict")
+                raise StartupError(f"the doctor of node {front.name} at {front.address}:{port} gave no verdict")
             verdict = [Finding(**finding) for finding in report]
     return print_verdict(verdict)
 
@@ -114,7 +113,7 @@ def _put_findings(client: BoardClient, local: _Local, plan: Plan, wait_s: float)
     Raises:
         StartupError: nobody hosts it, or somebody with another topology.
     """
-    place = plan.topology.coordinator
+    front, port = plan.topology.front, plan.topology.coordinator.config.control_port
     deadline = time.monotonic() + wait_s
     for name, (findings, facts) in local.items():
         while True:
@@ -125,8 +124,7 @@ def _put_findings(client: BoardClient, local: _Local, plan: Plan, wait_s: float)
                 raise StartupError(f"node {name}: {error}; give every node the same file") from None
             except OSError as error:
                 if time.monotonic() > deadline:
-                    host = plan.topology.node(place.node).address
-                    what = f"node {name} cannot reach the doctor of node {place.node} at {host}:{place.control_port}"
+                    what = f"node {name} cannot reach the doctor of node {front.name} at {front.address}:{port}"
                     check = "is it running there, does a firewall drop the port, is the address the right interface's?"
                     raise StartupError(f"{what}: {error.strerror or error}; {check}") from None
                 time.sleep(_POLL_S)
@@ -146,7 +144,7 @@ def _collect(
     nodes = {name: board.values[f"node/{name}"] for name in tasks if f"node/{name}" in board.values}
     findings = [Finding(**finding) for node in nodes.values() for finding in node["findings"]]
     for name in tasks:
-        if name not in nodes and (tasks[name] or name == plan.topology.coordinator.node):
+        if name not in nodes and (tasks[name] or name == plan.topology.front.name):
             what = f"no doctor answered within {config.wait_s:g} s; run `baton doctor --topology FILE` there too"
             findings.append(on_node("doctor", name, what))
     findings += compare({name: node["facts"] for name, node in nodes.items() if tasks[name]})

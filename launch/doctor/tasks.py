@@ -100,7 +100,7 @@ def make_tasks(plan: Plan, heads_per_layer: tuple[int, ...], limit_s: float) -> 
             peers[receiver].append(sender)
     tasks: dict[str, list[Task]] = {node.name: [] for node in plan.topology.nodes}
     for part in plan.parts:
-        worker = part.worker
+        worker, config = part.worker, part.worker.config
         for local in range(part.ranks):
             me = ranks[worker.name][part.node_rank * part.ranks + local]
             dials = worker.role == "prefill" and me.rank == 0
@@ -111,10 +111,10 @@ def make_tasks(plan: Plan, heads_per_layer: tuple[int, ...], limit_s: float) -> 
                 tuple(peers[me]),
                 tuple(ranks[decode.name][0] for decode in decodes) if dials else (),
                 worker.rendezvous_port,
-                worker.link_port,
-                worker.store_port,
-                str(worker.options.get("device", "auto")),
-                str(worker.options.get("edge_kind", "auto")),
+                config.link_port,
+                config.store_port,
+                config.device,
+                config.edge_kind,
                 local,
                 limit_s,
             )

@@ -167,7 +167,7 @@ def test_a_port_in_use_points_at_a_running_cluster_beside_the_other_findings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = plan_of(loopback_topology(tmp_path / "t.toml", "absent"))
-    with socket.create_server(("127.0.0.1", plan.topology.coordinator.control_port)):
+    with socket.create_server(("127.0.0.1", plan.topology.coordinator.config.control_port)):
         assert doctor(plan, frozenset({"a", "b"}), DoctorConfig(limit_s=1, wait_s=1)) == 1
     shown = capsys.readouterr().out
     assert f"a cluster may be running there, see `baton ps {plan.url}`" in shown
@@ -190,7 +190,7 @@ def test_a_healthy_cluster_passes(tmp_path: Path) -> None:
 @pytest.mark.cluster
 def test_a_taken_port_is_found_on_its_node(tmp_path: Path) -> None:
     topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"))
-    port = plan_of(topology).topology.workers[1].store_port
+    port = plan_of(topology).topology.workers[1].config.store_port
     with socket.create_server(("127.0.0.2", port)):
         code, text = run("--topology", topology, "--limit-s", "4")
     assert code == 1
