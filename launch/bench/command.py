@@ -11,7 +11,7 @@ import click
 
 from baton.core.errors import StartupError
 from baton.options import NumberRange
-from launch.bench.load import WORKLOADS, Lengths, Load, Workload, parse_lengths, read_trace
+from launch.bench.load import WORKLOADS, Load, parse_lengths, read_trace
 from launch.bench.stats import Slo, parse_slo
 
 DEFAULT_REPEATS = 3
@@ -46,6 +46,7 @@ _FILE = click.Path(dir_okay=False, writable=True)
 @click.option("--output-len", type=_LENGTHS, default="64", show_default=True, help="Output tokens.")
 @click.option(
     "--prompts",
+    "workload",
     type=click.Choice(WORKLOADS),
     default="tokens",
     show_default=True,
@@ -84,32 +85,25 @@ def bench_command(
     model: str,
     concurrency: int,
     requests: int | None,
-    input_len: Lengths,
-    output_len: Lengths,
-    prompts: Workload,
-    turns: int,
-    shared_len: int,
-    token_ids: Lengths,
     rate: float | None,
     trace_path: str | None,
-    scale: float,
     slo: Slo | None,
     slo_share: float,
     sweep: bool,
     against: str,
     repeats: int | None,
-    seed: int,
     warmup: int | None,
     timeout_s: float,
     api_key: str,
     json_path: str | None,
     markdown_path: str | None,
     html_path: str | None,
+    **work: Any,  # the fields of Load that are options by themselves
 ) -> int:
     """Measure TTFT, TPOT, ITL and throughput of any OpenAI-compatible server at URL."""
     from launch.bench.run import Options, bench
 
-    if min(input_len.low, output_len.low) < 1:
+    if min(work["input_len"].low, work["output_len"].low) < 1:
         raise StartupError("--input-len and --output-len must be at least 1")
     if sweep and (slo is None or against or trace_path):
         raise StartupError("--sweep needs --slo, and goes neither with --against nor with --trace")
@@ -119,10 +113,7 @@ def bench_command(
         trace = read_trace(Path(trace_path)) if trace_path else ()
     except (OSError, ValueError) as error:
         raise StartupError(f"--trace {trace_path}: {error}") from None
-    load = Load(
-        seed, input_len, output_len, prompts, token_ids, turns if prompts == "turns" else 1, shared_len,
-        0.0 if sweep else rate or 0.0, trace, scale,
-    )  # fmt: skip
+    load = Load(**work, rate=0.0 if sweep else rate or 0.0, trace=trace)
     default = len(trace) if trace else 8 * concurrency
     options = Options(
         load=load,

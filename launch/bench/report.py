@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console
@@ -70,8 +70,7 @@ class Report:
 
     def whole(self, base: str) -> Statistics:
         """Of all runs of a server together; rates are means over the runs, since there is time between them."""
-        whole = statistics(self.records(base), self.slo)
-        return replace(whole, duration_s=sum(one.duration_s for one in self.each(base)))
+        return statistics(self.records(base), self.slo, sum(one.duration_s for one in self.each(base)))
 
     def by_rate(self) -> list[tuple[float, Statistics]]:
         """The runs of a sweep, rising."""
@@ -212,19 +211,14 @@ def as_json(report: Report) -> dict[str, Any]:
         "date": _date(),
         "formulas": {name: formula for name, _, formula in _TIMES},
         "percentile": "linear between the nearest ranks, at position p/100 (m - 1)",
-        "statistics": _statistics(report.whole(first)),
+        "statistics": asdict(report.whole(first)),
         "best_rate": report.best_rate,
         "runs": [
-            {"server": run.base, "rate": run.rate, "statistics": _statistics(statistics(run.records, report.slo))}
+            {"server": run.base, "rate": run.rate, "statistics": asdict(statistics(run.records, report.slo))}
             for run in report.runs
         ],
         "per_request": [_request(number, record) for number, run in enumerate(report.runs) for record in run.records],
     }
-
-
-def _statistics(stats: Statistics) -> dict[str, Any]:
-    rates = ("requests_per_s", "output_tokens_per_s", "prompt_tokens_per_s", "goodput_per_s", "met_share")
-    return {**asdict(stats), **{rate: getattr(stats, rate) for rate in rates}}
 
 
 def _request(run: int, record: Record) -> dict[str, Any]:

@@ -134,33 +134,15 @@ class Statistics:
     tpot: Summary
     itl: Summary
     e2e: Summary
-    met: int = 0
+    met: int
     """Requests that kept to the limits, of all: without limits, those that succeeded."""
-    stages: Mapping[str, Summary] = field(default_factory=dict)
-
-    @property
-    def goodput_per_s(self) -> float:
-        """Requests a second that kept to the limits."""
-        return self._per_s(self.met)
-
-    @property
-    def met_share(self) -> float:
-        return self.met / self.requests if self.requests else 0.0
-
-    @property
-    def requests_per_s(self) -> float:
-        return self._per_s(self.requests - self.failed)
-
-    @property
-    def output_tokens_per_s(self) -> float:
-        return self._per_s(self.output_tokens)
-
-    @property
-    def prompt_tokens_per_s(self) -> float:
-        return self._per_s(self.prompt_tokens)
-
-    def _per_s(self, count: int) -> float:
-        return count / self.duration_s if self.duration_s else 0.0
+    stages: Mapping[str, Summary]
+    requests_per_s: float
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float
+    goodput_per_s: float
+    """Requests a second that kept to the limits."""
+    met_share: float
 
 
 def percentile(ordered: Sequence[float], p: float) -> float:
@@ -181,25 +163,35 @@ def summarize(values: Iterable[float | None]) -> Summary:
     return Summary(len(ordered), sum(ordered) / len(ordered), p50, p95, p99, ordered[-1])
 
 
-def statistics(records: Sequence[Record], slo: Slo | None = None) -> Statistics:
-    slo = slo or Slo()
+def statistics(records: Sequence[Record], slo: Slo | None = None, duration_s: float | None = None) -> Statistics:
+    """`duration_s`: where it is not from the first request sent to the last one ended."""
     good = [record for record in records if record.error is None]
-    duration = max(r.ended for r in good) - min(r.sent for r in good) if good else 0.0
+    if duration_s is None:
+        duration_s = max(r.ended for r in good) - min(r.sent for r in good) if good else 0.0
+    met = sum(map((slo or Slo()).met, records))
+    prompt_tokens = sum(record.prompt_tokens for record in good)
+    output_tokens = sum(record.output_tokens for record in good)
+    per_s = 1 / duration_s if duration_s else 0.0
     return Statistics(
         requests=len(records),
         failed=len(records) - len(good),
         errors=dict(Counter(record.error for record in records if record.error is not None).most_common()),
         uncounted=sum(not record.counted for record in good),
-        duration_s=duration,
-        prompt_tokens=sum(record.prompt_tokens for record in good),
-        output_tokens=sum(record.output_tokens for record in good),
+        duration_s=duration_s,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
         ttft=summarize(record.ttft_s for record in good),
         tpot=summarize(record.tpot_s for record in good),
         itl=summarize(gap for record in good for gap in record.gaps_s),
         e2e=summarize(record.e2e_s for record in good),
-        met=sum(map(slo.met, records)),
+        met=met,
         stages={
             name: summarize(record.stages.get(name, 0.0) for record in good if record.stages)
             for name in dict.fromkeys(name for record in good for name in record.stages)
         },
+        requests_per_s=len(good) * per_s,
+        output_tokens_per_s=output_tokens * per_s,
+        prompt_tokens_per_s=prompt_tokens * per_s,
+        goodput_per_s=met * per_s,
+        met_share=met / len(records) if records else 0.0,
     )
