@@ -29,14 +29,12 @@ class Placement:
 
 
 def place(ranks: Sequence[int], cores: Sequence[int], threads: int = 0) -> tuple[Placement, ...]:
-    """One placement per worker, in order; `ranks` has the size of each. `threads` 0 means as many as the worker has
-    cores.
+    """One placement per worker, in order; `ranks` has the size of each. `cores` are one at least; `threads` 0 means as
+    many as the worker has cores.
 
     Left-over cores go to the first workers. An explicit `threads` takes that many cores for each worker, their own if
     there are enough, else shared in turn.
     """
-    if not cores:
-        raise ValueError("no cores to place workers on")
     share, extra = divmod(len(cores), sum(ranks) or 1)
     placements: list[Placement] = []
     start = 0

@@ -26,7 +26,7 @@ from functools import partial
 
 from baton.core.errors import StartupError
 from launch.child import ChildSpec
-from launch.cluster_api import get_cluster
+from launch.cluster_api import WorkerView, get_cluster
 from launch.console import Console
 from launch.failure import describe_exit
 from launch.members import Addresses, Members
@@ -151,10 +151,7 @@ class LocalCluster:
         waiting = [worker for worker in self._workers if worker.child is not None and not worker.joined]
         if not waiting and not self._elsewhere:
             return
-        try:
-            views = {view.id: view for view in get_cluster(self._bound().admin_url).workers}
-        except StartupError:
-            return
+        views = {view.id: view for view in self._views()}
         for worker in waiting:
             view = views.get(self._members.parts[worker.name].worker.name)
             if view and view.state == "ready" and worker.child and worker.child.pids().intersection(view.pids):
@@ -163,6 +160,13 @@ class LocalCluster:
             if name in views and views[name].state == "ready":
                 self._elsewhere.remove(name)
                 self._console.stage(name, f"joined   on {views[name].fields.get('host', 'another host')}")
+
+    def _views(self) -> tuple[WorkerView, ...]:
+        """What GET /workers says; nothing where it does not answer."""
+        try:
+            return get_cluster(self._bound().admin_url).workers
+        except StartupError:
+            return ()
 
     def _announce_when_ready(self) -> None:
         late = self._late()
@@ -189,12 +193,8 @@ class LocalCluster:
 
     def _chosen(self) -> list[str]:
         """What the workers decided themselves, as they said when they joined."""
-        try:
-            views = get_cluster(self._bound().admin_url).workers
-        except StartupError:
-            return []
         facts: dict[str, list[str]] = {}
-        for view in views:
+        for view in self._views():
             f = view.fields
             quantized = "" if f.get("quantize") in (None, "none") else f" and {f['quantize']} weights"
             kind = f"{f.get('dtype')}{quantized}"

@@ -85,7 +85,7 @@ def host_memory_bytes() -> int:
     return min(limits)
 
 
-def check_files(plan: Plan, nodes: Collection[str], environment: Mapping[str, str] = os.environ) -> None:
+def check_files(plan: Plan, nodes: Collection[str]) -> None:
     """Raises StartupError for the first member on `nodes`, which are this host, that would not find its model, its
     draft or its cluster token, or would listen off loopback without a token; with its name."""
     place, parts = plan.topology.coordinator, [part for part in plan.parts if part.node.name in nodes]
@@ -96,11 +96,11 @@ def check_files(plan: Plan, nodes: Collection[str], environment: Mapping[str, st
         model = resolve_model(plan.model)
     if place.node in nodes:
         with naming(COORDINATOR):
-            token_file = resolve(CoordinatorConfig, file={}, env=environment, flags=place.options).cluster_token_file
+            token_file = resolve(CoordinatorConfig, file={}, env=os.environ, flags=place.options).cluster_token_file
             check_listening("--control-host", plan.topology.front.address, read_token(token_file))
     for part in (part for part in parts if part.node_rank == 0):  # only a worker's leader drafts and listens
         with naming(part.name):
-            resolved = resolve(WorkerConfig, file={}, env=environment, flags=part.worker.options)
+            resolved = resolve(WorkerConfig, file={}, env=os.environ, flags=part.worker.options)
             check_listening("--host", part.node.address, read_token(resolved.cluster_token_file))
             if part.role == "decode":
                 with naming("--draft"):

@@ -57,10 +57,12 @@ def doctor(plan: Plan, nodes: frozenset[str], config: DoctorConfig, probe: tuple
         client = BoardClient(front.address, port, digest)
         _put_findings(client, local, plan, config.wait_s)
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-doctor-")))
-        probes = Probes(probe)
-        stack.callback(probes.close)
+        probes: dict[str, Child] = {}  # those of this host whose exit was not reported
         for task in (task for name in sorted(nodes) for task in tasks[name]):
-            probes.start(task, (front.address, port, digest), directory)
+            key, path = task.me.key, directory / f"{task.me.key}.json"
+            path.write_text(json.dumps({"task": asdict(task), "board": (front.address, port, digest)}))
+            probes[key] = Child(ChildSpec(key, (*probe, str(path)), directory / f"{key}.log"))
+            stack.callback(probes[key].kill)
         if board is not None:
             verdict = _collect(board, plan, tasks, config, probes)
             board.values["report"] = [asdict(finding) for finding in verdict]
@@ -69,7 +71,7 @@ def doctor(plan: Plan, nodes: frozenset[str], config: DoctorConfig, probe: tuple
             report, deadline = None, time.monotonic() + config.wait_s + sum(_step_s(tasks, step) for step in STEPS)
             while report is None and time.monotonic() < deadline:
                 with suppress(OSError):  # not answered: asked again
-                    probes.report_exited(client.put)
+                    _report_exited(probes, client.put)
                 report = client.wait("report", _REPORT_EVERY_S)
             if report is None:
                 raise StartupError(f"the doctor of node {front.name} at {front.address}:{port} gave no verdict")
@@ -77,34 +79,13 @@ def doctor(plan: Plan, nodes: frozenset[str], config: DoctorConfig, probe: tuple
     return print_verdict(verdict)
 
 
-class Probes:
-    """The probes of this host, which run `program`. Complete state: their processes by probe, but for those whose exit
-    was reported."""
-
-    def __init__(self, program: tuple[str, ...]) -> None:
-        self._program = program
-        self._running: dict[str, Child] = {}
-
-    def start(self, task: Task, board: tuple[str, int, str], directory: Path) -> None:
-        """`directory` takes its task and its log; `board` is what `BoardClient` takes."""
-        key = task.me.key
-        path = directory / f"{key}.json"
-        path.write_text(json.dumps({"task": asdict(task), "board": board}))
-        self._running[key] = Child(ChildSpec(key, (*self._program, str(path)), directory / f"{key}.log"))
-
-    def report_exited(self, put: Callable[[str, str], object]) -> None:
-        """Puts why each has ended that newly has. Raises what `put` raises, and reports it again at the next call."""
-        for key, child in list(self._running.items()):
-            if (code := child.poll()) is not None:
-                last = next((line.strip() for line in reversed(child.tail()) if line.strip()), "")
-                put(
-                    exited_key(key), f"has ended ({describe_exit(code)}){f': {last}' if last else '; it wrote nothing'}"
-                )
-                del self._running[key]
-
-    def close(self) -> None:
-        for child in self._running.values():
-            child.kill()
+def _report_exited(probes: dict[str, Child], put: Callable[[str, str], object]) -> None:
+    """Puts why each has ended that newly has, and forgets it; one whose `put` raises is reported at the next call."""
+    for key, child in list(probes.items()):
+        if (code := child.poll()) is not None:
+            last = next((line.strip() for line in reversed(child.tail()) if line.strip()), "")
+            put(exited_key(key), f"has ended ({describe_exit(code)}){f': {last}' if last else '; it wrote nothing'}")
+            del probes[key]
 
 
 def _put_findings(client: BoardClient, local: _Local, plan: Plan, wait_s: float) -> None:
@@ -131,7 +112,7 @@ def _put_findings(client: BoardClient, local: _Local, plan: Plan, wait_s: float)
 
 
 def _collect(
-    board: Board, plan: Plan, tasks: dict[str, list[Task]], config: DoctorConfig, probes: Probes
+    board: Board, plan: Plan, tasks: dict[str, list[Task]], config: DoctorConfig, probes: dict[str, Child]
 ) -> list[Finding]:
     """Opens the steps one by one and waits for the results of each, as long as they may take."""
     everyone = [task for of_node in tasks.values() for task in of_node]
@@ -153,11 +134,11 @@ def _collect(
     return findings + read_results(dict(board.values), everyone, config.limit_s)
 
 
-def _wait_for(board: Board, awaited: Sequence[tuple[str, str]], timeout_s: float, probes: Probes) -> None:
+def _wait_for(board: Board, awaited: Sequence[tuple[str, str]], timeout_s: float, probes: dict[str, Child]) -> None:
     """Until every name is on the board, but for those of a probe (the second of each pair) that has exited."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        probes.report_exited(board.values.__setitem__)
+        _report_exited(probes, board.values.__setitem__)
         if all(name in board.values or exited_key(probe) in board.values for name, probe in awaited):
             return
         time.sleep(_POLL_S)
