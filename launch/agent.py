@@ -194,14 +194,13 @@ class Rank:
 def run(job: Job) -> int:
     """Runs the ranks to their end; returns the exit code. Raises OSError when they cannot be started or meet."""
     ranks: list[Rank] = []
-    with Signals() as signals, contextlib.ExitStack() as until_started:
-        store = _listen(job) if job.nodes * job.ranks > 1 and job.node_rank == 0 else None
-        if store is not None:
-            until_started.callback(store.close)  # rank 0 has it: the port is free when that has ended
-        port = store.getsockname()[1] if store else job.master_port
-        for local_rank in range(job.ranks):
-            ranks.append(Rank(job, local_rank, port, store if local_rank == 0 else None))
-        until_started.close()
+    meets_here = job.nodes * job.ranks > 1 and job.node_rank == 0
+    with Signals() as signals:
+        with _listen(job) if meets_here else contextlib.nullcontext() as store:
+            port = store.getsockname()[1] if store else job.master_port
+            for local_rank in range(job.ranks):
+                ranks.append(Rank(job, local_rank, port, store if local_rank == 0 else None))
+        # Rank 0 has the socket now: the port is free when that has ended.
         ended: list[Rank] = []
         asked, killed, failed_at = 0, False, None
         looked_at = time.monotonic()

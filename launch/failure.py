@@ -34,9 +34,7 @@ class Failure:
     @property
     def advice(self) -> str:
         """What to do, in one sentence."""
-        if self.by_agent:
-            return _ADVICE
-        return _BY_CODE.get(self.code, _ADVICE)
+        return _ADVICE if self.by_agent else _BY_CODE.get(self.code, _ADVICE)
 
 
 _ADVICE = "read the log above this box from its first error on; a supervisor starts the worker again"

@@ -53,20 +53,17 @@ class LocalCluster:
         self._console = console
         self._announced = False
         self._all_back_until = 0.0
+        self._workers = [Supervised(name, partial(self._worker_spec, name), console, backoff) for name in members.parts]
+        self._all = self._workers
         self._coordinator: Supervised | None = None
         self._addresses: Addresses | None = members.addresses
         self._elsewhere: set[str] = set()
         if members.has_coordinator:
             self._coordinator = Supervised(COORDINATOR, self._coordinator_spec, console, backoff)
+            self._all = [self._coordinator, *self._workers]
             self._addresses = None
-            self._elsewhere = {w.name for w in members.plan.topology.workers} - {
-                part.worker.name for part in members.parts.values()
-            }
-        self._workers = [Supervised(name, partial(self._worker_spec, name), console, backoff) for name in members.parts]
-
-    @property
-    def _all(self) -> list[Supervised]:
-        return [*([self._coordinator] if self._coordinator else []), *self._workers]
+            here = {part.worker.name for part in members.parts.values()}
+            self._elsewhere = {worker.name for worker in members.plan.topology.workers} - here
 
     @property
     def _front_is_up(self) -> bool:
@@ -137,10 +134,9 @@ class LocalCluster:
             addresses = Addresses(**json.loads(self._members.ready_file.read_text()))
         except (OSError, ValueError, TypeError):
             if self._console.elapsed_s() > COORDINATOR_START_TIMEOUT_S and self._addresses is None:
-                raise StartupError(
-                    f"the coordinator opened no ports within {COORDINATOR_START_TIMEOUT_S:.0f} s; "
-                    f"its log is {self._members.run_dir / 'coordinator.log'}"
-                ) from None
+                log = self._members.run_dir / "coordinator.log"
+                what = f"the coordinator opened no ports within {COORDINATOR_START_TIMEOUT_S:.0f} s"
+                raise StartupError(f"{what}; its log is {log}") from None
             return
         self._addresses = addresses
         coordinator.mark_joined(f"up         http {addresses.http}   grpc {addresses.grpc}")

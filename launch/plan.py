@@ -214,17 +214,14 @@ def check_addresses(topology: Topology) -> None:
 
 
 def _parts(topology: Topology) -> tuple[Part, ...]:
-    placed: dict[tuple[str, str], tuple[Placement, str, int]] = {}
+    parts: dict[tuple[str, str], Part] = {}
     for node in topology.nodes:
         here = [worker for worker in topology.workers if node.name in worker.nodes]
         gpus = _gpus(node, here)
-        found = zip(_placements(node, here), gpus, _gpu_ranks(here, gpus), strict=True)
-        placed |= {(worker.name, node.name): there for worker, there in zip(here, found, strict=True)}
-    return tuple(
-        Part(worker, topology.node(name), rank, *placed[worker.name, name])
-        for worker in topology.workers
-        for rank, name in enumerate(worker.nodes)
-    )
+        placed = zip(here, _placements(node, here), gpus, _gpu_ranks(here, gpus), strict=True)
+        for worker, where, seen, shared in placed:
+            parts[worker.name, node.name] = Part(worker, node, worker.nodes.index(node.name), where, seen, shared)
+    return tuple(parts[worker.name, name] for worker in topology.workers for name in worker.nodes)
 
 
 def _placements(node: Node, workers: Sequence[WorkerPlace]) -> list[Placement]:

@@ -212,8 +212,7 @@ class _Stream:
 
     def __init__(self) -> None:
         self.written_at: float | None = None
-        self._partial: list[bytes] = []  # of a line that has no end yet
-        self._partial_bytes = 0
+        self._partial = bytearray()  # of a line that has no end yet
         self._text: list[float] = []
         self._choices: list[float] = []
         self._finished_at: float | None = None
@@ -228,15 +227,13 @@ class _Stream:
         ValueError: an event that is not one of a completion, or that does not end.
         """
         first, *lines = chunk.split(b"\n")
-        self._partial.append(first)
-        self._partial_bytes += len(first)
-        if self._partial_bytes > _MAX_EVENT_BYTES:
+        self._partial += first
+        if len(self._partial) > _MAX_EVENT_BYTES:
             raise ValueError(f"an event of more than {_MAX_EVENT_BYTES >> 20} MiB")
         if not lines:
             return
-        lines.insert(0, b"".join(self._partial))
-        self._partial = [lines.pop()]
-        self._partial_bytes = len(self._partial[0])
+        lines.insert(0, bytes(self._partial))
+        self._partial = bytearray(lines.pop())
         for line in lines:
             if line.startswith(b"data:"):
                 try:
