@@ -72,7 +72,7 @@ def doctor_command(config: DoctorConfig) -> int:
 def ps_command(url: str, as_json: bool, every_s: float | None) -> int:
     """Show the workers of the cluster at URL."""
     from launch.cluster_api import get_cluster
-    from launch.ps import print_cluster, watch
+    from launch.views import print_cluster, watch
 
     if as_json:
         click.echo(json.dumps(get_cluster(url).document, indent=2))
@@ -92,7 +92,7 @@ def explain_command(request_id: str, url: str, as_json: bool) -> int:
     """Show where the time of a request went: one that runs at URL, or one of the last thousand. ID is its x-request-id
     or the id in its answer."""
     from launch.cluster_api import get_requests
-    from launch.timelines import print_request
+    from launch.views import print_request
 
     if not request_id:
         raise StartupError("the request id must not be empty")
@@ -111,7 +111,7 @@ def trace_command(url: str, out: str) -> int:
     """Write the last requests of the cluster at URL as a trace: a track for each worker, and arrows from prefill to
     decode."""
     from launch.cluster_api import get_requests
-    from launch.timelines import chrome_trace
+    from launch.views import chrome_trace
 
     rows = get_requests(url)
     try:
@@ -131,7 +131,7 @@ def trace_command(url: str, out: str) -> int:
 def top_command(url: str, every_s: float, shown: int) -> int:
     """Watch the cluster at URL: workers with rates, and the last requests with the time in each stage."""
     from launch.cluster_api import get_cluster, get_requests
-    from launch.ps import top
+    from launch.views import top
 
     with contextlib.suppress(KeyboardInterrupt):
         top(lambda: get_cluster(url), lambda: get_requests(url, limit=shown) if shown else [], every_s)

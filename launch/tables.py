@@ -11,9 +11,9 @@ from rich.table import Table
 _UNBOUNDED = 1 << 16
 
 
-def make_table(headings: Sequence[str], *, right: Collection[str] = (), caption: str | None = None) -> Table:
+def make_table(headings: Sequence[str], *, right: Collection[str] = ()) -> Table:
     """A table without lines; columns named in `right` hold numbers."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", caption=caption)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
     for heading in headings:
         table.add_column(heading, justify="right" if heading in right else "left", no_wrap=True)
     return table

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from launch.cluster_api import ClusterView, WorkerView
-from launch.ps import BAR_CHARS, STAGE_COLORS, line, print_cluster, since, top, watch
+from launch.views import BAR_CHARS, STAGE_COLORS, line, print_cluster, since, top, watch
 from tests.launch.test_timelines import row
 
 WORKER: dict[str, Any] = {

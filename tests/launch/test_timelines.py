@@ -11,7 +11,7 @@ from rich.console import Console
 
 from baton.core.errors import StartupError
 from launch.cluster_api import get_requests
-from launch.timelines import chrome_trace, print_request
+from launch.views import chrome_trace, print_request
 
 
 def row(name: str, admitted_at: float = 100.0, **more: Any) -> dict[str, Any]:

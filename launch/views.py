@@ -1,11 +1,14 @@
-"""`baton ps`: GET /workers as a table, once or again and again, with rates between two looks. `baton top`: that table
-and the last requests with their timelines, renewed in place."""
+"""What operators look at. `baton ps`: GET /workers as a table, once or again and again, with rates between two looks.
+`baton top`: that table and the last requests with their timelines, renewed in place. `baton explain`: one request.
+`baton trace`: all requests that the coordinator knows, for Perfetto, in Chrome's format ("Trace Event Format", Google,
+2016): a process for each worker, and in it as many tracks as requests were there at the same time."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -15,9 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.cluster_api import ClusterView, Row, WorkerView
+from launch.plan import COORDINATOR
 from launch.tables import make_table, show
 
 BAR_CHARS = 48
+_SHARE_CHARS = 40  # of a bar that shows where a span lies in the whole
+_HANDED_OVER = ("decode_queue", "decode")
 STAGE_COLORS = {
     "queue": "bright_black",
     "prefill_queue": "yellow",
@@ -160,3 +166,81 @@ def line(row: Row) -> Text:
         last = round((span["start_ms"] + span["ms"]) / total * BAR_CHARS)
         text.append("█" * (last - first), STAGE_COLORS.get(span["name"], "white"))
     return text
+
+
+def print_request(rows: Sequence[Row], console: Console | None = None) -> None:
+    """Each choice of a request as a table of its spans, with a bar where each lies in the whole."""
+    console = console or Console()
+    for row in rows:
+        attempts = f", dispatched {row['attempts']} times" if row["attempts"] > 1 else ""
+        console.print(
+            f"{escape(row['id'])}, choice {row['choice']}: {escape(row['outcome'])}{attempts}; "
+            f"{row['prompt_tokens']} prompt tokens ({row['cached_tokens']} cached), "
+            f"{row['generated_tokens']} generated; first token after {row['first_token_ms']:.1f} ms",
+            highlight=False,
+            emoji=False,
+        )
+        if row["error"]:
+            console.print(f"  {escape(row['error'])}", highlight=False, emoji=False)
+        table = make_table(("stage", "worker", "start ms", "ms", "share", ""), right=("start ms", "ms", "share"))
+        total = row["total_ms"] or 1.0
+        for span in row["spans"]:
+            bar = _bar(span["start_ms"] / total, span["ms"] / total)
+            share = f"{span['ms'] / total:.0%}"
+            where = span["worker"] or COORDINATOR
+            table.add_row(span["name"], where, f"{span['start_ms']:.1f}", f"{span['ms']:.1f}", share, bar)
+        table.add_row("all", "", "", f"{row['total_ms']:.1f}", "100%", "")
+        show(table, console)
+
+
+def _bar(start: float, share: float) -> str:
+    first = min(int(start * _SHARE_CHARS), _SHARE_CHARS - 1)
+    return " " * first + "█" * max(1, round(share * _SHARE_CHARS))
+
+
+def chrome_trace(rows: Iterable[Row]) -> dict[str, Any]:
+    """The trace of these requests; times in microseconds since the Unix epoch, as the coordinator counts them."""
+    placed: dict[str, list[tuple[float, float, Row, Row]]] = defaultdict(list)
+    for row in rows:
+        for span in row["spans"]:
+            start = row["admitted_at"] * 1e6 + span["start_ms"] * 1e3
+            placed[span["worker"] or COORDINATOR].append((start, span["ms"] * 1e3, row, span))
+    events: list[dict[str, Any]] = []
+    ends: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+    for process, (name, here) in enumerate(sorted(placed.items(), key=lambda item: (item[0] != COORDINATOR, item[0]))):
+        events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
+        tracks: list[tuple[float, tuple[str, int]]] = []
+        for start, length, row, span in sorted(here, key=lambda entry: entry[0]):
+            key = row["id"], row["choice"]
+            track = next((i for i, (until, whose) in enumerate(tracks) if until <= start or whose == key), len(tracks))
+            tracks[track : track + 1] = [(start + length, key)]
+            facts = {name: row[name] for name in ("prompt_tokens", "cached_tokens", "generated_tokens", "outcome")}
+            event = {
+                "ph": "X",
+                "pid": process,
+                "tid": track,
+                "ts": round(start, 3),
+                "dur": round(length, 3),
+                "name": span["name"],
+                "cat": "request",
+                "args": {"request": row["id"], "choice": row["choice"], **facts},
+            }
+            events.append(event)
+            ends[key].append(event)
+    for number, of_one in enumerate(ends.values()):
+        events += _arrows(sorted(of_one, key=lambda event: event["ts"]), number)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _arrows(events: Sequence[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """From each hand-over to where the request is decoded. `events` are one request's, in order."""
+    found: list[dict[str, Any]] = []
+    for before, after in itertools.pairwise(events):
+        if after["name"] in _HANDED_OVER and before["pid"] != after["pid"]:
+            flow = {"cat": "handover", "name": "handover", "id": f"{number}-{len(found)}"}
+            middle = before["ts"] + before["dur"] / 2  # an arrow binds to the slice that its moment lies in
+            found += [
+                flow | {"ph": "s", "pid": before["pid"], "tid": before["tid"], "ts": middle},
+                flow | {"ph": "f", "bp": "e", "pid": after["pid"], "tid": after["tid"], "ts": after["ts"]},
+            ]
+    return found
