@@ -166,7 +166,7 @@ def drain_command(
 
     def incarnation(cluster: ClusterView) -> object:
         """None when it is not there."""
-        there = (w.fields.get("incarnation") for w in cluster.workers if w.id == worker and w.state != "lost")
+        there = (row.get("incarnation") for row in cluster.workers if row["id"] == worker and row["state"] != "lost")
         return next(there, None)
 
     if coordinator and (wrong := host_port_error(coordinator)):

@@ -22,21 +22,11 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerView:
-    """One line of GET /workers; `fields` is the whole of it."""
-
-    id: str
-    role: str
-    state: str
-    pids: tuple[int, ...]
-    fields: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class ClusterView:
-    """GET /workers. `control` is where the coordinator takes an operator's commands; `document` is the whole of it."""
+    """GET /workers. Each of `workers` has an `id`, a `role`, a `state` and `pids` in any case; `control` is where the
+    coordinator takes an operator's commands; `document` is the whole of it."""
 
-    workers: tuple[WorkerView, ...]
+    workers: tuple[Row, ...]
     control: str
     document: dict[str, Any]
 
@@ -60,7 +50,7 @@ def get_cluster(url: str, timeout_s: float = TIMEOUT_S) -> ClusterView:
             host = urlsplit(_root(url)).hostname or ""
             control_host = f"[{host}]" if ":" in host else host
         control = f"{control_host}:{control_port}" if control_host else ""
-        return ClusterView(tuple(_view(fields) for fields in document["workers"]), control, document)
+        return ClusterView(tuple(map(_worker, document["workers"])), control, document)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StartupError(f"{nobody} unexpected answer ({error!r})") from None
 
@@ -142,6 +132,6 @@ def _root(url: str) -> str:
     return "/".join((url if "//" in url else f"http://{url}").split("/")[:3])
 
 
-def _view(fields: dict[str, Any]) -> WorkerView:
-    pids = tuple(int(pid) for pid in fields.get("pids", ()))
-    return WorkerView(str(fields["id"]), str(fields["role"]), str(fields["state"]), pids, fields)
+def _worker(row: Row) -> Row:
+    texts = {name: str(row[name]) for name in ("id", "role", "state")}
+    return {**row, **texts, "pids": [int(pid) for pid in row.get("pids", ())]}

@@ -26,7 +26,7 @@ from functools import partial
 
 from baton.core.errors import StartupError
 from launch.child import ChildSpec
-from launch.cluster_api import WorkerView, get_cluster
+from launch.cluster_api import Row, get_cluster
 from launch.console import Console
 from launch.failure import describe_exit
 from launch.members import Addresses, Members
@@ -147,17 +147,17 @@ class LocalCluster:
         waiting = [worker for worker in self._workers if worker.child is not None and not worker.joined]
         if not waiting and not self._elsewhere:
             return
-        views = {view.id: view for view in self._views()}
+        views = {row["id"]: row for row in self._workers_there()}
         for worker in waiting:
             view = views.get(self._members.parts[worker.name].worker.name)
-            if view and view.state == "ready" and worker.child and worker.child.pids().intersection(view.pids):
+            if view and view["state"] == "ready" and worker.child and worker.child.pids().intersection(view["pids"]):
                 worker.mark_joined("joined")
         for name in sorted(self._elsewhere):
-            if name in views and views[name].state == "ready":
+            if name in views and views[name]["state"] == "ready":
                 self._elsewhere.remove(name)
-                self._console.stage(name, f"joined   on {views[name].fields.get('host', 'another host')}")
+                self._console.stage(name, f"joined   on {views[name].get('host', 'another host')}")
 
-    def _views(self) -> tuple[WorkerView, ...]:
+    def _workers_there(self) -> tuple[Row, ...]:
         """What GET /workers says; nothing where it does not answer."""
         try:
             return get_cluster(self._bound().admin_url).workers
@@ -190,13 +190,12 @@ class LocalCluster:
     def _chosen(self) -> list[str]:
         """What the workers decided themselves, as they said when they joined."""
         facts: dict[str, list[str]] = {}
-        for view in self._views():
-            f = view.fields
+        for f in self._workers_there():
             quantized = "" if f.get("quantize") in (None, "none") else f" and {f['quantize']} weights"
             kind = f"{f.get('dtype')}{quantized}"
             room = f"{f.get('blocks_total')} KV blocks of {f.get('block_size')} tokens"
             what = f"{kind}, {room}, at most {f.get('max_model_len')} tokens a sequence"
-            facts.setdefault(what, []).append(view.id)
+            facts.setdefault(what, []).append(f["id"])
         why = "override with --dtype, --kv-memory-gib, --max-model-len"
         return [f"{what} ({', '.join(names)}); {why}" for what, names in facts.items()]
 

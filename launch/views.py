@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from launch.cluster_api import ClusterView, Row, WorkerView
+from launch.cluster_api import ClusterView, Row
 from launch.plan import COORDINATOR
 from launch.tables import make_table, show
 
@@ -59,23 +59,22 @@ def cluster_view(cluster: ClusterView, before: ClusterView | None = None, betwee
         parts.append(f"{counts.get('requests', '?')} requests, {counts.get('queued', '?')} queued{oldest}")
     if not cluster.workers:
         return [*parts, "no workers have joined"]
-    earlier = {_start(worker): worker.fields for worker in before.workers} if before is not None else {}
+    earlier = {_start(row): row for row in before.workers} if before is not None else {}
     measured = ("tokens/s", "steps/s", "step ms") if before is not None else ()
     numbers = ("blocks free", "running", "waiting", *measured, "since")
     table = make_table(("worker", "role", "tp", "host", "state", *numbers), right=("tp", *numbers))
-    for worker in cluster.workers:
-        fields = worker.fields
+    for row in cluster.workers:
         table.add_row(
-            escape(worker.id),
-            escape(worker.role),
-            str(fields.get("tensor_parallel", "?")),
-            escape(str(fields.get("host", "?"))),
-            Text(worker.state, _COLORS.get(worker.state, "default")),
-            f"{fields.get('blocks_free', '?')}/{fields.get('blocks_total', '?')}",
-            str(fields.get("running", "?")),
-            str(fields.get("waiting", "?")),
-            *(() if before is None else _rates(worker, earlier.get(_start(worker), {}), between_s)),
-            since(fields.get("since_s")),
+            escape(row["id"]),
+            escape(row["role"]),
+            str(row.get("tensor_parallel", "?")),
+            escape(str(row.get("host", "?"))),
+            Text(row["state"], _COLORS.get(row["state"], "default")),
+            f"{row.get('blocks_free', '?')}/{row.get('blocks_total', '?')}",
+            str(row.get("running", "?")),
+            str(row.get("waiting", "?")),
+            *(() if before is None else _rates(row, earlier.get(_start(row), {}), between_s)),
+            since(row.get("since_s")),
         )
     return [*parts, table]
 
@@ -102,19 +101,19 @@ def watch(
         print_cluster(cluster, before, between_s, console)
 
 
-def _start(worker: WorkerView) -> tuple[str, object]:
+def _start(row: Row) -> tuple[str, object]:
     """Counts of a worker rise from one look to the next only within the same incarnation."""
-    return worker.id, worker.fields.get("incarnation")
+    return row["id"], row.get("incarnation")
 
 
-def _rates(worker: WorkerView, before: Mapping[str, Any], between_s: float) -> tuple[str, str, str]:
+def _rates(row: Row, before: Row, between_s: float) -> tuple[str, str, str]:
     """Tokens and steps per second, and how long a step took on average; `-` where a count is not there twice."""
 
     def rise(name: str) -> float | None:
-        old, new = before.get(name), worker.fields.get(name)
+        old, new = before.get(name), row.get(name)
         return new - old if isinstance(old, int | float) and isinstance(new, int | float) else None
 
-    tokens, steps, seconds = rise(_TOKENS.get(worker.role, "")), rise("steps"), rise("step_s")
+    tokens, steps, seconds = rise(_TOKENS.get(row["role"], "")), rise("steps"), rise("step_s")
     step_ms = f"{seconds / steps * 1e3:.1f}" if steps and seconds is not None else "-"
     per_s = ["-" if count is None else f"{count / between_s:.0f}" for count in (tokens, steps)]
     return per_s[0], per_s[1], step_ms

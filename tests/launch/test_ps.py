@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from launch.cluster_api import ClusterView, WorkerView
+from launch.cluster_api import ClusterView
 from launch.views import BAR_CHARS, STAGE_COLORS, line, print_cluster, since, top, watch
 from tests.launch.test_timelines import row
 
@@ -33,8 +33,7 @@ WORKER: dict[str, Any] = {
 
 def view(coordinator: dict[str, Any] | None = None, **changes: Any) -> ClusterView:
     fields = WORKER | changes
-    worker = WorkerView(str(fields["id"]), str(fields["role"]), str(fields["state"]), (11, 12), fields)
-    return ClusterView((worker,), "", {"workers": [fields]} | ({"coordinator": coordinator} if coordinator else {}))
+    return ClusterView((fields,), "", {"workers": [fields]} | ({"coordinator": coordinator} if coordinator else {}))
 
 
 def shown(cluster: ClusterView, *more: Any, width: int = 100) -> list[str]:

@@ -51,7 +51,7 @@ class Cluster:
 
     def workers(self) -> dict[str, dict[str, Any]]:
         """GET /workers by id."""
-        return {view.id: view.fields for view in get_cluster(self.admin or self.url, timeout_s=10.0).workers}
+        return {row["id"]: row for row in get_cluster(self.admin or self.url, timeout_s=10.0).workers}
 
     def pids(self, worker: str) -> list[int]:
         """One per rank, as the worker itself reported."""
