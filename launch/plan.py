@@ -101,13 +101,8 @@ class Plan:
     def coordinator_command(self, ports: Mapping[str, int] | None = None) -> tuple[str, ...]:
         """The flags of the coordinator; `ports` by their options are those of an earlier run."""
         config = self.topology.coordinator.config
-        options = {
-            "host": config.host,
-            "port": config.port,
-            "grpc_port": config.grpc_port,
-            "control_host": self.topology.front.address,
-            "control_port": config.control_port,
-        }
+        options = {name: getattr(config, name) for name in ("host", "port", "grpc_port")}
+        options |= {"control_host": self.topology.front.address, "control_port": config.control_port}
         named = ("--model", self.model, "--served-model-name", self.served_name)
         return (*named, *flags_of({**options, **self.topology.coordinator.options, **(ports or {})}))
 
