@@ -35,7 +35,9 @@ def check_plan(plan: Plan, environment: Mapping[str, str] = os.environ) -> None:
     if config is not None:
         for worker, options in resolved:
             with naming(worker.name):
-                check_divides(config, worker.tensor_parallel)
+                even_share(config.num_heads, worker.tensor_parallel, "num_attention_heads")
+                local_heads(config.num_kv_heads, worker.tensor_parallel, 0)
+                even_share(config.intermediate_size, worker.tensor_parallel, "intermediate_size")
                 config.longest(options.max_model_len)
     # What is not known of a worker is taken to be as in the first of which it is.
     dtype = next((known for _, options in resolved if (known := _dtype(options))), "float32")
@@ -152,14 +154,6 @@ def _check_gpu_shares(plan: Plan, resolved: Mapping[str, WorkerConfig]) -> None:
                 raise StartupError(
                     f"{part.name}: --gpu-share: the ranks on {where} may use {used[at]:.2f} of it together"
                 )
-
-
-def check_divides(config: ModelConfig, ranks: int) -> None:
-    """Raises StartupError where a model's heads or columns cannot be divided over the ranks of a worker, with the
-    numbers."""
-    even_share(config.num_heads, ranks, "num_attention_heads")
-    local_heads(config.num_kv_heads, ranks, 0)
-    even_share(config.intermediate_size, ranks, "intermediate_size")
 
 
 def _dtype(options: WorkerConfig) -> str:
