@@ -89,19 +89,21 @@ def first_model(base: str, api_key: str) -> str:
 
 def speaks_baton(base: str, api_key: str) -> bool:
     """Whether the server says where the time of a request went (`return_timeline`)."""
-    try:
-        document = _get(f"{base.removesuffix('/v1')}/openapi.json", api_key)
-    except OSError:
-        return False
-    return "return_timeline" in json.dumps(document)
+    return "return_timeline" in json.dumps(_about(base, "openapi.json", api_key))
 
 
 def server_version(base: str, api_key: str) -> str:
     """What GET /version says; empty where there is none."""
+    document = _about(base, "version", api_key)
+    return printable(str(document.get("version", "")), _MAX_SHOWN) if isinstance(document, dict) else ""
+
+
+def _about(base: str, path: str, api_key: str) -> Any:
+    """None where the server does not answer that."""
     try:
-        return printable(str(_get(f"{base.removesuffix('/v1')}/version", api_key)["version"]), _MAX_SHOWN)
-    except (OSError, LookupError, TypeError):
-        return ""
+        return _get(f"{base.removesuffix('/v1')}/{path}", api_key)
+    except OSError:
+        return None
 
 
 def _get(url: str, api_key: str) -> Any:
@@ -275,7 +277,8 @@ class _Stream:
             self._output_tokens = _tokens(usage, "completion_tokens")
         for choice in itertools.islice(event.get("choices") or (), 1):
             self._choices.append(now)
-            if choice.get("text") or _has_delta(choice.get("delta") or {}):
+            delta = choice.get("delta") or {}  # of a chat: text, reasoning, or a part of a call
+            if choice.get("text") or any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls")):
                 self._text.append(now)
             if isinstance(timeline := choice.get("timeline"), dict):
                 for span in timeline["spans"]:
@@ -293,11 +296,6 @@ def _tokens(usage: dict[str, Any], name: str) -> int | None:
     if count is not None and not (isinstance(count, int) and 0 <= count < _MAX_COUNT):
         raise ValueError(f"usage: {name} is {str(count)[:50]}")
     return count
-
-
-def _has_delta(delta: dict[str, Any]) -> bool:
-    """Whether an event of a chat brings anything: text, reasoning, or a part of a call."""
-    return any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls"))
 
 
 def describe(error: BaseException) -> str:

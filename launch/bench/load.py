@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 _WORDS = """
     the of and to in is that for it was on are as with they be at one have this from by hot but some what there
@@ -20,7 +20,7 @@ _WORDS = """
     my
 """.split()  # noqa: SIM905
 Workload = Literal["tokens", "text", "turns", "tools", "schema"]
-WORKLOADS: tuple[Workload, ...] = ("tokens", "text", "turns", "tools", "schema")
+WORKLOADS: tuple[Workload, ...] = get_args(Workload)
 TRACE_BLOCK = 512
 """Tokens of a prefix block in Mooncake's traces."""
 MOST_ROWS = 100_000
