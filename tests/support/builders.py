@@ -14,7 +14,6 @@ from baton.core.handover import Chunk
 from baton.core.kv_layout import KVLayout, LayerKV
 from baton.core.request import GenerateRequest, SamplingParams, SequenceId
 from baton.core.step import StepOutcome, StepPlan
-from coordinator.policy.dispatch import Dispatcher
 from coordinator.policy.pool import Worker
 from coordinator.policy.workers import WorkerTable
 from decode.scheduler import DecodeScheduler
@@ -130,16 +129,6 @@ def add_worker(
     join = make_join(name, incarnation, blocks=blocks, step_tokens=step_tokens, **facts)
     join = replace(join, max_running=max_running)
     return table.add(join, 0.0, math.inf)  # past `join`: workers of a test may differ
-
-
-def make_dispatcher(
-    *workers: str, requests: int = 100, tokens: int = 10_000, **size: int
-) -> tuple[Dispatcher, WorkerTable]:
-    """A dispatcher over workers of one size."""
-    table = WorkerTable(3.0)
-    for name in workers:
-        add_worker(table, name, **size)
-    return Dispatcher(table, requests, tokens), table
 
 
 def make_handle(**changes: object) -> Handle:
