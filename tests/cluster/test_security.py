@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -23,13 +21,14 @@ import pytest
 from baton.rpc.frames import VERSION
 from tests.support import audit
 from tests.support.cluster import Cluster, cluster
+from tests.support.processes import LISTENS, Socket, sockets
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 SERVING = ("/baton.v1.Serving/Generate",)
 INFO = ("/baton.v1.Serving/GetModelInfo",)  # has no fields, so it answers
 CONTROL = ("/baton.v1.WorkerControl/Session", "/baton.v1.WorkerControl/DrainWorker")
 LINK = ("/baton.v1.KVLink/Link",)
-LISTENS, OPEN = "0A", ("01", "02")  # established, SYN sent
+OPEN = ("01", "02")  # established, SYN sent
 # What the coordinator's pools exchange with their own children, over pipes that nobody else has.
 OWN_PICKLES = (
     "('concurrent.futures.", "('multiprocessing.", "('coordinator.", "('baton.core.", "('queue'", "('_queue'",
@@ -57,40 +56,6 @@ NAMES = (
 def bomb(marker: Path) -> bytes:
     """A pickle that makes a file when it is loaded."""
     return f"cos\nsystem\n(S'touch {marker}'\ntR.".encode()
-
-
-@dataclass(frozen=True, slots=True)
-class Socket:
-    """A TCP socket as the kernel has it: of gRPC and Gloo too, which no audit hook sees."""
-
-    pid: int
-    address: str
-    port: int
-    remote_port: int
-    state: str
-
-
-def sockets(pids: list[int]) -> list[Socket]:
-    """Those of these processes."""
-    owner = {}
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for entry in Path(f"/proc/{pid}/fd").iterdir():
-                with contextlib.suppress(OSError):
-                    if (target := str(entry.readlink())).startswith("socket:["):
-                        owner[target[8:-1]] = pid
-    tables = [Path(f"/proc/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
-    rows = [line.split() for table in tables for line in table]
-    return [Socket(owner[row[9]], *_place(row[1]), _place(row[2])[1], row[3]) for row in rows if row[9] in owner]
-
-
-def _place(text: str) -> tuple[str, int]:
-    raw, _, port = text.partition(":")
-    # Words of 32 bits, each in the machine's byte order.
-    packed = b"".join(struct.pack("=I", int(raw[i : i + 8], 16)) for i in range(0, len(raw), 8))
-    address = ipaddress.ip_address(packed)
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return str(mapped or address), int(port, 16)
 
 
 def listeners(pids: list[int]) -> set[tuple[int, str, int]]:

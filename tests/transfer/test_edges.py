@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from baton.transfer.edge import EdgeSpec
 from baton.transfer.gloo import GlooEdge
 from baton.transfer.rendezvous import EdgeStore, delete_keys
 from tests.support.edge_store import num_keys
+from tests.support.processes import listening
 from tests.support.threads import both
 
 MakeSpec = Callable[..., EdgeSpec]
@@ -193,33 +193,19 @@ def test_a_peer_that_never_comes_and_a_store_that_is_not_there(spec: MakeSpec) -
 
 
 def listeners() -> set[tuple[str, int]]:
-    """(hex address, port) of every TCP socket this process listens on, IPv4 and IPv6."""
-    mine = set()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            mine.add(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:
-            continue
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in mine:
-                address, port = fields[1].split(":")
-                found.add((address, int(port, 16)))
-    return found
+    return listening(os.getpid())
 
 
 def test_everything_listens_on_the_named_address_only(connected: Connected, store: EdgeStore) -> None:
     before = listeners()
-    assert ("0100007F", store.port) in before
+    assert ("127.0.0.1", store.port) in before
     prefill, decode = connected()
     opened = listeners() - before
-    assert opened and {address for address, _ in listeners()} == {"0100007F"}
+    assert opened and {address for address, _ in listeners()} == {"127.0.0.1"}
     prefill.close()
     decode.close()
     store.close()
-    assert ("0100007F", store.port) not in listeners()
+    assert ("127.0.0.1", store.port) not in listeners()
 
 
 def test_nobody_else_gets_in_once_the_pair_stands(connected: Connected) -> None:
@@ -244,7 +230,7 @@ def test_nobody_else_gets_in_once_the_pair_stands(connected: Connected) -> None:
 
 def test_a_second_address_is_honoured_and_a_taken_port_is_one_plain_error(store: EdgeStore) -> None:
     other = EdgeStore("127.0.0.2")
-    assert ("0200007F", other.port) in listeners()
+    assert ("127.0.0.2", other.port) in listeners()
     other.close()
     with pytest.raises(StartupError, match="cannot listen on 127"):
         EdgeStore("127.0.0.1", store.port)
