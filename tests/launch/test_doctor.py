@@ -198,12 +198,16 @@ def test_a_taken_port_is_found_on_its_node(tmp_path: Path) -> None:
     assert "decode-0 cannot open its ports" in text
 
 
-@pytest.mark.cluster
-def test_a_node_without_a_doctor_is_named(tmp_path: Path) -> None:
+def test_a_node_without_a_doctor_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"))
-    code, text = run("--topology", topology, "--node", "a", "--wait-s", "2", "--limit-s", "1")
-    assert code == 1 and "node b: no doctor answered within 2 s" in text
-    assert "no probe came up for decode-0 rank 0 (127.0.0.2)" in text
+    monkeypatch.setattr("launch.doctor.run._GRACE_S", 0.0)
+    config = DoctorConfig(limit_s=1, wait_s=2)
+    assert doctor(plan_of(topology), frozenset({"a"}), config, ("/bin/sh", "-c", "sleep 60")) == 1
+    text = capsys.readouterr().out
+    assert "node b: no doctor answered within 2 s" in text
+    assert "no probe came up for prefill-0 rank 0 (127.0.0.1), decode-0 rank 0 (127.0.0.2)" in text
     code, text = run("--topology", topology, "--node", "b", "--wait-s", "1", "--limit-s", "2")
     assert code == 3 and "node b cannot reach the doctor of node a at 127.0.0.1" in text
 
