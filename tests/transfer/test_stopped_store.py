@@ -36,7 +36,7 @@ class StoreProcess:
         env = {**os.environ, "PYTHONPATH": "."}
         self.process = subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True, env=env)
         assert self.process.stdout is not None
-        self.port = int(self.process.stdout.readline())
+        self.port, self.test = int(self.process.stdout.readline()), 0
 
     def stop(self, for_s: float = 0.0) -> None:
         if for_s:  # from another process: this one may hang itself
@@ -44,16 +44,25 @@ class StoreProcess:
         os.kill(self.process.pid, signal.SIGSTOP)
 
     def edge(self, generation: int = 1, limit_s: float = 1.0) -> EdgeWorker:
-        spec = EdgeSpec("127.0.0.1", self.port, f"x/g{generation}", generation, "prefill", connect_timeout_s=limit_s)
+        prefix = f"{self.test}/g{generation}"
+        spec = EdgeSpec("127.0.0.1", self.port, prefix, generation, "prefill", connect_timeout_s=limit_s)
         return EdgeWorker(spec)
 
 
-@pytest.fixture
-def elsewhere() -> Iterator[StoreProcess]:
+@pytest.fixture(scope="module")
+def store_process() -> Iterator[StoreProcess]:
     made = StoreProcess()
     yield made
     made.process.kill()  # ends a stopped process too
     made.process.communicate()
+
+
+@pytest.fixture
+def elsewhere(store_process: StoreProcess) -> Iterator[StoreProcess]:
+    """The process, with keys of its own for each test."""
+    store_process.test += 1
+    yield store_process
+    os.kill(store_process.process.pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.long), "meanwhile"])
