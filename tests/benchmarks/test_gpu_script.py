@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.process import children
 from benchmarks import gpu
 from benchmarks.gpu import FAULT, STAGES, commit
+from tests.support.cluster import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,8 +52,8 @@ def test_a_stage_that_hangs_is_ended_at_its_limit_with_all_that_it_started(tmp_p
     assert code == 1 and "made to hang" in report, "what it printed until then is there"
     assert "stage 8 (transformers): **timed out**" in report and "| 8. transformers | timed out |" in report
     assert time.monotonic() - started < 60
-    ours = [p for p in os.listdir("/proc") if p.isdigit() and b"gpu_stages.py\0transformers" in command_line(p)]
-    assert not ours
+    lines = [" ".join(command_line(int(p))) for p in os.listdir("/proc") if p.isdigit()]
+    assert not [line for line in lines if "gpu_stages.py transformers" in line]
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
@@ -63,11 +65,10 @@ def test_who_ends_the_script_ends_its_stage(sig: int, tmp_path: Path) -> None:
         assert ran.stdout is not None
         while "made to hang" not in (line := ran.stdout.readline()):
             assert line, "it ended by itself"
-        stage = [int(p) for p in os.listdir("/proc") if p.isdigit() and parent_of(p) == ran.pid]
-        assert len(stage) == 1
+        (stage,) = children(ran.pid)
         ran.send_signal(sig)
         assert ran.wait(30) != 0
-    assert not Path(f"/proc/{stage[0]}").exists()
+    assert not Path(f"/proc/{stage}").exists()
 
 
 def test_a_report_of_some_stages_does_not_replace_a_whole_one(tmp_path: Path) -> None:
@@ -82,20 +83,6 @@ def test_a_report_of_some_stages_does_not_replace_a_whole_one(tmp_path: Path) ->
         command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--rehearse", *wrong]
         ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
         assert ran.returncode and "Traceback" not in ran.stderr and wrong[0] in ran.stderr
-
-
-def parent_of(pid: str) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
-
-
-def command_line(pid: str) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 def test_all_stages_together_stay_under_eight_minutes() -> None:
