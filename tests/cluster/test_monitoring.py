@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import pytest
 from tests.docs.test_monitoring import RULES, expressions
 from tests.support.client import Client
 from tests.support.cluster import Cluster, cluster
+from tests.support.topologies import free_ports
 
 pytestmark = [
     pytest.mark.cluster,
@@ -31,9 +31,7 @@ pytestmark = [
 
 
 def prometheus(directory: Path, target: str) -> tuple[subprocess.Popen[bytes], str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     scrape = {"job_name": "baton", "static_configs": [{"targets": [target]}]}
     config = {"global": {"scrape_interval": "1s"}, "rule_files": [str(RULES)], "scrape_configs": [scrape]}
     (directory / "prometheus.yml").write_text(json.dumps(config))
@@ -70,15 +68,10 @@ async def load(running: Cluster, until: float) -> None:
 def slices_of_time(pid: int, until: float) -> None:
     """Lets a process run for a fifth of the time only."""
     while time.monotonic() < until:
-        signal_to(pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGSTOP)
         time.sleep(0.08)
-        signal_to(pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
         time.sleep(0.02)
-
-
-def signal_to(pid: int, number: int) -> None:
-
-    os.kill(pid, number)
 
 
 async def test_queries_have_answers_and_a_slow_worker_stands_out(tmp_path: Path) -> None:

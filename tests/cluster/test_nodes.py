@@ -61,13 +61,11 @@ class Cluster:
         self._url = f"http://{network['head'].address}:{HTTP}"
         head = network["head"].address
         token = where / "token"
-        self._common = ["--model", str(model)]
+        token.write_text("a secret of thirty-two characters and more\n")
+        token.chmod(0o600)
+        self._common = ["--model", str(model), "--cluster-token-file", str(token)]
         self._joining = ["--coordinator", f"{head}:{CONTROL}", "--dtype", "float32", "--threads", "1"]
         self._joining += ["--kv-memory-gib", "0.02", "--step-tokens", "64", "--no-prefix-cache"]  # any may serve any
-        if takes_tokens():
-            token.write_text("a secret of thirty-two characters and more\n")
-            token.chmod(0o600)
-            self._common += ["--cluster-token-file", str(token)]
         ports = ["--port", str(HTTP), "--grpc-port", str(GRPC), "--control-port", str(CONTROL)]
         hosts = ["--host", head, "--control-host", head, "--served-model-name", "m"]
         self.jobs: dict[str, Job] = {}
@@ -140,12 +138,6 @@ class Cluster:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def takes_tokens() -> bool:
-    from baton.core.config import WorkerConfig
-
-    return "cluster_token_file" in WorkerConfig.__dataclass_fields__
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import grpc
@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from launch.failure import find_box
 from tests.support.checkpoints import make_checkpoint
-from tests.support.topologies import loopback_topology
+from tests.support.topologies import free_ports, loopback_topology
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 UP = (sys.executable, "-m", "launch.cli", "up", "--topology")
@@ -38,8 +38,6 @@ def until(condition, what: str, *outputs: Path) -> None:
 
 
 def ask(topology: Path) -> httpx.Response:
-    import tomllib
-
     port = tomllib.loads(topology.read_text())["coordinator"]["port"]
     body = {"model": "m", "prompt": [30, 31, 32], "max_tokens": 4, "temperature": 0}
     return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30)
@@ -47,8 +45,7 @@ def ask(topology: Path) -> httpx.Response:
 
 def test_each_node_starts_its_own_part_and_the_coordinator_waits_for_all(tmp_path: Path) -> None:
     topology = loopback_topology(tmp_path / "t.toml", make_checkpoint(tmp_path / "m", "llama"))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        probed = free.getsockname()[1]
+    (probed,) = free_ports(1)
     topology.write_text(topology.read_text().replace("[[prefill]]\n", f"[[prefill]]\nhealth_port = {probed}\n"))
     first, second = tmp_path / "a.out", tmp_path / "b.out"
     front = start(topology, first, "--node", "a")

@@ -66,11 +66,11 @@ class Page:
 
 
 @contextlib.asynccontextmanager
-async def browse(url: str, width: int = 1280, height: int = 900) -> AsyncIterator[Page]:
+async def browse(url: str) -> AsyncIterator[Page]:
     assert CHROMIUM is not None
     with tempfile.TemporaryDirectory(prefix="baton-browser-", ignore_cleanup_errors=True) as profile:
         quiet = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
-        own = ("--remote-debugging-port=0", f"--user-data-dir={profile}", f"--window-size={width},{height}")
+        own = ("--remote-debugging-port=0", f"--user-data-dir={profile}", "--window-size=1280,900")
         command = [CHROMIUM, *quiet, *own, "about:blank"]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:

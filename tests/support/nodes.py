@@ -117,8 +117,8 @@ class PrefillNode:
     ) -> tuple[Target, ...]:
         return tuple(d.target(sequence, self.worker, handle) for d in decodes)
 
-    def abort(self, sequence: SequenceId, reason: str = "the client left") -> None:
-        self.worker.main_loop.command(Abort(sequence, reason, 5.0))
+    def abort(self, sequence: SequenceId) -> None:
+        self.worker.main_loop.command(Abort(sequence, "the client left", 5.0))
 
     @property
     def idle(self) -> bool:
@@ -167,8 +167,8 @@ class DecodeNode:
         while self.step():
             pass
 
-    def abort(self, sequence: SequenceId, reason: str = "the client left") -> None:
-        self.worker.main_loop.command(Abort(sequence, reason, 5.0))
+    def abort(self, sequence: SequenceId) -> None:
+        self.worker.main_loop.command(Abort(sequence, "the client left", 5.0))
 
     @property
     def idle(self) -> bool:
@@ -213,9 +213,9 @@ async def aborted(source: PrefillNode, decode: DecodeNode, sequence: SequenceId,
     assert not source.posted.handed_over and not decode.posted.tokens
 
 
-async def serve(source: PrefillNode, decode: DecodeNode, name: str = "again", prompt: int = 10) -> None:
+async def serve(source: PrefillNode, decode: DecodeNode, name: str = "again") -> None:
     """One more request from end to end: everything still works."""
-    request = make_request(name, prompt, max_tokens=4)
+    request = make_request(name, 10, max_tokens=4)
     source.submit(request, decode)
     source.compute()
     await until(lambda: [o for o in source.posted.handed_over if o.sequence.request_id == name], what="the hand-over")

@@ -38,11 +38,9 @@ class Overload:
     lengths: dict[str, int] = field(default_factory=dict)
 
 
-def make_worker(num_blocks: int, *, max_running: int = 64, prefix_cache: bool = False) -> DecodeScheduler:
+def make_worker(num_blocks: int) -> DecodeScheduler:
     speculation = Speculation(model=StepModel(COSTS, budget_s=0.05))
-    return make_decode(
-        num_blocks, block_size=16, max_running=max_running, speculation=speculation, prefix_cache=prefix_cache
-    )
+    return make_decode(num_blocks, block_size=16, max_running=64, speculation=speculation, prefix_cache=False)
 
 
 def overload(

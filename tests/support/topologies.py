@@ -6,12 +6,12 @@ import socket
 from pathlib import Path
 
 
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that were free a moment ago, all different."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for one in sockets:
-            one.bind((host, 0))
+            one.bind(("127.0.0.1", 0))
         return [int(one.getsockname()[1]) for one in sockets]
     finally:
         for one in sockets:
