@@ -26,10 +26,10 @@ from decode.speculation.policy import Speculation
 from tests.engine.driver import GREEDY, tiny_runner
 from tests.engine.test_launches import SAMPLINGS, same
 from tests.engine.test_propose_at_once import PENALTY, WORK, draft_rows
-from tests.engine.test_speculation import FixedCosts
 from tests.support.decode_drive import Run, decode_all
 from tests.support.device_choice import Undecided, decide
 from tests.support.marked_device import CPU, MarkedDevice
+from tests.support.pair_drive import FixedCosts
 
 EACH = (
     *SAMPLINGS["all"],

@@ -19,10 +19,10 @@ from baton.model_source import builtin_directory
 from decode.speculation.draft_model import load_draft
 from decode.speculation.engine import SpeculativeEngine
 from decode.speculation.policy import Speculation
-from decode.speculation.step_cost import StepModel
 from tests.engine.driver import tiny_runner
 from tests.support.checkpoints import make_checkpoint
 from tests.support.decode_drive import Run, decode_all, make_drafts
+from tests.support.pair_drive import FixedCosts
 
 LENGTH = 24
 KINDS = ("model", "ngram")
@@ -54,16 +54,6 @@ def requests(count: int, vocab_size: int = 4096, length: int = LENGTH) -> list[G
         prompt = tuple(piece + piece[: generator.randint(0, 40)])
         made.append(GenerateRequest(f"r{index}", prompt, length, sampling, eos_token_ids=(1,)))
     return made
-
-
-class FixedCosts(StepModel):
-    """What steps cost on some other machine, whatever they take here."""
-
-    def __init__(self) -> None:
-        super().__init__(((1, 1e-2), (64, 1.5e-2)), ((1, 1e-3), (64, 2e-3)))
-
-    def observe(self, plan: StepPlan, outcome: StepOutcome, wall_s: float) -> None:
-        pass
 
 
 def speculation(kind: str, draft: Runner | None, length: int = 0) -> Speculation:

@@ -26,6 +26,7 @@ from prefill.scheduler import PrefillScheduler
 from tests.support.decode_drive import make_drafts
 
 STEP_S = 0.02
+DRAFT_S = 1e-4  # so little that a draft pays for answers of a few tokens too
 _MOST_STEPS = 200_000
 
 
@@ -86,11 +87,10 @@ class Answers:
 
 
 class FixedCosts(StepModel):
-    """What steps cost on some other machine, whatever they take here; one on which a draft costs so little that it pays
-    for answers of a few tokens too."""
+    """What steps cost on some other machine, whatever they take here: about 10 ms, and a draft's `draft_s`."""
 
-    def __init__(self) -> None:
-        super().__init__(((1, 1e-2), (64, 1.5e-2)), ((1, 1e-4), (64, 2e-4)))
+    def __init__(self, draft_s: float = 1e-3) -> None:
+        super().__init__(((1, 1e-2), (64, 1.5e-2)), ((1, draft_s), (64, 2 * draft_s)))
 
     def observe(self, plan: StepPlan, outcome: StepOutcome, wall_s: float) -> None:
         pass
@@ -164,7 +164,7 @@ class _Drive:
         self.prefill = PrefillScheduler(
             layout, pair.prefill.num_blocks, way.chunk, model_digest=digest, prefix_cache=way.cache
         )
-        speculation = Speculation(self._drafts(known), FixedCosts(), fixed_length=way.length)
+        speculation = Speculation(self._drafts(known), FixedCosts(DRAFT_S), fixed_length=way.length)
         self.decode = DecodeScheduler(
             layout, blocks, way.batch, speculation, model_digest=digest, prefix_cache=way.cache
         )
