@@ -145,8 +145,7 @@ async def test_a_decode_worker_past_its_limit_gives_back_what_runs(tmp_path: Pat
     async with elastic(tmp_path, model, "p0") as e:
         await e.join("d0", drain_timeout_s=0.2)
         names = [f"r{n}" for n in range(3)]
-        expected = await e.answers(names, 3600)
-        await e.join("d1")
+        expected, _ = await asyncio.gather(e.answers(names, 3600), e.join("d1"))
         e.b.set_ready("d1", False)
         before = e.prompt_tokens("p0")
         readers = {name: e.submit(name, 3600) for name in names}
