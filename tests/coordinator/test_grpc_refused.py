@@ -17,7 +17,7 @@ from coordinator.grpc import service as grpc_service
 from coordinator.grpc.service import SERVICE
 from coordinator.text.model import TextModel
 from tests.support.fake_generator import FakeGenerator, say
-from tests.support.grpc_kit import Client, served
+from tests.support.grpc_kit import Client, logged, served
 
 
 @pytest.mark.parametrize("method", [m.name for m in pb.DESCRIPTOR.services_by_name["Serving"].methods])
@@ -28,7 +28,7 @@ async def test_bytes_that_are_no_message_are_bad_input(
         await grpc_client.channel.unary_stream(f"/{SERVICE}/{method}")(b"\xff\xff\xff").read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "the request is not a message of its type: " in (caught.value.details() or "")
-    assert not caplog.records
+    assert not logged(caplog)
 
 
 async def test_connections_that_say_nothing_leave_files_and_answers_for_others(

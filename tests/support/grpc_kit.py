@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -57,3 +58,9 @@ async def served(
             yield Client(channel, port)
     finally:
         await server.stop(0)
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """What a test's own calls have logged. grpc.aio polls for all event loops of a process: one that a test before has
+    closed may still be woken, and asyncio logs that."""
+    return [r for r in caplog.records if "Event loop is closed" not in str(r.exc_info)]
