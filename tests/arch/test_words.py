@@ -27,7 +27,7 @@ COINED = {
     "roster": "scheduler",
     "holdings": "blocks",
 }
-COINED_IN_TESTS = {word: COINED[word] for word in ("heard", "untold", "buried", "news", "lives", "guesses")} | {
+COINED_IN_TESTS = {word: COINED[word] for word in ("heard", "untold", "buried", "news", "life", "lives", "guesses")} | {
     "told": "reported, sent",
     "said": "message, output",
 }

@@ -94,14 +94,14 @@ async def test_a_prompt_outlives_its_decode_worker(running: FaultCluster, client
     answer, stream = await expected(client), await expected(client, *BYSTANDER)
     for _ in range(times):
         request, bystander = await disturbed(running, client, "hold_step")
-        life = running.cluster.workers()["decode-0"]["incarnation"]
+        before = running.cluster.workers()["decode-0"]["incarnation"]
         running.signal("decode-0")
 
-        def back(life: int = life) -> bool:
+        def back(before: int = before) -> bool:
             now = running.cluster.workers()["decode-0"]
-            return bool(now["state"] == "ready" and now["incarnation"] != life)
+            return bool(now["state"] == "ready" and now["incarnation"] != before)
 
-        await running.until(back, "the next life of decode-0")
+        await running.until(back, "the restart of decode-0")
         running.release("prefill-0", "hold_step")
         result = await request.end()
         assert (result.error, result.tokens) == ("", answer), running.cluster.logs()

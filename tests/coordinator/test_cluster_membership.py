@@ -66,7 +66,7 @@ async def test_a_worker_that_is_to_end_says_so_and_says_it_again_after_a_redial(
         await leaves(b, d0)
 
 
-async def test_a_worker_that_has_left_does_not_come_back_but_its_next_life_may() -> None:
+async def test_a_worker_that_has_left_does_not_come_back_but_its_next_incarnation_may() -> None:
     async with bench("p0", "d0", "d1") as b:
         b.cluster.drain_worker("d0", 5.0)
         await leaves(b, b.worker("d0"))

@@ -226,7 +226,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.m.held[worker] = before - evicted | (stored - evicted)
 
     @invariant()
-    def the_books_balance(self) -> None:
+    def invariants_hold(self) -> None:
         self.d.check()
         assert (self.d.num_queued, self.d.num_active) == (len(self.m.queue), len(self.m.placed))
         for r, active in self.d._active.items():

@@ -219,7 +219,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert self.received == {key[:HINT_BYTES] for key in self.cache._block_of}
 
     @invariant()
-    def books_balance(self) -> None:
+    def invariants_hold(self) -> None:
         self.table.check()
         self.cache.check()
         self.table.check_held({(block, holder) for holder, blocks in self.running.items() for block in blocks})

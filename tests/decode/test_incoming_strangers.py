@@ -80,9 +80,9 @@ async def failure(decode: DecodeNode) -> InvariantError:
 
 
 @pytest.mark.parametrize("where", ["received", "reserve"])
-async def test_books_that_do_not_balance_end_the_worker(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_invariant_that_does_not_hold_ends_the_worker(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
-        raise InvariantError("the books do not balance")
+        raise InvariantError("an invariant does not hold")
 
     async with peer() as p:
         await p.ask(p.offer())
@@ -95,7 +95,7 @@ async def test_books_that_do_not_balance_end_the_worker(where: str, monkeypatch:
                 chunk, buffer = p.chunk()
                 assert isinstance(await p.ask(chunk), Posted)
                 await p.send_bytes(chunk, buffer)
-            assert "do not balance" in (await failure(p.decode)).message
+            assert "does not hold" in (await failure(p.decode)).message
         p.decode.abort(R)
 
 

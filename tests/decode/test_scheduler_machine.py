@@ -22,7 +22,7 @@ from baton.core.step import DraftRow, Row, StepOutcome, StepPlan
 from decode.speculation.drafts import Drafts, ModelDrafts, NgramDrafts
 from decode.speculation.policy import Speculation
 from tests.support.builders import EOS, make_decode, make_layout, make_request
-from tests.support.decode_contract import Life, WrittenKV
+from tests.support.decode_contract import Tracked, WrittenKV
 
 sampled_tokens = st.sampled_from([EOS, 7, 7, 8, 9])
 
@@ -60,7 +60,7 @@ class DecodeMachine(RuleBasedStateMachine):
             prefix_cache=prefix_cache,
         )
         self.ever: list[tuple[int, ...]] = [tuple(range(1000, 1012))]
-        self.sequences: dict[SequenceId, Life] = {}
+        self.sequences: dict[SequenceId, Tracked] = {}
         self.kv, self.draft_kv = WrittenKV(block_size), WrittenKV(block_size)
         self.plan: StepPlan | None = None
         self.now = 0.0
@@ -69,8 +69,8 @@ class DecodeMachine(RuleBasedStateMachine):
     def some(self, *phases: str, writing: bool | None = None, aborted: bool | None = None) -> list[SequenceId]:
         return sorted(
             sequence
-            for sequence, life in self.sequences.items()
-            if life.phase in phases and writing in (None, life.writing) and aborted in (None, life.aborted)
+            for sequence, tracked in self.sequences.items()
+            if tracked.phase in phases and writing in (None, tracked.writing) and aborted in (None, tracked.aborted)
         )
 
     @rule(
@@ -105,10 +105,10 @@ class DecodeMachine(RuleBasedStateMachine):
             assert self.sequences or error.code == "exceeds_pool", "an idle worker takes all that could ever fit"
             return
         assert len(blocks) == needed and most <= pool.num_blocks
-        life = self.sequences[request.sequence_id] = Life(request, list(request.output), len(request.output))
+        tracked = self.sequences[request.sequence_id] = Tracked(request, list(request.output), len(request.output))
         cached = self.scheduler.num_cached(request.sequence_id)
-        assert cached % self.size == 0 and cached < len(life.tokens)
-        self.kv.check(life, blocks, cached)
+        assert cached % self.size == 0 and cached < len(tracked.tokens)
+        self.kv.check(tracked, blocks, cached)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -136,12 +136,12 @@ class DecodeMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def chunk_arrives(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.some("receiving", aborted=False)))
-        life = self.sequences[sequence]
-        start = max(life.landed, self.scheduler.num_cached(sequence))
-        end = data.draw(st.integers(start, len(life.tokens) - 1))
-        self.write(self.kv, sequence, self.scheduler.block_ids(sequence), start, life.tokens[start:end])
+        tracked = self.sequences[sequence]
+        start = max(tracked.landed, self.scheduler.num_cached(sequence))
+        end = data.draw(st.integers(start, len(tracked.tokens) - 1))
+        self.write(self.kv, sequence, self.scheduler.block_ids(sequence), start, tracked.tokens[start:end])
         self.scheduler.landed(sequence, end)
-        life.landed = end
+        tracked.landed = end
 
     @precondition(lambda self: self.some("receiving"))
     @rule(data=st.data(), token=sampled_tokens)
@@ -149,14 +149,14 @@ class DecodeMachine(RuleBasedStateMachine):
         self.arrive(data.draw(st.sampled_from(self.some("receiving"))), token)
 
     def arrive(self, sequence: SequenceId, token: int) -> None:
-        life = self.sequences[sequence]
-        start = max(life.landed, self.scheduler.num_cached(sequence))
-        self.write(self.kv, sequence, self.scheduler.block_ids(sequence), start, life.tokens[start:])
+        tracked = self.sequences[sequence]
+        start = max(tracked.landed, self.scheduler.num_cached(sequence))
+        self.write(self.kv, sequence, self.scheduler.block_ids(sequence), start, tracked.tokens[start:])
         ended = self.scheduler.received(sequence, token, self.now)
-        life.output.append(token)
-        reason = "aborted" if life.aborted else finish_reason(life.request, len(life.output), token)
+        tracked.output.append(token)
+        reason = "aborted" if tracked.aborted else finish_reason(tracked.request, len(tracked.output), token)
         assert (ended and ended.reason) == reason
-        life.phase, life.writing = "here", False
+        tracked.phase, tracked.writing = "here", False
         if reason:
             del self.sequences[sequence]
 
@@ -189,10 +189,10 @@ class DecodeMachine(RuleBasedStateMachine):
             self.write(self.kv, row.sequence_id, row.block_ids, row.start, row.tokens)
         for draft in plan.drafts if plan else ():
             self.check_context(self.draft_kv, draft)
-            life = self.sequences[draft.sequence_id]
+            tracked = self.sequences[draft.sequence_id]
             end = draft.start + len(draft.tokens)
-            assert draft.tokens and draft.tokens == life.tokens[draft.start : end]
-            assert end == len(life.tokens) or not draft.num_draft_tokens
+            assert draft.tokens and draft.tokens == tracked.tokens[draft.start : end]
+            assert end == len(tracked.tokens) or not draft.num_draft_tokens
             self.write(self.draft_kv, draft.sequence_id, draft.block_ids, draft.start, draft.tokens)
 
     @precondition(lambda self: self.plan is not None)
@@ -220,23 +220,23 @@ class DecodeMachine(RuleBasedStateMachine):
         )
         tokens, ended = [], []
         for row, own in zip(final.rows, sampled, strict=True):
-            life = self.sequences[row.sequence_id]
-            if life.aborted:
+            tracked = self.sequences[row.sequence_id]
+            if tracked.aborted:
                 del self.sequences[row.sequence_id]
                 continue
             proposed = row.tokens[len(row.tokens) - max(0, row.num_sampled - 1) :]
             reason = None
             for position, token in enumerate(own):
-                life.output.append(token)
+                tracked.output.append(token)
                 self.generated += 1
-                reason = finish_reason(life.request, len(life.output), token)
+                reason = finish_reason(tracked.request, len(tracked.output), token)
                 if reason or position == len(proposed) or proposed[position] != token:
                     break
             if own:
-                tokens.append((row.sequence_id, life.reported, tuple(life.output[life.reported :])))
-                life.reported = len(life.output)
+                tokens.append((row.sequence_id, tracked.reported, tuple(tracked.output[tracked.reported :])))
+                tracked.reported = len(tracked.output)
             if reason:
-                self.ever.append(life.tokens)
+                self.ever.append(tracked.tokens)
                 ended.append((row.sequence_id, reason))
                 del self.sequences[row.sequence_id]
         assert [(e.sequence, e.first_index, e.tokens) for e in result.tokens] == tokens
@@ -247,13 +247,13 @@ class DecodeMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject, claim: bool) -> None:
         """`claim`: the caller says that a write is under way even when none is; it then also reports its end."""
         sequence = data.draw(st.sampled_from(sorted(self.sequences)))
-        life = self.sequences[sequence]
-        first_of_a_write = life.writing and not life.aborted
+        tracked = self.sequences[sequence]
+        first_of_a_write = tracked.writing and not tracked.aborted
         assert self.scheduler.abort(sequence, in_flight=claim or first_of_a_write)
-        life.aborted = True
-        life.writing = life.phase == "receiving" and (claim or life.writing)
+        tracked.aborted = True
+        tracked.writing = tracked.phase == "receiving" and (claim or tracked.writing)
         stepping = self.plan is not None and any(row.sequence_id == sequence for row in self.plan.rows)
-        if not life.writing and not stepping:
+        if not tracked.writing and not stepping:
             del self.sequences[sequence]
 
     @rule(prompt=st.integers(1, 12), more=st.integers(2, 20))
@@ -285,15 +285,15 @@ class DecodeMachine(RuleBasedStateMachine):
         self.scheduler.check()
         assert set(self.scheduler.sequence_ids()) == set(self.sequences)
         assert self.scheduler.tokens_generated == self.generated
-        for sequence, life in self.sequences.items():
-            assert self.scheduler.receiving(sequence) == (life.phase == "receiving" and not life.aborted)
+        for sequence, tracked in self.sequences.items():
+            assert self.scheduler.receiving(sequence) == (tracked.phase == "receiving" and not tracked.aborted)
 
     @invariant()
     def blocks_belong_to_one_sequence_or_are_cached(self) -> None:
         used: list[int] = []
-        for sequence, life in getattr(self, "lives", {}).items():
-            blocks, receiving = self.scheduler.block_ids(sequence), life.phase == "receiving"
-            first = max(life.landed, self.scheduler.num_cached(sequence)) // self.size if receiving else 0
+        for sequence, tracked in self.sequences.items():
+            blocks, receiving = self.scheduler.block_ids(sequence), tracked.phase == "receiving"
+            first = max(tracked.landed, self.scheduler.num_cached(sequence)) // self.size if receiving else 0
             for index, block in enumerate(blocks):
                 holders = self.scheduler.blocks.holders(block)
                 assert Holder("receiving" if receiving and index >= first else "sequence", sequence) in holders

@@ -104,8 +104,8 @@ def test_same_tokens_logprobs_and_ends_as_steps_one_by_one(target: Runner, kind:
 def test_same_tokens_in_half_the_pool(target: Runner) -> None:
     some = [replace(r, max_tokens=30, eos_token_ids=()) for r in requests("warm", 8)]
     expected = decode_all(target, some, batch=6)
-    books = lambda scheduler: scheduler.check()  # noqa: E731
-    found = decode_all(target, some, batch=6, num_blocks=14, launcher=Late(target), each_step=books)
+    check = lambda scheduler: scheduler.check()  # noqa: E731
+    found = decode_all(target, some, batch=6, num_blocks=14, launcher=Late(target), each_step=check)
     assert same(found, expected) and found.preemptions > 0 and found.steps_ahead > 0
 
 

@@ -1,4 +1,4 @@
-"""When a member is started again; and one over its lives, with real short-lived processes."""
+"""When a member is started again; and one through its restarts, with real short-lived processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from launch.supervisor import Backoff, MemberFailed, RestartPolicy, Supervised
 
 
 def member(where: Path, code: int, *, joins: bool) -> Supervised:
-    """One life that has ended with `code`, noticed."""
+    """One incarnation that has ended with `code`, noticed."""
     spec = ChildSpec("m", (sys.executable, "-c", f"raise SystemExit({code})"), where / "m.log")
     made = Supervised("m", lambda: spec, Console(), Backoff(first_s=0.0))
     made.start()

@@ -141,7 +141,7 @@ def test_a_log_that_cannot_be_written_later_ends_nobody(start, agent: str) -> No
     log.unlink()
     log.mkdir()
     cluster.kill(cluster.pids("decode-0")[0])
-    cluster.wait_until(lambda c: "trying again" in output(c), "a life that could not begin")
+    cluster.wait_until(lambda c: "trying again" in output(c), "a start that failed")
     assert f"the log {log} cannot be written" in output(cluster)
     log.rmdir()
     cluster.wait_until(lambda c: output(c).count("joined") == 3, "third join")

@@ -13,7 +13,7 @@ from prefill.sender import Sender
 from tests.support.builders import make_request
 from tests.support.nodes import pair, until
 
-BUG = InvariantError("the books do not balance")
+BUG = InvariantError("an invariant does not hold")
 
 
 def broken(*_: object) -> None:

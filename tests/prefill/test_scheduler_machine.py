@@ -18,7 +18,7 @@ from tests.support.builders import EOS, make_outcome, make_prefill, make_request
 
 
 @dataclass
-class Life:
+class Tracked:
     """What the contract says about one submitted sequence."""
 
     request: GenerateRequest
@@ -58,20 +58,20 @@ class PrefillMachine(RuleBasedStateMachine):
         )
         # What is written in each block, and under which salt.
         self.written: dict[int, tuple[str, tuple[int, ...]]] = {}
-        self.sequences: dict[SequenceId, Life] = {}
+        self.sequences: dict[SequenceId, Tracked] = {}
         self.plan: StepPlan | None = None
         self.submitted = self.computed = 0
 
-    def pick(self, data: st.DataObject) -> Life:
+    def pick(self, data: st.DataObject) -> Tracked:
         return self.sequences[data.draw(st.sampled_from(sorted(self.sequences)))]
 
-    def stepping(self, life: Life) -> bool:
-        return self.plan is not None and any(r.sequence_id == life.request.sequence_id for r in self.plan.rows)
+    def stepping(self, tracked: Tracked) -> bool:
+        return self.plan is not None and any(r.sequence_id == tracked.request.sequence_id for r in self.plan.rows)
 
     def forget_what_is_over(self) -> None:
-        for sequence, life in list(self.sequences.items()):
-            over = life.ended or life.parked or life.aborted
-            if over and not life.pinned and not self.stepping(life):
+        for sequence, tracked in list(self.sequences.items()):
+            over = tracked.ended or tracked.parked or tracked.aborted
+            if over and not tracked.pinned and not self.stepping(tracked):
                 del self.sequences[sequence]
 
     @rule(
@@ -97,7 +97,7 @@ class PrefillMachine(RuleBasedStateMachine):
                 self.scheduler.submit(request, 0.0, hand_over=hand_over)
             return
         self.scheduler.submit(request, 0.0, hand_over=hand_over)
-        self.sequences[request.sequence_id] = Life(request, self.submitted, hand_over)
+        self.sequences[request.sequence_id] = Tracked(request, self.submitted, hand_over)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -111,55 +111,58 @@ class PrefillMachine(RuleBasedStateMachine):
         if self.plan is not None:
             assert plan is None
         elif plan is None:
-            waiting = [life for life in self.sequences.values() if life.queued]
-            assert all(not life.blocks for life in waiting)
+            waiting = [tracked for tracked in self.sequences.values() if tracked.queued]
+            assert all(not tracked.blocks for tracked in waiting)
             free = self.scheduler.blocks.num_free
-            assert not waiting or any(self.scheduler.layout.blocks_for(life.total) > free for life in waiting)
+            assert not waiting or any(self.scheduler.layout.blocks_for(tracked.total) > free for tracked in waiting)
         else:
             self.plan = plan
             self.check_plan(plan)
 
     def check_plan(self, plan: StepPlan) -> None:
         sequences = [self.sequences[row.sequence_id] for row in plan.rows]
-        for row, life in zip(plan.rows, sequences, strict=True):
-            self.check_row(row, life)
-        turns = [(life.total - life.computed, life.number) for life in sequences]
+        for row, tracked in zip(plan.rows, sequences, strict=True):
+            self.check_row(row, tracked)
+        turns = [(tracked.total - tracked.computed, tracked.number) for tracked in sequences]
         assert turns == sorted(turns), "not the one with the least left first"
-        assert len({life.number for life in sequences}) == len(sequences)
+        assert len({tracked.number for tracked in sequences}) == len(sequences)
         assert plan.num_tokens <= self.scheduler.step_tokens
-        assert all(row.end == life.total for row, life in zip(plan.rows[:-1], sequences, strict=False))
-        for life in self.sequences.values():
-            if life.queued and life.blocks and life not in sequences:
+        assert all(row.end == tracked.total for row, tracked in zip(plan.rows[:-1], sequences, strict=False))
+        for tracked in self.sequences.values():
+            if tracked.queued and tracked.blocks and tracked not in sequences:
                 assert plan.num_tokens == self.scheduler.step_tokens, "budget was left for one that had started"
-                assert (life.total - life.computed, life.number) > turns[-1]
+                assert (tracked.total - tracked.computed, tracked.number) > turns[-1]
 
-    def check_row(self, row: Row, life: Life) -> None:
-        request = life.request
-        assert life.queued and row.tokens
-        if not life.blocks:
-            self.check_prefix(row, life)
-        assert row.start == life.computed, "each position is computed exactly once"
+    def check_row(self, row: Row, tracked: Tracked) -> None:
+        request = tracked.request
+        assert tracked.queued and row.tokens
+        if not tracked.blocks:
+            self.check_prefix(row, tracked)
+        assert row.start == tracked.computed, "each position is computed exactly once"
         assert row.tokens == (request.prompt + request.output)[row.start : row.end]
-        assert row.num_sampled == (row.end == life.total)
+        assert row.num_sampled == (row.end == tracked.total)
         assert row.output_index == len(request.output)
-        assert len(row.block_ids) == self.scheduler.layout.blocks_for(life.total)
-        assert row.block_ids == (life.blocks or row.block_ids)
-        life.blocks = row.block_ids
+        assert len(row.block_ids) == self.scheduler.layout.blocks_for(tracked.total)
+        assert row.block_ids == (tracked.blocks or row.block_ids)
+        tracked.blocks = row.block_ids
         size = self.scheduler.layout.block_size
         for index in range(row.start // size, -(-row.end // size)):
-            others = [other for other in self.sequences.values() if other is not life and other.blocks]
+            others = [other for other in self.sequences.values() if other is not tracked and other.blocks]
             assert all(row.block_ids[index] not in other.blocks[: other.computed // size] for other in others)
-            self.written[row.block_ids[index]] = (request.cache_salt, life.tokens[: min(row.end, (index + 1) * size)])
+            self.written[row.block_ids[index]] = (
+                request.cache_salt,
+                tracked.tokens[: min(row.end, (index + 1) * size)],
+            )
 
-    def check_prefix(self, row: Row, life: Life) -> None:
+    def check_prefix(self, row: Row, tracked: Tracked) -> None:
         """A first row may begin behind what is in its blocks already, and only there."""
         size = self.scheduler.layout.block_size
-        assert row.start % size == 0 and row.start < life.total
+        assert row.start % size == 0 and row.start < tracked.total
         assert self.prefix_cache or row.start == 0
         for index in range(row.start // size):
-            known = (life.request.cache_salt, life.tokens[: (index + 1) * size])
+            known = (tracked.request.cache_salt, tracked.tokens[: (index + 1) * size])
             assert self.written[row.block_ids[index]] == known, "the block holds something else"
-        life.cached = life.computed = row.start
+        tracked.cached = tracked.computed = row.start
 
     @precondition(lambda self: self.plan is not None)
     @rule(data=st.data())
@@ -170,17 +173,17 @@ class PrefillMachine(RuleBasedStateMachine):
         result = self.scheduler.finish_step(outcome, 1.0)
         progress, ended = [], []
         for row, sampled in zip(plan.rows, outcome.sampled, strict=True):
-            life = self.sequences[row.sequence_id]
-            life.computed = row.end
+            tracked = self.sequences[row.sequence_id]
+            tracked.computed = row.end
             self.computed += len(row.tokens)
-            if life.aborted:
+            if tracked.aborted:
                 continue
             token = sampled[0] if sampled else None
-            index = len(life.request.output)
-            progress.append((row.sequence_id, row.end, life.cached, token, index if sampled else None))
+            index = len(tracked.request.output)
+            progress.append((row.sequence_id, row.end, tracked.cached, token, index if sampled else None))
             if token is not None:
-                reason = finish_reason(life.request, index + 1, token) or ("" if life.pinned else "error")
-                life.ended, life.parked = bool(reason), not reason
+                reason = finish_reason(tracked.request, index + 1, token) or ("" if tracked.pinned else "error")
+                tracked.ended, tracked.parked = bool(reason), not reason
                 ended += [(row.sequence_id, reason)] if reason else []
         assert [self.summary(p) for p in result.progress] == progress
         assert [(e.sequence, e.reason) for e in result.ended] == ended
@@ -189,7 +192,7 @@ class PrefillMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), again=st.booleans())
     def compute_all_and_perhaps_ask_for_one_again(self, data: st.DataObject, again: bool) -> None:
-        life = self.pick(data)
+        tracked = self.pick(data)
         while True:
             if self.plan is None:
                 self.begin()
@@ -197,7 +200,7 @@ class PrefillMachine(RuleBasedStateMachine):
                 break
             self.finish(data)
         if again:
-            tokens, salt = life.tokens, life.request.cache_salt
+            tokens, salt = tracked.tokens, tracked.request.cache_salt
             self.submit_tokens(tokens[: data.draw(st.integers(1, len(tokens)))], (), 1, True, salt)
 
     def summary(self, p: Progress) -> tuple[SequenceId, int, int, int | None, int | None]:
@@ -206,17 +209,17 @@ class PrefillMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        life = self.pick(data)
-        assert self.scheduler.abort(life.request.sequence_id)
-        life.aborted = True
+        tracked = self.pick(data)
+        assert self.scheduler.abort(tracked.request.sequence_id)
+        tracked.aborted = True
         self.forget_what_is_over()
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def hand_over_ends(self, data: st.DataObject) -> None:
-        life = self.pick(data)
-        self.scheduler.release_send(life.request.sequence_id)
-        life.pinned = False
+        tracked = self.pick(data)
+        self.scheduler.release_send(tracked.request.sequence_id)
+        tracked.pinned = False
         self.forget_what_is_over()
 
     @rule()
@@ -231,21 +234,25 @@ class PrefillMachine(RuleBasedStateMachine):
         self.scheduler.check()
         assert set(self.scheduler.sequence_ids()) == set(self.sequences)
         assert self.scheduler.prompt_tokens_computed == self.computed
-        waiting = [life for life in self.sequences.values() if life.queued or self.stepping(life)]
-        assert self.scheduler.backlog_tokens == sum(life.total - life.computed for life in waiting)
+        waiting = [tracked for tracked in self.sequences.values() if tracked.queued or self.stepping(tracked)]
+        assert self.scheduler.backlog_tokens == sum(tracked.total - tracked.computed for tracked in waiting)
         assert bool(self.scheduler.num_running + self.scheduler.num_waiting) == bool(waiting)
 
     @invariant()
     def blocks_in_use_are_held(self) -> None:
-        blocks = getattr(self, "scheduler", make_prefill()).blocks
+        blocks = self.scheduler.blocks
         used: list[int] = []
-        for sequence, life in getattr(self, "lives", {}).items():
-            computing = life.blocks and (life.queued or self.stepping(life))
+        for sequence, tracked in self.sequences.items():
+            computing = tracked.blocks and (tracked.queued or self.stepping(tracked))
             size = self.scheduler.layout.block_size
-            used += life.blocks[life.cached // size :] if (computing or life.pinned) and not self.prefix_cache else ()
-            for block in life.blocks:
+            used += (
+                tracked.blocks[tracked.cached // size :]
+                if (computing or tracked.pinned) and not self.prefix_cache
+                else ()
+            )
+            for block in tracked.blocks:
                 assert (Holder("sequence", sequence) in blocks.holders(block)) == bool(computing)
-                assert (Holder("send", sequence) in blocks.holders(block)) == life.pinned
+                assert (Holder("send", sequence) in blocks.holders(block)) == tracked.pinned
         assert len(used) == len(set(used)), "two sequences share a block"
 
     def teardown(self) -> None:

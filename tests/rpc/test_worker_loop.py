@@ -150,10 +150,10 @@ async def test_steps_are_said_in_order_and_stop_when_there_is_nothing(running: R
     assert [e.step_id for e in running.sent] == list(range(1, len(running.sent) + 1)) and running.main_loop.steps >= 3
 
 
-@pytest.mark.parametrize("where", ["books", "step"])
+@pytest.mark.parametrize("where", ["invariants", "step"])
 async def test_a_bug_ends_the_worker(running: Running, where: str) -> None:
-    """Its supervisor starts another; going on with wrong books would be worse."""
-    if where == "books":
+    """Its supervisor starts another; going on with wrong state would be worse."""
+    if where == "invariants":
         running.tier.here.add(R)
         await asyncio.sleep(0.15)
         running.tier.bug = InvariantError("a block leaked")

@@ -9,7 +9,7 @@ from baton.core.step import Row
 
 
 @dataclass
-class Life:
+class Tracked:
     """What the contract says about one reserved sequence. `writing`: KV may be landing in its blocks. `landed`: so many
     positions have KV while more is to come."""
 
@@ -46,17 +46,20 @@ class WrittenKV:
         self._size = block_size
         self._slots: dict[tuple[int, int], tuple[str, tuple[int, ...]]] = {}
 
-    def write(self, life: Life, blocks: tuple[int, ...], start: int, tokens: tuple[int, ...]) -> int:
+    def write(self, tracked: Tracked, blocks: tuple[int, ...], start: int, tokens: tuple[int, ...]) -> int:
         """KV of `tokens` behind the first `start` of a sequence; returns up to which position it goes."""
-        context = life.tokens[:start] + tokens
+        context = tracked.tokens[:start] + tokens
         for position in range(start, len(context)):
-            self._slots[self._slot(blocks, position)] = life.request.cache_salt, context[: position + 1]
+            self._slots[self._slot(blocks, position)] = tracked.request.cache_salt, context[: position + 1]
         return len(context)
 
-    def check(self, life: Life, blocks: tuple[int, ...], end: int) -> None:
+    def check(self, tracked: Tracked, blocks: tuple[int, ...], end: int) -> None:
         """The first `end` positions of a sequence are there, and are of it."""
         for position in range(end):
-            assert self._slots[self._slot(blocks, position)] == (life.request.cache_salt, life.tokens[: position + 1])
+            assert self._slots[self._slot(blocks, position)] == (
+                tracked.request.cache_salt,
+                tracked.tokens[: position + 1],
+            )
 
     def _slot(self, blocks: tuple[int, ...], position: int) -> tuple[int, int]:
         return blocks[position // self._size], position % self._size

@@ -13,7 +13,7 @@ Trouble is asked for by files in $BATON_TEST_FAULTS named WORKER.WHAT; nothing i
 
 Every layer is a section, so that small parts have several and a prompt's last chunk goes as two (decision 0044).
 
-SIGUSR1 writes WORKER.state: the books checked, the load, threads and tasks. Followers are called WORKER.RANK.
+SIGUSR1 writes WORKER.state: the invariants checked, the load, threads and tasks. Followers are called WORKER.RANK.
 """
 
 from __future__ import annotations
