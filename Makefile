@@ -25,7 +25,7 @@ setup: $(STAMP) ## install into .venv, nothing more
 up: $(STAMP) ## start coordinator, one prefill and one decode worker on CPU with the built-in model (ARGS="--model DIR")
 	@exec $(BIN)/baton up --device cpu $(ARGS)
 
-test: $(STAMP) ## the whole suite, 15 minutes on 2 cores (ARGS="-k name")
+test: $(STAMP) ## the whole suite, 10 minutes on 2 cores (ARGS="-k name")
 	$(BIN)/python tools/run_tests.py $(ARGS)
 
 test-long: $(STAMP) ## every combination and repetition

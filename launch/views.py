@@ -114,8 +114,8 @@ def _rates(row: Row, before: Row, between_s: float) -> tuple[str, str, str]:
         return new - old if isinstance(old, int | float) and isinstance(new, int | float) else None
 
     tokens, steps, seconds = rise(_TOKENS.get(row["role"], "")), rise("steps"), rise("step_s")
-    step_ms = f"{seconds / steps * 1e3:.1f}" if steps and seconds is not None else "-"
-    per_s = ["-" if count is None else f"{count / between_s:.0f}" for count in (tokens, steps)]
+    step_ms = f"{seconds / steps * 1e3:.1f}" if steps and steps > 0 and seconds is not None else "-"
+    per_s = ["-" if count is None or between_s <= 0 else f"{count / between_s:.0f}" for count in (tokens, steps)]
     return per_s[0], per_s[1], step_ms
 
 

@@ -1,5 +1,5 @@
-"""`make test`: the suite on all cores, in as many processes as have cores to start a cluster on. On a few cores it is
-three: two leave a quarter of two cores idle, since tests wait for processes and timeouts.
+"""`make test`: the suite on all cores, in as many processes as have cores to start a cluster on, at least three:
+two leave a quarter of two cores idle, since tests wait for processes and timeouts.
 
 A file's tests stay in one process, in their order. Arguments go to pytest. `make test-long` runs its own the same way.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SELECTED = ("-m", "not long and not gpu")
 SLOWEST = ("--durations=12", "--durations-min=5")
-FEW_CORES_PROCESSES, CORES_EACH, MOST_PROCESSES = 3, 4, 8  # each loads torch and transformers: 0.5 GB
+CORES_EACH, LEAST_PROCESSES, MOST_PROCESSES = 4, 3, 8  # each loads torch and transformers: 0.5 GB
 
 
 def main() -> int:
@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> tuple[int, str]:
 
 
 def processes(cores: int) -> int:
-    return FEW_CORES_PROCESSES if cores < 2 * CORES_EACH else min(cores // CORES_EACH, MOST_PROCESSES)
+    return max(LEAST_PROCESSES, min(cores // CORES_EACH, MOST_PROCESSES))
 
 
 def with_bytecode(environment: Mapping[str, str]) -> dict[str, str]:

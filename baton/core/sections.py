@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 SECTION_BYTES = 4 << 20
-"""Larger ones overlap less; each costs processor time of its own (decision 0033)."""
+"""Larger ones overlap less; each costs processor time of its own (benchmarks/results/handover.md)."""
 
 
 @dataclass(frozen=True, slots=True)

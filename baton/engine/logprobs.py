@@ -37,8 +37,13 @@ def scored_rows(plan: StepPlan, logits: Tensor) -> tuple[tuple[TokenLogprob, ...
 
 def asked(plan: StepPlan) -> list[int]:
     """Which of the samples of a plan's rows, in order, are to be reported with log-probabilities."""
-    asking = [row.sampling.logprobs is not None for row in plan.rows for _ in range(row.num_sampled)]
-    return [number for number, asks in enumerate(asking) if asks]
+    found: list[int] = []
+    number = 0
+    for row in plan.rows:
+        if row.sampling.logprobs is not None:
+            found += range(number, number + row.num_sampled)
+        number += row.num_sampled
+    return found
 
 
 def sampled_rows(

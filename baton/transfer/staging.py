@@ -25,7 +25,8 @@ Layers = Sequence[tuple[Tensor, Tensor]]
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _MOST_RUNS = 8
 """Runs of neighbouring blocks that are copied as they lie, in CPU memory: with 16 of them for 512 tokens nothing is
-gained in packing any more, with 32 it takes longer than tokens one by one (135M shape, decision 0033)."""
+gained in packing any more, with 32 it takes longer than tokens one by one (135M shape,
+benchmarks/results/handover.md)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -400,7 +400,7 @@ class Dispatcher:
         prompt and of its output so far. It is computed anew when the sequence has taken one of them."""
         ticket = active.ticket
         before, size = active.growth, worker.block_size
-        active.room = _blocks(ticket.prefill_tokens + active.produced, worker.block_size) * size - ticket.prefill_tokens
+        active.room = _blocks(ticket.prefill_tokens + active.produced, size) * size - ticket.prefill_tokens
         active.growth = self.expectation.growth(ticket.prefill_tokens, ticket.total_tokens, active.produced, size)
         worker.count(growth=active.growth - before)
 

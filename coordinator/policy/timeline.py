@@ -17,7 +17,7 @@ are as long as the workers measured them, at most as long as the stage: nobody c
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -69,9 +69,9 @@ class Timeline(StageStamps):
 
 def timeline(r: Request, now: float) -> Timeline:
     """Of the request up to `now`."""
-    stages = asdict(r.all_stamps())
+    s = r.all_stamps()
     return Timeline(
-        **stages | {"queue_s": r.queued_s + stages["queue_s"]},
+        *(r.queued_s + s.queue_s, s.prefill_s, s.reserve_s, s.transfer_s, s.decode_queue_s, s.decode_s),
         first_token_s=r.first_token_at - r.started_at if r.first_token_at else 0.0,
         prefill_worker=r.prefill_worker,
         decode_worker=r.decode_worker,

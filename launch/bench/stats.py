@@ -171,7 +171,7 @@ def statistics(records: Sequence[Record], slo: Slo | None = None, duration_s: fl
     met = sum(map((slo or Slo()).met, records))
     prompt_tokens = sum(record.prompt_tokens for record in good)
     output_tokens = sum(record.output_tokens for record in good)
-    per_s = 1 / duration_s if duration_s else 0.0
+    span_s = duration_s or math.inf  # rates are 0 where no request succeeded
     return Statistics(
         requests=len(records),
         failed=len(records) - len(good),
@@ -189,9 +189,9 @@ def statistics(records: Sequence[Record], slo: Slo | None = None, duration_s: fl
             name: summarize(record.stages.get(name, 0.0) for record in good if record.stages)
             for name in dict.fromkeys(name for record in good for name in record.stages)
         },
-        requests_per_s=len(good) * per_s,
-        output_tokens_per_s=output_tokens * per_s,
-        prompt_tokens_per_s=prompt_tokens * per_s,
-        goodput_per_s=met * per_s,
+        requests_per_s=len(good) / span_s,
+        output_tokens_per_s=output_tokens / span_s,
+        prompt_tokens_per_s=prompt_tokens / span_s,
+        goodput_per_s=met / span_s,
         met_share=met / len(records) if records else 0.0,
     )

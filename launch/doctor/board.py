@@ -37,21 +37,24 @@ class Board:
         class Handler(BaseHTTPRequestHandler):
             timeout = _CALL_TIMEOUT_S
 
-            def do_PUT(self) -> None:
-                """Without a body it only reads. Always the value that is there."""
-                name, size = self.path.lstrip("/"), int(self.headers.get("Content-Length") or 0)
-                if not 0 <= size <= _MAX_BYTES:
-                    raise ValueError(f"a value of {size} bytes")
-                body = self.rfile.read(size)
-                if self.headers.get(_PLAN_HEADER) != digest:
-                    board.strangers.add(self.client_address[0])
-                    self._reply(409, None)
-                    return
-                if body:
-                    board.values[name] = json.loads(body)
-                self._reply(200 if name in board.values else 404, board.values.get(name))
+            def do_GET(self) -> None:
+                name = self.path.lstrip("/")
+                if self._same_plan():
+                    self._reply(200 if name in board.values else 404, board.values.get(name))
 
-            do_GET = do_PUT
+            def do_PUT(self) -> None:
+                size = int(self.headers.get("Content-Length") or 0)
+                body = self.rfile.read(size) if 0 <= size <= _MAX_BYTES else b""
+                if self._same_plan():
+                    board.values[self.path.lstrip("/")] = json.loads(body)
+                    self._reply(200, None)
+
+            def _same_plan(self) -> bool:
+                if self.headers.get(_PLAN_HEADER) == digest:
+                    return True
+                board.strangers.add(self.client_address[0])
+                self._reply(409, None)
+                return False
 
             def _reply(self, status: int, value: Any) -> None:
                 body = json.dumps(value).encode()
