@@ -169,7 +169,7 @@ async def _measure(
 
 @dataclass(slots=True)
 class Search:
-    """For the highest rate of an open loop at which a server keeps to its limits: rates out, verdicts in.
+    """For the highest rate of an open loop at which a server keeps to its limits. Pure: rates out, verdicts in.
 
     From `first` on the rate is doubled while the limits are kept (halved while they are not), then the step between the
     highest rate that did and the lowest that did not is halved on a logarithmic scale, until it is less than PRECISION.

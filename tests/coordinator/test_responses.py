@@ -177,7 +177,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "file_search"}}, "tool_choice"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
-    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "banana"}}}}, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "banana"}}}}, "text.format.schema"),
     ({"inputs": "a"}, "inputs"),
     ({"model": "other"}, "model"),
 ]
