@@ -182,16 +182,20 @@ CUTS = [
 
 
 def cut_in_mid_stream(running: Cluster, node: str, end: str) -> list[Future[StreamResult]]:
-    """A stream on each decode worker, and the cable cut while both run. A link takes seconds to go down where the
-    kernel still takes other namespaces apart: where a stream has ended by then, all begins anew."""
+    """A stream on each decode worker, and the cable cut while both run. A busy machine may take seconds to make the
+    edges of one, or to take the link down where the kernel still takes other namespaces apart: where a stream has ended
+    by then, all begins anew."""
     for _ in range(5):
         running.wait_until(lambda: running.all_ready() and running.idle(), "whole and idle cluster")
         streams = [running.stream(PROMPTS[n], LONG) for n in range(2)]
         busy = lambda: all(running.workers()[d]["running"] for d in ("d0", "d1"))  # noqa: E731
-        running.wait_until(busy, "a stream on each decode worker")
+        ended = lambda: any(stream.done() for stream in streams)  # noqa: B023, E731
+        running.wait_until(lambda: busy() or ended(), "a stream on each decode worker")  # noqa: B023
+        if ended():
+            continue
         asked = time.monotonic()
         running.network[node].cut(end)
-        if time.monotonic() - asked < 0.5 and not any(stream.done() for stream in streams):
+        if time.monotonic() - asked < 0.5 and not ended():
             return streams
         running.network[node].mend(end)
     raise AssertionError("no cable was cut while both streams ran")
