@@ -109,12 +109,8 @@ class ChatEncoder:
             raise InvalidRequest(what, param="continue_final_message")
         return rendered[: len(rendered) - behind]
 
-    def encode(self, messages: Sequence[ChatMessage], how: Rendering = PLAIN) -> list[int]:
-        """The prompt as ids. Blocks: call it from a thread."""
-        return self.encode_rendered(self.render(messages, how, guard=True))
-
     def encode_rendered(self, guarded: str) -> list[int]:
-        """The ids of what `render` made with `guard`."""
+        """The ids of what `render` made with `guard`. Blocks: call it from a thread."""
         return self._controls.encode(guarded)
 
 
