@@ -58,7 +58,7 @@ class ChoiceReader:
             raise left
         if left is not None:
             return left
-        if request.error is not None and self._read == request.journal.next_index:
+        if request.error is not None and not self._has_more():
             raise request.error
         return self._take()
 

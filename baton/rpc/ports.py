@@ -27,12 +27,13 @@ def open_port(
         StartupError: nobody can listen there; says which port of whom it is (`what`), why, and the flag for another.
     """
     try:
-        address = host_port(host, port)
+        # Of a name with two addresses gRPC would be content with either one: `localhost` could be ::1 alone.
+        address = host_port(str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]), port)
         if bound := (
             server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
         ):
             return int(bound)
-    except RuntimeError:
+    except (RuntimeError, OSError):
         pass
     check_free(host, port, flag, what)
     raise StartupError(f"{what} port {port} on {host} cannot be used: gRPC does not say why")

@@ -76,11 +76,11 @@ async def test_kill_9(running: FaultCluster, client: Client, victim: str, when: 
             await asyncio.wait_for(request.decoding.wait(), 60)  # so it has the first pair
             bystander = start(client, *BYSTANDER)
             await asyncio.wait_for(bystander.decoding.wait(), 60)
-        killed = running.signal(victim)
-        if when == "during" or (when, victim) == ("between", "prefill-0"):  # seen by who is left, in mid-transfer
-            with Stall() as stall:
-                seen = await running.first(*WITNESS[victim], since=killed)
-            assert seen - killed < stall.allows(KILL_SEEN_S), running.cluster.logs()
+        in_transfer = when == "during" or (when, victim) == ("between", "prefill-0")
+        with Stall() as stall:
+            killed = running.signal(victim)
+            seen = await running.first(*WITNESS[victim], since=killed) if in_transfer else killed
+        assert seen - killed < stall.allows(KILL_SEEN_S), running.cluster.logs()
         if hold:
             running.release("prefill-0", hold)
         result = await request.end()
@@ -117,9 +117,9 @@ async def test_stopped_for_ten_seconds(running: FaultCluster, client: Client, vi
     for _ in range(times):
         request, bystander = await disturbed(running, client, "hold_send")
         incarnations = {w: f["incarnation"] for w, f in running.cluster.workers().items()}
-        stopped = running.signal(victim, signal.SIGSTOP)
         try:
             with Stall() as stall:
+                stopped = running.signal(victim, signal.SIGSTOP)
                 await running.until(
                     lambda: running.cluster.workers()[victim]["state"] == "lost", "the end of its lease"
                 )

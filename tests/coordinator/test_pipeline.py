@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import Any
 
 import pytest
@@ -138,20 +139,24 @@ async def test_a_deadline_holds_although_the_client_does_not_read() -> None:
             raise AssertionError("a passed deadline is an error")
 
 
-async def test_scores_of_the_prompt_that_never_come_are_waited_for_until_the_deadline() -> None:
-    """The answer is whole and so never fails by itself: only its own deadline ends it."""
+@pytest.mark.parametrize("first", ["the choice's timer", "the policy's tick"])
+async def test_scores_of_the_prompt_that_never_come_are_waited_for_until_the_deadline(first: str) -> None:
+    """The answer is whole, so only its deadline ends it, whichever of the two sees that first."""
     async with bench("p0", "d0") as b:
         p, d = b.workers
-        asked = Submission("r", (1, 2), 2, SamplingParams(prompt_logprobs=1), deadline_s=0.3)
-        first = asyncio.ensure_future(b.pipeline.generate(asked).__anext__())
+        deadline_s = 60.0 if first == "the policy's tick" else 0.3
+        asked = Submission("r", (1, 2), 2, SamplingParams(prompt_logprobs=1), deadline_s=deadline_s)
+        delta = asyncio.ensure_future(b.pipeline.generate(asked).__anext__())
         s = (await p.received(Prefill)).request.sequence_id
         p.say(s, 0, 5)
         d.say(s, 0, 5, 6, ended="length")
-        await until(lambda: b.in_flight(s).journal.finish)
-        assert not first.done()
+        if first == "the policy's tick":
+            await until(lambda: b.in_flight(s).journal.finish)
+            assert not delta.done()
+            b.cluster._execute(b.requests.tick(time.monotonic() + deadline_s))
         async with asyncio.timeout(5.0):
             with pytest.raises(DeadlineExceeded):
-                await first
+                await delta
         assert len(b.requests) == 0
 
 

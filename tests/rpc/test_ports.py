@@ -33,6 +33,14 @@ async def test_a_server_listens_where_it_is_told(host: str) -> None:
     await server.stop(None)
 
 
+async def test_a_name_of_two_addresses_is_not_listened_on_at_the_other_one_alone() -> None:
+    """gRPC takes `localhost` for ::1 too, and one of the two would do for it."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartupError, match=f"link port {port} on localhost is in use"):
+            open_port(grpc.aio.server(), "localhost", port, "link", "--link-port")
+
+
 async def test_a_taken_port_and_a_foreign_address_are_two_things() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
